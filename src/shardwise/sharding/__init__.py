@@ -1,0 +1,1 @@
+"""The runtime: what is cut how, gathered when, reduced when."""

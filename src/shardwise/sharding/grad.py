@@ -1,0 +1,120 @@
+"""Norms of gradients that are spread over ranks, and clipping by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardwise import _torch
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients in place so that the norm of all of them together is at most ``max_norm``.
+
+    Takes sharded and plain parameters, over any mix of meshes, and makes one small all-reduce per
+    mesh dimension that shards. Every rank calls it, with the same parameters. Plain parameters
+    count once: their gradients are taken to be equal on all ranks.
+
+    Args:
+        parameters: parameters whose ``.grad`` is clipped; those without one are passed over.
+        max_norm: the largest norm that is left as it is.
+        norm_type: 2 for the Euclidean norm, any other positive ``p``, or ``math.inf``.
+        error_if_nonfinite: raise if the norm is NaN or infinite, instead of scaling by it.
+
+    Returns:
+        The norm before clipping: a 0-dim tensor in the widest dtype of the gradients, the same
+        on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+        ValueError: a gradient is a ``DTensor`` that is pending a reduction.
+    """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    params = list(parameters)
+    norm = grad_norm(params, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the gradient norm of order {norm_type} is {norm.item()}; expected a finite number. "
+            "Look for the parameter whose gradient is not finite, or pass "
+            "error_if_nonfinite=False to go on"
+        )
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    locals_ = [_local(param.grad) for param in params if param.grad is not None]
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in locals_:
+        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, _), grads in by_kind.items():
+        torch._foreach_mul_(grads, scale.to(device))
+    return norm
+
+
+def grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of the gradients of ``parameters``, all together, over all ranks.
+
+    Arguments, result and errors as in :func:`clip_grad_norm_`.
+    """
+    norm_type = float(norm_type)
+    # Parameters are grouped by the process groups that their shards are spread over. Those
+    # without a gradient stay in, so that all ranks make the same all-reduces.
+    spread: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    device, dtype = torch.device("cpu"), None
+    for param in parameters:
+        grads = spread.setdefault(_sharding_groups(param), [])
+        if param.grad is not None:
+            local = _local(param.grad)
+            dtype = local.dtype if dtype is None else torch.promote_types(dtype, local.dtype)
+            grads.append(local)
+            device = local.device
+        elif isinstance(param, DTensor):
+            device = _torch.local_of(param).device
+    dtype = torch.float32 if dtype is None else dtype.to_real()
+    total = torch.zeros((), dtype=dtype, device=device)
+    for groups, grads in spread.items():
+        part = _local_norm(grads, norm_type, dtype, device)
+        for group in groups:
+            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+            dist.all_reduce(part, op=op, group=group)
+        total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
+    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+
+
+def _local_norm(
+    grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """This rank's part: the largest element, or the sum of ``norm_type``-th powers."""
+    grads = [grad for grad in grads if grad.numel() > 0]
+    if not grads:
+        return torch.zeros((), dtype=dtype, device=device)
+    norms = torch.stack([norm.to(device, dtype) for norm in torch._foreach_norm(grads, norm_type)])
+    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return _torch.local_of(grad) if isinstance(grad, DTensor) else grad
+
+
+def _sharding_groups(param: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups of the mesh dimensions over which ``param`` is cut."""
+    if not isinstance(param, DTensor):
+        return ()
+    for placement in param.placements:
+        if placement.is_partial():
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} has placements {param.placements}: its "
+                "values are pending a reduction. Redistribute it to Shard or Replicate first"
+            )
+    return tuple(
+        param.device_mesh.get_group(dim)
+        for dim, placement in enumerate(param.placements)
+        if not isinstance(placement, Replicate)
+    )

@@ -1,0 +1,305 @@
+"""When things happen: the hooks that run around forward and backward of a sharded module.
+
+    forward pre-hook     unshard the group, cast inputs, mark the inputs for the end of backward
+    forward hook         reshard the group, cast outputs, mark the outputs for backward
+    output's hook        backward begins here: unshard the group, prefetch the one before it
+    inputs' function     backward ends here: take the gradients, reshard, start to reduce
+    end of backward      reduce what had no such input; complete every reduction
+
+The outermost module that runs is the root. It is found at its first forward, when all nested calls
+have been made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardwise import _torch
+from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.phase import Phase
+from shardwise.sharding.precision import Precision
+from shardwise.sharding.root import Root
+from shardwise.sharding.tree import map_tensors, tensors_in
+
+_STATE = "_shardwise_state"
+
+
+class FSDPState:
+    """What one ``fully_shard`` call added to its module(s).
+
+    Attributes:
+        modules: the modules that were sharded together.
+        groups: their parameter groups: one, or none if they had no parameters left.
+        device: where they compute.
+        phase: where in a step they are.
+        root: what they share with the other states of the tree.
+        modules_to_run: those of several modules whose forward has still to run in this pass.
+        forward_prefetch: states to unshard when this one's forward begins.
+        backward_prefetch: states to unshard when this one's backward begins; empty means the
+            one that ran before it.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        groups: list[ParamGroup],
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        *,
+        keep_if_root: bool,
+    ) -> None:
+        self.modules = modules
+        self.groups = groups
+        self.device = device
+        self.phase = Phase.IDLE
+        self.root = Root()
+        self.modules_to_run: set[nn.Module] = set()
+        self.forward_prefetch: list[FSDPState] = []
+        self.backward_prefetch: list[FSDPState] = []
+        self._precision = Precision(mp_policy)
+        self._keep_if_root = keep_if_root
+        self._is_root: bool | None = None
+        for module in modules:
+            module.__dict__[_STATE] = self
+            module.register_forward_pre_hook(self._forward_pre_hook, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._forward_hook)
+
+    @property
+    def is_root(self) -> bool | None:
+        """Whether this is the outermost state; ``None`` before the first forward."""
+        return self._is_root
+
+    def settle_reshard_after_forward(self, value: bool) -> None:
+        """Set it for all groups, also if this is or becomes the root."""
+        self._keep_if_root = False
+        for group in self.groups:
+            group.options.reshard_after_forward = value
+
+    # -- the first forward ---------------------------------------------------------------------
+
+    def lazy_init(self) -> None:
+        """Make this state the root of its tree, unless that is settled.
+
+        Raises:
+            RuntimeError: a nested state has already run as a root of its own, or several modules
+                sharded together would be the root.
+        """
+        if self._is_root is not None:
+            return
+        if len(self.modules) > 1:
+            names = ", ".join(type(module).__name__ for module in self.modules)
+            raise RuntimeError(
+                f"fully_shard([{names}]) cannot be the root: expected one module that contains all "
+                "others. Apply fully_shard to the whole model last, and run its forward"
+            )
+        top = self.modules[0]
+        for name, module in top.named_modules():
+            state = state_of(module)
+            if state is None or state in self.root.states:
+                continue
+            if state is not self and state._is_root is not None:
+                raise RuntimeError(
+                    f"{name} has already run forward as a root of its own, before the module that "
+                    "contains it. Run the forward of the outermost fully_shard module first"
+                )
+            self.root.states.append(state)
+        self._name_everything(top)
+        for state in self.root.states:
+            state._is_root = state is self
+            state.root = self.root
+            for group in state.groups:
+                group.refresh()
+        if self._keep_if_root:
+            # Its parameters are needed again as soon as backward begins.
+            for group in self.groups:
+                group.options.reshard_after_forward = False
+
+    def _name_everything(self, top: nn.Module) -> None:
+        names = {module: name for name, module in top.named_modules()}
+        for state in self.root.states:
+            fqn = ", ".join(names[module] for module in state.modules if module in names)
+            for group in state.groups:
+                group.fqn = fqn
+                for param in group.params:
+                    owner = param.owners[0]
+                    prefix = names.get(owner.module)
+                    if prefix is not None:
+                        param.fqn = f"{prefix}.{owner.name}" if prefix else owner.name
+
+    # -- forward -------------------------------------------------------------------------------
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Unshard, and prepare the inputs."""
+        if self.phase is Phase.BACKWARD:
+            # Activation checkpointing computes forward again; backward's hooks do the rest.
+            for group in self.groups:
+                group.unshard()
+                group.wait_for_unshard()
+            return self._precision.cast_inputs(args, kwargs)
+        first = self.phase is not Phase.FORWARD
+        self.phase = Phase.FORWARD
+        if first:
+            args, kwargs = self._enter_root(args, kwargs)
+        args, kwargs = self._precision.cast_inputs(args, kwargs)
+        for group in self.groups:
+            group.unshard()
+            group.wait_for_unshard()
+        if first:
+            self._prefetch_in_forward()
+            for group in self.groups:
+                args, kwargs = self._mark_inputs(group, args, kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module | None, output: Any) -> Any:
+        """Reshard, and prepare the outputs."""
+        if self.phase is Phase.BACKWARD:
+            return self._precision.cast_outputs(output)
+        recomputing = _torch.in_backward()
+        for group in self.groups:
+            if not recomputing:
+                if group.options.reshard_after_forward:
+                    group.reshard()
+                if torch.is_grad_enabled():
+                    self.root.order.leave_forward(group)
+        self._mark_outputs(output)
+        self.phase = Phase.IDLE
+        if self.root.forward_root is self:
+            output = self._leave_root(output)
+        return self._precision.cast_outputs(output)
+
+    def _enter_root(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.lazy_init()
+        if self.root.forward_root is not None:
+            return args, kwargs
+        self.root.forward_root = self
+        if self.device.type == "cpu":
+            return args, kwargs
+        to_device = self._to_device
+        return map_tensors(to_device, args), map_tensors(to_device, kwargs)
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device == self.device else tensor.to(self.device)
+
+    def _leave_root(self, output: Any) -> Any:
+        """End the outermost forward; end it also for groups of which only some modules ran."""
+        root = self.root
+        for state in reversed(root.states):
+            if state is not self and state.modules_to_run:
+                state.modules_to_run.clear()
+                output = state.post_forward(None, output)
+        root.end_forward()
+        return output
+
+    def _prefetch_in_forward(self) -> None:
+        if _torch.in_backward():
+            return  # activation checkpointing: the order of forward is not followed here
+        for group in self.groups:
+            following = self.root.order.enter_forward(group)
+            if following is not None and not self.forward_prefetch:
+                following.unshard()
+        for state in self.forward_prefetch:
+            for group in state.groups:
+                group.unshard()
+
+    def _mark_inputs(
+        self, group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Pass inputs through a function whose backward tells that the group's is over."""
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if not inputs:
+            return args, kwargs
+        marked = iter(_EndOfBackward.apply(self, group, *inputs))  # type: ignore[no-untyped-call]
+        new_args, new_kwargs = map_tensors(
+            lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs)
+        )
+        return new_args, new_kwargs
+
+    def _mark_outputs(self, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._pre_backward)  # type: ignore[no-untyped-call]
+
+    # -- backward ------------------------------------------------------------------------------
+
+    def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        self.phase = Phase.BACKWARD
+        self.root.queue_end_of_backward()
+        for group in self.groups:
+            if group.phase is Phase.BACKWARD:
+                continue  # another output of the same forward has been here
+            group.phase = Phase.BACKWARD
+            if group.options.unshard_in_backward:
+                group.unshard()
+                group.wait_for_unshard()
+            before = self.root.order.enter_backward(group)
+            if before is not None and not self.backward_prefetch:
+                self._prefetch_in_backward(before)
+        for state in self.backward_prefetch:
+            for group in reversed(state.groups):
+                self._prefetch_in_backward(group)
+        return grad
+
+    def _prefetch_in_backward(self, group: ParamGroup) -> None:
+        if group.options.unshard_in_backward:
+            group.unshard()
+
+    def post_backward(self, group: ParamGroup) -> None:
+        """Reshard ``group`` and start to reduce its gradients."""
+        self.root.post_backward(group)
+
+    # -- hooks ---------------------------------------------------------------------------------
+
+    def _forward_pre_hook(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if len(self.modules) > 1 and not self.modules_to_run:
+            self.modules_to_run.update(self.modules)
+        return self.pre_forward(module, args, kwargs)
+
+    def _forward_hook(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if len(self.modules) > 1:
+            if module not in self.modules_to_run:
+                return self._precision.cast_outputs(output)
+            self.modules_to_run.remove(module)
+            if self.modules_to_run:
+                # The group is still needed by the others.
+                return self._precision.cast_outputs(output)
+        return self.post_forward(module, output)
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """The identity; its backward runs when the gradients of a group's inputs are known.
+
+    Autograd runs the accumulation of parameter gradients as soon as it is ready, before anything
+    else, so by then the group's parameter gradients are there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, state: FSDPState, group: ParamGroup, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.end = (state, group)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        state, group = ctx.end
+        state.post_backward(group)
+        return (None, None, *grads)
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The state that ``fully_shard`` put on ``module``, if it did."""
+    return module.__dict__.get(_STATE)

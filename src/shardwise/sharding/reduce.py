@@ -1,0 +1,182 @@
+"""Gradients of one group on their way from full to sharded.
+
+A reduction runs behind the backward of the groups that follow. It is moved on at each of their
+ends, so that at most one step of it waits at a time:
+
+    reduce-scatter over the shard dimension        (always; uncut parameters are all-reduced)
+    all-reduce over the replicate dimension        (2-D meshes only)
+    scale, convert to the stored dtype, add to the sharded gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.errors import naming
+from shardwise.sharding.mesh import DataMesh
+from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.precision import Precision
+from shardwise.transport.base import Reduce, Work
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a sum over ranks becomes the gradient: divide before, reduce, divide after."""
+
+    before: float
+    op: Reduce
+    after: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, world_size: int, factor: float | None) -> Scaling:
+        """The scaling for gradients reduced in ``dtype``.
+
+        Args:
+            dtype: dtype of the reduction.
+            world_size: ranks that contribute, over all mesh dimensions.
+            factor: what to divide the sum by; ``None`` means ``world_size``.
+        """
+        if dtype == torch.float16:
+            # Half of the range goes to each side: dividing by all before the sum underflows,
+            # dividing after it overflows.
+            divisor = float(world_size) if factor is None else factor
+            before = 1.0
+            while before * before < divisor:
+                before *= 2.0
+            return cls(before, Reduce.SUM, divisor / before)
+        if factor is None:
+            return cls(1.0, Reduce.AVG, 1.0)
+        return cls(1.0, Reduce.SUM, factor)
+
+
+class Partial:
+    """Gradients that are reduced over the shard dimension only, waiting for the all-reduce."""
+
+    def __init__(self) -> None:
+        self._shards: dict[ShardedParam, torch.Tensor] = {}
+
+    def add(self, param: ShardedParam, shard: torch.Tensor) -> None:
+        """Add ``shard`` to what ``param`` has."""
+        if param in self._shards:
+            self._shards[param] += shard
+        else:
+            self._shards[param] = shard
+
+    def take(self, param: ShardedParam) -> torch.Tensor | None:
+        """What ``param`` has, once."""
+        return self._shards.pop(param, None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._shards.clear()
+
+
+class Reduction:
+    """One group's gradients under way. Constructing it starts the first collective."""
+
+    def __init__(
+        self,
+        fqn: str,
+        params: Sequence[ShardedParam],
+        grads: Sequence[torch.Tensor],
+        mesh: DataMesh,
+        precision: Precision,
+        *,
+        divide_factor: float | None,
+        all_reduce: bool,
+        partial: Partial,
+    ) -> None:
+        self._fqn = fqn
+        self._params = list(params)
+        self._mesh = mesh
+        self._all_reduce = all_reduce and mesh.replicate is not None
+        self._stop_at_partial = mesh.replicate is not None and not all_reduce
+        self._partial = partial
+        dtypes = [precision.reduce_dtype(param.dtype) for param in params]
+        self._scalings = [Scaling.of(dtype, mesh.world_size, divide_factor) for dtype in dtypes]
+        self._works: list[Work] = []
+        # What the collective reads stays referenced until it has been waited for.
+        self._alive: list[torch.Tensor] = []
+        with torch.no_grad():
+            self._shards = self._start_over_shard(list(grads), dtypes)
+
+    def advance(self) -> bool:
+        """Wait for the collective under way and start the next, or finish.
+
+        Returns:
+            Whether the sharded gradients are complete.
+        """
+        with torch.no_grad():
+            with naming("gradient reduction", self._fqn):
+                for work in self._works:
+                    work.wait()
+            self._works.clear()
+            self._alive.clear()
+            if self._stop_at_partial:
+                for param, shard in zip(self._params, self._shards, strict=True):
+                    self._partial.add(param, shard)
+                return True
+            if self._all_reduce:
+                self._start_over_replicate()
+                return False
+            self._deliver()
+        return True
+
+    def finish(self) -> None:
+        """Wait for everything that is left."""
+        while not self.advance():
+            pass
+
+    def _start_over_shard(
+        self, grads: list[torch.Tensor], dtypes: list[torch.dtype]
+    ) -> list[torch.Tensor]:
+        transport = self._mesh.shard
+        shards: list[torch.Tensor] = []
+        cut: dict[Reduce, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        uncut: dict[Reduce, list[torch.Tensor]] = {}
+        for param, scaling, dtype in zip(self._params, self._scalings, dtypes, strict=True):
+            grad = grads.pop(0)
+            if scaling.before != 1.0:
+                grad = grad.to(dtype) / scaling.before
+            if transport.world_size == 1:
+                shard = grad.to(dtype).reshape(-1)
+            elif param.layout.dim is None:
+                shard = grad.to(dtype).reshape(-1)
+                uncut.setdefault(scaling.op, []).append(shard)
+            else:
+                full = param.layout.to_chunks(grad)
+                shard = torch.empty(param.layout.chunk_numel, dtype=dtype, device=grad.device)
+                fulls, outs = cut.setdefault(scaling.op, ([], []))
+                fulls.append(full)
+                outs.append(shard)
+                self._alive.append(full)
+            shards.append(shard)
+        for op, (fulls, outs) in cut.items():
+            self._works.append(transport.reduce_scatter(fulls, outs, op))
+        for op, tensors in uncut.items():
+            self._works.append(transport.all_reduce(tensors, op))
+        return shards
+
+    def _start_over_replicate(self) -> None:
+        self._all_reduce = False
+        replicate = self._mesh.replicate
+        assert replicate is not None
+        by_op: dict[Reduce, list[torch.Tensor]] = {}
+        for param, shard, scaling in zip(self._params, self._shards, self._scalings, strict=True):
+            held = self._partial.take(param)
+            if held is not None:
+                shard += held
+            by_op.setdefault(scaling.op, []).append(shard)
+        for op, tensors in by_op.items():
+            self._works.append(replicate.all_reduce(tensors, op))
+
+    def _deliver(self) -> None:
+        while self._params:
+            param, scaling = self._params.pop(0), self._scalings.pop(0)
+            shard = self._shards.pop(0)
+            if scaling.after != 1.0:
+                shard /= scaling.after
+            param.add_sharded_grad(shard.to(param.dtype))
