@@ -112,8 +112,7 @@ def fully_shard(
     """
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims is not available in this version of Shardwise")
-    tops = (module,) if isinstance(module, nn.Module) else outermost(module)
-    _check_modules(tops)
+    tops = _check_modules((module,) if isinstance(module, nn.Module) else module)
     data_mesh = DataMesh.of(default_mesh() if mesh is None else mesh, transport)
     reshard = _check_reshard_after_forward(reshard_after_forward, data_mesh.shard.world_size)
     managed = managed_modules(tops)
@@ -143,12 +142,15 @@ def fully_shard(
     return module
 
 
-def _check_modules(tops: tuple[nn.Module, ...]) -> None:
-    if not tops:
+def _check_modules(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    """The outermost of ``modules``, if all of them can be sharded."""
+    if not modules:
         raise ValueError("fully_shard: expected a module or a list of modules, found an empty list")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"fully_shard: expected an nn.Module, found {type(each).__name__}")
+    tops = outermost(modules)
     for top in tops:
-        if not isinstance(top, nn.Module):
-            raise TypeError(f"fully_shard: expected an nn.Module, found {type(top).__name__}")
         if (
             isinstance(top, nn.ModuleList | nn.ModuleDict)
             and type(top).forward is nn.Module.forward
@@ -162,6 +164,7 @@ def _check_modules(tops: tuple[nn.Module, ...]) -> None:
             raise ValueError(
                 f"fully_shard has already been applied to this {type(top).__name__}; apply it once"
             )
+    return tops
 
 
 def _check_reshard_after_forward(value: bool | int | None, shard_size: int) -> bool:

@@ -112,6 +112,7 @@ class ShardedParam:
         first = self.owners[0]
         found = _torch.parameter_of(first.module, first.name)
         if found is not self.sharded:
+            self._register(self.sharded)  # what was refused shall not stay
             self._check_replacement(found)
             self.sharded = found
             self._register(found)

@@ -1,0 +1,23 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Compute references as the ranks do: on one thread, so that sums have one order."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def ranks() -> Callable[..., list[Any]]:
+    """``ranks(fn, world_size, *args)``: see :func:`tests.harness.run_ranks`."""
+    return run_ranks

@@ -1,0 +1,399 @@
+"""Run a function on several ranks, each a process of its own, and collect what they return.
+
+    def each_rank(rank: int, world_size: int, scale: float) -> float:
+        value = torch.tensor(scale * rank)
+        torch.distributed.all_reduce(value)
+        return value.item()
+
+    assert run_ranks(each_rank, 2, 10.0) == [10.0, 10.0]
+
+The processes come from a fork server that has imported torch (and what else the tests need) and
+has never computed anything, so it has a single thread and a rank starts in milliseconds. The
+rendezvous store lives in the parent on a port that the kernel chose: there is no port to race for.
+
+A rank that raises ends the run at once: the others are killed and the parent raises
+:class:`RanksFailedError` with the rank's own traceback. A rank that hangs ends it after ``timeout``
+seconds, with the stacks of every rank that was still running.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PRELOAD = [
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",  # the first optimizer of a process imports it, for half a second
+    "pytest",
+    "transformers.models.llama.modeling_llama",
+    "shardwise",
+]
+
+_FORKSERVER_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+# After the first failure the others get this long to tell theirs: often all ranks fail alike, and
+# sometimes the first to speak is only the echo of another's mistake.
+_GRACE_SECONDS = 0.3
+
+
+class RanksFailedError(AssertionError):
+    """At least one rank raised, died or hung. The message holds each one's account."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        ok: whether the function returned.
+        result: what it returned.
+        error: the traceback, where it raised.
+        exitcode: of the process: 0 after a return, 1 after an exception, ``-9`` when killed.
+        output: what the rank wrote to stdout and stderr.
+        seconds: from the start of the run until the rank returned, raised or died.
+    """
+
+    rank: int
+    ok: bool
+    result: Any = None
+    error: str | None = None
+    exitcode: int | None = None
+    output: str = ""
+    seconds: float = 0.0
+
+    def describe(self, world_size: int) -> str:
+        """Tell what went wrong on this rank, for people."""
+        if self.error is not None:
+            head, body = "raised", self.error.rstrip()
+        elif self.exitcode is not None and self.exitcode < 0:
+            head, body = f"was killed by {signal.Signals(-self.exitcode).name}", ""
+        else:
+            head, body = f"left with exit code {self.exitcode} without returning", ""
+        text = f"rank {self.rank} of {world_size} {head}"
+        if body:
+            text += f":\n{body}"
+        if self.output.strip():
+            text += f"\n--- output of rank {self.rank} ---\n{self.output.rstrip()}"
+        return text
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What a rank needs to know before it can unpickle anything of the test's."""
+
+    rank: int
+    world_size: int
+    backend: str | None
+    port: int
+    pg_timeout: float
+    env: Mapping[str, str | None]
+    warning_filters: Sequence[Any]
+    directory: Path
+    call: bytes
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str | None = "gloo",
+    timeout: float = 60,
+    pg_timeout: float = 30,
+    env: Mapping[str, str | None] | None = None,
+    expect_failures: bool = False,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call ``fn(rank, world_size, *args, **kwargs)`` on every rank of a new world.
+
+    Args:
+        fn: a function of a module (not a lambda, not nested): ranks import it.
+        world_size: the number of processes.
+        args: pickled, given to every rank alike.
+        backend: of the default process group; ``None`` makes none.
+        timeout: seconds for the whole run, from start to the last result.
+        pg_timeout: seconds that a collective may take.
+        env: environment variables of the ranks, beside torchrun's, which are set; ``None`` unsets.
+        expect_failures: return an :class:`Outcome` per rank instead of results, and let ranks that
+            fail or die do so without ending the others. A hang is still an error.
+        kwargs: pickled, given to every rank alike.
+
+    Returns:
+        What ``fn`` returned, by rank; tensors travel by value. Or the outcomes.
+
+    Raises:
+        RanksFailedError: a rank raised, died or hung.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    call = pickle.dumps((fn, args, kwargs))
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        jobs = [
+            _Job(
+                rank=rank,
+                world_size=world_size,
+                backend=backend,
+                port=store.port,
+                pg_timeout=pg_timeout,
+                env=dict(env or {}),
+                warning_filters=list(warnings.filters),
+                directory=Path(directory),
+                call=call,
+            )
+            for rank in range(world_size)
+        ]
+        with _World(jobs) as world:
+            outcomes = world.run(timeout, stop_at_failure=not expect_failures)
+    for outcome in outcomes:
+        if outcome.output:
+            print(f"[rank {outcome.rank}] {outcome.output.rstrip()}")
+    return outcomes if expect_failures else [outcome.result for outcome in outcomes]
+
+
+class _World:
+    """The processes of one run, as the parent sees them."""
+
+    def __init__(self, jobs: Sequence[_Job]) -> None:
+        self.jobs = jobs
+        self.processes: list[ForkServerProcess] = []
+        self.pipes: list[Connection] = []
+        self.outcomes: dict[int, Outcome] = {}
+        self.started = time.monotonic()
+
+    def __enter__(self) -> _World:
+        context = _forkserver()
+        for job in self.jobs:
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_rank_main, args=(job, child_end), daemon=True)
+            process.start()
+            child_end.close()
+            self.processes.append(process)
+            self.pipes.append(parent_end)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for process in self.processes:
+            process.kill()
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            process.join()
+            process.close()
+            pipe.close()
+
+    def run(self, timeout: float, *, stop_at_failure: bool) -> list[Outcome]:
+        """Wait for all ranks; return their outcomes or raise what went wrong."""
+        deadline = self.started + timeout
+        failed = False
+        while len(self.outcomes) < len(self.jobs):
+            arrived = self._collect(deadline - time.monotonic())
+            if not arrived:
+                if failed:
+                    break
+                raise RanksFailedError(self._hang_report(timeout))
+            if stop_at_failure and not failed and not all(outcome.ok for outcome in arrived):
+                failed = True
+                deadline = time.monotonic() + _GRACE_SECONDS
+        if failed:
+            raise RanksFailedError(self._failure_report())
+        return self._dismiss(deadline)
+
+    def _collect(self, seconds: float) -> list[Outcome]:
+        """Wait for the next reports, at most ``seconds``; none means time is up."""
+        waiting = {
+            self.pipes[job.rank]: job.rank for job in self.jobs if job.rank not in self.outcomes
+        }
+        arrived = []
+        for pipe in wait(list(waiting), timeout=max(seconds, 0)):
+            assert isinstance(pipe, Connection)
+            outcome = self._receive(waiting[pipe], pipe)
+            self.outcomes[outcome.rank] = outcome
+            arrived.append(outcome)
+        return arrived
+
+    def _receive(self, rank: int, pipe: Connection) -> Outcome:
+        seconds = time.monotonic() - self.started
+        try:
+            result, error = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):  # it died before it could report
+            self.processes[rank].join()
+            exitcode = self.processes[rank].exitcode
+            error, result, ok = None, None, False
+        else:
+            ok = error is None
+            exitcode = 0 if ok else 1
+        return Outcome(rank, ok, result, error, exitcode, _output(self.jobs[rank]), seconds)
+
+    def _dismiss(self, deadline: float) -> list[Outcome]:
+        """Let the ranks that returned leave, now that no peer needs them any more."""
+        leaving = [outcome for outcome in self.outcomes.values() if outcome.ok]
+        for outcome in leaving:
+            self.pipes[outcome.rank].send_bytes(b"leave")
+        for outcome in leaving:
+            process = self.processes[outcome.rank]
+            process.join(max(deadline - time.monotonic(), 5))
+            if process.exitcode != 0:
+                state = "did not end" if process.exitcode is None else "ended badly"
+                raise RanksFailedError(
+                    f"rank {outcome.rank} of {len(self.jobs)} returned, but {state} while "
+                    f"destroying its process groups (exit code {process.exitcode})\n"
+                    f"{_output(self.jobs[outcome.rank])}"
+                )
+        return [
+            dataclasses.replace(self.outcomes[job.rank], output=_output(job)) for job in self.jobs
+        ]
+
+    def _failure_report(self) -> str:
+        failures = [outcome for outcome in self.outcomes.values() if not outcome.ok]
+        return "\n\n".join(outcome.describe(len(self.jobs)) for outcome in failures)
+
+    def _hang_report(self, timeout: float) -> str:
+        hung = [job for job in self.jobs if job.rank not in self.outcomes]
+        for job in hung:
+            pid = self.processes[job.rank].pid
+            if pid is not None and _stacks_file(job).exists():
+                os.kill(pid, signal.SIGUSR1)  # faulthandler writes the stacks
+        time.sleep(0.3)
+        parts = [f"ranks {[job.rank for job in hung]} did not return within {timeout:g} s"]
+        if self.outcomes:
+            parts.append(f"ranks {sorted(self.outcomes)} did")
+        for job in hung:
+            stacks = _read(_stacks_file(job)) or "(no stack: it had not started)"
+            parts.append(f"rank {job.rank} of {len(self.jobs)} was at:\n{stacks}")
+            if output := _output(job).strip():
+                parts.append(f"--- output of rank {job.rank} ---\n{output}")
+        if not all(outcome.ok for outcome in self.outcomes.values()):
+            parts.append(self._failure_report())
+        return "\n".join(parts)
+
+
+def _forkserver() -> multiprocessing.context.ForkServerContext:
+    """Return the context whose server has imported torch; start the server the first time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    before = {name: os.environ.get(name) for name in _FORKSERVER_ENV}
+    os.environ.update(_FORKSERVER_ENV)  # numerical libraries read it as they are imported
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        _set_environment(before)
+    return context
+
+
+def _rank_main(job: _Job, pipe: Connection) -> None:
+    """Be one rank: set up, call, report, and stay until the parent lets go."""
+    _redirect_output(job)
+    with _stacks_file(job).open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.enable(file=sys.stderr)
+        may_leave = _watch_parent(pipe)
+        try:
+            result, error = _call(job), None
+            report = pickle.dumps((result, error))
+        except Exception:
+            pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))
+            _flush()
+            os._exit(1)  # no orderly end: a peer may be waiting for us in a collective
+        pipe.send_bytes(report)
+        may_leave.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _flush()
+
+
+def _call(job: _Job) -> Any:
+    os.environ.update(
+        RANK=str(job.rank),
+        LOCAL_RANK=str(job.rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job.port),
+    )
+    if sys.platform == "linux":  # do not depend on how this host's name resolves
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _set_environment(job.env)
+    warnings.filters[:] = job.warning_filters  # type: ignore[index]
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if job.backend is not None:
+        if "nccl" in job.backend:
+            torch.cuda.set_device(job.rank % torch.cuda.device_count())
+        dist.init_process_group(
+            job.backend,
+            store=dist.TCPStore("127.0.0.1", job.port, is_master=False),
+            rank=job.rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=job.pg_timeout),
+        )
+    fn, args, kwargs = pickle.loads(job.call)
+    return fn(job.rank, job.world_size, *args, **kwargs)
+
+
+def _watch_parent(pipe: Connection) -> threading.Event:
+    """Return an event that is set when the parent lets this rank go; die if the parent does."""
+    may_leave = threading.Event()
+
+    def watch() -> None:
+        try:
+            pipe.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(1)
+        may_leave.set()
+
+    threading.Thread(target=watch, daemon=True, name="watch-parent").start()
+    return may_leave
+
+
+def _redirect_output(job: _Job) -> None:
+    with (job.directory / f"output-{job.rank}").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+
+
+def _output(job: _Job) -> str:
+    return _read(job.directory / f"output-{job.rank}")
+
+
+def _stacks_file(job: _Job) -> Path:
+    return job.directory / f"stacks-{job.rank}"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _set_environment(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,507 @@
+"""What ``fully_shard`` does to a module, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import shardwise
+from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
+from shardwise.sharding.group import GroupState
+from shardwise.sharding.hooks import state_of
+
+Ranks = Callable[..., list[Any]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 7)
+        self.down = nn.Linear(7, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(6, 5)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.gain
+
+
+def _net(**kwargs: Any) -> Net:
+    torch.manual_seed(0)
+    net = Net()
+    for block in net.blocks:
+        fully_shard(block, **kwargs)
+    return fully_shard(net, **kwargs)
+
+
+def _raises(kind: type[BaseException], fn: Callable[[], object]) -> str:
+    try:
+        fn()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"expected {kind.__name__}")
+
+
+# -- what it makes -----------------------------------------------------------------------------
+
+
+def _forms(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    original = Net()
+    net = _net()
+
+    assert [name for name, _ in net.named_parameters()] == [
+        name for name, _ in original.named_parameters()
+    ]
+    for (name, param), whole in zip(net.named_parameters(), original.parameters(), strict=True):
+        assert isinstance(param, DTensor), name
+        assert isinstance(param, nn.Parameter), name
+        expected = Replicate() if whole.ndim == 0 else Shard(0)
+        assert param.placements == (expected,), name
+        assert param.shape == whole.shape, name
+        assert torch.equal(param.full_tensor(), whole), name
+        rows = param.to_local().shape[0] if whole.ndim else 1
+        assert rows <= -(-max(whole.shape[:1], default=1) // world_size), name
+
+    assert isinstance(net, FSDPModule)
+    assert isinstance(net, TorchFSDPModule)
+    assert isinstance(net, Net)
+    assert type(net).__name__ == "FSDPNet"
+    assert isinstance(net.blocks[0], Block)
+    assert not isinstance(net.head, FSDPModule)
+    assert fully_shard.state(net) is state_of(net)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parameters_become_dtensors_under_their_names(ranks: Ranks, world_size: int) -> None:
+    ranks(_forms, world_size)
+
+
+def _lives(rank: int, world_size: int) -> None:
+    net = _net()
+    block = net.blocks[0]
+    seen: dict[str, list[str]] = {}
+
+    def note(name: str) -> None:
+        seen[name] = [state_of(b).groups[0].state.value for b in net.blocks]  # type: ignore[union-attr]
+
+    for index, each in enumerate(net.blocks):
+        each.up.register_forward_hook(lambda *_, i=index: note(f"forward {i}"))
+    for step in range(2):
+        output = net(torch.ones(2, 6))
+        note("after forward")
+        assert isinstance(net.head.weight, nn.Parameter)
+        assert not isinstance(net.head.weight, DTensor), "the root stays unsharded"
+        output.sum().backward()
+        note("after backward")
+        assert isinstance(net.head.weight, DTensor)
+        if step == 0:
+            assert seen["forward 1"] == ["sharded", "unsharded", "sharded"]
+        else:  # the order is known: the next one is on its way
+            assert seen["forward 1"] == ["sharded", "unsharded", "unsharding"]
+        assert seen["after forward"] == ["sharded"] * 3
+        assert seen["after backward"] == ["sharded"] * 3
+
+    grad = block.up.weight.grad
+    assert isinstance(grad, DTensor)
+    assert grad.placements == (Shard(0),)
+    assert grad.dtype == torch.float32
+
+
+def test_a_group_is_whole_only_while_it_computes(ranks: Ranks) -> None:
+    ranks(_lives, 2)
+
+
+def _memory(rank: int, world_size: int) -> None:
+    net = _net()
+    net(torch.ones(2, 6)).sum().backward()
+    for state in (state_of(module) for module in net.modules()):
+        if state is None:
+            continue
+        for group in state.groups:
+            for param in group.params:
+                assert param.full is not None
+                shared = param.layout.dim is None
+                assert shared or param.full.untyped_storage().size() == 0, param.fqn
+                assert param.full.grad is None, param.fqn
+
+
+def test_no_full_parameter_or_gradient_is_left_after_a_step(ranks: Ranks) -> None:
+    ranks(_memory, 2)
+
+
+def _manual(rank: int, world_size: int) -> None:
+    net = _net()
+    block = net.blocks[1]
+    whole = block.up.weight.full_tensor()
+
+    handle = block.unshard(async_op=True)
+    assert handle is not None
+    handle.wait()
+    handle.wait()
+    assert not isinstance(block.up.weight, DTensor)
+    assert torch.equal(block.up.weight, whole)
+    assert isinstance(net.blocks[0].up.weight, DTensor), "unshard is not recursive"
+    assert block.unshard() is None
+    block.reshard()
+    block.reshard()
+    assert isinstance(block.up.weight, DTensor)
+
+    keys = net.state_dict()
+    block.unshard()
+    assert all(isinstance(value, DTensor) for value in net.state_dict().values())
+    assert list(keys) == list(net.state_dict())
+
+
+def test_unshard_and_reshard_by_hand(ranks: Ranks) -> None:
+    ranks(_manual, 2)
+
+
+def _other_dims(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    original = Net()
+    reference = copy.deepcopy(original)
+    mesh = init_device_mesh("cpu", (world_size,))
+    net = fully_shard(
+        original, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.ndim else None
+    )
+    assert net.blocks[0].up.weight.placements == (Shard(1),)
+    assert net.blocks[0].up.weight.to_local().is_contiguous()
+
+    x = torch.randn(world_size, 2, 6, generator=torch.Generator().manual_seed(1))
+    net(x[rank]).square().mean().backward()
+    sum(reference(part).square().mean() for part in x).div(world_size).backward()
+
+    for (name, param), whole in zip(net.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), whole), name
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad.full_tensor(), whole.grad, msg=name)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_other_dimensions_even_and_uneven(ranks: Ranks, world_size: int) -> None:
+    ranks(_other_dims, world_size)
+
+
+def _grouped(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    original = Net()
+    reference = copy.deepcopy(original)
+    pair = [original.blocks[0], original.blocks[1]]
+    assert fully_shard(pair) is pair
+    net = fully_shard(original)
+    group = state_of(net.blocks[0]).groups[0]  # type: ignore[union-attr]
+    assert state_of(net.blocks[1]).groups[0] is group  # type: ignore[union-attr]
+    assert len(group.params) == 6
+
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        net(x).square().mean().backward()
+        reference(x).square().mean().backward()
+    for (name, param), whole in zip(net.named_parameters(), reference.parameters(), strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad.full_tensor(), whole.grad, msg=name)
+    assert group.state is GroupState.SHARDED
+
+
+def test_several_modules_as_one_group(ranks: Ranks) -> None:
+    ranks(_grouped, 2)
+
+
+def _moved(rank: int, world_size: int) -> None:
+    net = _net()
+    net(torch.ones(2, 6)).sum().backward()
+    parameters = list(net.parameters())
+    net.zero_grad()
+    net.double()
+    assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
+    net(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+    for name, param in net.named_parameters():
+        assert param.dtype == torch.float64, name
+        assert param.grad is not None and param.grad.dtype == torch.float64, name
+
+    values = {name: torch.zeros_like(param) for name, param in net.state_dict().items()}
+    net.load_state_dict(values, assign=True)
+    assert net(torch.ones(2, 6, dtype=torch.float64)).abs().max() == 0
+    message = _raises(
+        ValueError,
+        lambda: net.load_state_dict(
+            {name: value.full_tensor() for name, value in values.items()}, assign=True
+        ),
+    )
+    assert "blocks.0.up.weight on rank" in message
+    assert "expected a DTensor" in message
+    assert isinstance(net.blocks[0].up.weight, DTensor), "what was refused does not stay"
+
+
+def test_conversion_and_assigned_state_dicts_are_followed(ranks: Ranks) -> None:
+    ranks(_moved, 2)
+
+
+def _plain_children(rank: int, world_size: int) -> None:
+    layers = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)))
+    part = layers[:2]
+    assert type(part) is nn.Sequential
+    assert len(part) == 2
+
+
+def test_slicing_a_sharded_sequential_gives_a_plain_one(ranks: Ranks) -> None:
+    ranks(_plain_children, 1)
+
+
+def _frozen(rank: int, world_size: int) -> None:
+    net = _net()
+    net.blocks[0].requires_grad_(False)
+    net.head.bias.requires_grad_(False)
+    net(torch.ones(2, 6)).sum().backward()
+    for name, param in net.named_parameters():
+        frozen = name.startswith("blocks.0") or name == "head.bias"
+        assert (param.grad is None) == frozen, name
+    net.blocks[0].requires_grad_(True)
+    net(torch.ones(2, 6)).sum().backward()
+    assert all(param.grad is not None for param in net.blocks[0].parameters())
+
+
+def test_freezing_and_unfreezing_while_training(ranks: Ranks) -> None:
+    ranks(_frozen, 2)
+
+
+def _recovers(rank: int, world_size: int) -> None:
+    net, twin = _net(), _net()
+    x = torch.ones(2, 6)
+    for each in (net, twin):
+        each(x).sum().backward()
+        each.zero_grad()
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("in forward")
+
+    handle = net.blocks[1].up.register_forward_hook(fail)
+    _raises(ArithmeticError, lambda: net(x))
+    handle.remove()
+    net.reset_iter_state()
+    assert "expected the root" in _raises(RuntimeError, net.blocks[0].reset_iter_state)
+    for each in (net, twin):
+        each(x).sum().backward()
+    for (name, param), other in zip(net.named_parameters(), twin.parameters(), strict=True):
+        assert param.grad is not None
+        assert other.grad is not None
+        assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor()), name
+
+
+def test_a_failed_forward_can_be_reset(ranks: Ranks) -> None:
+    ranks(_recovers, 2)
+
+
+def _evaluates(rank: int, world_size: int, mode: str) -> None:
+    net, twin = _net(), _net()
+    x = torch.ones(2, 6)
+    guard = torch.no_grad if mode == "no_grad" else torch.inference_mode
+    for _ in range(3):
+        with guard():
+            net(x)
+        for each in (net, twin):
+            each(x).sum().backward()
+    for (name, param), other in zip(net.named_parameters(), twin.parameters(), strict=True):
+        assert param.grad is not None
+        assert other.grad is not None
+        assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor()), name
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_evaluation_between_steps_changes_nothing(ranks: Ranks, mode: str) -> None:
+    ranks(_evaluates, 2, mode)
+
+
+def _switched(rank: int, world_size: int) -> None:
+    net = _net()
+    net.set_reshard_after_forward(True)
+    net(torch.ones(2, 6)).sum()
+    assert isinstance(net.head.weight, DTensor), "also the root"
+    assert "expected a bool" in _raises(ValueError, lambda: net.set_reshard_after_forward(1))
+
+    net = _net()
+    net.set_reshard_after_backward(False)
+    net(torch.ones(2, 6)).sum().backward()
+    assert not isinstance(net.blocks[0].up.weight, DTensor)
+
+    net = _net()
+    net.set_requires_gradient_sync(False)
+    for _ in range(2):
+        net(torch.ones(2, 6)).sum().backward()
+    assert all(param.grad is None for param in net.parameters())
+    net.set_requires_gradient_sync(True)
+    net(torch.ones(2, 6)).sum().backward()
+    once = _net()
+    once(torch.ones(2, 6)).sum().mul(3).backward()
+    for param, other in zip(net.parameters(), once.parameters(), strict=True):
+        assert param.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad.full_tensor())
+
+    halved = _net()
+    for module in halved.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(2.0 * world_size)
+    halved(torch.ones(2, 6)).sum().mul(6).backward()
+    for param, other in zip(halved.parameters(), once.parameters(), strict=True):
+        assert param.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad.full_tensor())
+    assert "positive" in _raises(ValueError, lambda: halved.set_gradient_divide_factor(0))
+
+
+def test_switches(ranks: Ranks) -> None:
+    ranks(_switched, 2)
+
+
+def _prefetches(rank: int, world_size: int) -> None:
+    net = _net()
+    first, second, third = net.blocks
+    first.set_modules_to_forward_prefetch([second, third])
+    third.set_modules_to_backward_prefetch([second, first])
+    states: list[str] = []
+
+    def note(*_: object) -> None:
+        states.append(" ".join(state_of(b).groups[0].state.value for b in net.blocks))  # type: ignore[union-attr]
+
+    first.up.register_forward_hook(note)
+    third.up.register_full_backward_hook(note)
+    net(torch.ones(2, 6)).sum().backward()
+    assert states == ["unsharded unsharding unsharding", "unsharding unsharding unsharded"]
+    message = _raises(ValueError, lambda: first.set_modules_to_forward_prefetch([net.head]))
+    assert "found Linear" in message
+
+
+def test_explicit_prefetch(ranks: Ranks) -> None:
+    ranks(_prefetches, 2)
+
+
+# -- what it refuses ---------------------------------------------------------------------------
+
+
+def _refusals(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    assert "no forward" in _raises(
+        ValueError, lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
+    )
+    assert "empty list" in _raises(ValueError, lambda: fully_shard([]))
+    assert "found str" in _raises(TypeError, lambda: fully_shard(["linear"]))  # type: ignore[list-item]
+    once = fully_shard(nn.Linear(2, 2))
+    assert "already been applied" in _raises(ValueError, lambda: fully_shard(once))
+    cube = init_device_mesh("cpu", (1, 1, world_size))
+    assert "found 3 dimensions" in _raises(
+        ValueError, lambda: fully_shard(nn.Linear(2, 2), mesh=cube)
+    )
+    for value, words in ((3, "factor of the 2 ranks"), (0, "factor"), ("yes", "found str 'yes'")):
+        plain = nn.Linear(2, 2)
+        message = _raises(
+            ValueError,
+            lambda p=plain, v=value: fully_shard(p, mesh=mesh, reshard_after_forward=v),
+        )
+        assert words in message
+        assert not isinstance(plain.weight, DTensor), "nothing is changed"
+    bad_dim = nn.Linear(2, 2)
+    message = _raises(
+        ValueError, lambda: fully_shard(bad_dim, shard_placement_fn=lambda p: Shard(2))
+    )
+    assert "weight" in message and "(2, 2)" in message
+    message = _raises(
+        NotImplementedError,
+        lambda: fully_shard(bad_dim, shard_placement_fn=lambda p: Replicate()),  # type: ignore[arg-type,return-value]
+    )
+    assert "Replicate" in message
+    assert not isinstance(bad_dim.weight, DTensor)
+    assert "one of auto" in _raises(ValueError, lambda: fully_shard(bad_dim, transport="pigeon"))
+
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    fully_shard(tied[0])
+    message = _raises(NotImplementedError, lambda: fully_shard(tied))
+    assert "1.weight is tied to weight" in message
+
+    with torch.device("meta"):
+        unborn = fully_shard(nn.Linear(3, 3))
+    message = _raises(RuntimeError, lambda: unborn(torch.ones(1, 3)))
+    assert "weight, bias are on the meta device" in message
+    assert f"rank {rank}" in message
+    deep = fully_shard(nn.Linear(3, 3))
+    assert "deepcopy" in _raises(NotImplementedError, lambda: copy.deepcopy(deep))
+
+    nested = _net()
+    nested.blocks[0](torch.ones(1, 6))
+    message = _raises(RuntimeError, lambda: nested(torch.ones(1, 6)))
+    assert "blocks.0 has already run" in message
+    dist.barrier()
+
+
+def test_wrong_use_says_what_to_do_and_changes_nothing(ranks: Ranks) -> None:
+    ranks(_refusals, 2)
+
+
+def _outsider(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
+    fully_shard(nn.Linear(2, 2), mesh=mesh)  # a sub-mesh that this rank belongs to
+    from torch.distributed.device_mesh import DeviceMesh
+
+    only_first = DeviceMesh("cpu", [0])
+    if rank == 1:
+        message = _raises(ValueError, lambda: fully_shard(nn.Linear(2, 2), mesh=only_first))
+        assert "rank 1 is not part of" in message
+
+
+def test_a_rank_outside_the_mesh_is_told_so(ranks: Ranks) -> None:
+    ranks(_outsider, 2)
+
+
+# -- mixed precision ---------------------------------------------------------------------------
+
+
+def _mixed(rank: int, world_size: int) -> None:
+    inner = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    net = Net()
+    for block in net.blocks:
+        fully_shard(block, mp_policy=inner)
+    fully_shard(net, mp_policy=dataclasses.replace(inner, output_dtype=torch.float32))
+    seen: list[torch.dtype] = []
+    net.blocks[0].up.register_forward_hook(
+        lambda module, args, output: seen.extend([args[0].dtype, module.weight.dtype, output.dtype])
+    )
+    output = net(torch.ones(2, 6))
+    assert output.dtype == torch.float32
+    output.sum().backward()
+    assert seen == [torch.bfloat16] * 3
+    for name, param in net.named_parameters():
+        assert param.dtype == torch.float32, name
+        assert param.grad is not None and param.grad.dtype == torch.float32, name
+
+
+def test_compute_in_bfloat16_update_in_float32(ranks: Ranks) -> None:
+    ranks(_mixed, 2)
+
+
+def test_public_names_are_torchs_own_where_torch_has_them() -> None:
+    assert shardwise.MixedPrecisionPolicy is torch.distributed.fsdp.MixedPrecisionPolicy
+    assert shardwise.CPUOffloadPolicy is torch.distributed.fsdp.CPUOffloadPolicy
+    assert shardwise.OffloadPolicy is torch.distributed.fsdp.OffloadPolicy

@@ -1,0 +1,156 @@
+"""A model is born sharded: from the meta device, module by module, with the unsharded values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import fully_shard, materialize
+
+Ranks = Callable[..., list[Any]]
+
+
+class Tied(nn.Module):
+    """Embedding and head share their weight; a norm has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.block = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 6))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embed(tokens)))
+
+
+def _normal(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight)
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.BatchNorm1d):
+        module.reset_parameters()
+
+
+def _whole(init: Callable[[nn.Module], None] | None) -> Tied:
+    with torch.device("meta"):
+        model = Tied()
+    model.to_empty(device="cpu")
+    model.head.weight = model.embed.weight  # torch's to_empty() unties
+    torch.manual_seed(3)
+
+    def reset(module: nn.Module) -> None:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    return model.apply(init or reset)
+
+
+def _born(rank: int, world_size: int, custom: bool) -> None:
+    init = _normal if custom else None
+    reference = _whole(init)
+    with torch.device("meta"):
+        model = Tied()
+    fully_shard(model.block)
+    fully_shard(model)
+    torch.manual_seed(3)
+    assert materialize(model, init=init) is model
+
+    assert model.head.weight is model.embed.weight
+    for name, whole in reference.state_dict().items():
+        value = model.state_dict()[name]
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        assert value.device.type == "cpu", name
+        assert torch.equal(value, whole), name
+    tokens = torch.arange(8) % 11
+    assert torch.equal(model(tokens), reference(tokens))
+
+
+@pytest.mark.parametrize("custom", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_values_are_those_of_the_unsharded_model(
+    ranks: Ranks, world_size: int, custom: bool
+) -> None:
+    ranks(_born, world_size, custom)
+
+
+def _bounded(rank: int, world_size: int) -> int:
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(40, 40, bias=False) for _ in range(6)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    alive: list[int] = []
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            alive.append(sum(p.numel() for p in model.parameters() if not isinstance(p, DTensor)))
+            assert not isinstance(module.weight, DTensor)
+            nn.init.ones_(module.weight)
+
+    materialize(model, init=init)
+    return max(alive)
+
+
+def test_one_module_at_a_time_is_whole(ranks: Ranks) -> None:
+    assert ranks(_bounded, 2) == [1600, 1600]
+
+
+def _torchs_way(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    for param in model.parameters():
+        nn.init.constant_(param, 0.5)
+    output = model(torch.ones(2, 4))
+    assert torch.equal(output, torch.full((2, 4), (4 * 0.5 + 0.5) * 0.5 * 7 + 0.5))
+    output.sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_to_empty_and_init_on_dtensors_works_too(ranks: Ranks) -> None:
+    ranks(_torchs_way, 2)
+
+
+class _Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+def _refused(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), _Bare())
+    fully_shard(model)
+    with pytest.raises(ValueError, match=r"1 \(_Bare\) has weight on the meta device.*pass init="):
+        materialize(model)
+    assert all(param.is_meta for param in model.parameters()), "nothing has been changed"
+
+
+def test_a_module_without_reset_parameters_needs_init(ranks: Ranks) -> None:
+    ranks(_refused, 1)
+
+
+def _keeps(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        meta = nn.Linear(3, 3)
+    ready = nn.Linear(3, 3)
+    nn.init.ones_(ready.weight)
+    model = fully_shard(nn.Sequential(ready, meta))
+    materialize(model)
+    assert torch.equal(model[0].weight.full_tensor(), torch.ones(3, 3))
+    assert not model[1].weight.is_meta
+
+
+def test_what_is_not_on_the_meta_device_keeps_its_values(ranks: Ranks) -> None:
+    ranks(_keeps, 2)

@@ -1,0 +1,56 @@
+"""Which dtype a group computes and reduces in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardwise.sharding.precision import Precision, cast_floating
+
+BF16, FP32, INT = torch.bfloat16, torch.float32, torch.int64
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype", "stored", "computes", "reduces"),
+    [
+        (None, None, FP32, FP32, FP32),
+        (BF16, None, FP32, BF16, BF16),
+        (BF16, FP32, FP32, BF16, FP32),
+        (None, BF16, FP32, FP32, BF16),
+        (BF16, FP32, BF16, BF16, FP32),
+        (BF16, FP32, INT, INT, INT),
+        (BF16, FP32, torch.complex64, torch.complex64, torch.complex64),
+    ],
+)
+def test_dtypes(
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    stored: torch.dtype,
+    computes: torch.dtype,
+    reduces: torch.dtype,
+) -> None:
+    precision = Precision(MixedPrecisionPolicy(param_dtype, reduce_dtype))
+    assert precision.compute_dtype(stored) == computes
+    assert precision.reduce_dtype(stored) == reduces
+
+
+def test_inputs_are_cast_unless_the_policy_says_not() -> None:
+    args = (torch.ones(2), torch.ones(2, dtype=INT), "text")
+
+    cast, _ = Precision(MixedPrecisionPolicy(BF16)).cast_inputs(args, {})
+    assert [a.dtype for a in cast[:2]] == [BF16, INT]
+
+    same, _ = Precision(MixedPrecisionPolicy(BF16, cast_forward_inputs=False)).cast_inputs(args, {})
+    assert same is args
+
+
+def test_outputs_are_cast_to_the_output_dtype_only() -> None:
+    output = {"logits": torch.ones(2, dtype=BF16)}
+    assert Precision(MixedPrecisionPolicy(BF16)).cast_outputs(output) is output
+    cast = Precision(MixedPrecisionPolicy(BF16, output_dtype=FP32)).cast_outputs(output)
+    assert cast["logits"].dtype == FP32
+
+
+def test_complex_tensors_are_not_cast() -> None:
+    assert cast_floating(torch.ones(1, dtype=torch.complex64), BF16).dtype == torch.complex64

@@ -1,0 +1,117 @@
+"""The harness itself: results, failures, deaths and hangs of ranks are told truthfully."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import RanksFailedError, run_ranks
+
+Ranks = Callable[..., list[Any]]
+
+
+def _sum_over_ranks(rank: int, world_size: int, scale: float, *, offset: float = 0.0) -> object:
+    value = torch.tensor(scale * rank + offset)
+    dist.all_reduce(value)
+    return value, world_size, os.environ["RANK"]
+
+
+def test_every_rank_returns_its_own_result(ranks: Ranks) -> None:
+    results = ranks(_sum_over_ranks, 3, 10.0, offset=1.0)
+
+    assert results == [(torch.tensor(33.0), 3, str(rank)) for rank in range(3)]
+
+
+def _raise_on_rank_one(rank: int, world_size: int) -> None:
+    print(f"rank {rank} says hello")
+    if rank == 1:
+        raise KeyError("layers.3.weight")
+    dist.barrier()
+
+
+def test_a_raising_rank_ends_the_run_at_once_and_shows_its_traceback_and_output() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailedError) as failure:
+        run_ranks(_raise_on_rank_one, 2, timeout=50)
+
+    message = str(failure.value)
+    assert time.monotonic() - start < 20, "the others were not ended"
+    assert "rank 1 of 2 raised" in message
+    assert 'KeyError("layers.3.weight")' in message
+    assert "in _raise_on_rank_one" in message
+    assert "rank 1 says hello" in message
+
+
+def _hang_on_rank_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        time.sleep(600)
+
+
+def test_a_hanging_rank_ends_the_run_with_its_stack() -> None:
+    with pytest.raises(RanksFailedError) as failure:
+        run_ranks(_hang_on_rank_one, 2, timeout=3)
+
+    message = str(failure.value)
+    assert "ranks [1] did not return within 3 s" in message
+    assert "in _hang_on_rank_one" in message
+
+
+def _end_differently(rank: int, world_size: int) -> str:
+    if rank == 1:
+        raise ValueError("no such option")
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 3:
+        os._exit(7)
+    return "well"
+
+
+def test_expected_failures_are_told_apart(ranks: Ranks) -> None:
+    well, raised, killed, left = ranks(_end_differently, 4, expect_failures=True)
+
+    assert (well.ok, well.result, well.exitcode) == (True, "well", 0)
+    assert not raised.ok
+    assert "ValueError: no such option" in raised.error
+    assert not killed.ok
+    assert killed.exitcode == -signal.SIGKILL
+    assert not left.ok
+    assert left.exitcode == 7
+
+
+def _exit_early(rank: int, world_size: int, code: int) -> None:
+    if rank == 0:
+        sys.exit(code)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_that_leaves_without_returning_is_a_failure(code: int) -> None:
+    with pytest.raises(RanksFailedError, match=f"rank 0 of 2 left with exit code {code}"):
+        run_ranks(_exit_early, 2, code)
+
+
+def _warn(rank: int, world_size: int) -> None:
+    warnings.warn("old habit", DeprecationWarning, stacklevel=1)
+
+
+def test_warnings_are_errors_on_ranks_too() -> None:
+    with pytest.raises(RanksFailedError, match="DeprecationWarning: old habit"):
+        run_ranks(_warn, 1)
+
+
+def _environment(rank: int, world_size: int) -> tuple[str | None, str | None, bool]:
+    return os.environ.get("COLOUR"), os.environ.get("HOME"), dist.is_initialized()
+
+
+def test_environment_and_backend_are_the_callers(ranks: Ranks) -> None:
+    assert ranks(_environment, 1, backend=None, env={"COLOUR": "green", "HOME": None}) == [
+        ("green", None, False)
+    ]
