@@ -6,12 +6,15 @@ mend.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -98,3 +101,14 @@ def mark_composable(module: nn.Module, name: str) -> None:
 def is_replicated(module: nn.Module) -> bool:
     """Whether torch's ``replicate`` manages ``module``."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+
+
+@contextmanager
+def launched_together(group: dist.ProcessGroup) -> Iterator[_CoalescingManager]:
+    """Launch the collectives called inside as one, at the end of the block.
+
+    They must be of one kind and one dtype, each called with ``async_op=False``. What is yielded
+    has a ``wait()`` for all of them.
+    """
+    with _coalescing_manager(group, async_ops=True) as manager:
+        yield manager

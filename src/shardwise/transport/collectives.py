@@ -1,0 +1,181 @@
+"""Plain ``torch.distributed`` collectives: any backend, any device.
+
+One all-gather, reduce-scatter or all-reduce per call and dtype: the tensors of a call are packed
+into one flat buffer (a copy in, a copy out), but for a tensor that is alone of its dtype. The
+functions are looked up on ``torch.distributed`` at every call, so that monitors and profilers
+which replace or count them see each one.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwise.transport.base import FullBuffers, Reduce, Work
+from shardwise.transport.flat import as_carried, as_real, as_rows, contributions, fill, flat_rows
+from shardwise.transport.memory import HeapBuffers
+from shardwise.transport.parcels import Parcel, pack, parcels, unpack
+from shardwise.transport.peers import naming_lost_peer
+from shardwise.transport.work import FinishedWork, PendingWork
+
+#: Backends known to implement ``ReduceOp.AVG``; elsewhere the sum is divided afterwards.
+_AVERAGING_BACKENDS = frozenset({"nccl"})
+
+
+class Launched(Protocol):
+    """What waits for collectives of ``torch.distributed``."""
+
+    def wait(self) -> object:
+        """Return once the results may be used."""
+
+
+class CollectivesTransport:
+    """Public collectives of one process group.
+
+    Args:
+        group: the process group of the mesh dimension.
+        backend: name of the backend that serves the tensors of this transport.
+        alone_bytes: tensors whose part on the wire has at least so many bytes get a collective
+            each and are not packed.
+    """
+
+    name = "collectives"
+
+    def __init__(
+        self, group: dist.ProcessGroup, backend: str, alone_bytes: int = sys.maxsize
+    ) -> None:
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.group = group
+        self._has_average = backend in _AVERAGING_BACKENDS
+        self._alone_bytes = alone_bytes
+
+    def full_buffers(
+        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> FullBuffers:
+        """Make (not yet allocated) memory to gather into."""
+        return HeapBuffers(numels, dtypes, device)
+
+    def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> Work:
+        """Gather with one collective per parcel."""
+        gather = _function("all_gather_single", "all_gather_into_tensor")
+        rows = [as_rows(full, self.world_size) for full in fulls]
+        chunks = [row.shape[1] for row in rows]
+        flats: list[tuple[Parcel, torch.Tensor]] = []
+        for parcel in self._parcels(fulls, self.world_size):
+            first = rows[parcel.indices[0]]
+            sizes = [chunks[i] for i in parcel.indices]
+            flat = flat_rows(first, self.world_size, sizes) if parcel.packed else first
+            own = torch.split(flat[self.rank], sizes)
+            for i, chunk in zip(parcel.indices, own, strict=True):
+                fill(chunk, shards[i])
+            flats.append((parcel, flat))
+
+        def finish() -> None:
+            for parcel, flat in flats:
+                if parcel.packed:
+                    columns = torch.split(flat, [chunks[i] for i in parcel.indices], dim=1)
+                    for i, column in zip(parcel.indices, columns, strict=True):
+                        rows[i].copy_(column)
+
+        calls = [
+            functools.partial(
+                gather, as_carried(flat), as_carried(flat[self.rank]), group=self.group
+            )
+            for _, flat in flats
+        ]
+        return self._start(f"the all-gather of {len(fulls)} tensors", calls, finish)
+
+    def reduce_scatter(
+        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], op: Reduce
+    ) -> Work:
+        """Reduce with one collective per parcel."""
+        scatter = _function("reduce_scatter_single", "reduce_scatter_tensor")
+        calls: list[functools.partial[dist.Work]] = []
+        sums: list[tuple[Parcel, torch.Tensor]] = []
+        for parcel in self._parcels(shards):
+            outs = [shards[i] for i in parcel.indices]
+            flat = contributions([fulls[i] for i in parcel.indices], outs, self.world_size)
+            result = torch.empty_like(flat[0]) if parcel.packed else outs[0]
+            sums.append((parcel, result))
+            calls.append(
+                functools.partial(
+                    scatter, as_real(result), as_real(flat), op=self._op(op), group=self.group
+                )
+            )
+        finish = functools.partial(self._deliver, sums, shards, op)
+        return self._start(f"the reduce-scatter of {len(fulls)} tensors", calls, finish)
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: Reduce) -> Work:
+        """Reduce with one collective per parcel."""
+        sums = [
+            (parcel, pack([tensors[i] for i in parcel.indices]))
+            for parcel in self._parcels(tensors)
+        ]
+        calls = [
+            functools.partial(dist.all_reduce, as_real(summed), op=self._op(op), group=self.group)
+            for _, summed in sums
+        ]
+        finish = functools.partial(self._deliver, sums, tensors, op)
+        return self._start(f"the all-reduce of {len(tensors)} tensors", calls, finish)
+
+    def _launch(self, calls: Sequence[functools.partial[dist.Work]]) -> list[Launched]:
+        """Start collectives of one kind; each call lacks its ``async_op`` only."""
+        return [call(async_op=True) for call in calls]
+
+    def _start(
+        self,
+        doing: str,
+        calls: Sequence[functools.partial[dist.Work]],
+        finish: Callable[[], None],
+    ) -> Work:
+        if not calls:
+            return FinishedWork()
+        with naming_lost_peer(self.group, doing):
+            launched = self._launch(calls)
+
+        def wait_and_finish(calls: object = calls) -> None:  # the calls hold what is read
+            with naming_lost_peer(self.group, doing):
+                for each in launched:
+                    each.wait()
+            finish()
+
+        return PendingWork(wait_and_finish)
+
+    def _deliver(
+        self,
+        sums: Sequence[tuple[Parcel, torch.Tensor]],
+        results: Sequence[torch.Tensor],
+        op: Reduce,
+    ) -> None:
+        for parcel, summed in sums:
+            if op is Reduce.AVG and not self._has_average:
+                summed.div_(self.world_size)
+            if parcel.packed:
+                unpack(summed, [results[i] for i in parcel.indices])
+
+    def _parcels(self, tensors: Sequence[torch.Tensor], world_size: int = 1) -> list[Parcel]:
+        nbytes = [tensor.nbytes // world_size for tensor in tensors]
+        return parcels(nbytes, [tensor.dtype for tensor in tensors], self._alone_bytes)
+
+    def _op(self, op: Reduce) -> dist.ReduceOp.RedOpType:
+        average = op is Reduce.AVG and self._has_average
+        return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+
+
+def _function(name: str, older: str) -> Callable[..., dist.Work]:
+    """Look ``name`` up on ``torch.distributed``.
+
+    torch 2.13 renamed two collectives and deprecated their older names. The older name is
+    taken where torch does not have the newer one, or where a monitor has replaced the older.
+    """
+    replaced = getattr(dist, older) is not getattr(dist.distributed_c10d, older)
+    function: Callable[..., dist.Work] = getattr(
+        dist, older if replaced or not hasattr(dist, name) else name
+    )
+    return function

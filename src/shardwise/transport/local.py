@@ -1,0 +1,43 @@
+"""The transport of a world of one rank: nothing travels, values are copied and converted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.transport.base import FullBuffers, Reduce, Work
+from shardwise.transport.memory import HeapBuffers
+from shardwise.transport.work import FinishedWork
+
+
+class LocalTransport:
+    """World size 1. Needs no process group; works on any device."""
+
+    name = "local"
+    rank = 0
+    world_size = 1
+
+    def full_buffers(
+        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> FullBuffers:
+        """Make (not yet allocated) memory to gather into."""
+        return HeapBuffers(numels, dtypes, device)
+
+    def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> Work:
+        """Copy every shard into its full, converting to the full's dtype."""
+        for shard, full in zip(shards, fulls, strict=True):
+            full[: shard.numel()].copy_(shard)
+        return FinishedWork()
+
+    def reduce_scatter(
+        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], op: Reduce
+    ) -> Work:
+        """Copy every full into its shard, converting to the shard's dtype."""
+        for full, shard in zip(fulls, shards, strict=True):
+            shard[: full.numel()].copy_(full)
+        return FinishedWork()
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: Reduce) -> Work:
+        """Do nothing: the reduction over one rank is the tensor itself."""
+        return FinishedWork()

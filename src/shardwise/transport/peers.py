@@ -1,0 +1,71 @@
+"""What is said when a peer of a process group is lost."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+
+from shardwise.errors import PeerLostError
+
+#: Words by which backends tell of a broken or silent connection, as against wrong arguments.
+_SIGNS = ("connection", "timed out", "timeout", "peer", "socket", "broken pipe", "network")
+
+
+def tells_of_lost_peer(error: RuntimeError) -> bool:
+    """Whether what a backend raised means that a peer is gone or silent."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistNetworkError) or any(sign in text for sign in _SIGNS)
+
+
+def tells_of_stall(error: RuntimeError) -> bool:
+    """Whether the peer still holds its connection but did not answer in time."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
+
+
+def peer_lost(
+    group: dist.ProcessGroup, doing: str, error: RuntimeError, peers: Sequence[int] = ()
+) -> PeerLostError:
+    """Make the error for a collective of ``group`` that broke.
+
+    Args:
+        group: the process group.
+        doing: what was being done, such as ``"the all-gather of 3 tensors"``.
+        error: what the backend raised.
+        peers: ranks in the group of the peers concerned, where they are known.
+    """
+    members = dist.get_process_group_ranks(group)
+    me = members[group.rank()]
+    if peers:
+        who = "rank " if len(peers) == 1 else "ranks "
+        who += ", ".join(str(members[peer]) for peer in sorted(peers))
+    else:
+        others = [str(member) for member in members if member != me]
+        who = f"one of ranks {', '.join(others)} (the backend does not say which)"
+    what = (
+        "it did not answer in time"
+        if tells_of_stall(error)
+        else "it closed the connection: it died, or left early"
+    )
+    return PeerLostError(
+        f"rank {me} lost {who} during {doing}: {what}. Look for the first error in the output of "
+        "that rank, then restart all ranks from the last checkpoint. "
+        f"(The backend says: {error})"
+    )
+
+
+@contextlib.contextmanager
+def naming_lost_peer(group: dist.ProcessGroup, doing: str) -> Iterator[None]:
+    """Turn a backend's error that means a lost peer into one that says so.
+
+    Raises:
+        PeerLostError: instead of such an error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if tells_of_lost_peer(error):
+            raise peer_lost(group, doing, error) from error
+        raise

@@ -1,0 +1,66 @@
+"""Which transport a mesh dimension gets."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from shardwise.transport.base import Transport
+from shardwise.transport.c10d import backend_name, c10d_transport
+from shardwise.transport.collectives import CollectivesTransport
+from shardwise.transport.local import LocalTransport
+
+#: The environment variable that is read where no transport is asked for by argument.
+VARIABLE = "SHARDWISE_TRANSPORT"
+
+
+def _collectives(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    return CollectivesTransport(group, backend_name(group, device))
+
+
+_CHOICES: dict[str, Callable[[dist.ProcessGroup, torch.device], Transport]] = {
+    "auto": c10d_transport,
+    "c10d": c10d_transport,
+    "collectives": _collectives,
+}
+
+#: The transports in use. Groups of parameters that are sharded over the same ranks share one: its
+#: message numbers and its scratch memory belong to the process group, not to the parameters.
+_in_use: weakref.WeakValueDictionary[tuple[dist.ProcessGroup, torch.device, str], Transport] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def select_transport(
+    group: dist.ProcessGroup | None, device: torch.device, requested: str | None = None
+) -> Transport:
+    """Return the transport of one mesh dimension, the same one as long as it is in use.
+
+    Args:
+        group: the process group of the dimension; ``None`` where it has one rank only.
+        device: where the full tensors live.
+        requested: ``"auto"`` (the fastest known here), ``"c10d"`` (``torch.distributed``, composed
+            by backend), ``"collectives"`` (plain ``torch.distributed`` collectives) or ``None``:
+            then the environment variable ``SHARDWISE_TRANSPORT`` is asked, and ``"auto"`` is
+            taken where it is unset or empty. A dimension of one rank needs no collective and
+            always gets the local transport.
+
+    Raises:
+        ValueError: an unknown name; or the group has no backend for the device.
+    """
+    source = "transport"
+    if requested is None:
+        source, requested = VARIABLE, os.environ.get(VARIABLE) or "auto"
+    if requested not in _CHOICES:
+        raise ValueError(f"{source}={requested!r} is unknown: choose one of {', '.join(_CHOICES)}")
+    if group is None or group.size() == 1:
+        return LocalTransport()
+    key = (group, device, requested)
+    transport = _in_use.get(key)
+    if transport is None:
+        transport = _in_use[key] = _CHOICES[requested](group, device)
+    return transport

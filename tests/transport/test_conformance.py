@@ -1,0 +1,138 @@
+"""Every transport keeps every promise of the seam, over worlds of one to four ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.transport.base import Reduce, Transport
+from shardwise.transport.c10d import c10d_transport
+from shardwise.transport.collectives import CollectivesTransport
+from shardwise.transport.gloo import GlooTransport
+from shardwise.transport.local import LocalTransport
+from shardwise.transport.nccl import NcclTransport
+from tests.harness import run_ranks
+from tests.transport.conformance import Checks, Item, check_all, fuzz
+from tests.transport.fake import FakeWorld
+
+CPU = torch.device("cpu")
+WORLD_SIZES = [1, 2, 3, 4]
+
+
+def _world_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _check_all_transports(rank: int, world_size: int) -> None:
+    group = _world_group()
+    check_all(GlooTransport(group), exact=True)
+    check_all(CollectivesTransport(group, "gloo"), exact=False)
+    check_all(NcclTransport(group, "gloo"), exact=False)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_results_equal_the_reference(world_size: int) -> None:
+    run_ranks(_check_all_transports, world_size)
+
+
+def _fuzz_all_transports(rank: int, world_size: int) -> None:
+    group = _world_group()
+    fuzz(Checks(GlooTransport(group), exact=True), 150, seed=1, largest=100_000)
+    fuzz(Checks(CollectivesTransport(group, "gloo"), exact=False), 60, seed=2, largest=3000)
+    fuzz(Checks(NcclTransport(group, "gloo"), exact=False), 60, seed=3, largest=9000)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_random_collectives_waited_for_in_any_order_equal_the_reference(world_size: int) -> None:
+    run_ranks(_fuzz_all_transports, world_size)
+
+
+def test_one_rank_alone_needs_no_process_group() -> None:
+    assert not dist.is_initialized()
+    check_all(LocalTransport(), exact=True)
+    fuzz(Checks(LocalTransport(), exact=True), 50, seed=4, largest=1000)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_fake_of_the_tests_keeps_the_same_promises(world_size: int) -> None:
+    world = FakeWorld(world_size)
+    world.run(lambda transport: check_all(transport, exact=True))
+    world.run(lambda transport: fuzz(Checks(transport, exact=True), 60, seed=5, largest=1000))
+
+
+def _halves_of_two_gradients(rank: int, world_size: int) -> bool:
+    ours = torch.randn(1 << 18, generator=torch.Generator().manual_seed(rank))
+    theirs = torch.randn(1 << 18, generator=torch.Generator().manual_seed(1 - rank))
+    shard = torch.empty(ours.numel() // 2)
+    transport = c10d_transport(_world_group(), CPU)
+    transport.reduce_scatter([ours], [shard], Reduce.AVG).wait()
+    return torch.equal(shard, ((ours + theirs) / 2).chunk(2)[rank])
+
+
+def test_the_average_of_two_ranks_is_exact_to_the_last_bit() -> None:
+    assert run_ranks(_halves_of_two_gradients, 2) == [True, True]
+
+
+def _reduce_repeatedly(rank: int, world_size: int) -> bool:
+    transport = c10d_transport(_world_group(), CPU)
+    generator = torch.Generator().manual_seed(rank)
+    fulls = [torch.randn(world_size * n, generator=generator) for n in (50_000, 100, 90_001)]
+    results = []
+    for _ in range(10):
+        shards = [torch.empty(full.numel() // world_size) for full in fulls]
+        transport.reduce_scatter(fulls, shards, Reduce.SUM).wait()
+        results.append(torch.cat(shards))
+    return all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_repeated_reduction_gives_the_same_bits() -> None:
+    assert run_ranks(_reduce_repeatedly, 3) == [True, True, True]
+
+
+def _gather_into_a_view(rank: int, world_size: int) -> list[float]:
+    """Autograd saves views of full parameters: memory that comes and goes must serve them."""
+    transport: Transport = c10d_transport(_world_group(), CPU)
+    buffers = transport.full_buffers([200_000 * world_size], [torch.float32], CPU)
+    view = buffers.tensors[0].view(world_size, -1).t()
+    for step in range(3):
+        buffers.allocate()
+        shard = torch.full((200_000,), float(10 * step + rank))
+        transport.all_gather([shard], buffers.tensors).wait()
+        result = view[0].tolist()
+        buffers.free()
+    return result
+
+
+def test_views_of_full_tensors_see_what_is_gathered_later() -> None:
+    assert run_ranks(_gather_into_a_view, 2) == [[20.0, 21.0]] * 2
+
+
+def _gather_exotic_dtypes(rank: int, world_size: int) -> None:
+    group = _world_group()
+    for transport in (GlooTransport(group), CollectivesTransport(group, "gloo")):
+        for dtype in (torch.float8_e4m3fn, torch.int16, torch.bool, torch.int64):
+            shard = torch.arange(rank, rank + 3).to(dtype)
+            full = torch.empty(3 * world_size, dtype=dtype)
+            transport.all_gather([shard], [full]).wait()
+            expected = torch.cat([torch.arange(r, r + 3).to(dtype) for r in range(world_size)])
+            assert torch.equal(full.view(torch.uint8), expected.view(torch.uint8)), dtype
+
+
+def test_any_dtype_can_be_gathered() -> None:
+    run_ranks(_gather_exotic_dtypes, 2)
+
+
+def _two_transports_of_one_group(rank: int, world_size: int) -> None:
+    """Their messages carry the same numbers; still none is taken for another's."""
+    one, two = (Checks(GlooTransport(_world_group()), exact=True) for _ in range(2))
+    items = [Item(5), Item(100_000)]
+    first, second = one.all_gather(items, 1), two.all_gather(items, 2)
+    second.finish()
+    first.finish()
+
+
+def test_transports_of_one_group_do_not_mix_messages() -> None:
+    run_ranks(_two_transports_of_one_group, 3)
