@@ -1,0 +1,51 @@
+"""Mistakes on a command line, in our words: one line with option, found and expected."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import cast
+
+import typer
+
+#: The root of all mistakes on a command line. Typer brings it along, without a public name.
+UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
+
+# What the parsers of different versions of typer say of a value -> what they expected.
+_EXPECTED = (
+    (re.compile(r"valid (integer|int)\b"), "a whole number"),
+    (re.compile(r"valid (number|float)\b"), "a number"),
+    (re.compile(r"not one of (?P<choices>.*?)\.?$"), "one of {choices}"),
+)
+
+
+def describe(error: typer.BadParameter, arguments: Sequence[str]) -> str:
+    """Say in one line what is wrong.
+
+    Args:
+        error: what typer raised.
+        arguments: the command line, without the program.
+    """
+    message = " ".join(error.format_message().split())
+    options: Sequence[str] = getattr(getattr(error, "param", None), "opts", ())
+    found = _value_of(options, arguments)
+    if found is None:
+        found = os.environ.get(getattr(error.param, "envvar", None) or "") if options else None
+    if found is None:
+        return message
+    for pattern, expected in _EXPECTED:
+        match = pattern.search(message)
+        if match:
+            return f"{options[0]}: found {found!r}, expected {expected.format(**match.groupdict())}"
+    return f"{options[0]}: found {found!r}: {message}"
+
+
+def _value_of(options: Sequence[str], arguments: Sequence[str]) -> str | None:
+    """The last value given for an option, as ``--option value`` or ``--option=value``."""
+    value = None
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, inline = argument.partition("=")
+        if name in options:
+            value = inline if equals else following
+    return value

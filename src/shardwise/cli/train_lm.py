@@ -1,0 +1,255 @@
+"""``shardwise train lm``: options in, a configuration out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from shardwise.cli.run import run
+from shardwise.frontends.strategies import Strategy
+from shardwise.recipes.config import (
+    Device,
+    OptimizerConfig,
+    OptionError,
+    OutputConfig,
+    Precision,
+    ShardingConfig,
+    TrainConfig,
+    TransportName,
+)
+from shardwise.recipes.lm_config import LmConfig, LmJob
+from shardwise.recipes.presets import PRESETS, defaults_for
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+Two processes on this machine, about a minute:
+  [cyan]shardwise train lm --nproc 2[/cyan]
+
+Your own text, four processes, two copies of the model with two shards each:
+  [cyan]shardwise train lm --nproc 4 --data 'notes/**/*.md' --strategy hybrid --replicas 2[/cyan]
+
+Go on with a run that was stopped, or train a finished one for longer:
+  [cyan]shardwise train lm --nproc 2 --out runs/lm --resume --steps 600[/cyan]
+
+In a world that torchrun made:
+  [cyan]torchrun --nproc-per-node 2 -m shardwise train lm --model llama-34m[/cyan]
+"""
+
+_MODEL, _STEP, _SHARD = "Model and data", "Training", "Sharding"
+_OUT, _SAMPLE = "Output and checkpoints", "Sample"
+_BY_MODEL = "by model"
+
+
+def train_lm(
+    *,
+    nproc: Annotated[
+        int | None,
+        Option(
+            help="Processes to start on this host. Under torchrun: none, the world is there.",
+            show_default="1",
+        ),
+    ] = None,
+    model: Annotated[
+        str,
+        Option(
+            help=f"{', '.join(PRESETS)}, or the path of a config.json of transformers.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "llama-tiny",
+    data: Annotated[
+        list[str] | None,
+        Option(
+            help="Text to learn from: files, folders, patterns.",
+            rich_help_panel=_MODEL,
+            show_default="the Python standard library's source",
+        ),
+    ] = None,
+    more_data: Annotated[list[str] | None, Argument(hidden=True, metavar="[FILES]...")] = None,
+    seq_length: Annotated[
+        int | None,
+        Option(
+            help="Tokens (bytes) of a sequence.", rich_help_panel=_MODEL, show_default=_BY_MODEL
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        Option(
+            help="Optimizer steps, from the beginning of the run.",
+            rich_help_panel=_STEP,
+            show_default=_BY_MODEL,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        Option(
+            help="Sequences per rank and microbatch.",
+            rich_help_panel=_STEP,
+            show_default=_BY_MODEL,
+        ),
+    ] = None,
+    accumulate: Annotated[
+        int,
+        Option(help="Microbatches per step; gradients are reduced once.", rich_help_panel=_STEP),
+    ] = 1,
+    lr: Annotated[
+        float | None,
+        Option(help="Peak learning rate.", rich_help_panel=_STEP, show_default=_BY_MODEL),
+    ] = None,
+    warmup: Annotated[
+        int,
+        Option(
+            help="Steps over which the learning rate rises; a cosine follows.",
+            rich_help_panel=_STEP,
+        ),
+    ] = 20,
+    beta1: Annotated[float, Option(help="AdamW's first beta.", rich_help_panel=_STEP)] = 0.9,
+    beta2: Annotated[float, Option(help="AdamW's second beta.", rich_help_panel=_STEP)] = 0.95,
+    weight_decay: Annotated[
+        float, Option(help="On matrices, not on norms.", rich_help_panel=_STEP)
+    ] = 0.1,
+    clip_grad: Annotated[
+        float, Option(help="Largest gradient norm; 0: any.", rich_help_panel=_STEP)
+    ] = 1.0,
+    seed: Annotated[
+        int, Option(help="Of initial weights and order of data.", rich_help_panel=_STEP)
+    ] = 0,
+    device: Annotated[
+        Device, Option(help="auto: GPUs if every rank can have one.", rich_help_panel=_STEP)
+    ] = Device.AUTO,
+    strategy: Annotated[
+        Strategy,
+        Option(help="What is sharded; see the README's table.", rich_help_panel=_SHARD),
+    ] = Strategy.FULL_SHARD,
+    replicas: Annotated[
+        int | None,
+        Option(
+            help="Hybrid strategies: copies of the model.",
+            rich_help_panel=_SHARD,
+            show_default="one per host",
+        ),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        Option(
+            help="The same as a mesh: dp_replicate=R,dp_shard=S.",
+            rich_help_panel=_SHARD,
+            show_default=False,
+        ),
+    ] = None,
+    param_dtype: Annotated[
+        Precision, Option(help="To compute in; shards stay fp32.", rich_help_panel=_SHARD)
+    ] = Precision.FP32,
+    reduce_dtype: Annotated[
+        Precision, Option(help="To reduce gradients in.", rich_help_panel=_SHARD)
+    ] = Precision.FP32,
+    activation_checkpointing: Annotated[
+        bool,
+        Option(
+            "--activation-checkpointing",
+            help="Compute activations again in backward instead of keeping them.",
+            rich_help_panel=_SHARD,
+        ),
+    ] = False,
+    transport: Annotated[
+        TransportName | None,
+        Option(
+            envvar="SHARDWISE_TRANSPORT",
+            help="Who moves bytes between ranks.",
+            rich_help_panel=_SHARD,
+            show_default="auto",
+        ),
+    ] = None,
+    out: Annotated[Path, Option(help="Folder of the run.", rich_help_panel=_OUT)] = Path("runs/lm"),
+    checkpoint_every: Annotated[
+        int,
+        Option(
+            help="Steps between checkpoints; 0: only at the end or when stopped.",
+            rich_help_panel=_OUT,
+        ),
+    ] = 100,
+    keep_last: Annotated[int, Option(help="Checkpoints to keep.", rich_help_panel=_OUT)] = 2,
+    eval_every: Annotated[
+        int,
+        Option(
+            help="Steps between looks at the validation loss; 0: only at the end.",
+            rich_help_panel=_OUT,
+        ),
+    ] = 0,
+    tensorboard: Annotated[
+        bool, Option("--tensorboard", help="Write event files too.", rich_help_panel=_OUT)
+    ] = False,
+    resume: Annotated[
+        bool,
+        Option("--resume", help="Go on from the newest checkpoint in --out.", rich_help_panel=_OUT),
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        Option("--overwrite", help="Delete the run that is in --out.", rich_help_panel=_OUT),
+    ] = False,
+    prompt: Annotated[
+        str | None,
+        Option(
+            help="What the sample begins with.",
+            rich_help_panel=_SAMPLE,
+            show_default="'def ', or nothing with --data",
+        ),
+    ] = None,
+    sample_tokens: Annotated[
+        int, Option(help="Length of the sample; 0: none.", rich_help_panel=_SAMPLE)
+    ] = 200,
+    temperature: Annotated[
+        float, Option(help="0: the likeliest token, always.", rich_help_panel=_SAMPLE)
+    ] = 0.8,
+) -> None:
+    """Train a language model on text, sharded over processes.
+
+    A Llama learns to continue text, byte by byte. Every process keeps its part of the parameters,
+    gradients and optimizer state.
+    """
+    if more_data and not data:
+        raise OptionError("arguments", " ".join(more_data), "options; text goes behind --data")
+    defaults = defaults_for(model)
+    config = LmConfig(
+        model=model,
+        data=(*(data or ()), *(more_data or ())),
+        seq_length=defaults.seq_length if seq_length is None else seq_length,
+        prompt=prompt,
+        sample_tokens=sample_tokens,
+        temperature=temperature,
+        train=TrainConfig(
+            steps=defaults.steps if steps is None else steps,
+            batch_size=defaults.batch_size if batch_size is None else batch_size,
+            accumulate=accumulate,
+            seed=seed,
+            device=device,
+            optimizer=OptimizerConfig(
+                lr=defaults.lr if lr is None else lr,
+                betas=(beta1, beta2),
+                weight_decay=weight_decay,
+                warmup=warmup,
+                clip_grad=clip_grad,
+            ),
+            sharding=ShardingConfig(
+                strategy=strategy,
+                replicas=replicas,
+                mesh=mesh,
+                param_dtype=param_dtype,
+                reduce_dtype=reduce_dtype,
+                transport=transport,
+                activation_checkpointing=activation_checkpointing,
+            ),
+            output=OutputConfig(
+                out=out,
+                checkpoint_every=checkpoint_every,
+                keep_last=keep_last,
+                eval_every=eval_every,
+                tensorboard=tensorboard,
+                resume=resume,
+                overwrite=overwrite,
+            ),
+        ),
+    )
+    run(LmJob(config), nproc)

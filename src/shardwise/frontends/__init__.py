@@ -1,0 +1,1 @@
+"""Other doors to the runtime."""

@@ -1,0 +1,142 @@
+"""What the user asks for by name, resolved once to a mesh and arguments of ``fully_shard``.
+
+Below this file nobody asks which strategy it is.
+
+    strategy            mesh (replicate, shard)   reshard_after_forward   ZeRO
+    FULL_SHARD          (N,)                      True                    3
+    SHARD_GRAD_OP       (N,)                      False                   2
+    ZERO1               (N,)                      False                   1
+    NO_SHARD            (N, 1)                    False                   0
+    HYBRID_SHARD        (R, N / R)                True                    3 inside, 0 across
+    HYBRID_SHARD_ZERO2  (R, N / R)                False                   2 inside, 0 across
+
+ZERO1 differs from SHARD_GRAD_OP under accumulation only: gradients are kept whole between
+microbatches and reduced once per step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+REPLICATE = "dp_replicate"
+SHARD = "dp_shard"
+
+
+class Strategy(enum.Enum):
+    """How parameters, gradients and optimizer state are spread over ranks."""
+
+    FULL_SHARD = "full"
+    SHARD_GRAD_OP = "grad-op"
+    NO_SHARD = "no-shard"
+    HYBRID_SHARD = "hybrid"
+    HYBRID_SHARD_ZERO2 = "hybrid-zero2"
+    ZERO1 = "zero1"
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether it needs to be told how many replicas there are."""
+        return self in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
+
+
+class MeshError(ValueError):
+    """A strategy, a number of replicas and a world that do not go together.
+
+    Attributes:
+        found: what was asked for.
+        expected: what would do.
+    """
+
+    def __init__(self, found: str, expected: str) -> None:
+        super().__init__(f"found {found}, expected {expected}")
+        self.found = found
+        self.expected = expected
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Where parameters live, in the words of ``fully_shard``.
+
+    Attributes:
+        shape: ranks along each mesh dimension.
+        names: names of the mesh dimensions.
+        reshard_after_forward: free the full parameters between forward and backward.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    reshard_after_forward: bool
+
+    def make_mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh over all ranks of the default process group."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(device_type, self.shape, mesh_dim_names=self.names)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{n}={s}" for n, s in zip(self.names, self.shape, strict=True))
+
+
+def resolve(
+    strategy: Strategy, world_size: int, *, replicas: int | None = None, hosts: int = 1
+) -> ShardingPlan:
+    """Turn a strategy into a mesh shape and arguments.
+
+    Args:
+        strategy: what the user asks for.
+        world_size: number of ranks.
+        replicas: number of copies of the model, for the hybrid strategies. Where None: one per
+            host, if there are several hosts.
+        hosts: number of hosts that the ranks are spread over.
+
+    Raises:
+        MeshError: the three contradict each other.
+    """
+    reshard = strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
+    if strategy is Strategy.NO_SHARD:
+        _require_replicas(strategy, replicas, world_size)
+        return ShardingPlan((world_size, 1), (REPLICATE, SHARD), reshard)
+    if not strategy.is_hybrid:
+        _require_replicas(strategy, replicas, 1)
+        return ShardingPlan((world_size,), (SHARD,), reshard)
+    if replicas is None:
+        if hosts == 1:
+            raise MeshError(
+                f"{strategy.value} on one host without a number of replicas",
+                f"one that divides the {world_size} ranks",
+            )
+        replicas = hosts
+    if replicas < 1 or world_size % replicas:
+        raise MeshError(f"{replicas}", f"a number that divides the {world_size} ranks")
+    return ShardingPlan((replicas, world_size // replicas), (REPLICATE, SHARD), reshard)
+
+
+def _require_replicas(strategy: Strategy, found: int | None, expected: int) -> None:
+    if found not in (None, expected):
+        hybrid = " or a hybrid strategy" if expected == 1 else ""
+        raise MeshError(
+            f"{found} with strategy {strategy.value}", f"{expected}, or none given{hybrid}"
+        )
+
+
+def parse_mesh(text: str) -> Mapping[str, int]:
+    """Read ``dp_replicate=2,dp_shard=4``.
+
+    Returns:
+        Ranks by dimension name; a dimension that is not named is absent.
+
+    Raises:
+        MeshError: a name that is unknown or given twice, or a size that is no positive number.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (piece.strip() for piece in part.partition("="))
+        if name not in (REPLICATE, SHARD) or name in sizes or not size.isdecimal() or not int(size):
+            raise MeshError(text, f"{REPLICATE}=R,{SHARD}=S with whole numbers from 1")
+        sizes[name] = int(size)
+    return sizes

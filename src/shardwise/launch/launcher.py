@@ -1,0 +1,307 @@
+"""The parent of local ranks: starts them, watches them, and leaves nothing running.
+
+spawn ──> watch ──┬─ every rank ended well ───────────────> 0
+                  ├─ one failed ── let the others notice ── kill ── show the first ──> its code
+                  └─ a signal ──── forward it once; a second one kills ──> 128 + signal
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import IO
+
+from shardwise.launch.errors import signal_name
+from shardwise.launch.report import Ending, Report
+from shardwise.launch.signals import STOP_SIGNALS
+from shardwise.launch.world import PARENT_PID, REPORT_FD, STORE_FD
+
+POLL = 0.02  # seconds between looks at the ranks
+SETTLE = 0.5  # after a failure: seconds for its traces on other ranks to show
+ECHO = 0.5  # seconds within which a second signal is the same Ctrl-C, come by another way
+STOP_GRACE = 30.0  # after one rank has stopped: seconds for the others to do so
+LOOPBACK = "127.0.0.1"
+TAIL_LINES = 20
+
+
+class LocalRank:
+    """One child process, its pipe for a :class:`Report` and its output."""
+
+    def __init__(
+        self, rank: int, process: subprocess.Popen[bytes], pipe: int, output: IO[bytes]
+    ) -> None:
+        self.rank = rank
+        self.process = process
+        self.report: Report | None = None
+        self.ended_at = 0.0
+        self._pipe = pipe
+        self._received = b""
+        self._output = output
+
+    @property
+    def code(self) -> int | None:
+        """The exit code as Popen has it (-9 for SIGKILL), None while running."""
+        return self.process.returncode
+
+    def look(self) -> None:
+        """Take in what happened since the last look."""
+        if self.code is None and self.process.poll() is not None:
+            self.ended_at = time.monotonic()
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._pipe, 65536):
+                self._received += chunk
+        if self.report is None and b"\n" in self._received:
+            self.report = Report.from_json(self._received)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank ended, or is about to end, with an error."""
+        if self.report is not None:
+            return self.report.ending is not Ending.STOPPED
+        return self.code is not None and self.code != 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether this rank stopped because a signal asked it to."""
+        return self.report is not None and self.report.ending is Ending.STOPPED
+
+    @property
+    def failed_at(self) -> float:
+        """When it failed, in seconds on the monotonic clock."""
+        return self.ended_at if self.report is None else self.report.time
+
+    def kill(self) -> None:
+        """End it now, and wait until it has gone."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    def tail(self) -> str:
+        """The last lines that this rank wrote (nothing for rank 0, which writes to our own)."""
+        size = self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, size - 16384))
+        lines = self._output.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-TAIL_LINES:])
+
+    def close(self) -> None:
+        """Give back its descriptors."""
+        os.close(self._pipe)
+        self._output.close()
+
+
+class Launcher:
+    """Runs one command as several local ranks.
+
+    Args:
+        command: program and arguments, the same for every rank.
+        nproc: number of ranks.
+        environ: environment of the ranks; this process's own where None.
+    """
+
+    def __init__(
+        self, command: Sequence[str], nproc: int, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._command = list(command)
+        self._nproc = nproc
+        self._environ = dict(os.environ if environ is None else environ)
+        self._ranks: list[LocalRank] = []
+        self._signals: list[int] = []
+        self._first_signal_at = 0.0
+
+    def run(self) -> int:
+        """Start the ranks and wait for them.
+
+        Returns:
+            0, or the exit code of the rank that failed first (128 + signal for one that a signal
+            killed), or 128 + signal when the run was stopped. By then no rank is running.
+        """
+        before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+        try:
+            # Blocked while spawning: the mask passes to the ranks, which unblock when they can
+            # tell a stop from a crash.
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            self._spawn()
+            for signum in STOP_SIGNALS:
+                signal.signal(signum, self._note_signal)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            return self._watch()
+        finally:
+            for rank in self._ranks:
+                rank.kill()
+                rank.close()
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def _note_signal(self, signum: int, frame: FrameType | None) -> None:
+        del frame
+        now = time.monotonic()
+        if not self._signals:
+            self._first_signal_at = now
+        elif now - self._first_signal_at < ECHO:
+            return
+        self._signals.append(signum)
+
+    def _spawn(self) -> None:
+        # Bound here and served by rank 0, so that no other program can take the port in between.
+        with socket.socket() as listener:
+            listener.bind((LOOPBACK, 0))
+            listener.listen(4096)
+            shared = self._shared_environment(listener.getsockname()[1])
+            for rank in range(self._nproc):
+                self._ranks.append(self._start(rank, shared, listener.fileno()))
+
+    def _shared_environment(self, port: int) -> dict[str, str]:
+        env = {
+            **self._environ,
+            "WORLD_SIZE": str(self._nproc),
+            "LOCAL_WORLD_SIZE": str(self._nproc),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(port),
+            PARENT_PID: str(os.getpid()),
+        }
+        env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // self._nproc)))
+        if sys.platform.startswith("linux"):
+            # The ranks share a host: the name of this host need not resolve.
+            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return env
+
+    def _start(self, rank: int, shared: Mapping[str, str], listener: int) -> LocalRank:
+        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        # Rank 0 speaks to the user. The others' output is kept for the case that they crash.
+        output = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the rank)
+        pipe, child_pipe = os.pipe()
+        os.set_blocking(pipe, False)
+        env[REPORT_FD] = str(child_pipe)
+        inherited = [child_pipe]
+        if rank == 0:
+            env[STORE_FD] = str(listener)
+            inherited.append(listener)
+        try:
+            process = subprocess.Popen(
+                self._command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else output,
+                stderr=None if rank == 0 else output,
+                pass_fds=inherited,
+            )
+        finally:
+            os.close(child_pipe)
+        return LocalRank(rank, process, pipe, output)
+
+    def _watch(self) -> int:
+        forwarded = False
+        stopped_since: float | None = None
+        while True:
+            self._look()
+            if any(rank.failed for rank in self._ranks):
+                return self._fail()
+            if all(rank.code is not None for rank in self._ranks):
+                return self._finish()
+            if len(self._signals) > 1:
+                return self._kill("at once")
+            if self._signals and not forwarded:
+                forwarded = True
+                for rank in self._ranks:
+                    if rank.code is None:
+                        rank.process.send_signal(self._signals[0])
+            if any(rank.stopped for rank in self._ranks):
+                stopped_since = stopped_since or time.monotonic()
+                if time.monotonic() - stopped_since > STOP_GRACE:
+                    return self._kill("without waiting for all ranks")
+            time.sleep(POLL)
+
+    def _look(self) -> None:
+        for rank in self._ranks:
+            rank.look()
+
+    def _finish(self) -> int:
+        stopped = [rank.report for rank in self._ranks if rank.stopped and rank.report]
+        if not stopped:
+            return 0
+        _say(stopped[0].text)
+        return stopped[0].exit_code
+
+    def _kill(self, how: str) -> int:
+        for rank in self._ranks:
+            rank.kill()
+        _restore_cursor()
+        signum = self._signals[0] if self._signals else signal.SIGTERM
+        _say(f"Stopped {how} by {signal_name(signum)}; what was not saved is lost.")
+        return 128 + signum
+
+    def _fail(self) -> int:
+        deadline = time.monotonic() + SETTLE
+        while time.monotonic() < deadline and any(rank.code is None for rank in self._ranks):
+            time.sleep(POLL)
+            self._look()
+        self._look()
+        failed = [rank for rank in self._ranks if rank.failed]
+        if self._signals and all(_is_echo(rank) for rank in failed):
+            # Ranks that lost a peer because it had stopped already, as asked.
+            return self._stop_early()
+        first = min(failed, key=lambda rank: (_is_echo(rank), rank.failed_at))
+        for rank in self._ranks:
+            rank.kill()
+        _restore_cursor()
+        return _show(first, self._nproc)
+
+    def _stop_early(self) -> int:
+        for rank in self._ranks:
+            rank.kill()
+        _restore_cursor()
+        signum = self._signals[0]
+        _say(f"Stopped by {signal_name(signum)} before the first step; there was nothing to save.")
+        return 128 + signum
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _is_echo(rank: LocalRank) -> bool:
+    """Whether a rank failed only because another one went first."""
+    return rank.report is not None and rank.report.ending is Ending.PEER
+
+
+def _show(rank: LocalRank, nproc: int) -> int:
+    """Tell the user why a rank failed; return the exit code of the run."""
+    if rank.report is not None:
+        if rank.report.ending is not Ending.USER:
+            _say(f"error: rank {rank.rank} of {nproc} failed:")
+        _say(rank.report.text)
+        return rank.report.exit_code
+    code = rank.code or 1
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    if -code == signal.SIGKILL:
+        how += " (the system may have run out of memory)"
+    tail = rank.tail()
+    if tail:
+        _say(tail)
+    _say(f"error: rank {rank.rank} of {nproc} {how}")
+    return 128 - code if code < 0 else code
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _restore_cursor() -> None:
+    """A rank that is killed cannot show the cursor again that its progress bar hid."""
+    with contextlib.suppress(OSError):
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[?25h\n")
+            sys.stdout.flush()

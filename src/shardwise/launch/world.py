@@ -1,0 +1,72 @@
+"""Which rank of which world this process is, as its environment says.
+
+The variables are torch's own (``torchrun`` sets the same): RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.launch.errors import UserError
+
+# Set by our launcher for its children, on top of torch's variables.
+PARENT_PID = "SHARDWISE_PARENT_PID"  # process that must outlive the rank
+REPORT_FD = "SHARDWISE_REPORT_FD"  # pipe for this rank's Report
+STORE_FD = "SHARDWISE_STORE_FD"  # rank 0: the listening socket of the store
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all.
+
+    Attributes:
+        rank: 0 .. size - 1.
+        size: number of processes of the run.
+        local_rank: 0 .. local_size - 1 on this host.
+        local_size: number of processes on this host.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts, where every host runs as many processes."""
+        return max(1, self.size // self.local_size)
+
+
+def find_world(environ: Mapping[str, str] | None = None) -> World | None:
+    """The world that the environment names, or None where it names none.
+
+    Raises:
+        UserError: only half of it is there, or a number is none or out of range.
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return None
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in env:
+            raise UserError(
+                f"environment: found no {name}, expected RANK, WORLD_SIZE, MASTER_ADDR and "
+                "MASTER_PORT together; start with torchrun, or with --nproc and none of them"
+            )
+    size = _number(env, "WORLD_SIZE", None, low=1)
+    rank = _number(env, "RANK", None, low=0, below=size)
+    local_size = _number(env, "LOCAL_WORLD_SIZE", size, low=1)
+    local_rank = _number(env, "LOCAL_RANK", rank, low=0, below=local_size)
+    return World(rank, size, local_rank, local_size)
+
+
+def _number(
+    env: Mapping[str, str], name: str, default: int | None, *, low: int, below: int | None = None
+) -> int:
+    text = env.get(name, str(default))
+    expected = f"at least {low}" if below is None else f"{low} to {below - 1}"
+    if not text.isdecimal() or int(text) < low or (below is not None and int(text) >= below):
+        raise UserError(f"environment: found {name}={text}, expected {expected}")
+    return int(text)

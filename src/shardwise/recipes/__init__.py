@@ -1,0 +1,1 @@
+"""Complete trainings. Importing this package, and checking a configuration, needs no torch."""

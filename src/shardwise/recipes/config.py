@@ -1,0 +1,282 @@
+"""What a training is asked to do: frozen values, checked in one place, before anything starts.
+
+Nothing here imports torch, so that a mistake is answered at once.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.frontends.strategies import (
+    REPLICATE,
+    SHARD,
+    MeshError,
+    ShardingPlan,
+    Strategy,
+    parse_mesh,
+    resolve,
+)
+from shardwise.launch.errors import UserError
+from shardwise.launch.world import World
+
+
+class OptionError(UserError, ValueError):
+    """An option that cannot be honoured.
+
+    Attributes:
+        option: its name on the command line, ``--steps``.
+    """
+
+    def __init__(self, option: str, found: object, expected: str) -> None:
+        super().__init__(f"{option}: found {found}, expected {expected}")
+        self.option = option
+
+
+class Precision(enum.Enum):
+    """Dtypes that parameters may compute in and gradients may be reduced in."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+class Device(enum.Enum):
+    """Where to train."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class TransportName(enum.Enum):
+    """Who moves bytes between ranks."""
+
+    AUTO = "auto"
+    C10D = "c10d"
+    COLLECTIVES = "collectives"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its schedule.
+
+    Attributes:
+        lr: peak learning rate.
+        betas: decay of the running mean and square of the gradient.
+        weight_decay: on weights of two and more dimensions.
+        warmup: steps over which the learning rate rises.
+        clip_grad: largest norm of the gradient; 0 leaves it as it is.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    warmup: int = 20
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """How the model is spread over ranks, and in which dtypes it computes.
+
+    Attributes:
+        strategy: see :mod:`shardwise.frontends.strategies`.
+        replicas: copies of the model, for hybrid strategies.
+        mesh: the same said as a mesh, ``dp_replicate=2,dp_shard=4``.
+        param_dtype: of parameters and activations in forward and backward. Shards and optimizer
+            state are fp32.
+        reduce_dtype: of the gradient's reduction.
+        transport: who moves bytes; None leaves it to the runtime.
+        activation_checkpointing: compute activations again in backward instead of keeping them.
+    """
+
+    strategy: Strategy = Strategy.FULL_SHARD
+    replicas: int | None = None
+    mesh: str | None = None
+    param_dtype: Precision = Precision.FP32
+    reduce_dtype: Precision = Precision.FP32
+    transport: TransportName | None = None
+    activation_checkpointing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """What is kept, and where.
+
+    Attributes:
+        out: folder of the run.
+        checkpoint_every: steps between checkpoints; 0: only when training ends or is stopped.
+        keep_last: checkpoints to keep.
+        eval_every: steps between looks at the validation loss; 0: only at the end.
+        tensorboard: write event files too.
+        resume: go on from the newest checkpoint of ``out``.
+        overwrite: delete the run in ``out`` first.
+    """
+
+    out: Path
+    checkpoint_every: int = 100
+    keep_last: int = 2
+    eval_every: int = 0
+    tensorboard: bool = False
+    resume: bool = False
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training, whatever its model and data.
+
+    Attributes:
+        steps: optimizer steps from the beginning of the run.
+        batch_size: examples per rank and microbatch.
+        accumulate: microbatches per step.
+        seed: of initial weights, order of data and dropout.
+        device: where to train.
+    """
+
+    steps: int
+    batch_size: int
+    optimizer: OptimizerConfig
+    output: OutputConfig
+    sharding: ShardingConfig = ShardingConfig()
+    accumulate: int = 1
+    seed: int = 0
+    device: Device = Device.AUTO
+
+    def examples_per_step(self, world_size: int) -> int:
+        """Examples that all ranks together take for one step."""
+        return self.batch_size * self.accumulate * world_size
+
+
+def require(condition: bool, option: str, found: object, expected: str) -> None:
+    """Raise :class:`OptionError` unless the condition holds."""
+    if not condition:
+        raise OptionError(option, found, expected)
+
+
+def check_train(config: TrainConfig) -> None:
+    """Check everything that does not depend on the world.
+
+    Raises:
+        OptionError: naming the first option that is wrong.
+    """
+    _at_least("--steps", config.steps, 1)
+    _at_least("--batch-size", config.batch_size, 1)
+    _at_least("--accumulate", config.accumulate, 1)
+    require(0 <= config.seed < 2**63, "--seed", config.seed, "0 to 2^63 - 1")
+    _check_optimizer(config.optimizer)
+    _check_output(config.output)
+    sharding = config.sharding
+    require(
+        sharding.mesh is None or sharding.replicas is None,
+        "--mesh",
+        "--replicas too",
+        "one of the two",
+    )
+
+
+def _check_optimizer(config: OptimizerConfig) -> None:
+    # Written so that NaN fails every one of them.
+    require(0 < config.lr < math.inf, "--lr", config.lr, "a number above 0")
+    for name, beta in zip(("--beta1", "--beta2"), config.betas, strict=True):
+        require(0 <= beta < 1, name, beta, "0 to 1, without 1")
+    decay = config.weight_decay
+    require(0 <= decay < math.inf, "--weight-decay", decay, "0 or more")
+    require(0 <= config.clip_grad < math.inf, "--clip-grad", config.clip_grad, "0 or more")
+    _at_least("--warmup", config.warmup, 0)
+
+
+def _check_output(config: OutputConfig) -> None:
+    _at_least("--checkpoint-every", config.checkpoint_every, 0)
+    _at_least("--keep-last", config.keep_last, 1)
+    _at_least("--eval-every", config.eval_every, 0)
+    require(
+        not (config.resume and config.overwrite),
+        "--resume",
+        "--overwrite too",
+        "one of the two",
+    )
+
+
+def _at_least(option: str, found: int, low: int) -> None:
+    require(found >= low, option, found, f"{low} or more")
+
+
+def check_nproc(nproc: int | None, world: World | None) -> int:
+    """How many processes to start, or to expect on this host.
+
+    Args:
+        nproc: ``--nproc``, None where not given.
+        world: the world that this process found, None where it found none.
+
+    Raises:
+        OptionError: below 1, or not what the world that started this process has.
+    """
+    if nproc is not None:
+        _at_least("--nproc", nproc, 1)
+    if world is None:
+        return nproc or 1
+    require(
+        nproc in (None, world.local_size),
+        "--nproc",
+        nproc,
+        f"{world.local_size} or none given: the environment has {world.local_size} on this host",
+    )
+    return world.local_size
+
+
+def resolve_sharding(config: ShardingConfig, world_size: int, hosts: int = 1) -> ShardingPlan:
+    """The mesh of a run and the arguments of ``fully_shard``.
+
+    Raises:
+        OptionError: strategy, mesh and world contradict each other.
+    """
+    if config.mesh is None:
+        option = "--strategy" if config.replicas is None else "--replicas"
+        hint = "; say --replicas R" if config.replicas is None else ""
+        return _resolve(option, config.strategy, world_size, config.replicas, hosts, hint)
+    try:
+        sizes = parse_mesh(config.mesh)
+    except MeshError as error:
+        raise OptionError("--mesh", error.found, error.expected) from None
+    replicas = sizes.get(REPLICATE, 1)
+    ranks = replicas * sizes.get(SHARD, 1)
+    require(
+        ranks == world_size,
+        "--mesh",
+        f"{config.mesh}, a mesh of {ranks} {'rank' if ranks == 1 else 'ranks'}",
+        f"one of {world_size}, the number of processes",
+    )
+    return _resolve("--mesh", config.strategy, world_size, replicas, hosts, "")
+
+
+def _resolve(
+    option: str, strategy: Strategy, world_size: int, replicas: int | None, hosts: int, hint: str
+) -> ShardingPlan:
+    try:
+        return resolve(strategy, world_size, replicas=replicas, hosts=hosts)
+    except MeshError as error:
+        raise OptionError(option, error.found, error.expected + hint) from None
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    """A configuration as plain values that JSON can hold."""
+
+    def plain(value: object) -> object:
+        return value.value if isinstance(value, enum.Enum) else str(value)
+
+    values: dict[str, Any] = json.loads(json.dumps(asdict(config), default=plain))
+    return values
+
+
+def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings by their innermost names, as the command line has them."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat.update(flatten(value) if isinstance(value, Mapping) else {name: value})
+    return flat

@@ -1,0 +1,191 @@
+"""What ``shardwise train lm`` is asked to do, and whether that can be done. No torch here."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.launch.errors import UserError
+from shardwise.launch.signals import StopSignals
+from shardwise.launch.world import World
+from shardwise.recipes.checkpointing import Checkpoints
+from shardwise.recipes.config import (
+    OptionError,
+    TrainConfig,
+    as_json,
+    check_train,
+    require,
+    resolve_sharding,
+)
+from shardwise.recipes.data import TextData, load_text
+from shardwise.recipes.presets import longest_sequence, model_settings
+from shardwise.recipes.rundir import RunDir, check_same
+
+DEFAULT_PROMPT = "def "  # for the default data
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmConfig:
+    """A training of a language model.
+
+    Attributes:
+        model: a preset's name or the path of a ``config.json``.
+        data: files, folders and patterns; the standard library's source where empty.
+        seq_length: tokens of a sequence.
+        prompt: what the sample begins with; None: what suits the data.
+        sample_tokens: length of the sample; 0: none.
+        temperature: of the sample.
+        train: everything that is not particular to language models.
+    """
+
+    model: str
+    data: tuple[str, ...] = ()
+    seq_length: int
+    prompt: str | None = None
+    sample_tokens: int = 200
+    temperature: float = 0.8
+    train: TrainConfig
+
+    @property
+    def files(self) -> RunDir:
+        """The folder of the run."""
+        return RunDir(self.train.output.out)
+
+    @property
+    def prompt_text(self) -> str:
+        """What the sample begins with."""
+        if self.prompt is not None:
+            return self.prompt
+        return "" if self.data else DEFAULT_PROMPT
+
+
+@dataclass(frozen=True)
+class LmInputs:
+    """What a configuration refers to.
+
+    Attributes:
+        settings: of the model, as in a ``config.json``.
+        text: the data.
+    """
+
+    settings: dict[str, Any]
+    text: TextData
+
+    def facts(self, config: LmConfig) -> dict[str, Any]:
+        """For ``run.json``: what is the same whenever the run goes on."""
+        return {
+            "recipe": "lm",
+            "config": as_json(config),
+            "model": {"name": config.model, "settings": self.settings},
+            "data": {
+                "name": self.text.name,
+                "files": self.text.files,
+                "training_tokens": len(self.text.train),
+                "validation_tokens": len(self.text.validation),
+                "fingerprint": self.text.fingerprint(),
+            },
+        }
+
+
+def check_lm(config: LmConfig, world: World) -> LmInputs:
+    """Check everything that can be checked without torch, and find the inputs.
+
+    Raises:
+        UserError: one line saying what is wrong.
+    """
+    check_train(config.train)
+    require(config.seq_length >= 1, "--seq-length", config.seq_length, "1 or more")
+    require(config.sample_tokens >= 0, "--sample-tokens", config.sample_tokens, "0 or more")
+    require(0 <= config.temperature < math.inf, "--temperature", config.temperature, "0 or more")
+    resolve_sharding(config.train.sharding, world.size, world.hosts)
+    settings = model_settings(config.model)
+    longest = longest_sequence(settings)
+    if longest is not None:
+        expected = f"at most {longest}, the positions of {config.model}"
+        require(config.seq_length <= longest, "--seq-length", config.seq_length, expected)
+    inputs = LmInputs(settings, load_text(config.data, config.seq_length))
+    _check_extras(config.train.output.tensorboard)
+    return inputs
+
+
+def check_folder(config: LmConfig, inputs: LmInputs) -> int:
+    """Check the folder of the run.
+
+    Returns:
+        The step to go on from; 0 for a new run.
+
+    Raises:
+        OptionError: a run is there that would be lost, or none to resume, or another one.
+    """
+    files = config.files
+    files.check(config.train.output)
+    if not config.train.output.resume:
+        return 0
+    before, now = files.read(), inputs.facts(config)
+    names = {"seq_length": "--seq-length", "seed": "--seed"}
+    check_same(before.get("config", {}), now["config"], names)
+    model, data = before.get("model", {}), before.get("data", {})
+    if model.get("settings") != now["model"]["settings"]:
+        expected = f"{model.get('name')} as it was when the run began that --resume goes on"
+        raise OptionError("--model", f"{config.model}, another model", expected)
+    if data.get("fingerprint") != now["data"]["fingerprint"]:
+        tokens = f"{now['data']['training_tokens']} tokens in {now['data']['files']} files"
+        raise OptionError(
+            "--data",
+            f"{inputs.text.name}, {tokens}",
+            f"{data.get('name')}, {data.get('training_tokens')} tokens in {data.get('files')} "
+            "files, as the run began that --resume goes on",
+        )
+    steps = Checkpoints(files.checkpoints).steps()
+    if not steps:
+        raise OptionError(
+            "--resume", f"no complete checkpoint in {files.checkpoints}", "one; or use --overwrite"
+        )
+    return steps[-1]
+
+
+class LmJob:
+    """What the command line starts.
+
+    Args:
+        config: as the user asked.
+    """
+
+    def __init__(self, config: LmConfig) -> None:
+        self._config = config
+        self._inputs: LmInputs | None = None
+
+    def check(self, world: World) -> None:
+        """See :func:`check_lm`."""
+        self._inputs = check_lm(self._config, world)
+
+    def check_folder(self) -> str | None:
+        """See :func:`check_folder`; a run that is complete already is nothing to do."""
+        assert self._inputs is not None, "check() comes first"
+        done, steps = check_folder(self._config, self._inputs), self._config.train.steps
+        if done < steps:
+            return None
+        return (
+            f"Nothing to do: the run in {self._config.files.root} is at step {done} of {steps}. "
+            "To go on, say --resume with more --steps."
+        )
+
+    def run(self, world: World, signals: StopSignals) -> None:
+        """Train, as one rank."""
+        # Here, and not before: it takes seconds to import.
+        from shardwise.recipes.lm import train_lm
+
+        assert self._inputs is not None, "check() comes first"
+        train_lm(self._config, self._inputs, world, signals)
+
+
+def _check_extras(tensorboard: bool) -> None:
+    needed = ["transformers", "matplotlib", *(["tensorboard"] if tensorboard else [])]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"training needs {' and '.join(missing)}, not installed here: "
+            "pip install shardwise[train]"
+        )

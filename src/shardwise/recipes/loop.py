@@ -1,0 +1,280 @@
+"""The training loop that every recipe shares.
+
+A recipe hands in a :class:`Task`: model, optimizer, schedule, data, loss. Accumulation, clipping,
+metrics, checkpoints, progress and stopping are done here, the same for all.
+
+One step, on every rank:
+
+    forward, backward      x accumulate; gradients are reduced once, in the last backward
+    clip
+    exchange               one small all-gather: loss, memory, "was I asked to stop?"
+    optimizer step
+    write down, judge, save
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import FSDPModule, clip_grad_norm_
+from shardwise.launch.errors import Stopped, UserError, signal_name
+from shardwise.launch.signals import StopSignals
+from shardwise.launch.world import World
+from shardwise.recipes.checkpointing import Checkpoints, Position
+from shardwise.recipes.config import TrainConfig
+from shardwise.recipes.journal import Journal
+from shardwise.recipes.metrics import StepMetrics
+from shardwise.recipes.optim import Schedule, set_lr
+from shardwise.recipes.progress import Display
+
+RECENT = 20  # steps over which speed is averaged
+
+
+class Data(Protocol):
+    """Training examples in an order that does not depend on the world."""
+
+    def batch(self, position: int, count: int) -> Any:
+        """Examples ``position`` .. ``position + count`` of the order, on this rank's device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What to train.
+
+    Attributes:
+        model: after ``fully_shard``.
+        optimizer: over the model's shards.
+        schedule: the learning rate of a step.
+        data: where batches come from.
+        loss: maps model and batch to a scalar, the mean over the batch.
+        evaluate: judges the model by data it has not seen; every rank calls it.
+        unit: what speed counts: ``tokens``, ``images``.
+        units_per_example: how many there are in an example.
+    """
+
+    model: FSDPModule
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    data: Data
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    evaluate: Callable[[], dict[str, float]]
+    unit: str
+    units_per_example: int
+
+
+class DivergedError(UserError):
+    """The loss or the gradient is not a finite number any more."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """One step, as all ranks know it after they have told each other."""
+
+    position: Position
+    loss: float
+    grad_norm: float
+    lr: float
+    memory_mib: float
+    stop: int  # the signal that asked any rank to stop, or 0
+
+
+class Loop:
+    """Trains a :class:`Task`.
+
+    Args:
+        task: what to train.
+        config: how.
+        world: this rank.
+        device: where this rank computes.
+        checkpoints: where to save.
+        journal: where to write down.
+        display: where to show.
+        signals: who may ask to stop.
+        resume_command: what to type to go on, for the message of a run that was stopped.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: TrainConfig,
+        world: World,
+        device: torch.device,
+        *,
+        checkpoints: Checkpoints,
+        journal: Journal,
+        display: Display,
+        signals: StopSignals,
+        resume_command: str,
+    ) -> None:
+        self._task = task
+        self._config = config
+        self._world = world
+        self._device = device
+        self._checkpoints = checkpoints
+        self._journal = journal
+        self._display = display
+        self._signals = signals
+        self._resume_command = resume_command
+        self._durations: deque[float] = deque(maxlen=RECENT)
+
+    def run(self, position: Position) -> dict[str, float]:
+        """Train until the last step.
+
+        Args:
+            position: how far the run is already.
+
+        Returns:
+            What judging the model gave at the end.
+
+        Raises:
+            Stopped: a signal asked any rank to stop; the run is saved.
+            DivergedError: the loss is not finite; the last checkpoint is from before.
+        """
+        self._display.begin(position.step, self._config.steps, self._task.unit)
+        judged: dict[str, float] = {}
+        try:
+            with self._signals.deferred():
+                while position.step < self._config.steps:
+                    started = time.perf_counter()
+                    outcome = self._step(position)
+                    self._durations.append(time.perf_counter() - started)
+                    position = outcome.position
+                    self._write(outcome)
+                    judged = self._evaluate_if_due(position)
+                    self._save_if_due(position, outcome.stop)
+                    if outcome.stop:
+                        raise Stopped(outcome.stop, self._farewell(position, outcome.stop))
+        finally:
+            self._display.end()
+        return judged or self._evaluate(position)
+
+    def _step(self, before: Position) -> _Outcome:
+        task, config = self._task, self._config
+        position = Position(
+            before.step + 1, before.examples + config.examples_per_step(self._world.size)
+        )
+        lr = task.schedule(position.step)
+        set_lr(task.optimizer, lr)
+        loss = self._accumulate(before)
+        limit = config.optimizer.clip_grad or math.inf
+        norm = _item(clip_grad_norm_(_parameters(task.model), limit))
+        mean, memory_mib, stop = self._exchange(loss)
+        if not (math.isfinite(mean) and math.isfinite(norm)):
+            raise DivergedError(self._divergence(position.step, mean, norm))
+        task.optimizer.step()
+        task.optimizer.zero_grad()
+        return _Outcome(position, mean, norm, lr, memory_mib, stop)
+
+    def _accumulate(self, position: Position) -> torch.Tensor:
+        """Forward and backward over this rank's microbatches; the mean loss."""
+        task, count = self._task, self._config.accumulate
+        size = self._config.batch_size
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
+        for micro in range(count):
+            # Where this rank's part of this microbatch lies among the examples of the step.
+            first = position.examples + (micro * self._world.size + self._world.rank) * size
+            batch = task.data.batch(first, size)
+            task.model.set_requires_gradient_sync(micro == count - 1)
+            loss = task.loss(_module(task.model), batch)
+            (loss / count).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach().float() / count
+        return total
+
+    def _exchange(self, loss: torch.Tensor) -> tuple[float, float, int]:
+        """Tell all ranks, and hear from all: mean loss, largest memory, who was asked to stop."""
+        mine = torch.tensor(
+            [loss.item(), peak_memory_mib(self._device), self._signals.noted], dtype=torch.float64
+        )
+        everyone = [torch.empty_like(mine) for _ in range(self._world.size)]
+        dist.all_gather(everyone, mine)
+        losses, memory, asked = torch.stack(everyone, dim=1).tolist()
+        # Summed in the order of ranks: the same bits on every rank, every time.
+        return sum(losses) / self._world.size, max(memory), int(max(asked))
+
+    def _write(self, outcome: _Outcome) -> None:
+        seconds = sum(self._durations) / len(self._durations)
+        examples = self._config.examples_per_step(self._world.size)
+        metrics = StepMetrics(
+            step=outcome.position.step,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            lr=outcome.lr,
+            units_per_s=examples * self._task.units_per_example / seconds,
+            memory_mib=outcome.memory_mib,
+            eta_s=(self._config.steps - outcome.position.step) * seconds,
+        )
+        self._journal.step(metrics)
+        self._display.step(metrics)
+
+    def _evaluate_if_due(self, position: Position) -> dict[str, float]:
+        every = self._config.output.eval_every
+        due = every and position.step % every == 0
+        return self._evaluate(position) if due else {}
+
+    def _evaluate(self, position: Position) -> dict[str, float]:
+        values = self._task.evaluate()
+        self._journal.evaluated(position.step, values)
+        shown = " ".join(f"{name}={value:.4f}" for name, value in values.items())
+        self._display.say(f"evaluation step={position.step} {shown}")
+        return values
+
+    def _save_if_due(self, position: Position, stop: int) -> None:
+        every = self._config.output.checkpoint_every
+        last = position.step == self._config.steps
+        if stop or last or (every and position.step % every == 0):
+            self._journal.saved()
+            path = self._checkpoints.save(position, _module(self._task.model), self._task.optimizer)
+            self._display.say(f"checkpoint step={position.step} {path}")
+
+    def _divergence(self, step: int, loss: float, norm: float) -> str:
+        saved = self._checkpoints.steps()
+        since = f"step {saved[-1]} is saved" if saved else "nothing was saved before"
+        return (
+            f"step {step}: found loss {loss} and gradient norm {norm}, expected finite numbers; "
+            f"{since}; try a lower --lr or a longer --warmup"
+        )
+
+    def _farewell(self, position: Position, stop: int) -> str:
+        return (
+            f"Stopped by {signal_name(stop)} after step {position.step} of {self._config.steps}, "
+            f"which is saved. To go on:\n  {self._resume_command}"
+        )
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """The most that this process has held so far, in MiB.
+
+    Allocated memory on a GPU, resident memory of the process on a CPU.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    # Bytes on macOS, KiB on Linux.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def _item(norm: torch.Tensor) -> float:
+    return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+
+
+def _module(model: FSDPModule) -> nn.Module:
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _parameters(model: FSDPModule) -> list[nn.Parameter]:
+    return list(_module(model).parameters())

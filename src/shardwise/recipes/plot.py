@@ -1,0 +1,66 @@
+"""The loss curve as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BLUE, LIGHT, RED = "#1f5fa8", "#a9c6e6", "#c0392b"
+
+
+def plot_loss(records: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Draw training and validation loss over steps into a PNG.
+
+    Args:
+        records: lines of a ``metrics.jsonl``.
+        title: above the picture.
+        path: the file; replaced when it is whole.
+    """
+    # The object interface: no pyplot, so no global state and no display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    train = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    valid = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if train:
+        steps, losses = zip(*train, strict=True)
+        axes.plot(steps, losses, color=LIGHT, linewidth=1, label="training, every step")
+        axes.plot(steps, smooth(losses), color=BLUE, linewidth=2, label="training, smoothed")
+    if valid:
+        steps, losses = zip(*valid, strict=True)
+        axes.plot(steps, losses, "o-", color=RED, markersize=5, label="validation")
+        axes.annotate(
+            f"{losses[-1]:.2f}",
+            (steps[-1], losses[-1]),
+            textcoords="offset points",
+            xytext=(0, 9),
+            ha="right",
+            color=RED,
+        )
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(visible=True, color="#e6e6e6", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    if train or valid:
+        axes.legend(frameon=False)
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, dpi=120, format="png")
+    temporary.replace(path)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """A running mean that forgets: each value weighs less the longer it is past."""
+    keep = 1 - 1 / min(20, max(1, len(values) // 10))
+    smoothed: list[float] = []
+    mean, weight = 0.0, 0.0
+    for value in values:
+        mean = keep * mean + (1 - keep) * value
+        weight = keep * weight + (1 - keep)
+        smoothed.append(mean / weight)
+    return smoothed

@@ -1,0 +1,167 @@
+"""The folder of a run: what lies in it, and whether a new run may begin in it.
+
+    runs/lm/
+      run.json         configuration, versions, how it went
+      metrics.jsonl    a line a step
+      loss.png         the curve
+      sample.txt       what the model writes at the end
+      checkpoints/     step-00000100/, ...
+      tensorboard/     with --tensorboard
+
+No torch here: the command line asks before it starts processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.recipes.config import OptionError, OutputConfig, flatten
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Where the parts of a run lie.
+
+    Attributes:
+        root: the folder.
+    """
+
+    root: Path
+
+    @property
+    def run_json(self) -> Path:
+        """Configuration, versions, how it went. A folder with this file is a run."""
+        return self.root / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        """A line a step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def picture(self) -> Path:
+        """The loss curve."""
+        return self.root / "loss.png"
+
+    @property
+    def sample(self) -> Path:
+        """What the model writes at the end."""
+        return self.root / "sample.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of event files."""
+        return self.root / "tensorboard"
+
+    def check(self, config: OutputConfig) -> None:
+        """Check that a run may begin, or go on, here. Changes nothing.
+
+        Raises:
+            OptionError: the folder holds something that would be lost, or nothing to resume.
+        """
+        root = self.root
+        if root.exists() and not root.is_dir():
+            raise OptionError("--out", f"{root}, which is a file", "a folder")
+        is_run = self.run_json.is_file()
+        if config.resume:
+            if not is_run:
+                raise OptionError("--resume", f"no run in {root}", "a run; see --out")
+            return
+        if is_run and not config.overwrite:
+            raise OptionError(
+                "--out",
+                f"a run in {root} already",
+                "another folder, --resume to go on, or --overwrite to delete that run",
+            )
+        if root.is_dir() and not is_run and any(root.iterdir()):
+            raise OptionError("--out", f"other files in {root}", "an empty or new folder")
+        parent = root
+        while not parent.exists():
+            parent = parent.parent
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise OptionError("--out", f"no permission to write in {parent}", "a writable folder")
+
+    def begin(self, config: OutputConfig) -> None:
+        """Make the folder; with ``overwrite``, delete the run that is in it, and only that."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"{self.root}, which cannot be made ({error.strerror})"
+            raise OptionError("--out", reason, "a folder in a place that can be written") from None
+        if not config.overwrite or not self.run_json.is_file():
+            return
+        for folder in (self.checkpoints, self.tensorboard):
+            if folder.is_dir():
+                shutil.rmtree(folder)
+        # run.json goes last: a deletion that is cut short leaves what still is a run.
+        for file in (self.metrics, self.picture, self.sample, self.run_json):
+            file.unlink(missing_ok=True)
+
+    def read(self) -> dict[str, Any]:
+        """What ``run.json`` says.
+
+        Raises:
+            OptionError: it cannot be read.
+        """
+        try:
+            record = json.loads(self.run_json.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise OptionError(
+                "--out", f"{self.run_json} that cannot be read ({error})", "a run's file"
+            ) from None
+        if not isinstance(record, dict):
+            raise OptionError("--out", f"{self.run_json} without an object", "a run's file")
+        return record
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Replace ``run.json`` at once, so that no reader sees half of it."""
+        write_text(self.run_json, json.dumps(record, indent=2) + "\n")
+
+
+def check_same(before: Mapping[str, Any], now: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Check that a run to be resumed is asked for with the settings that it began with.
+
+    Args:
+        before: configuration in its ``run.json``.
+        now: configuration asked for.
+        names: setting -> option, for those that may not change.
+
+    Raises:
+        OptionError: naming the first that differs.
+    """
+    old, new = flatten(before), flatten(now)
+    for name, option in names.items():
+        if old.get(name) != new.get(name):
+            raise OptionError(
+                option, new.get(name), f"{old.get(name)}, as the run began that --resume goes on"
+            )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all, and onto the disk."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp keeps it from others; a file of a run is as readable as any.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

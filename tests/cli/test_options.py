@@ -1,0 +1,184 @@
+"""The command line answers at once, and every mistake is one line and exit code 2."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main, train_lm
+from shardwise.cli.main import app
+from shardwise.recipes.lm_config import LmJob
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _no_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SHARDWISE_TRANSPORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run the command line in this process; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        app()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--steps 0", "--steps: found 0, expected 1 or more"),
+        ("--steps many", "--steps: found 'many', expected a whole number"),
+        ("--lr=fast", "--lr: found 'fast', expected a number"),
+        ("--lr -1", "--lr: found -1.0, expected a number above 0"),
+        ("--beta1 1", "--beta1: found 1.0, expected 0 to 1, without 1"),
+        ("--seq-length 0", "--seq-length: found 0, expected 1 or more"),
+        ("--seq-length 9999", "--seq-length: found 9999, expected at most 1024"),
+        ("--sample-tokens -1", "--sample-tokens: found -1"),
+        ("--temperature nan", "--temperature: found nan"),
+        ("--strategy zero4", "--strategy: found 'zero4', expected one of 'full', 'grad-op'"),
+        ("--param-dtype fp8", "--param-dtype: found 'fp8', expected one of 'fp32', 'bf16'"),
+        ("--device tpu", "--device: found 'tpu', expected one of 'auto', 'cpu', 'cuda'"),
+        ("--transport pigeon", "--transport: found 'pigeon', expected one of 'auto'"),
+        ("--nproc 0", "--nproc: found 0, expected 1 or more"),
+        ("--nproc 4 --mesh dp_shard=2", "--mesh: found dp_shard=2, a mesh of 2 ranks, expected"),
+        ("--nproc 4 --strategy hybrid", "--strategy: found hybrid on one host without"),
+        ("--nproc 4 --strategy hybrid --replicas 3", "--replicas: found 3, expected a number"),
+        ("--nproc 4 --replicas 2", "--replicas: found 2 with strategy full"),
+        ("--model llama-150", "did you mean llama-150m?"),
+        ("--data nowhere.txt", "--data: found nothing at nowhere.txt"),
+        ("--data empty.txt", "--data: found an empty file: empty.txt"),
+        ("--data short.txt", "--data: found 5 bytes in 1 file"),
+        ("--resume", "--resume: found no run in runs/lm"),
+        ("--resume --overwrite", "--resume: found --overwrite too"),
+        ("--out taken", "--out: found other files in taken, expected an empty or new folder"),
+        ("notes.txt", "arguments: found notes.txt, expected options"),
+        ("--stepps 3", "No such option: --stepps"),
+        ("--steps", "Option '--steps' requires an argument."),
+    ],
+)
+def test_bad_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: str, message: str
+) -> None:
+    Path("empty.txt").touch()
+    Path("short.txt").write_text("short")
+    Path("taken").mkdir()
+    Path("taken", "thesis.tex").touch()
+    assert call(monkeypatch, "train", "lm", *arguments.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "", "nothing was started"
+    assert shown.err.startswith("error: ")
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert not Path("runs").exists(), "nothing was written"
+
+
+def test_a_bad_environment_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("SHARDWISE_TRANSPORT", "pigeon")
+    assert call(monkeypatch, "train", "lm") == 2
+    assert capsys.readouterr().err.startswith("error: --transport: found 'pigeon', expected one of")
+
+
+def test_a_world_and_another_nproc_contradict(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    for name, value in {
+        "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert call(monkeypatch, "train", "lm", "--nproc", "3") == 2
+    assert capsys.readouterr().err.startswith("error: --nproc: found 3, expected 2 or none given")
+
+
+@pytest.mark.parametrize("missing", ["transformers", "matplotlib"])
+def test_a_missing_extra_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, missing: str
+) -> None:
+    from importlib import util
+
+    find_spec = util.find_spec
+    monkeypatch.setattr(
+        util, "find_spec", lambda name, *a: None if name == missing else find_spec(name, *a)
+    )
+    assert call(monkeypatch, "train", "lm") == 2
+    assert capsys.readouterr().err == (
+        f"error: training needs {missing}, not installed here: pip install shardwise[train]\n"
+    )
+
+
+def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[LmJob] = []
+    monkeypatch.setattr(train_lm, "run", lambda job, nproc: jobs.append(job))
+    arguments = (
+        "--model llama-34m --data a.txt b.txt --data c.txt --steps 7 --batch-size 3 "
+        "--accumulate 2 --lr 0.5 --beta2 0.5 --weight-decay 0 --warmup 1 --clip-grad 0 --seed 9 "
+        "--device cpu --strategy hybrid --replicas 2 --param-dtype bf16 --reduce-dtype bf16 "
+        "--activation-checkpointing --transport collectives --out here --checkpoint-every 5 "
+        "--keep-last 9 --eval-every 4 --tensorboard --overwrite --prompt x --sample-tokens 3 "
+        "--temperature 0"
+    )
+    assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
+    from shardwise.recipes.config import as_json, flatten
+
+    assert flatten(as_json(jobs[0]._config)) == {
+        "model": "llama-34m", "data": ["a.txt", "c.txt", "b.txt"], "seq_length": 512,
+        "prompt": "x", "sample_tokens": 3, "temperature": 0.0, "steps": 7, "batch_size": 3,
+        "accumulate": 2, "seed": 9, "device": "cpu", "lr": 0.5, "betas": [0.9, 0.5],
+        "weight_decay": 0.0, "warmup": 1, "clip_grad": 0.0, "strategy": "hybrid", "replicas": 2,
+        "mesh": None, "param_dtype": "bf16", "reduce_dtype": "bf16", "transport": "collectives",
+        "activation_checkpointing": True, "out": "here", "checkpoint_every": 5, "keep_last": 9,
+        "eval_every": 4, "tensorboard": True, "resume": False, "overwrite": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["train"], ["train", "lm", "--help"]])
+def test_help_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str]
+) -> None:
+    assert call(monkeypatch, *arguments) == 0
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "Usage: " in shown
+    if "lm" in arguments:
+        assert "shardwise train lm --nproc 2" in shown, "an example"
+
+
+def test_every_option_is_explained() -> None:
+    import typer
+
+    command = typer.main.get_command(main.cli).commands["train"].commands["lm"]  # type: ignore[attr-defined]
+    silent = [p.name for p in command.params if not p.help and not p.hidden]
+    assert silent == []
+
+
+def test_the_version_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    assert call(monkeypatch, "--version") == 0
+    assert re.fullmatch(r"shardwise \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_help_and_mistakes_need_no_torch() -> None:
+    # It takes seconds to import: the command line answers before.
+    code = """
+import sys
+sys.argv = ["shardwise", "train", "lm", "--steps", "0"]
+from shardwise.cli.main import app
+try:
+    app()
+except SystemExit as ended:
+    assert ended.code == 2
+heavy = {"torch", "transformers", "numpy", "matplotlib"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr

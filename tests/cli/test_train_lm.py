@@ -1,0 +1,230 @@
+"""``shardwise train lm`` as its user sees it: processes, output, files, signals.
+
+Every start of the command imports torch and transformers in each process, which takes seconds: so
+there are few of them, and several tests look at the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardwise.recipes.checkpointing import Checkpoints
+from shardwise.recipes.metrics import read_metrics
+from tests.recipes.small import write_model, write_text
+
+WAIT = 180.0  # seconds that anything may take on a busy machine
+
+OPTIONS = (  # noqa: SIM905 (as one types it)
+    "--model config.json --data words.txt --seq-length 16 --steps 8 --batch-size 2 --accumulate 2 "
+    "--lr 0.01 --warmup 2 --checkpoint-every 2 --eval-every 4 --device cpu --sample-tokens 20 "
+    "--prompt gather"
+).split()
+
+
+def start(folder: Path, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Start the command in a folder with a model and a text."""
+    names = ("RANK", "WORLD_SIZE", "SHARDWISE_TRANSPORT")
+    env = {k: v for k, v in os.environ.items() if k not in names}
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", "shardwise", "train", "lm", *OPTIONS, *more],
+        cwd=folder,
+        env={**env, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@dataclass
+class Ended:
+    """A command that has ended."""
+
+    folder: Path
+    code: int
+    out: str
+    err: str
+
+    @classmethod
+    def of(cls, folder: Path, process: subprocess.Popen[str]) -> Ended:
+        out, err = process.communicate(timeout=WAIT)
+        return cls(folder, process.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_model(folder)
+    write_text(folder)
+    return Ended.of(folder, start(folder, "--nproc", "2", "--out", "run", "--tensorboard"))
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """What every step is known by, without what depends on the machine's mood."""
+    timed = {"tokens_per_s", "memory_mib", "eta_s"}
+    records = read_metrics(folder / "run" / "metrics.jsonl")
+    return [{k: v for k, v in record.items() if k not in timed} for record in records]
+
+
+def test_a_run_ends_well_and_warns_of_nothing(whole: Ended) -> None:
+    assert (whole.code, whole.err) == (0, "")
+
+
+def test_the_first_lines_say_what_is_trained(whole: Ended) -> None:
+    lines = dict(line.split(maxsplit=1) for line in whole.out.splitlines()[:6])
+    assert lines["starting"] == "2 processes with 1 thread each"
+    assert re.fullmatch(r"config.json, [\d,]+ parameters, cpu", lines["model"])
+    assert re.match(r"full over dp_shard=2, transport \w+; 0.\d of 0.\d MiB", lines["sharding"])
+    assert lines["precision"] == "fp32 compute, fp32 reduction, fp32 shards"
+    assert re.match(r"words.txt: [\d,]+ tokens to learn from, [\d,]+ held back", lines["data"])
+    assert lines["step"] == (
+        "2 sequences x 16 tokens x 2 microbatches x 2 ranks = 128 tokens; 8 steps"
+    )
+
+
+def test_every_step_is_a_greppable_line(whole: Ended) -> None:
+    pattern = re.compile(
+        r"step=(\d+) loss=(\d\.\d{4}) grad_norm=\d+\.\d{3} lr=\d\.\d\de-\d\d tokens_per_s=\d+ "
+        r"memory_mib=\d+ eta=\d\d:\d\d"
+    )
+    found = [pattern.fullmatch(line) for line in whole.out.splitlines() if line[:5] == "step="]
+    assert [int(match[1]) for match in found if match] == list(range(1, 9))
+    losses = [record["loss"] for record in metrics(whole.folder) if "loss" in record]
+    assert [f"{loss:.4f}" for loss in losses] == [match[2] for match in found if match]
+
+
+def test_run_json_tells_what_ran(whole: Ended) -> None:
+    record = json.loads((whole.folder / "run" / "run.json").read_text())
+    assert record["config"]["train"]["steps"] == 8
+    assert record["model"]["parameters"] > 0
+    assert record["data"]["files"] == 1
+    [session] = record["sessions"]
+    assert session["status"] == "finished"
+    assert session["world_size"] == 2
+    assert session["mesh"] == {"dp_shard": 2}
+    assert session["command"].startswith("shardwise train lm --model config.json")
+    assert set(session["versions"]) == {"python", "shardwise", "torch", "transformers", "numpy"}
+    last = [r["validation_loss"] for r in metrics(whole.folder) if "validation_loss" in r][-1]
+    assert session["validation_loss"] == last
+
+
+def test_picture_sample_and_event_files_are_there(whole: Ended) -> None:
+    run = whole.folder / "run"
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "run/loss.png" in whole.out
+    sample = (run / "sample.txt").read_text()
+    assert sample.startswith("gather")
+    assert len(sample) > len("gather")
+    assert f"    {sample.splitlines()[0]}".rstrip() in whole.out.splitlines()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 9))
+    assert [event.step for event in events.Scalars("validation_loss")] == [4, 8]
+
+
+def test_checkpoints_are_those_of_the_last_steps(whole: Ended) -> None:
+    assert Checkpoints(whole.folder / "run" / "checkpoints").steps() == [6, 8]
+
+
+def test_a_run_is_not_overwritten(whole: Ended) -> None:
+    before = metrics(whole.folder)
+    ended = Ended.of(whole.folder, start(whole.folder, "--nproc", "2", "--out", "run"))
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("error: --out: found a run in run already, expected another folder")
+    assert metrics(whole.folder) == before
+
+
+def test_resuming_a_complete_run_says_that_there_is_nothing_to_do(whole: Ended) -> None:
+    ended = Ended.of(whole.folder, start(whole.folder, "--nproc", "2", "--out", "run", "--resume"))
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith("Nothing to do: the run in run is at step 8 of 8.")
+
+
+# -- disturbed -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path)
+    write_text(tmp_path)
+    return tmp_path
+
+
+def wait_for_step(process: subprocess.Popen[str], step: int) -> Iterator[str]:
+    """Read lines until a step has been shown."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        yield line
+        if line.startswith(f"step={step} "):
+            return
+    raise AssertionError(f"the command ended before step {step}: {process.communicate()[1]}")
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+
+
+def test_killed_then_stopped_then_resumed_a_run_ends_as_if_undisturbed(
+    folder: Path, whole: Ended
+) -> None:
+    command = ("--nproc", "2", "--out", "run")
+
+    # A rank is killed: the run ends at once, with that rank's name, and nothing is left running.
+    process = start(folder, *command)
+    list(wait_for_step(process, 3))
+    ranks = ranks_of(process)
+    assert len(ranks) == 2
+    started = time.monotonic()
+    ranks[1].kill()
+    killed = Ended.of(folder, process)
+    assert killed.code == 128 + signal.SIGKILL
+    assert "error: rank 1 of 2 was killed by SIGKILL" in killed.err
+    assert time.monotonic() - started < 20, "the others did not end at once"
+    assert not any(rank.is_running() for rank in ranks)
+
+    # Resumed, and asked to stop: it saves and says how to go on.
+    process = start(folder, *command, "--resume")
+    lines = list(wait_for_step(process, 5))
+    assert any(re.match(r"resume     after step [24] of 8", line) for line in lines)
+    process.send_signal(signal.SIGTERM)
+    stopped = Ended.of(folder, process)
+    if stopped.code == 0:  # on a slow machine it was done before it heard
+        assert "step=8 " in stopped.out
+    else:
+        assert stopped.code == 128 + signal.SIGTERM
+        match = re.match(r"Stopped by SIGTERM after step (\d) of 8, which is saved", stopped.err)
+        assert match, stopped.err
+        assert int(match[1]) in Checkpoints(folder / "run" / "checkpoints").steps()
+        assert stopped.err.rstrip().endswith("--nproc 2 --out run --resume")
+
+        # Resumed once more, to the end.
+        finished = Ended.of(folder, start(folder, *command, "--resume"))
+        assert (finished.code, finished.err) == (0, "")
+
+    assert metrics(folder) == metrics(whole.folder), "bit for bit"
+    sample = (folder / "run" / "sample.txt").read_text()
+    assert sample == (whole.folder / "run" / "sample.txt").read_text()
+
+
+def test_under_torchrun_the_command_joins_the_world_that_is_there(
+    folder: Path, whole: Ended
+) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    ended = Ended.of(folder, start(folder, "--out", "run", launcher=torchrun))
+    assert ended.code == 0, ended.err
+    assert "starting" not in ended.out
+    assert metrics(folder) == metrics(whole.folder)

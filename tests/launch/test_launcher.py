@@ -1,0 +1,298 @@
+"""Local ranks: started together, ended together, nothing left running.
+
+The ranks here are small scripts without torch, so that each test takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+WAIT = 30.0  # seconds that anything may take on a busy machine
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from shardwise.launch.errors import Stopped, UserError
+from shardwise.launch.rank import run_rank
+from shardwise.launch.world import find_world
+
+here = Path(sys.argv[1])
+
+def body(world, signals):
+    (here / f"pid-{world.rank}").write_text(str(os.getpid()))
+    def everyone(name):
+        (here / f"{name}-{world.rank}").touch()
+        while len(list(here.glob(f"{name}-*"))) < world.size:
+            time.sleep(0.01)
+    def sleep():
+        while True:
+            time.sleep(0.05)
+    everyone("ready")
+    BODY
+
+run_rank(find_world(), body)
+"""
+
+PARENT = """
+import sys
+from shardwise.launch.launcher import Launcher
+sys.exit(Launcher([sys.executable, sys.argv[1], sys.argv[2]], int(sys.argv[3])).run())
+"""
+
+
+class Run:
+    """A launcher with ranks that do as the test says."""
+
+    def __init__(self, folder: Path, nproc: int, body: str, env: dict[str, str]) -> None:
+        self.folder, self.nproc = folder, nproc
+        indented = textwrap.indent(textwrap.dedent(body).strip(), "    ").strip()
+        script = folder / "rank.py"
+        script.write_text(RANK.replace("BODY", indented))
+        (folder / "ranks").mkdir()
+        self.parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT, str(script), str(folder / "ranks"), str(nproc)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**_clean_environment(), **env},
+        )
+
+    def wait_until_ready(self) -> None:
+        """Until every rank runs its body."""
+        self.wait_for(lambda: len(list(self.folder.glob("ranks/ready-*"))) == self.nproc)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Until the condition holds."""
+        deadline = time.monotonic() + WAIT
+        while not condition():
+            assert time.monotonic() < deadline, "this never happened"
+            time.sleep(0.01)
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr; nothing may be left running."""
+        out, err = self.parent.communicate(timeout=WAIT)
+        assert self.alive() == [], "ranks outlived their launcher"
+        return self.parent.returncode, out, err
+
+    def pids(self) -> list[int]:
+        """Process numbers of the ranks that have begun."""
+        return [int(file.read_text()) for file in sorted(self.folder.glob("ranks/pid-*"))]
+
+    def alive(self) -> list[int]:
+        """Those of them that are running (a zombie is not)."""
+        return [pid for pid in self.pids() if _is_running(pid)]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _clean_environment() -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    return {k: v for k, v in os.environ.items() if k not in names}
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., Run]:
+    def start(nproc: int, body: str, **env: str) -> Run:
+        run = Run(tmp_path, nproc, body, env)
+        runs.append(run)
+        return run
+
+    runs: list[Run] = []
+    yield start
+    for run in runs:
+        run.parent.kill()
+        run.parent.communicate()
+
+
+def test_ranks_that_return_end_the_run_well(launch: Callable[..., Run]) -> None:
+    run = launch(3, "print(f'rank {world.rank} of {world.size}')")
+    assert run.end() == (0, "rank 0 of 3\n", "")
+
+
+def test_ranks_find_torchs_variables(launch: Callable[..., Run]) -> None:
+    body = """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    assert int(os.environ["MASTER_PORT"]) > 0
+    (here / f"env-{world.rank}").write_text(" ".join(os.environ[n] for n in names))
+    """
+    run = launch(2, body)
+    assert run.end()[0] == 0
+    found = [(run.folder / "ranks" / f"env-{rank}").read_text() for rank in range(2)]
+    assert found == ["0 2 0 2 127.0.0.1", "1 2 1 2 127.0.0.1"]
+
+
+def test_cores_are_shared_out_as_threads(launch: Callable[..., Run]) -> None:
+    cores = len(os.sched_getaffinity(0))
+    run = launch(cores * 2, "print(os.environ['OMP_NUM_THREADS'])")
+    assert run.end()[:2] == (0, "1\n")
+
+
+def test_a_number_of_threads_that_the_user_chose_stays(launch: Callable[..., Run]) -> None:
+    run = launch(2, "print(os.environ['OMP_NUM_THREADS'])", OMP_NUM_THREADS="7")
+    assert run.end()[:2] == (0, "7\n")
+
+
+def test_a_rank_that_raises_ends_all_with_its_traceback(launch: Callable[..., Run]) -> None:
+    run = launch(3, "if world.rank == 1: raise RuntimeError('the reason')\nsleep()")
+    code, _, err = run.end()
+    assert code == 1
+    assert err.startswith("error: rank 1 of 3 failed:\nTraceback")
+    assert err.endswith("RuntimeError: the reason\n")
+
+
+def test_an_error_of_the_user_is_one_line_and_exit_code_2(launch: Callable[..., Run]) -> None:
+    run = launch(2, "raise UserError('--steps: found 0, expected 1 or more')")
+    assert run.end() == (2, "", "error: --steps: found 0, expected 1 or more\n")
+
+
+def test_the_first_error_is_shown_not_its_echo(launch: Callable[..., Run]) -> None:
+    # Rank 0 loses its peer, and says so before rank 1, which is the cause.
+    body = """
+    if world.rank == 0:
+        raise ConnectionResetError("Connection closed by peer")
+    time.sleep(0.2)
+    raise ValueError("the cause")
+    """
+    code, _, err = launch(2, body).end()
+    assert code == 1
+    assert "rank 1 of 2" in err
+    assert "the cause" in err
+    assert "closed by peer" not in err
+
+
+def test_of_two_errors_the_earlier_one_is_shown(launch: Callable[..., Run]) -> None:
+    code, _, err = launch(2, "time.sleep(0.15 * (1 - world.rank)); raise ValueError()").end()
+    assert (code, err.splitlines()[0]) == (1, "error: rank 1 of 2 failed:")
+
+
+def test_a_rank_that_is_killed_is_named(launch: Callable[..., Run]) -> None:
+    body = """
+    if world.rank == 1:
+        print("last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    sleep()
+    """
+    code, out, err = launch(2, body).end()
+    assert code == 128 + signal.SIGKILL
+    assert out == ""
+    assert err == (
+        "last words\n"
+        "error: rank 1 of 2 was killed by SIGKILL (the system may have run out of memory)\n"
+    )
+
+
+def test_a_rank_that_leaves_by_itself_is_named(launch: Callable[..., Run]) -> None:
+    code, _, err = launch(2, "if world.rank == 1: os._exit(7)\nsleep()").end()
+    assert (code, err) == (7, "error: rank 1 of 2 ended with exit code 7\n")
+
+
+def test_others_are_stopped_at_once_even_if_they_ignore_signals(
+    launch: Callable[..., Run],
+) -> None:
+    body = """
+    if world.rank == 0:
+        raise ValueError()
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))
+    sleep()
+    """
+    run = launch(2, body)
+    run.wait_until_ready()
+    started = time.monotonic()
+    assert run.end()[0] == 1
+    assert time.monotonic() - started < 10, "the launcher waited for a rank that would not end"
+
+
+STOPPABLE = """
+with signals.deferred():
+    (here / f"waiting-{world.rank}").touch()
+    while not signals.noted:
+        time.sleep(0.01)
+(here / f"saved-{world.rank}").touch()
+raise Stopped(signals.noted, f"saved by rank {world.rank}")
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_every_rank_and_lets_it_save(
+    launch: Callable[..., Run], signum: signal.Signals
+) -> None:
+    run = launch(2, STOPPABLE)
+    run.wait_for(lambda: len(list(run.folder.glob("ranks/waiting-*"))) == 2)
+    run.parent.send_signal(signum)
+    assert run.end() == (128 + signum, "", "saved by rank 0\n")
+    assert len(list(run.folder.glob("ranks/saved-*"))) == 2
+
+
+def test_a_second_signal_kills(launch: Callable[..., Run]) -> None:
+    run = launch(2, "with signals.deferred():\n    (here / f'up-{world.rank}').touch(); sleep()")
+    run.wait_for(lambda: len(list(run.folder.glob("ranks/up-*"))) == 2)
+    run.parent.send_signal(signal.SIGINT)
+    time.sleep(0.7)  # at once it would count as the same Ctrl-C
+    run.parent.send_signal(signal.SIGINT)
+    code, _, err = run.end()
+    assert code == 128 + signal.SIGINT
+    assert "at once" in err
+
+
+def test_a_signal_before_training_stops_without_a_traceback(launch: Callable[..., Run]) -> None:
+    run = launch(2, "sleep()")
+    run.wait_until_ready()
+    run.parent.send_signal(signal.SIGTERM)
+    code, out, err = run.end()
+    assert (code, out) == (128 + signal.SIGTERM, "")
+    assert err == "Stopped by SIGTERM; there was nothing to save.\n"
+
+
+def test_a_failure_while_stopping_is_shown(launch: Callable[..., Run]) -> None:
+    body = """
+    with signals.deferred():
+        (here / f"waiting-{world.rank}").touch()
+        while not signals.noted:
+            time.sleep(0.01)
+    if world.rank == 1:
+        raise OSError("the disk is full")
+    sleep()
+    """
+    run = launch(2, body)
+    run.wait_for(lambda: len(list(run.folder.glob("ranks/waiting-*"))) == 2)
+    run.parent.send_signal(signal.SIGTERM)
+    code, _, err = run.end()
+    assert code == 1
+    assert "the disk is full" in err
+
+
+def test_ranks_die_with_a_launcher_that_is_killed(launch: Callable[..., Run]) -> None:
+    run = launch(3, "signal.signal(signal.SIGTERM, signal.SIG_IGN); sleep()")
+    run.wait_until_ready()
+    assert len(run.alive()) == 3
+    run.parent.kill()
+    run.parent.wait(WAIT)
+    run.wait_for(lambda: not run.alive())
+
+
+def test_ranks_meet_at_a_store_that_needs_no_fixed_port(launch: Callable[..., Run]) -> None:
+    body = """
+    import torch, torch.distributed as dist
+    from shardwise.launch.rank import connected
+    with connected(world, "gloo"):
+        ones = torch.ones(())
+        dist.all_reduce(ones)
+    if world.rank == 0:
+        print(ones.item())
+    """
+    assert launch(2, body, OMP_NUM_THREADS="1").end() == (0, "2.0\n", "")

@@ -1,0 +1,63 @@
+"""Which world a process finds in its environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.launch.errors import UserError
+from shardwise.launch.report import MAX_TEXT, Ending, Report
+from shardwise.launch.world import World, find_world
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_no_variables_no_world() -> None:
+    assert find_world({"PATH": "/bin"}) is None
+
+
+def test_the_world_of_torchrun() -> None:
+    world = find_world(TORCHRUN)
+    assert world == World(rank=3, size=4, local_rank=1, local_size=2)
+    assert world.hosts == 2
+
+
+def test_without_local_variables_all_ranks_are_on_one_host() -> None:
+    env = {k: v for k, v in TORCHRUN.items() if not k.startswith("LOCAL")}
+    assert find_world(env) == World(rank=3, size=4, local_rank=3, local_size=4)
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_a_world_is_an_error(missing: str) -> None:
+    env = {k: v for k, v in TORCHRUN.items() if k != missing}
+    with pytest.raises(UserError, match=f"found no {missing}"):
+        find_world(env)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "4"), ("RANK", "x"), ("WORLD_SIZE", "0"), ("LOCAL_RANK", "-1"), ("RANK", "")],
+)
+def test_numbers_out_of_range_are_an_error(name: str, value: str) -> None:
+    with pytest.raises(UserError, match=f"found {name}={value}, expected"):
+        find_world({**TORCHRUN, name: value})
+
+
+def test_a_report_survives_the_pipe() -> None:
+    report = Report(2, Ending.FAILED, 1, "Traceback\n  naïve 汉字", time=12.5)
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_a_report_fits_the_buffer_of_a_pipe_however_long_the_traceback() -> None:
+    report = Report(0, Ending.FAILED, 1, "first\n" + "汉" * 10 * MAX_TEXT + "\nlast")
+    line = report.to_json().encode()
+    assert len(line) < 65536
+    text = Report.from_json(line).text
+    assert text.startswith("first")
+    assert text.endswith("last")

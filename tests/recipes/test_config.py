@@ -1,0 +1,191 @@
+"""Bad options are told at once, each in one line that says what was found and expected."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.frontends.strategies import Strategy
+from shardwise.launch.world import World
+from shardwise.recipes.config import (
+    OptimizerConfig,
+    OptionError,
+    OutputConfig,
+    ShardingConfig,
+    TrainConfig,
+    as_json,
+    check_nproc,
+    check_train,
+    flatten,
+    resolve_sharding,
+)
+from shardwise.recipes.presets import PRESETS, defaults_for, longest_sequence, model_settings
+
+
+def config(**changes: Any) -> TrainConfig:
+    """A good configuration but for the changes, each given by its innermost name."""
+    parts: dict[str, Any] = {
+        "optimizer": OptimizerConfig(lr=1e-3),
+        "output": OutputConfig(out=Path("out")),
+        "sharding": ShardingConfig(),
+    }
+    own = {
+        name: changes.pop(name)
+        for name in ("steps", "batch_size", "accumulate", "seed")
+        if name in changes
+    }
+    for part, value in parts.items():
+        mine = {
+            n: v for n, v in changes.items() if n in {f.name for f in dataclasses.fields(value)}
+        }
+        parts[part] = dataclasses.replace(value, **mine)
+    return TrainConfig(**{"steps": 10, "batch_size": 2, **own, **parts})
+
+
+def test_a_good_configuration_passes() -> None:
+    check_train(config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "--steps: found 0, expected 1 or more"),
+        ({"batch_size": 0}, "--batch-size: found 0, expected 1 or more"),
+        ({"accumulate": -1}, "--accumulate: found -1, expected 1 or more"),
+        ({"seed": -1}, r"--seed: found -1, expected 0 to 2\^63 - 1"),
+        ({"lr": 0.0}, "--lr: found 0.0, expected a number above 0"),
+        ({"lr": float("nan")}, "--lr: found nan"),
+        ({"lr": float("inf")}, "--lr: found inf"),
+        ({"betas": (1.0, 0.9)}, "--beta1: found 1.0, expected 0 to 1, without 1"),
+        ({"betas": (0.9, -0.1)}, "--beta2: found -0.1"),
+        ({"weight_decay": -1.0}, "--weight-decay: found -1.0"),
+        ({"clip_grad": -1.0}, "--clip-grad: found -1.0"),
+        ({"warmup": -1}, "--warmup: found -1"),
+        ({"checkpoint_every": -1}, "--checkpoint-every: found -1"),
+        ({"keep_last": 0}, "--keep-last: found 0, expected 1 or more"),
+        ({"eval_every": -1}, "--eval-every: found -1"),
+        ({"resume": True, "overwrite": True}, "--resume: found --overwrite too"),
+        ({"mesh": "dp_shard=2", "replicas": 2}, "--mesh: found --replicas too"),
+    ],
+)
+def test_bad_options_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message) as caught:
+        check_train(config(**changes))
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("sharding", "world_size", "shape"),
+    [
+        (ShardingConfig(), 2, (2,)),
+        (ShardingConfig(mesh="dp_shard=4"), 4, (4,)),
+        (ShardingConfig(strategy=Strategy.NO_SHARD), 3, (3, 1)),
+        (ShardingConfig(strategy=Strategy.NO_SHARD, mesh="dp_replicate=3"), 3, (3, 1)),
+        (ShardingConfig(strategy=Strategy.HYBRID_SHARD, replicas=2), 4, (2, 2)),
+        (
+            ShardingConfig(strategy=Strategy.HYBRID_SHARD, mesh="dp_replicate=2,dp_shard=3"),
+            6,
+            (2, 3),
+        ),
+    ],
+)
+def test_a_strategy_becomes_a_mesh(
+    sharding: ShardingConfig, world_size: int, shape: tuple[int, ...]
+) -> None:
+    assert resolve_sharding(sharding, world_size).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("sharding", "message"),
+    [
+        (
+            ShardingConfig(mesh="dp_shard=2"),
+            "--mesh: found dp_shard=2, a mesh of 2 ranks, expected one of 4",
+        ),
+        (ShardingConfig(mesh="tp=4"), "--mesh: found tp=4, expected dp_replicate=R,dp_shard=S"),
+        (
+            ShardingConfig(mesh="dp_replicate=2,dp_shard=2"),
+            "--mesh: found 2 with strategy full, expected 1, or none given or a hybrid strategy",
+        ),
+        (ShardingConfig(strategy=Strategy.HYBRID_SHARD), "--strategy: .* say --replicas R"),
+        (
+            ShardingConfig(strategy=Strategy.HYBRID_SHARD, replicas=3),
+            "--replicas: found 3, expected a number that divides the 4 ranks",
+        ),
+        (ShardingConfig(replicas=2), "--replicas: found 2 with strategy full"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_world_is_named(
+    sharding: ShardingConfig, message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        resolve_sharding(sharding, 4)
+
+
+def test_nproc_defaults_to_one_process_or_to_the_world_that_is_there() -> None:
+    assert check_nproc(None, None) == 1
+    assert check_nproc(3, None) == 3
+    assert check_nproc(None, World(0, 4, 0, 2)) == 2
+    assert check_nproc(2, World(0, 4, 0, 2)) == 2
+
+
+def test_nproc_must_not_contradict_the_world() -> None:
+    with pytest.raises(OptionError, match="--nproc: found 4, expected 2 or none given"):
+        check_nproc(4, World(0, 4, 0, 2))
+    with pytest.raises(OptionError, match="--nproc: found 0, expected 1 or more"):
+        check_nproc(0, None)
+
+
+def test_a_configuration_becomes_plain_json() -> None:
+    values = as_json(config(param_dtype=ShardingConfig().param_dtype))
+    assert json.loads(json.dumps(values)) == values
+    assert values["sharding"]["strategy"] == "full"
+    assert flatten(values)["lr"] == 1e-3
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def test_presets_have_the_size_in_their_name() -> None:
+    # Without the vocabulary: attention and feed-forward of every layer.
+    def millions(name: str) -> float:
+        p = PRESETS[name]
+        return p.layers * (4 * p.hidden**2 + 3 * p.hidden * p.intermediate) / 1e6
+
+    assert millions("llama-34m") == pytest.approx(34, abs=1)
+    assert millions("llama-150m") == pytest.approx(150, abs=1)
+
+
+def test_a_config_file_or_its_folder_is_a_model(tmp_path: Path) -> None:
+    settings = {"model_type": "gpt2", "n_positions": 77}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert model_settings(str(tmp_path)) == settings
+    assert model_settings(str(tmp_path / "config.json")) == settings
+    assert longest_sequence(settings) == 77
+    assert defaults_for(str(tmp_path)).seq_length == 256
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "expected llama-tiny, llama-34m, llama-150m, or the path of a config.json"),
+        ("{", "no JSON"),
+        ("[]", 'without "model_type"'),
+        ("{}", 'without "model_type"'),
+    ],
+)
+def test_what_is_no_model_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(OptionError, match=f"--model: found .*{message}"):
+        model_settings(str(tmp_path / "config.json"))
+
+
+def test_a_near_miss_is_corrected() -> None:
+    with pytest.raises(OptionError, match="did you mean llama-tiny"):
+        model_settings("lama-tiny")

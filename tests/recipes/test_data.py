@@ -1,0 +1,200 @@
+"""Which text comes when: decided by the seed and the position, by nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.launch.errors import UserError
+from shardwise.recipes.config import OptionError
+from shardwise.recipes.data import (
+    SEPARATOR,
+    ByteStream,
+    Document,
+    Sequences,
+    decode,
+    load_text,
+    permute,
+)
+
+
+def write(folder: Path, **files: bytes) -> list[Path]:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return [folder / name for name in files]
+
+
+def stream_of(folder: Path, *contents: bytes) -> ByteStream:
+    documents = []
+    for index, content in enumerate(contents):
+        path = folder / f"document-{index}"
+        path.write_bytes(content)
+        documents.append(Document(path, 0, len(content)))
+    return ByteStream(documents)
+
+
+# -- the stream ------------------------------------------------------------------------------------
+
+
+def test_documents_stand_behind_separators(tmp_path: Path) -> None:
+    stream = stream_of(tmp_path, b"ab", b"c")
+    assert len(stream) == 5
+    assert stream.read(0, 5).tolist() == [SEPARATOR, 97, 98, SEPARATOR, 99]
+
+
+@given(data=st.data())
+def test_any_piece_of_the_stream_is_the_piece_of_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    contents = data.draw(st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=6))
+    stream = stream_of(tmp_path_factory.mktemp("stream"), *contents)
+    whole = [token for content in contents for token in (SEPARATOR, *content)]
+    start = data.draw(st.integers(0, len(whole)))
+    length = data.draw(st.integers(0, len(whole) - start))
+    assert stream.read(start, length).tolist() == whole[start : start + length]
+
+
+def test_reading_past_the_end_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(IndexError, match="tokens 2 to 4 of 3"):
+        stream_of(tmp_path, b"ab").read(2, 2)
+
+
+def test_a_file_that_shrinks_while_training_is_named(tmp_path: Path) -> None:
+    stream = stream_of(tmp_path, b"abcdef")
+    (tmp_path / "document-0").write_bytes(b"ab")
+    with pytest.raises(UserError, match="document-0 became shorter"):
+        stream.read(0, 6)
+
+
+def test_text_comes_back_as_text() -> None:
+    assert decode("naïve".encode()) == "naïve"
+    assert decode([SEPARATOR, 97, SEPARATOR, 0xFF]) == "\n\na\n\n�"
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_the_default_is_the_standard_library_of_this_python() -> None:
+    text = load_text([], 256)
+    names = [document.path.name for document in text.train.documents]
+    assert "dataclasses.py" in names
+    assert len(text.train) > 5_000_000
+    assert not any("site-packages" in str(d.path) for d in text.train.documents)
+    assert text.fingerprint() == load_text([], 256).fingerprint()
+
+
+def test_training_and_validation_share_no_file(tmp_path: Path) -> None:
+    write(tmp_path, **{f"{i:03}.txt": bytes([i]) * 100 for i in range(60)})
+    text = load_text([str(tmp_path)], 16)
+    train = {document.path for document in text.train.documents}
+    validation = {document.path for document in text.validation.documents}
+    assert (len(train), len(validation)) == (57, 3)
+    assert not train & validation
+
+
+def test_of_few_files_validation_takes_the_ends(tmp_path: Path) -> None:
+    [path] = write(tmp_path, **{"a.txt": bytes(range(250)) * 40})
+    text = load_text([str(path)], 16)
+    assert text.train.documents == (Document(path, 0, 9500),)
+    assert text.validation.documents == (Document(path, 9500, 500),)
+
+
+def test_files_folders_and_patterns_may_be_mixed_and_count_once(tmp_path: Path) -> None:
+    a, b, c = write(tmp_path, **{"a.txt": b"a" * 99, "b.txt": b"b" * 99, "c.md": b"c" * 99})
+    (tmp_path / ".hidden").write_bytes(b"x" * 99)
+    (tmp_path / "empty.txt").touch()
+    for paths in (
+        [str(tmp_path)],
+        [str(a), str(b), str(c)],
+        [str(tmp_path / "*.txt"), str(tmp_path / "*.md"), str(a)],
+    ):
+        found = {document.path.name for document in load_text(paths, 8).train.documents}
+        assert found == {"a.txt", "b.txt", "c.md"}, paths
+
+
+def test_bytes_that_are_no_text_are_as_good(tmp_path: Path) -> None:
+    [path] = write(tmp_path, **{"image.bin": bytes(range(256)) * 8})
+    tokens = load_text([str(path)], 8).train.read(0, 257)
+    assert tokens.tolist() == [SEPARATOR, *range(256)]
+
+
+def test_bad_data_is_one_clear_line(tmp_path: Path) -> None:
+    empty, short = write(tmp_path, **{"empty.txt": b"", "short.txt": b"x" * 50})
+    (tmp_path / "folder").mkdir()
+    cases = {
+        str(tmp_path / "none.txt"): "--data: found nothing at .*none.txt, expected a file",
+        str(tmp_path / "*.none"): "--data: found nothing at",
+        str(empty): "--data: found an empty file: .*empty.txt",
+        str(tmp_path / "folder"): "--data: found no text in folder",
+        str(short): "found 50 bytes in 1 file.* expected at least 33 for .* --seq-length 16",
+    }
+    for path, message in cases.items():
+        with pytest.raises(OptionError, match=message) as caught:
+            load_text([path], 16)
+        assert "\n" not in str(caught.value)
+
+
+# -- the order -------------------------------------------------------------------------------------
+
+
+@given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
+def test_a_permutation_takes_every_index_once(size: int, key: int) -> None:
+    assert sorted(permute(index, size, key) for index in range(size)) == list(range(size))
+
+
+def test_permutations_of_other_keys_are_others() -> None:
+    orders = {tuple(permute(index, 50, key) for index in range(50)) for key in range(100)}
+    assert len(orders) == 100
+
+
+def test_a_permutation_is_the_same_forever() -> None:
+    # A run that resumes under another version must find its data where it left it.
+    assert [permute(index, 10, 7) for index in range(10)] == [5, 4, 6, 9, 1, 7, 3, 2, 8, 0]
+
+
+def test_an_epoch_takes_every_sequence_once_and_the_next_cuts_elsewhere(tmp_path: Path) -> None:
+    sequences = Sequences(stream_of(tmp_path, bytes(1000)), 10, seed=3)
+    first, second = (
+        [sequences.start(epoch * sequences.per_epoch + i) for i in range(sequences.per_epoch)]
+        for epoch in (0, 1)
+    )
+    for starts in (first, second):
+        assert len({start // 10 for start in starts}) == sequences.per_epoch
+        assert len({start % 10 for start in starts}) == 1
+    assert first != second
+    assert max(first + second) + 11 <= 1001
+
+
+def test_the_shortest_stream_is_long_enough(tmp_path: Path) -> None:
+    needed = Sequences.tokens_needed(10)
+    sequences = Sequences(stream_of(tmp_path, bytes(needed - 1)), 10, seed=0)
+    for position in range(50):
+        assert sequences.read(position, 1).shape == (1, 11)
+    with pytest.raises(ValueError, match="too few for sequences of 10"):
+        Sequences(stream_of(tmp_path, bytes(needed - 2)), 10, seed=0)
+
+
+def test_another_seed_is_another_order(tmp_path: Path) -> None:
+    stream = stream_of(tmp_path, bytes(5000))
+    orders = [[Sequences(stream, 10, seed).start(i) for i in range(100)] for seed in range(3)]
+    assert orders[0] != orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_share_the_same_examples_whatever_the_world(tmp_path: Path, world_size: int) -> None:
+    # 8 examples a step: however many ranks take them, in however many microbatches.
+    stream = stream_of(tmp_path, bytes(np.random.default_rng(0).integers(0, 256, 5000, np.uint8)))
+    sequences = Sequences(stream, 10, seed=1)
+    whole = sequences.read(16, 8)
+    size = 4 // world_size
+    parts = [
+        sequences.read(16 + (micro * world_size + rank) * size, size)
+        for micro in range(2)
+        for rank in range(world_size)
+    ]
+    assert np.array_equal(np.concatenate(parts), whole)
+    assert len(np.unique(whole, axis=0)) == 8

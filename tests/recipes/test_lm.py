@@ -1,0 +1,339 @@
+"""A language model trained over ranks: any strategy, any world, stopped and resumed.
+
+The ranks come from the harness, so that no test waits for torch and transformers to be imported;
+the command line itself is tested in tests/cli.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.frontends.strategies import Strategy
+from shardwise.launch.errors import Stopped
+from shardwise.launch.signals import StopSignals
+from shardwise.launch.world import World
+from shardwise.recipes import lm, text
+from shardwise.recipes.checkpointing import Checkpoints, SaveError
+from shardwise.recipes.config import OptionError, Precision
+from shardwise.recipes.lm_config import LmConfig, check_folder, check_lm
+from shardwise.recipes.loop import DivergedError
+from tests.recipes.small import losses, small_config, validation, write_model
+
+Ranks = Callable[..., list[Any]]
+
+
+def train(rank: int, world_size: int, *configs: LmConfig) -> list[str]:
+    """What every rank does: train each configuration; say how each ended."""
+    return [_train_one(rank, world_size, config) for config in configs]
+
+
+def _train_one(rank: int, world_size: int, config: LmConfig, at: Any = None) -> str:
+    world = World(rank, world_size, rank, world_size)
+    signals = StopSignals()
+    signals.install()
+    inputs = check_lm(config, world)
+    if rank == 0:
+        check_folder(config, inputs)
+    try:
+        lm.train_connected(config, inputs, world, torch.device("cpu"), signals)
+    except (Stopped, DivergedError, SaveError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "finished"
+
+
+def train_until(
+    rank: int, world_size: int, config: LmConfig, step: int, signum: int, on: int
+) -> str:
+    """Train, and send one rank a signal while a step is under way."""
+    batch = text.TextBatches.batch
+
+    def signalling(self: text.TextBatches, position: int, count: int) -> torch.Tensor:
+        if rank == on and position // config.train.examples_per_step(world_size) == step - 1:
+            os.kill(os.getpid(), signum)
+        return batch(self, position, count)
+
+    text.TextBatches.batch = signalling  # type: ignore[method-assign]
+    return _train_one(rank, world_size, config)
+
+
+# -- strategies and worlds -------------------------------------------------------------------------
+
+
+def test_all_strategies_learn_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    model = str(write_model(tmp_path, attention_dropout=0.0))
+    variants: dict[str, dict[str, Any]] = {
+        s.value: {"strategy": s}
+        for s in (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.ZERO1, Strategy.NO_SHARD)
+    }
+    variants["checkpointing"] = {"activation_checkpointing": True}
+    configs = {
+        name: small_config(tmp_path, name, model=model, accumulate=2, steps=3, **settings)
+        for name, settings in variants.items()
+    }
+    ranks(train, 2, *configs.values())
+    expected = losses(configs["full"])
+    assert [step for step, _, _ in expected] == [1, 2, 3]
+    for name, config in configs.items():
+        assert [loss for _, loss, _ in losses(config)] == [loss for _, loss, _ in expected], name
+        for found, norm in zip(losses(config), expected, strict=True):
+            # Without shards the norm's squares add up in another order.
+            assert found == pytest.approx(norm, rel=1e-6), name
+
+
+def test_the_world_and_the_mesh_do_not_change_what_is_learnt(ranks: Ranks, tmp_path: Path) -> None:
+    # 8 sequences a step, however they are dealt out.
+    model = str(write_model(tmp_path, attention_dropout=0.0))
+
+    def config(name: str, **settings: Any) -> LmConfig:
+        return small_config(tmp_path, name, model=model, steps=3, **settings)
+
+    one = config("one", batch_size=4, accumulate=2)
+    four = [
+        config("full", batch_size=2),
+        config("hybrid", batch_size=1, accumulate=2, strategy=Strategy.HYBRID_SHARD, replicas=2),
+        config("hybrid-zero2", batch_size=2, strategy=Strategy.HYBRID_SHARD_ZERO2, replicas=2),
+    ]
+    ranks(train, 1, one)
+    ranks(train, 4, *four)
+    for each in four:
+        for found, expected in zip(losses(each), losses(one), strict=True):
+            assert found == pytest.approx(expected, rel=1e-5), each.train.output.out.name
+
+
+def test_bf16_learns_nearly_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    model = str(write_model(tmp_path, attention_dropout=0.0))
+    fp32 = small_config(tmp_path, "fp32", model=model, steps=3)
+    bf16 = small_config(tmp_path, "bf16", model=model, steps=3, param_dtype=Precision.BF16)
+    ranks(train, 2, fp32, bf16)
+    assert losses(bf16) != losses(fp32)
+    for found, expected in zip(losses(bf16), losses(fp32), strict=True):
+        assert found[1] == pytest.approx(expected[1], rel=2e-2)
+
+
+def test_the_loss_falls(ranks: Ranks, tmp_path: Path) -> None:
+    config = small_config(tmp_path, steps=60, lr=2e-2, batch_size=4, eval_every=20)
+    ranks(train, 2, config)
+    by_step = [loss for _, loss, _ in losses(config)]
+    assert by_step[0] == pytest.approx(5.6, abs=0.3), "an untrained model guesses evenly"
+    assert by_step[-1] < 3.2
+    assert [step for step, _ in validation(config)] == [20, 40, 60]
+    assert validation(config)[-1][1] < 3.2
+
+
+# -- stopping and resuming -------------------------------------------------------------------------
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_been(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    whole = small_config(tmp_path, "whole", steps=6, checkpoint_every=0, accumulate=2)
+    ranks(train, 2, whole)
+    stopped = small_config(tmp_path, "stopped", steps=6, checkpoint_every=0, accumulate=2)
+    # Only one rank hears the signal; all stop after the same step.
+    told = ranks(train_until, 2, stopped, 3, signal.SIGTERM, 1)
+    assert told[0] == told[1]
+    assert "Stopped by SIGTERM after step 3 of 6, which is saved" in told[0]
+    assert "--resume" in told[0]
+    resumed = small_config(
+        tmp_path, "stopped", steps=6, checkpoint_every=0, accumulate=2, resume=True
+    )
+    assert ranks(train, 2, resumed) == [["finished"], ["finished"]]
+    assert losses(resumed) == losses(whole)
+    assert validation(resumed) == validation(whole)
+    sessions = resumed.files.read()["sessions"]
+    assert [(s["status"], s["from_step"]) for s in sessions] == [("stopped", 0), ("finished", 3)]
+
+
+def test_a_run_that_was_killed_drops_what_came_after_its_checkpoint(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    config = small_config(tmp_path, steps=5, checkpoint_every=2)
+    outcomes = ranks(train_until, 2, config, 4, signal.SIGKILL, 0, expect_failures=True, timeout=30)
+    assert outcomes[0].exitcode == -signal.SIGKILL
+    assert losses(config)[-1][0] == 3
+    again = small_config(tmp_path, steps=5, checkpoint_every=2, resume=True)
+    ranks(train, 2, again)
+    assert [step for step, _, _ in losses(again)] == [1, 2, 3, 4, 5]
+
+
+def test_a_finished_run_can_go_on_with_more_steps_on_another_world(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(train, 2, small_config(tmp_path, steps=3, batch_size=2))
+    longer = small_config(tmp_path, steps=5, batch_size=1, resume=True)
+    assert ranks(train, 4, longer) == [["finished"]] * 4
+    assert [step for step, _, _ in losses(longer)] == [1, 2, 3, 4, 5]
+    found = Checkpoints(longer.files.checkpoints)
+    assert found.position(5).examples == 5 * 4, "the position in the data went on"
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def test_only_the_last_checkpoints_are_kept(ranks: Ranks, tmp_path: Path) -> None:
+    config = small_config(tmp_path, steps=5, checkpoint_every=1, keep_last=2)
+    ranks(train, 2, config)
+    assert sorted(os.listdir(config.files.checkpoints)) == ["step-00000004", "step-00000005"]
+
+
+def train_on_a_full_disk(rank: int, world_size: int, config: LmConfig) -> str:
+    """Train; before the second checkpoint files may not grow any more on one rank."""
+    save = Checkpoints.save
+
+    def full(self: Checkpoints, position: Any, *args: Any) -> Path:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if position.step == 2 and rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+        try:
+            return save(self, position, *args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    Checkpoints.save = full  # type: ignore[method-assign]
+    return _train_one(rank, world_size, config)
+
+
+def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_whole(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    config = small_config(tmp_path, steps=4, checkpoint_every=1)
+    for told in ranks(train_on_a_full_disk, 2, config):
+        assert "checkpoint of step 2: rank 1:" in told
+        assert "File too large" in told
+        assert "step 1 is the last that is saved" in told
+    assert Checkpoints(config.files.checkpoints).steps() == [1]
+    again = small_config(tmp_path, steps=4, checkpoint_every=1, resume=True)
+    assert ranks(train, 2, again) == [["finished"], ["finished"]]
+    assert not list(config.files.checkpoints.glob(".*")), "half a checkpoint was left behind"
+
+
+def test_what_is_not_whole_is_no_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.steps() == []
+    for name, files in {
+        "step-00000001": (".metadata", "state.json"),
+        "step-00000002": ("state.json",),
+        "step-00000003": (".metadata",),
+        ".step-00000004.partial": (".metadata", "state.json"),
+        "step-x": (".metadata", "state.json"),
+    }.items():
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).touch()
+    assert checkpoints.steps() == [1]
+
+
+def test_a_damaged_checkpoint_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    config = small_config(tmp_path, steps=1)
+    ranks(train, 2, config)
+    [folder] = config.files.checkpoints.iterdir()
+    shard = sorted(folder.glob("*.distcp"))[0]
+    shard.write_bytes(shard.read_bytes()[:100])
+    again = small_config(tmp_path, steps=2, resume=True)
+    outcomes = ranks(train, 2, again, expect_failures=True)
+    assert all("UserError: --resume: " in outcome.error for outcome in outcomes)
+    assert all(str(folder) in outcome.error for outcome in outcomes)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def test_a_diverging_run_ends_and_says_so(ranks: Ranks, tmp_path: Path) -> None:
+    config = small_config(tmp_path, steps=9, lr=1e30, checkpoint_every=1)
+    [[told], _] = ranks(train, 2, config)
+    assert told.startswith("DivergedError: step ")
+    assert "expected finite numbers" in told
+    assert "is saved; try a lower --lr" in told
+    assert config.files.read()["sessions"][-1]["status"] == "failed"
+
+
+def test_a_run_is_resumed_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(train, 1, small_config(tmp_path, steps=1))
+    other = tmp_path / "other"
+    other.mkdir()
+    world = World(0, 1, 0, 1)
+
+    def refusal(**changes: Any) -> str:
+        config = small_config(tmp_path, steps=2, resume=True, **changes)
+        with pytest.raises(OptionError) as caught:
+            check_folder(config, check_lm(config, world))
+        return str(caught.value)
+
+    assert refusal(seed=5).startswith("--seed: found 5, expected 0, as the run began")
+    model = str(write_model(other, hidden_size=12))
+    assert refusal(model=model).startswith(f"--model: found {model}, another model")
+    (tmp_path / "words.txt").write_text("other text " * 100)
+    assert refusal().startswith("--data: found ")
+
+
+def test_settings_that_transformers_refuses_are_named(ranks: Ranks, tmp_path: Path) -> None:
+    for changes, message in (
+        ({"model_type": "no-such-model"}, "no-such-model"),
+        ({"num_attention_heads": 5}, "attention heads"),
+        ({"model_type": "vit"}, "causal language model"),
+    ):
+        config = small_config(tmp_path, model=str(write_model(tmp_path, **changes)))
+        [outcome] = ranks(train, 1, config, expect_failures=True)
+        assert "OptionError: --model: found settings that transformers cannot use" in outcome.error
+        assert message in outcome.error
+
+
+def test_other_models_of_transformers_train_too(ranks: Ranks, tmp_path: Path) -> None:
+    # Tied embeddings; biases, and positions that are learnt.
+    others = {"qwen3": {"tie_word_embeddings": True, "head_dim": 8}, "gpt_neox": {}}
+    configs = []
+    for model_type, settings in others.items():
+        (tmp_path / model_type).mkdir()
+        path = write_model(tmp_path / model_type, model_type=model_type, **settings)
+        configs.append(
+            small_config(tmp_path, f"run-{model_type}", model=str(path), steps=20, sample_tokens=5)
+        )
+    assert ranks(train, 2, *configs) == [["finished"] * 2] * 2
+    for config in configs:
+        assert losses(config)[-1][1] < losses(config)[0][1] - 1, config.model
+
+
+# -- the sample ------------------------------------------------------------------------------------
+
+
+def draw(rank: int, world_size: int, config: LmConfig, variants: Sequence[Any]) -> list[Any]:
+    """Sample from an untrained model in several ways."""
+    from shardwise.recipes.sample import sample_tokens
+
+    world = World(rank, world_size, rank, world_size)
+    run = lm._assemble(config, check_lm(config, world), world, torch.device("cpu"))
+    return [
+        sample_tokens(
+            run.model,
+            [1, 2, 3],
+            count,
+            vocab_size=256,
+            temperature=temperature,
+            positions=64,
+            seed=seed,
+            device=run.device,
+        )
+        for count, temperature, seed in variants
+    ]
+
+
+def test_a_sample_is_the_same_on_every_rank_and_ends_with_the_positions(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    variants = [(10, 1.0, 0), (10, 1.0, 0), (10, 1.0, 1), (10, 0.0, 0), (10, 0.0, 1), (100, 1.0, 0)]
+    first, second = ranks(draw, 2, small_config(tmp_path), variants)
+    assert first == second
+    again, same, other_seed, likeliest, likeliest_again, long = first
+    assert again == same != other_seed
+    assert likeliest == likeliest_again
+    assert long[:10] == again, "the cache remembers what was read"
+    assert len(long) == 64 - 3
+    assert all(0 <= token < 256 for token in long)

@@ -1,0 +1,150 @@
+"""What a run shows and remembers of its steps."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shardwise.recipes.config import OptimizerConfig
+from shardwise.recipes.metrics import MetricsFile, StepMetrics, clock, read_metrics
+from shardwise.recipes.optim import warmup_cosine
+from shardwise.recipes.plot import plot_loss, smooth
+from shardwise.recipes.progress import Bar, Lines, Silence, make_display
+
+STEP = StepMetrics(
+    step=12,
+    loss=3.21449,
+    grad_norm=0.9149,
+    lr=3e-4,
+    units_per_s=5120.4,
+    memory_mib=412.3,
+    eta_s=31.2,
+)
+
+
+def test_a_step_is_one_greppable_line() -> None:
+    assert STEP.line("tokens") == (
+        "step=12 loss=3.2145 grad_norm=0.915 lr=3.00e-04 tokens_per_s=5120 memory_mib=412 eta=00:31"
+    )
+
+
+def test_a_step_is_remembered_in_full_precision() -> None:
+    record = json.loads(json.dumps(STEP.record("images")))
+    assert record["loss"] == STEP.loss
+    assert record["images_per_s"] == STEP.units_per_s
+    assert set(record) == {
+        "step", "loss", "grad_norm", "lr", "images_per_s", "memory_mib", "eta_s",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "00:00"), (65.4, "01:05"), (3599.9, "1:00:00"), (90061, "25:01:01")]
+)
+def test_times_are_read_at_a_glance(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    for step in range(1, 6):
+        file.write({"step": step})
+    file.close()
+    with path.open("a") as damaged:
+        damaged.write('{"step": 6, "lo')  # killed while writing
+    file = MetricsFile(path, 3)
+    file.write({"step": 4, "again": True})
+    file.close()
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "again": True}]
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="line 2: no JSON: 'nonsense'"):
+        read_metrics(path)
+
+
+# -- displays --------------------------------------------------------------------------------------
+
+
+def test_a_pipe_gets_a_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    display = make_display(0)
+    assert isinstance(display, Lines), "standard output is captured, so it is no terminal"
+    display.say("hello")
+    display.begin(0, 100, "tokens")
+    display.step(STEP)
+    display.end()
+    assert capsys.readouterr().out == f"hello\n{STEP.line('tokens')}\n"
+
+
+def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    display = make_display(1)
+    assert isinstance(display, Silence)
+    display.begin(0, 100, "tokens")
+    display.step(STEP)
+    display.say("hello")
+    display.end()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_terminal_gets_one_bar_that_fits(width: int) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, legacy_windows=False)
+    display = Bar(console)
+    display.begin(11, 100, "tokens")
+    display.say("[not markup] a line that stays")
+    display.step(STEP)
+    display.end()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[not markup] a line that stays" in shown
+    assert "12/100" in shown
+    assert "3.214" in shown
+    assert "00:31" in shown
+    assert ("tokens/s" in shown) == (width >= 76)
+    assert shown.count("\n") <= 4, "the bar was wrapped into several lines"
+
+
+# -- the curve -------------------------------------------------------------------------------------
+
+
+def test_the_picture_is_a_png_whatever_there_is_to_draw(tmp_path: Path) -> None:
+    train = [{"step": i, "loss": 5 / i} for i in range(1, 50)]
+    valid = [{"step": 49, "validation_loss": 0.3}]
+    for name, records in {"all": train + valid, "one": train[:1], "none": []}.items():
+        path = tmp_path / f"{name}.png"
+        plot_loss(records, "a title", path)
+        assert path.read_bytes().startswith(b"\x89PNG"), name
+    assert len(list(tmp_path.iterdir())) == 3, "a temporary file was left behind"
+
+
+def test_smoothing_keeps_the_level_from_the_first_value_on() -> None:
+    assert smooth([]) == []
+    assert smooth([3.0] * 100) == pytest.approx([3.0] * 100)
+    noisy = [2.0 + (-1) ** i for i in range(400)]
+    assert max(abs(value - 2.0) for value in smooth(noisy)[100:]) < 0.2
+
+
+# -- the learning rate -----------------------------------------------------------------------------
+
+
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
+    lr = warmup_cosine(OptimizerConfig(lr=1.0, warmup=10), 110)
+    rates = [lr(step) for step in range(1, 111)]
+    assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
+    assert rates[59] == pytest.approx(0.55)  # half way down: 0.1 + 0.9 / 2
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 5), (20, 1), (20, 2), (20, 5), (5, 5)])
+def test_short_runs_have_a_learning_rate_too(warmup: int, steps: int) -> None:
+    lr = warmup_cosine(OptimizerConfig(lr=2.0, warmup=warmup), steps)
+    rates = [lr(step) for step in range(1, steps + 1)]
+    assert all(0 < rate <= 2.0 and math.isfinite(rate) for rate in rates)
+    assert max(rates) > 1.0 or warmup == 0
