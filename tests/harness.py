@@ -331,6 +331,7 @@ def _call(job: _Job) -> Any:
         LOCAL_WORLD_SIZE=str(job.world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there: no rank has to open it
     )
     if sys.platform == "linux":  # do not depend on how this host's name resolves
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

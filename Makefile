@@ -1,0 +1,58 @@
+# The same commands for people and for continuous integration. `make help` lists them.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TRAIN  := $(VENV)/.ready-train
+DEV    := $(VENV)/.ready-dev
+
+# What you add to a command: make train ARGS="--steps 50", make test ARGS="-k layout"
+ARGS ?=
+
+.PHONY: help train test check format bench clean
+.DEFAULT_GOAL := help
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+train: $(TRAIN) ## train a small language model, sharded over two local processes
+	@$(BIN)/shardwise train lm --nproc 2 $(ARGS)
+
+test: $(DEV) ## run the tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(DEV) ## check formatting, lint and types
+	@$(BIN)/ruff format --check
+	@$(BIN)/ruff check
+	@$(BIN)/mypy
+
+format: $(DEV) ## format, and repair what lint can repair
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+bench: $(DEV) ## measure step time and memory beside torch's own data parallel trainers
+	@$(BIN)/python benchmarks/step_time.py $(ARGS)
+	@$(BIN)/python benchmarks/memory.py $(ARGS)
+
+clean: ## remove the virtual environment, caches and build outputs (runs/ stays)
+	rm -rf $(VENV) build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Setting up happens once, and again when the requirements change.
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Shardwise needs Python 3.11 or newer, but $(PYTHON) is" \
+			"$$($(PYTHON) --version 2>&1); choose another: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "making $(VENV)" && $(PYTHON) -m venv $(VENV)
+
+$(TRAIN): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing shardwise and what training needs into $(VENV)"
+	@$(PIP) -e '.[train]'
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing shardwise and what developing needs into $(VENV)"
+	@$(PIP) -e '.[dev]'
+	@touch $@ $(TRAIN)

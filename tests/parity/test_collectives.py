@@ -1,0 +1,104 @@
+"""How many collectives a step costs, as a formula of groups and microbatches.
+
+Counted under the transport ``collectives``, which makes one plain collective where a group makes
+one, in the way that monitors count: by standing in for the functions of ``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.parity.models import MODELS, make_batch, make_model
+from tests.parity.training import Case, make_sharded
+
+Ranks = Callable[..., list[Any]]
+
+MODEL = "llama"
+GROUPS = len(MODELS[MODEL].blocks(make_model(MODEL))) + 1  # the root has parameters of its own
+MICROBATCHES = 3
+
+FUNCTIONS = {
+    "all-gather": ("all_gather_single", "all_gather_into_tensor"),  # from torch 2.13, and before
+    "reduce-scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
+    "all-reduce": ("all_reduce",),
+}
+
+
+def _count(rank: int, world_size: int, case: Case) -> list[Counter[str]]:
+    """Count the collectives of two steps."""
+    model = make_sharded(case, world_size)
+    count = _stand_in_for_collectives()
+    counts = []
+    for step in range(2):
+        count.clear()
+        for microbatch in range(case.microbatches):
+            is_last = microbatch == case.microbatches - 1
+            model.set_requires_gradient_sync(case.sync_every or is_last)
+            batch = make_batch(case.model, rank, step, microbatch)
+            MODELS[case.model].loss(model, *batch).backward()
+        counts.append(count.copy())
+    return counts
+
+
+def _stand_in_for_collectives() -> Counter[str]:
+    """Count every call from now on, under the names of :data:`FUNCTIONS`."""
+    count: Counter[str] = Counter()
+
+    def counting(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            count[kind] += 1
+            return function(*args, **kwargs)
+
+        return stand_in
+
+    for kind, names in FUNCTIONS.items():
+        name = next(name for name in names if hasattr(dist, name))
+        setattr(dist, name, counting(kind, getattr(dist, name)))
+    return count
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "sync_every", "all_gathers", "reduce_scatters", "all_reduces"),
+    [
+        # Parameters are gathered for forward and again for backward.
+        ("full-shard", 2, True, 2 * MICROBATCHES, MICROBATCHES, 0),
+        ("full-shard", 2, False, 2 * MICROBATCHES, 1, 0),
+        # They stay from forward to backward.
+        ("shard-grad-op", 2, True, MICROBATCHES, MICROBATCHES, 0),
+        # ZeRO-1: and gradients stay whole until the last microbatch.
+        ("shard-grad-op", 2, False, MICROBATCHES, 1, 0),
+        # Parameters are never cut.
+        ("no-shard", 2, True, 0, 0, MICROBATCHES),
+        ("no-shard", 2, False, 0, 0, 1),
+        # As above inside a host; across hosts gradients are all-reduced.
+        ("hybrid", 4, True, 2 * MICROBATCHES, MICROBATCHES, MICROBATCHES),
+        ("hybrid-zero2", 4, False, MICROBATCHES, 1, 1),
+        # One rank has nobody to talk to.
+        ("full-shard", 1, True, 0, 0, 0),
+    ],
+)
+def test_collectives_of_a_step(
+    ranks: Ranks,
+    strategy: str,
+    world_size: int,
+    sync_every: bool,
+    all_gathers: int,
+    reduce_scatters: int,
+    all_reduces: int,
+) -> None:
+    """The numbers are per group."""
+    case = Case(MODEL, strategy, microbatches=MICROBATCHES, sync_every=sync_every)
+    per_group = {
+        "all-gather": all_gathers,
+        "reduce-scatter": reduce_scatters,
+        "all-reduce": all_reduces,
+    }
+    expected = Counter({kind: count * GROUPS for kind, count in per_group.items() if count})
+
+    for counts in ranks(_count, world_size, case, env={"SHARDWISE_TRANSPORT": "collectives"}):
+        assert counts == [expected, expected]

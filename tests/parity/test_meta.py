@@ -1,0 +1,111 @@
+"""A model built on the meta device, sharded, and materialised shard by shard is the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shardwise import materialize
+from tests.parity.models import MODELS, make_model
+from tests.parity.training import (
+    STRATEGIES,
+    Case,
+    History,
+    assert_same_history,
+    make_optimizer,
+    make_sharded,
+    naming,
+    shard,
+    train_sharded,
+    whole_parameters,
+)
+
+Ranks = Callable[..., list[Any]]
+
+NAMES = ["mlp", "conv", "shared", "llama", "llama-tied"]
+
+
+def _initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
+    """What gives a module its initial values: its model's own rules, or its own."""
+    if isinstance(model, PreTrainedModel):
+        return model._init_weights
+    return lambda module: getattr(module, "reset_parameters", lambda: None)()
+
+
+def _on_meta_device(name: str, strategy: str, world_size: int) -> nn.Module:
+    with torch.device("meta"):
+        model = MODELS[name].build()
+    return shard(
+        model,
+        name,
+        mesh=STRATEGIES[strategy].mesh(world_size),
+        reshard_after_forward=STRATEGIES[strategy].reshard_after_forward,
+    )
+
+
+def _train_materialised(
+    rank: int, world_size: int, strategy: str, names: list[str]
+) -> list[tuple[dict[str, Tensor], dict[str, Tensor], History, History]]:
+    outcomes = []
+    for name in names:
+        case = Case(name, strategy)
+        with naming(case):
+            model = _on_meta_device(name, strategy, world_size)
+            torch.manual_seed(5)
+            materialize(model, init=_initialiser(model))
+            parameters, buffers = whole_parameters(model), dict(model.named_buffers())
+            twin = make_sharded(case, world_size)
+            twin.load_state_dict(model.state_dict())
+            histories = [
+                train_sharded(each, make_optimizer("adamw", each.parameters()), case, rank)
+                for each in (model, twin)
+            ]
+            outcomes.append((parameters, buffers, *histories))
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [("full-shard", 1), ("full-shard", 2), ("full-shard", 3), ("no-shard", 2), ("hybrid", 4)],
+)
+def test_materialised_equals_unsharded_initialisation_and_trains_alike(
+    ranks: Ranks, strategy: str, world_size: int
+) -> None:
+    per_rank = ranks(_train_materialised, world_size, strategy, NAMES)
+
+    for index, name in enumerate(NAMES):
+        expected = make_model(name)
+        torch.manual_seed(5)
+        with torch.no_grad():
+            expected.apply(_initialiser(expected))
+        for outcomes in per_rank:
+            parameters, buffers, history, twin = outcomes[index]
+            _assert_equal(parameters, dict(expected.named_parameters()), name)
+            _assert_equal(buffers, dict(expected.named_buffers()), name)
+            assert_same_history(history, twin, rtol=None)
+
+
+def _load_into_empty(rank: int, world_size: int) -> dict[str, Tensor]:
+    case = Case("mlp")
+    model = _on_meta_device("mlp", "full-shard", world_size)
+    model.to_empty(device="cpu")
+    model.load_state_dict(make_sharded(case, world_size).state_dict())
+    return whole_parameters(model)
+
+
+def test_a_state_dict_loads_into_a_model_without_values(ranks: Ranks) -> None:
+    expected = dict(make_model("mlp").named_parameters())
+
+    for parameters in ranks(_load_into_empty, 3):
+        _assert_equal(parameters, expected, "mlp")
+
+
+def _assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], model: str) -> None:
+    assert list(actual) == list(expected), model
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), f"{model}: {name}"

@@ -1,0 +1,100 @@
+"""What the documents show is true: their Python runs, their links lead somewhere.
+
+A fenced ``python`` block is preceded by a comment that says how it is run:
+
+    <!-- run on 2 ranks -->     as a program of its own
+    <!-- continued -->          behind the block before it, in the same program
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Ranks = Callable[..., list[Any]]
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+BLOCK = re.compile(
+    r"^(?:<!-- (?P<how>run on (?P<ranks>\d) ranks?|continued) -->\n)?```python\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)|src=\"(?P<source>[^\"]+)\"")
+
+
+@dataclasses.dataclass
+class Program:
+    """A program of a document. Its lines stand where they stand there, for tracebacks."""
+
+    document: Path
+    line: int
+    ranks: int
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.document.name}:{self.line}"
+
+
+def _programs(document: Path) -> list[Program]:
+    text = document.read_text()
+    programs: list[Program] = []
+    for block in BLOCK.finditer(text):
+        line = text.count("\n", 0, block.start("code"))
+        where = f"{document.name}:{line}"
+        assert block["how"], f"{where}: say above the block how it is run"
+        if block["how"] == "continued":
+            program = programs[-1]
+            program.code += "\n" * (line - program.code.count("\n")) + block["code"]
+        else:
+            code = "\n" * line + block["code"]
+            programs.append(Program(document, line, int(block["ranks"]), code))
+    return programs
+
+
+PROGRAMS = [program for document in DOCUMENTS for program in _programs(document)]
+
+
+def _run(rank: int, world_size: int, program: Program) -> None:
+    exec(compile(program.code, str(program.document), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_programs_run(ranks: Ranks, program: Program) -> None:
+    ranks(_run, program.ranks, program, backend=None)
+
+
+def test_the_readme_shows_a_program() -> None:
+    assert any(program.document.name == "README.md" for program in PROGRAMS)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = document.read_text()
+    broken = []
+    for link in LINK.finditer(text):
+        target = link["target"] or link["source"]
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        path = document.parent / file if file else document
+        if not path.exists() or (anchor and anchor not in _anchors(path)):
+            broken.append(target)
+    assert not broken
+
+
+def _anchors(document: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_are_named_exist(document: Path) -> None:
+    named = re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[\w/.]*)`", document.read_text())
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing

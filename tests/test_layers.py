@@ -1,0 +1,136 @@
+"""The house rules that a reader can check by looking at the source, checked by looking at it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import shardwise
+
+SOURCE = Path(shardwise.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+NAMES = [str(path.relative_to(SOURCE)) for path in FILES]
+
+# From the bottom up; what stands on one line may import what stands on the lines before, and
+# from itself.
+LAYERS = [
+    ["errors", "_torch"],
+    ["transport"],
+    ["sharding"],
+    ["__init__"],
+    ["frontends", "checkpoint", "diloco", "inspect", "launch"],
+    ["recipes"],
+    ["cli"],
+    ["__main__"],
+]
+HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
+
+PEERS = {
+    "FullyShardedDataParallel",
+    "DistributedDataParallel",
+    "replicate",
+    "torch.distributed.fsdp.fully_shard",
+}
+
+# Underscored by custom, and documented nevertheless: of os, of named tuples, of transformers.
+DOCUMENTED = frozenset({"_exit", "_replace", "_init_weights"})
+
+
+@functools.cache
+def _tree(name: str) -> ast.Module:
+    return ast.parse((SOURCE / name).read_text())
+
+
+def _imports(name: str) -> Iterator[tuple[int, str]]:
+    """Every name that a file imports, dotted in full, with its line."""
+    for node in ast.walk(_tree(name)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}:{node.lineno}: write imports in full"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def _part(name: str) -> str:
+    """The top-level part of the package that a file belongs to."""
+    return name.partition("/")[0].removesuffix(".py")
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_imports_point_downward() -> None:
+    upward = []
+    for name in NAMES:
+        part = _part(name)
+        assert part in HEIGHT, f"say in LAYERS where {part} belongs"
+        for line, imported in _imports(name):
+            package, _, rest = imported.partition(".")
+            if package != "shardwise":
+                continue
+            target = rest.partition(".")[0]
+            target = target if target in HEIGHT else "__init__"  # a public name
+            if target != part and HEIGHT[target] >= HEIGHT[part]:
+                upward.append(f"{name}:{line}: {part} must not import {imported}")
+    assert not upward, "\n".join(upward)
+
+
+def test_private_names_are_touched_in_one_file_only() -> None:
+    found = [
+        touch
+        for name in NAMES
+        if name != "_torch.py"
+        for touch in [*_private_imports(name), *_private_attributes(name)]
+    ]
+    assert not found, (
+        "torch's belong behind a function of _torch.py, others to their file:\n" + "\n".join(found)
+    )
+
+
+def _private_imports(name: str) -> Iterator[str]:
+    for line, imported in _imports(name):
+        package, *parts = imported.split(".")
+        if package == "torch" and any(_is_private(part) for part in parts):
+            yield f"{name}:{line}: {imported}"
+
+
+def _private_attributes(name: str) -> Iterator[str]:
+    """Underscored attributes that the file does not define: torch's, or another file's own."""
+    for node in ast.walk(_tree(name)):
+        if not isinstance(node, ast.Attribute) or not _is_private(node.attr):
+            continue
+        if node.attr not in _own_names(name) | DOCUMENTED:
+            yield f"{name}:{node.lineno}: {ast.unparse(node)}"
+
+
+@functools.cache
+def _own_names(name: str) -> frozenset[str]:
+    """Every name that a file defines: functions, classes, variables and attributes."""
+    names: set[str] = set()
+    for node in ast.walk(_tree(name)):
+        match node:
+            case ast.FunctionDef(name=own) | ast.ClassDef(name=own):
+                names.add(own)
+            case ast.Name(id=own, ctx=ast.Store()):
+                names.add(own)
+            case ast.Attribute(value=ast.Name(id="self"), attr=own, ctx=ast.Store()):
+                names.add(own)
+    return frozenset(names)
+
+
+def test_torchs_own_data_parallel_trainers_are_never_used() -> None:
+    found = []
+    for name in NAMES:
+        for line, imported in _imports(name):
+            last = imported.rpartition(".")[2]
+            if imported in PEERS or (last in PEERS and imported.startswith("torch.")):
+                found.append(f"{name}:{line}: {imported}")
+        for node in ast.walk(_tree(name)):
+            if isinstance(node, ast.Attribute):
+                dotted = ast.unparse(node)
+                if dotted in PEERS or (node.attr in PEERS and dotted.startswith("torch.")):
+                    found.append(f"{name}:{node.lineno}: {dotted}")
+    assert not found, "\n".join(found)

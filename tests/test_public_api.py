@@ -1,0 +1,57 @@
+"""What users may rely on: the public names, and that importing them is cheap."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch.distributed.fsdp
+
+import shardwise
+
+PUBLIC = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "PeerLostError",
+    "RanksDivergedError",
+    "ShardwiseError",
+    "UnshardHandle",
+    "clip_grad_norm_",
+    "fully_shard",
+    "materialize",
+]
+
+
+def test_the_public_names_are_these() -> None:
+    assert shardwise.__all__ == PUBLIC
+    assert all(hasattr(shardwise, name) for name in PUBLIC)
+
+
+def test_every_public_name_is_documented() -> None:
+    undocumented = [name for name in PUBLIC if not getattr(shardwise, name).__doc__]
+    assert not undocumented
+
+
+def test_an_fsdp_module_is_torchs_too() -> None:
+    assert issubclass(shardwise.FSDPModule, torch.distributed.fsdp.FSDPModule)
+    assert shardwise.MixedPrecisionPolicy is torch.distributed.fsdp.MixedPrecisionPolicy
+
+
+def test_every_method_of_torchs_fsdp_module_is_our_own() -> None:
+    theirs = torch.distributed.fsdp.FSDPModule
+    methods = [name for name, value in vars(theirs).items() if callable(value)]
+    inherited = [name for name in methods if name not in vars(shardwise.FSDPModule)]
+
+    assert not inherited, "these would run torch's code on our state"
+
+
+def test_importing_the_library_does_not_import_what_only_trainings_need() -> None:
+    code = "import sys, shardwise; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    packages = {name.partition(".")[0] for name in result.stdout.split()}
+
+    assert not packages & {"transformers", "rich", "typer", "click", "matplotlib", "tensorboard"}
