@@ -1,0 +1,302 @@
+"""The contenders: one class for each way to train the same model on several ranks.
+
+All of them take one AdamW step on the mean of the ranks' gradients, with the same settings, but
+for the floor, which computes a rank's share of that work and talks to nobody.
+
+What ``bf16`` means is the same for all: fp32 parameters and optimizer state are what is kept,
+forward and backward run in bf16, gradients are reduced and applied in fp32. The FSDPs have a policy
+for it. DDP and the floor have none that works on the CPU, so they do it by hand: see
+:class:`DistributedDataParallel` and :class:`Floor`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from _models import build, groups
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training to measure, the same for every contender.
+
+    Attributes:
+        ranks: world size.
+        params: the model, a key of ``_models.PRESETS``.
+        dtype: ``"fp32"`` or ``"bf16"``, see the module's docstring.
+        zero: 3 frees a group's parameters after its forward, 2 keeps them until its backward. DDP
+            and the floor do not shard parameters and ignore it.
+        tokens: on each rank, in each step.
+        device: ``"cpu"`` or ``"cuda"``.
+        seed: of weights and tokens.
+    """
+
+    ranks: int
+    params: str
+    dtype: str = "fp32"
+    zero: int = 3
+    tokens: int = 256
+    device: str = "cpu"
+    seed: int = 0
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of forward and backward."""
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
+
+    def label(self) -> str:
+        """Name the case in a table's title."""
+        return (
+            f"{self.params} parameters, {self.ranks} ranks, {self.dtype}, ZeRO-{self.zero}, "
+            f"{self.tokens} tokens a rank"
+        )
+
+
+class Contender(ABC):
+    """A model and its optimizer on this rank, ready to train.
+
+    Attributes:
+        name: what the command line and the JSON call it.
+        title: what tables call it.
+        exchanges: whether ranks exchange gradients, so that the losses must agree.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    exchanges: ClassVar[bool] = True
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @abstractmethod
+    def __init__(self, case: Case) -> None:
+        """Build on this rank; the default process group exists."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Compute the loss of a batch of shape ``(1, tokens)``: an fp32 scalar."""
+        loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Leave reduced gradients where the optimizer looks for them."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        """Take the optimizer's step and forget the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """Make the optimizer of every contender: torch's fused AdamW.
+
+    Fused is the fastest that torch has, on the CPU too, and makes no temporaries: what is left of
+    a step's time and memory is then the contender's own.
+    """
+    return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def _mesh(case: Case) -> DeviceMesh:
+    return init_device_mesh(case.device, (case.ranks,), mesh_dim_names=("shard",))
+
+
+class _ByModule(Contender):
+    """What ours and FSDP2 have in common: ``fully_shard`` called bottom-up with one signature."""
+
+    def __init__(self, case: Case) -> None:
+        fully_shard, policy_class = self.api()
+        policy = policy_class()
+        if case.dtype == "bf16":
+            policy = policy_class(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = build(case.params, case.seed, case.device)
+        mesh = _mesh(case)
+        *inner, last = groups(model)
+        for group in inner:
+            fully_shard(group[0], mesh=mesh, mp_policy=policy, reshard_after_forward=case.zero == 3)
+        # The last group computes again at once: to free it in between would only cost a gather.
+        fully_shard(last, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        self.model = model
+        self.optimizer = adamw(model.parameters())
+
+    @staticmethod
+    @abstractmethod
+    def api() -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return ``fully_shard`` and ``MixedPrecisionPolicy``."""
+
+
+class Ours(_ByModule):
+    """``shardwise.fully_shard``."""
+
+    name = "ours"
+    title = "shardwise"
+
+    @staticmethod
+    def api() -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return the package's own."""
+        from shardwise import MixedPrecisionPolicy, fully_shard
+
+        return fully_shard, MixedPrecisionPolicy
+
+
+class FSDP2(_ByModule):
+    """``torch.distributed.fsdp.fully_shard``."""
+
+    name = "fsdp2"
+    title = "torch FSDP2"
+
+    @staticmethod
+    def api() -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return torch's."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        return fully_shard, MixedPrecisionPolicy
+
+
+class FSDP1(Contender):
+    """``torch.distributed.fsdp.FullyShardedDataParallel``, wrapped by policy in the same groups."""
+
+    name = "fsdp1"
+    title = "torch FSDP1"
+
+    def __init__(self, case: Case) -> None:
+        from torch.distributed.fsdp import (
+            FullyShardedDataParallel,
+            MixedPrecision,
+            ShardingStrategy,
+        )
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        model = build(case.params, case.seed)
+        precision = None
+        if case.dtype == "bf16":
+            precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        *inner, _ = groups(model)  # the last group stays with the root
+        self.model = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({type(group[0]) for group in inner}),
+            sharding_strategy=(
+                ShardingStrategy.FULL_SHARD if case.zero == 3 else ShardingStrategy.SHARD_GRAD_OP
+            ),
+            mixed_precision=precision,
+            device_id=torch.device(case.device),
+            use_orig_params=True,
+        )
+        self.optimizer = adamw(self.model.parameters())
+
+
+class DistributedDataParallel(Contender):
+    """``torch.nn.parallel.DistributedDataParallel``: whole parameters on every rank.
+
+    In bf16 the model that computes is bf16 and each parameter has an fp32 master, which the
+    optimizer steps; a communication hook widens each bucket and all-reduces it in fp32, as the
+    FSDPs' policy reduces.
+    """
+
+    name = "ddp"
+    title = "torch DDP"
+
+    def __init__(self, case: Case) -> None:
+        model = build(case.params, case.seed, case.device)
+        self.parameters = list(model.parameters())
+        self.masters = narrow(self.parameters) if case.dtype == "bf16" else None
+        self.reduced: dict[nn.Parameter, torch.Tensor] = {}
+        ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if self.masters is not None:
+            ddp.register_comm_hook(self, _all_reduce_wide)
+        self.model = ddp
+        self.optimizer = adamw(self.parameters if self.masters is None else self.masters)
+
+    def update(self) -> None:
+        """Step, in bf16 on the masters, and write what they became back into the model."""
+        if self.masters is None:
+            super().update()
+            return
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = self.reduced.pop(parameter)
+            parameter.grad = None
+        super().update()
+        with torch.no_grad():
+            torch._foreach_copy_([*self.parameters], [*self.masters])
+
+
+def narrow(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Turn parameters into bf16, in place, and return their fp32 masters.
+
+    Parameters only: rotary embeddings keep their fp32 buffers, as under the FSDPs' policies.
+    """
+    masters = [nn.Parameter(p.detach().clone()) for p in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.data.bfloat16()
+    return masters
+
+
+def _all_reduce_wide(
+    ddp: DistributedDataParallel,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # missing from torch's stubs
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bf16 bucket in fp32, and keep the fp32 result for the masters."""
+    narrow = bucket.buffer()
+    wide = narrow.float().div_(dist.get_world_size())
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        start = gradient.storage_offset() - narrow.storage_offset()
+        view = wide[start : start + gradient.numel()].view_as(gradient)
+        ddp.reduced[parameter] = view
+    done: torch.futures.Future[torch.Tensor] = dist.all_reduce(wide, async_op=True).get_future()
+    return done.then(lambda _: narrow)
+
+
+class Floor(Contender):
+    """Compute only: an unsharded forward and backward, and the step on this rank's rows.
+
+    No communication, so what it trains is of no use; no contender that computes the same can take
+    less time, unless it computes better. In bf16 this rank's rows have fp32 masters, and only
+    these rows are cast.
+    """
+
+    name = "floor"
+    title = "compute only"
+    exchanges = False
+
+    def __init__(self, case: Case) -> None:
+        self.model = build(case.params, case.seed, case.device)
+        self.parameters = list(self.model.parameters())
+        self.rows = [_rows_of_rank(p, dist.get_rank(), case.ranks) for p in self.parameters]
+        self.narrow = case.dtype == "bf16"
+        own = [p.detach()[rows] for p, rows in zip(self.parameters, self.rows, strict=True)]
+        if self.narrow:
+            own = [rows.clone() for rows in own]
+            for parameter in self.parameters:
+                parameter.data = parameter.data.bfloat16()
+        self.shards = [nn.Parameter(rows) for rows in own]
+        self.optimizer = adamw(self.shards)
+
+    def update(self) -> None:
+        """Step on the shards, which are views of the parameters in fp32 and masters in bf16."""
+        for parameter, rows, shard in zip(self.parameters, self.rows, self.shards, strict=True):
+            if parameter.grad is not None:
+                shard.grad = parameter.grad[rows].to(shard.dtype)
+            parameter.grad = None
+        super().update()
+        if self.narrow:
+            own = [p.detach()[rows] for p, rows in zip(self.parameters, self.rows, strict=True)]
+            with torch.no_grad():
+                torch._foreach_copy_(own, [*self.shards])
+
+
+def _rows_of_rank(parameter: nn.Parameter, rank: int, ranks: int) -> slice:
+    """Return the rows that ``Shard(0)`` gives to a rank."""
+    rows = parameter.shape[0]
+    chunk = -(-rows // ranks)
+    return slice(min(rank * chunk, rows), min((rank + 1) * chunk, rows))
+
+
+CONTENDERS: dict[str, type[Contender]] = {
+    contender.name: contender for contender in (Ours, FSDP2, FSDP1, DistributedDataParallel, Floor)
+}

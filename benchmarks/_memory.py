@@ -1,0 +1,264 @@
+"""How to see the memory that a rank takes, and the formula of how much it should.
+
+- **RSS** is what the kernel counts, and it keeps the peak itself (``VmHWM``), so that no sample is
+  missed. It includes pages that an allocator keeps after a free, hence :data:`PROMPT_MALLOC`.
+- **PSS** is sampled from outside; a page that k processes share counts 1/k in each.
+- :class:`Trace` counts the bytes of live tensors exactly, with torch's memory profiler, in a
+  process that computes on one thread. It does not see what other threads free, gloo's for one, so
+  that it would count too much where there is communication.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+PROMPT_MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+}
+"""Environment under which glibc gives freed memory back at once, so that RSS tells what is live."""
+
+STATES = 2  # AdamW keeps two tensors for each parameter
+STORED = 4  # bytes of an element of parameters, gradients and states at rest: fp32
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What a rank should hold at its peak: shards, at most two groups unsharded, activations.
+
+    All in bytes.
+
+    Attributes:
+        shards: of parameters, gradients and optimizer state.
+        unsharded: full parameters, in the dtype that computes: of the largest two consecutive
+            groups (one computes while its neighbour is gathered), or of all groups where they are
+            kept from forward to backward.
+        gradients: full gradients of the largest two consecutive groups (one is computed while its
+            neighbour's are reduced), in the dtype that computes.
+        activations: the most that forward and backward hold beside parameters and their
+            gradients, measured on the unsharded model.
+    """
+
+    shards: int
+    unsharded: int
+    gradients: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return self.shards + self.unsharded + self.gradients + self.activations
+
+
+def formula(
+    groups: Sequence[Sequence[torch.Size]],
+    ranks: int,
+    zero: int,
+    compute_dtype: torch.dtype,
+    activations: int,
+) -> Formula:
+    """Predict the peak of one rank.
+
+    Args:
+        groups: the shapes of the parameters of each group, in the order of forward.
+        ranks: over which ``Shard(0)`` deals the rows, the first rank getting no fewer than others.
+        zero: 3 frees parameters after forward, 2 keeps them until backward.
+        compute_dtype: of full parameters and their gradients.
+        activations: in bytes.
+    """
+    shard = sum(
+        math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for group in groups for shape in group
+    )
+    full = [sum(shape.numel() for shape in group) * compute_dtype.itemsize for group in groups]
+    two = max((a + b for a, b in pairwise(full)), default=sum(full))
+    return Formula(
+        shards=shard * STORED * (2 + STATES),
+        unsharded=two if zero == 3 else sum(full),
+        gradients=two,
+        activations=activations,
+    )
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of memory in a trace: where, how many bytes, from when to when (or for ever)."""
+
+    address: int
+    size: int
+    start: float
+    end: float
+
+
+class Trace:
+    """Every tensor that this thread allocates while the context is open, and when it is freed.
+
+    Open it before there are any tensors; let no other thread free one.
+
+    Args:
+        device: whose memory: ``"cpu"`` or ``"cuda"``.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device_type = {"cpu": 0, "cuda": 1}[device]
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self.blocks: list[Block] = []
+        self._phases: dict[str, tuple[float, float]] = {}
+
+    def __enter__(self) -> Self:
+        with _silent_stderr():
+            self._profile.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with _silent_stderr():
+            self._profile.stop()
+        if error is None:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, "trace.json")
+                self._profile.export_chrome_trace(str(path))
+                self._read(json.loads(path.read_text())["traceEvents"])
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what happens meanwhile."""
+        with record_function(f"phase:{name}"):
+            yield
+
+    def peak(self, phase: str, without: Sequence[Block] = ()) -> int:
+        """Return the most bytes that were live at one moment of a phase.
+
+        Args:
+            phase: its name; the last of that name counts.
+            without: blocks to leave out.
+        """
+        start, end = self._phases[phase]
+        left_out = set(map(id, without))
+        changes = []
+        for block in self.blocks:
+            if block.end >= start and block.start <= end and id(block) not in left_out:
+                changes += [(block.start, block.size), (block.end, -block.size)]
+        live = peak = 0
+        for _, change in sorted(c for c in changes if c[0] <= end):
+            live += change
+            peak = max(peak, live)
+        return peak
+
+    def live_at_end(self, phase: str, addresses: set[int]) -> list[Block]:
+        """Find the blocks at some addresses when a phase ended."""
+        end = self._phases[phase][1]
+        return [b for b in self.blocks if b.address in addresses and b.start <= end < b.end]
+
+    def _read(self, events: list[dict[str, Any]]) -> None:
+        begun: dict[int, tuple[float, int]] = {}
+        for event in sorted(
+            (e for e in events if e.get("name") == "[memory]"), key=lambda e: float(e["ts"])
+        ):
+            facts, now = event["args"], float(event["ts"])
+            address, size = facts["Addr"], facts["Bytes"]
+            if facts["Device Type"] != self._device_type:
+                continue
+            if size > 0:
+                begun[address] = (now, size)
+            elif address in begun:
+                start, size = begun.pop(address)
+                self.blocks.append(Block(address, size, start, now))
+        for address, (start, size) in begun.items():
+            self.blocks.append(Block(address, size, start, math.inf))
+        for event in events:
+            name = str(event.get("name"))
+            if name.startswith("phase:") and event.get("ph") == "X":
+                start = float(event["ts"])
+                self._phases[name.removeprefix("phase:")] = (start, start + float(event["dur"]))
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Keep the profiler's own log lines, which no setting turns off, from the terminal."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(nowhere)
+        os.close(before)
+
+
+def reset_peak_rss() -> None:
+    """Let the kernel's record of this process's highest RSS start anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss() -> int:
+    """Return the highest RSS of this process since the reset, in bytes."""
+    return _kib(Path("/proc/self/status"), "VmHWM") * 1024
+
+
+def rss() -> int:
+    """Return the RSS of this process now, in bytes."""
+    return _kib(Path("/proc/self/status"), "VmRSS") * 1024
+
+
+def pss(pid: int | str = "self") -> int:
+    """Return a process's share of memory in bytes, libraries and other mapped files left out."""
+    path = Path(f"/proc/{pid}/smaps_rollup")
+    return (_kib(path, "Pss_Anon") + _kib(path, "Pss_Shmem")) * 1024
+
+
+def _kib(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1])
+    raise ValueError(f"{path} has no {name}")
+
+
+class PssSampler:
+    """Keeps the highest PSS of some processes while the context is open."""
+
+    def __init__(self, pids: Sequence[int], every: float = 0.002) -> None:
+        self._every = every
+        self._stop = threading.Event()
+        self._peaks = dict.fromkeys(pids, 0)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def peaks(self) -> list[int]:
+        """The highest PSS of each process, in bytes."""
+        return list(self._peaks.values())
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every):
+            for pid in self._peaks:
+                with suppress(OSError):  # the process has ended
+                    self._peaks[pid] = max(self._peaks[pid], pss(pid))

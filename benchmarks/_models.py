@@ -1,0 +1,92 @@
+"""The models and batches that every contender trains: the same weights, the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+BATCHES = 4
+"""How many different batches a rank cycles through.
+
+Few, so that the model memorises them and the loss falls within a benchmark: a contender that lost
+a gradient on its way between ranks would then show another loss than its peers.
+"""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The size of a Llama with untied embeddings.
+
+    Attributes:
+        hidden: width of the residual stream.
+        intermediate: width inside the gated MLP.
+        layers: number of transformer blocks.
+        heads: attention heads (as many for keys and values).
+        vocab: size of the vocabulary.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    vocab: int
+
+
+PRESETS = {
+    "tiny": Preset(hidden=64, intermediate=176, layers=3, heads=4, vocab=256),  # 0.2 M: for tests
+    "34m": Preset(hidden=512, intermediate=1376, layers=8, heads=8, vocab=8192),  # 33.7 M
+    "150m": Preset(hidden=768, intermediate=2048, layers=14, heads=12, vocab=32000),  # 148.3 M
+}
+
+
+def build(preset: str, seed: int, device: str = "cpu") -> LlamaForCausalLM:
+    """Make the whole model in fp32, with the same weights on every rank.
+
+    Args:
+        preset: a key of :data:`PRESETS`.
+        seed: of the initial weights.
+        device: where the model goes once it is made (on the CPU).
+    """
+    size = PRESETS[preset]
+    config = LlamaConfig(
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        vocab_size=size.vocab,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model: LlamaForCausalLM = LlamaForCausalLM(config)
+    nn.Module.to(model, device)
+    model.train()
+    return model
+
+
+def groups(model: LlamaForCausalLM) -> list[list[nn.Module]]:
+    """Cut the model into the groups that travel together, in the order of forward.
+
+    The embedding, every block, and the last norm with the head: what torch's own examples of
+    FSDP2 for language models do. Every contender that shards gets this very list.
+    """
+    blocks = [[layer] for layer in model.model.layers]
+    return [[model.model.embed_tokens], *blocks, [model.model.norm, model.lm_head]]
+
+
+def batches(preset: str, tokens: int, rank: int, seed: int) -> list[torch.Tensor]:
+    """Draw the token batches of one rank.
+
+    Returns:
+        :data:`BATCHES` int64 tensors of shape ``(1, tokens)``, different on every rank.
+    """
+    generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + rank)
+    vocab = PRESETS[preset].vocab
+    return [torch.randint(vocab, (1, tokens), generator=generator) for _ in range(BATCHES)]

@@ -1,0 +1,127 @@
+"""What a benchmark leaves behind: a JSON document, and tables of it for terminal and Markdown.
+
+The document of any script:
+
+    {"schema": 1, "script": "step_time", "command": "python benchmarks/step_time.py ...",
+     "date": "2026-11-21", "machine": {...}, "cases": [...]}
+
+Tables are made from the document alone, so that a stored document can be shown again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table as RichTable
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Table:
+    """Rows of text under a title; the first column is left-aligned, the others right-aligned."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def show(self, console: Console) -> None:
+        """Print for people."""
+        table = RichTable(title=self.title, title_justify="left")
+        for index, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if index else "left", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)
+        for note in self.notes:
+            console.print(f"  {note}", highlight=False, soft_wrap=True)
+        console.print()
+
+    def markdown(self) -> str:
+        """Return the table as Markdown, title and notes included."""
+        align = ["---"] + ["---:"] * (len(self.columns) - 1)
+        lines = [f"**{self.title}**", ""]
+        lines += [_row(self.columns), _row(align), *map(_row, self.rows)]
+        if self.notes:
+            lines += ["", *(f"- {note}" for note in self.notes)]
+        return "\n".join(lines)
+
+
+def wide_console() -> Console:
+    """Return a console that never cuts a figure off to fit the window."""
+    return Console(width=max(Console().width, 140))
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def machine() -> dict[str, Any]:
+    """Describe where the figures come from."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": psutil.cpu_count(logical=True),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def machine_line(facts: dict[str, Any]) -> str:
+    """Put :func:`machine` on one line."""
+    gpu = f", {facts['gpu']}" if facts["gpu"] else ""
+    return (
+        f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB{gpu}; "
+        f"{facts['system']}, Python {facts['python']}, torch {facts['torch']}"
+    )
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    pairs = (line.partition(":") for line in lines)
+    facts = {key.strip(): value.strip() for key, _, value in pairs}  # of the last core
+    name = facts.get("model name", platform.machine())
+    return f"{name} (family {facts.get('cpu family', '?')}, model {facts.get('model', '?')})"
+
+
+def command() -> str:
+    """Return the command line of this process, with the script's path as seen from the project."""
+    script, *arguments = sys.argv
+    return shlex.join(["python", os.path.relpath(Path(script).resolve(), ROOT), *arguments])
+
+
+def document(script: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """Wrap the cases of a script with what is needed to judge and repeat them."""
+    return {
+        "schema": 1,
+        "script": script,
+        "command": command(),
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "cases": cases,
+    }
+
+
+def save(path: Path, content: dict[str, Any]) -> None:
+    """Write a document, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
+    draft.write_text(json.dumps(content, indent=1) + "\n")
+    draft.replace(path)

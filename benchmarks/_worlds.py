@@ -1,0 +1,245 @@
+"""Worlds: a set of processes for each contender, which work when called and sleep in between.
+
+Contenders never share a process, a process group or an allocator, so none can warm, fragment or
+slow another; yet they can take turns within one run, so that noise of the machine hits all alike:
+
+    parent ──pipe──> rank 0 ┐                  parent ──pipe──> rank 0 ┐
+           ──pipe──> rank 1 ┘ world "ours"            ──pipe──> rank 1 ┘ world "fsdp2"
+
+Each rank makes one object, the *worker*, and then answers calls of its methods. Between calls it is
+blocked in a read of its pipe and takes no processor time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+_ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+_PRELOAD = [
+    "torch._dynamo",  # which a process's first optimizer imports
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.models.llama.modeling_llama",
+]
+
+
+class WorldError(RuntimeError):
+    """A rank raised, died or did not answer; the message says which and holds its traceback."""
+
+
+class World:
+    """The ranks of one contender.
+
+    Args:
+        name: for messages.
+        ranks: how many processes to start.
+        factory: makes the worker, in each process, once its process group exists.
+        args: what the factory is called with; must be picklable, as the factory must.
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, one GPU a rank).
+        env: environment variables of the processes, beside one thread for each math library.
+        exec_each: start every process as a new interpreter, which a C library needs that reads
+            its settings from ``env``, and which shares no page with another. Else processes are
+            forked from a server that has imported torch and computed nothing: seconds faster.
+        timeout: seconds that the ranks have to start, and to answer a call.
+
+    Raises:
+        WorldError: a rank could not start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: int,
+        factory: Callable[..., object],
+        *args: object,
+        device: str = "cpu",
+        env: Mapping[str, str] | None = None,
+        exec_each: bool = False,
+        timeout: float = 600,
+    ) -> None:
+        self.name = name
+        self._timeout = timeout
+        # The store lives here, on a port that the kernel chose: there is no port to race for.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context: BaseContext = multiprocessing.get_context("spawn" if exec_each else "forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        variables = {**_ONE_THREAD, **(env or {})}
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+        with _environment(variables):
+            for rank in range(ranks):
+                ours, theirs = context.Pipe()
+                place = _Place(rank, ranks, self._store.port, device, timeout, variables)
+                process = context.Process(  # type: ignore[attr-defined]  # of every context
+                    target=_serve,
+                    args=(theirs, place, factory, args),
+                    name=f"{name}-{rank}",
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        self._collect("start")
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, in the order of ranks."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def call(self, method: str, *args: object) -> list[Any]:
+        """Call a method of every rank's worker at once.
+
+        Returns:
+            What each rank returned, in the order of ranks.
+
+        Raises:
+            WorldError: a rank raised, died or did not answer in time. The world is closed.
+        """
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):  # _collect() will tell why
+                pipe.send((method, args))
+        return self._collect(method)
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time that all ranks have taken so far."""
+        times = [psutil.Process(pid).cpu_times() for pid in self.pids]
+        return float(sum(t.user + t.system for t in times))
+
+    def close(self) -> None:
+        """End the processes and wait for them. Closing twice does nothing."""
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(None)
+        for process in self._processes:
+            process.join(timeout=20)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._kill()
+        self.close()
+
+    def _collect(self, what: str) -> list[Any]:
+        """Wait for one answer from every rank."""
+        answers: dict[int, Any] = {}
+        waiting = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
+        while waiting:
+            ready = wait(list(waiting), timeout=self._timeout)
+            if not ready:
+                self._fail(f"ranks {sorted(waiting.values())} did not answer {what!r} in time")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    ok, answer = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    self._fail(f"rank {rank} died in {what!r}")
+                if not ok:
+                    self._fail(f"rank {rank} failed in {what!r}:\n{answer}")
+                answers[rank] = answer
+        return [answers[rank] for rank in sorted(answers)]
+
+    def _fail(self, message: str) -> None:
+        self._kill()
+        self.close()
+        raise WorldError(f"{self.name}: {message}")
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that start meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a process needs to know to become a rank."""
+
+    rank: int
+    ranks: int
+    port: int
+    device: str
+    timeout: float
+    variables: Mapping[str, str]
+
+
+def _serve(
+    pipe: Connection, place: _Place, factory: Callable[..., object], args: tuple[object, ...]
+) -> None:
+    """Be one rank: make the worker, then answer calls until the parent says stop or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    os.environ.update(place.variables)  # a fork has those of its server
+    torch.set_num_threads(1)
+    try:
+        store = TCPStore("127.0.0.1", place.port, is_master=False)
+        if place.device == "cuda":
+            torch.cuda.set_device(place.rank)
+        dist.init_process_group(
+            "nccl" if place.device == "cuda" else "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.ranks,
+            timeout=timedelta(seconds=place.timeout),
+        )
+        worker = factory(*args)
+        pipe.send((True, None))
+        while (request := pipe.recv()) is not None:
+            method, arguments = request
+            pipe.send((True, getattr(worker, method)(*arguments)))
+        dist.destroy_process_group()
+    except EOFError:  # the parent is gone
+        return
+    except BaseException:  # whatever it was, the parent must know
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send((False, traceback.format_exc()))

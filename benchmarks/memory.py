@@ -1,0 +1,235 @@
+"""How much memory a rank needs at its peak: ours, torch's FSDP2, and the formula.
+
+    python benchmarks/memory.py --params 34m --zero 2,3 --dtype fp32,bf16
+
+The formula is the design's promise: shards + at most two groups unsharded + activations (see
+``_memory.formula``). Each contender runs alone. What counts is the highest resident memory (RSS)
+of a rank that the kernel saw in a step, less what the process held before it had a model; on CUDA
+what torch's allocator gave out. The exit code is 1 where ours takes over 5 % more than the formula
+or FSDP2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import sys
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from _contenders import CONTENDERS, Case, narrow
+from _memory import (
+    PROMPT_MALLOC,
+    Formula,
+    PssSampler,
+    Trace,
+    formula,
+    peak_rss,
+    pss,
+    reset_peak_rss,
+    rss,
+)
+from _memory_tables import memory_tables, too_high
+from _models import batches, build, groups
+from _options import cases, contender_env, parser
+from _report import document, machine, machine_line, save, wide_console
+from _worlds import World
+
+WARMUP = 2  # steps: the first makes the optimizer's state
+PHASES = ("forward", "backward", "optimizer", "rest")
+
+
+class Training:
+    """A contender and its batch, one phase of a step at a time."""
+
+    def __init__(self, name: str, case: Case) -> None:
+        self._contender = CONTENDERS[name](case)
+        self._batch = batches(case.params, case.tokens, dist.get_rank(), case.seed)[0].to(
+            case.device
+        )
+        self._loss: torch.Tensor | None = None
+
+    def run(self, phase: str) -> None:
+        """Run one of :data:`PHASES`; they follow each other in this order."""
+        if phase == "forward":
+            self._loss = self._contender.forward(self._batch)
+        elif phase == "backward":
+            assert self._loss is not None
+            self._contender.backward(self._loss)
+            self._loss = None
+        elif phase == "optimizer":
+            self._contender.update()
+        dist.barrier()
+
+    def step(self) -> None:
+        """Run all phases."""
+        for phase in PHASES:
+            self.run(phase)
+
+
+class ResidentWorker:
+    """One rank of a contender, watched by the kernel."""
+
+    def __init__(self, name: str, case: Case) -> None:
+        # A small training first, so that what it imports and starts is not counted.
+        small = Training(name, replace(case, params="tiny", tokens=32))
+        for _ in range(WARMUP):
+            small.step()
+        del small
+        _give_back()
+        self._rss, self._pss = rss(), pss("self")
+        self._training = Training(name, case)
+        for _ in range(WARMUP):
+            self._training.step()
+
+    def measure(self) -> dict[str, int]:
+        """Return the RSS at the peak of each phase, in bytes, less what it was without model."""
+        peaks = {}
+        for phase in PHASES:
+            _give_back()
+            reset_peak_rss()
+            self._training.run(phase)
+            peaks[phase] = peak_rss() - self._rss
+        return peaks
+
+    def step(self) -> None:
+        """Take a step while the parent samples."""
+        self._training.step()
+
+    def base_pss(self) -> int:
+        """Return the PSS without model, in bytes."""
+        return self._pss
+
+
+class CudaWorker:
+    """One rank of a contender on a GPU, whose allocator keeps its own record."""
+
+    def __init__(self, name: str, case: Case) -> None:
+        self._training = Training(name, case)
+        for _ in range(WARMUP):
+            self._training.step()
+
+    def measure(self) -> dict[str, int]:
+        """Return the bytes that were allocated at the peak of each phase."""
+        peaks = {}
+        for phase in PHASES:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._training.run(phase)
+            torch.cuda.synchronize()
+            peaks[phase] = torch.cuda.max_memory_allocated()
+        return peaks
+
+
+class ActivationsWorker:
+    """The unsharded model on one process: what forward and backward hold beside parameters."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+
+    def measure(self) -> tuple[int, list[list[torch.Size]]]:
+        """Return the peak of activations in bytes, and the shapes of each group's parameters."""
+        with Trace(self._case.device) as trace:
+            model = build(self._case.params, self._case.seed, self._case.device)
+            parameters = list(model.parameters())
+            if self._case.dtype == "bf16":
+                narrow(parameters)
+            batch = batches(self._case.params, self._case.tokens, 0, self._case.seed)[0]
+            batch = batch.to(self._case.device)
+            with trace.phase("start"):
+                pass
+            with trace.phase("step"):
+                model(input_ids=batch, labels=batch).loss.backward()
+        gradients = {p.grad.data_ptr() for p in parameters if p.grad is not None}
+        blocks = trace.live_at_end("step", gradients)
+        activations = trace.peak("step", without=blocks) - trace.peak("start")
+        shapes = [
+            [p.shape for module in group for p in module.parameters()] for group in groups(model)
+        ]
+        return activations, shapes
+
+
+def _give_back() -> None:
+    """Free what is free."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def predict(case: Case) -> Formula:
+    """Apply the formula to a case, its activations measured."""
+    with _world("unsharded", replace(case, ranks=1), ActivationsWorker, case, env={}) as world:
+        activations, shapes = world.call("measure")[0]
+    return formula(shapes, case.ranks, case.zero, case.compute_dtype, activations)
+
+
+def measure(case: Case, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run a contender alone; every figure is the highest of all ranks, in bytes."""
+    env = contender_env(name, options.transport)
+    if case.device == "cuda":
+        with _world(name, case, CudaWorker, name, case, env=env) as world:
+            return {"peak": _highest(world.call("measure"))}
+    if options.malloc == "prompt":
+        env |= PROMPT_MALLOC
+    with _world(name, case, ResidentWorker, name, case, env=env) as world:
+        peak = _highest(world.call("measure"))
+        base = world.call("base_pss")
+        with PssSampler(world.pids) as sampler:
+            world.call("step")
+    pss = max(highest - start for highest, start in zip(sampler.peaks, base, strict=True))
+    return {"peak": peak, "pss": pss}
+
+
+def _world(name: str, case: Case, worker: type, *args: object, env: dict[str, str]) -> World:
+    quiet = {"KINETO_LOG_LEVEL": "5"}
+    return World(
+        name, case.ranks, worker, *args, device=case.device, env=quiet | env, exec_each=True
+    )
+
+
+def _highest(by_rank: list[dict[str, int]]) -> dict[str, int]:
+    return {phase: max(rank[phase] for rank in by_rank) for phase in PHASES}
+
+
+def _options() -> argparse.Namespace:
+    made = parser(__doc__.splitlines()[0], "ours,fsdp2")
+    made.add_argument(
+        "--malloc",
+        choices=("prompt", "default"),
+        default="prompt",
+        help="prompt: glibc gives freed memory back at once, so that RSS shows what is live; "
+        "default: as it is without settings",
+    )
+    return made.parse_args()
+
+
+def main() -> int:
+    options = _options()
+    console = wide_console()
+    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
+    measured: list[dict[str, Any]] = []
+    for case in cases(options):
+        measured.append(
+            {
+                **asdict(case),
+                "transport": options.transport,
+                "malloc": options.malloc,
+                "formula": asdict(predict(case)),
+                "contenders": {name: measure(case, name, options) for name in options.contenders},
+            }
+        )
+        content = document("memory", measured)
+        memory_tables(content)[-1].show(console)
+        if options.json:
+            save(options.json, content)
+    console.print(content["command"], highlight=False, soft_wrap=True)
+    return 1 if any(too_high(case) for case in measured) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

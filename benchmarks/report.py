@@ -1,0 +1,83 @@
+"""Put the tables of stored results into the documentation.
+
+    python benchmarks/report.py            # rewrite docs/benchmarks.md
+    python benchmarks/report.py --check    # exit code 1 where it does not show the stored results
+
+A table stands between two markers that name its document under ``benchmarks/results/``:
+
+    <!-- results: 2026-11-21-step-time.json -->
+    ... replaced: command, machine, tables ...
+    <!-- end of results -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from _memory_tables import memory_tables
+from _report import ROOT, Table, machine_line
+from _step_tables import step_tables
+
+RESULTS = ROOT / "benchmarks" / "results"
+TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
+    "step_time": step_tables,
+    "memory": memory_tables,
+}
+_BETWEEN = re.compile(
+    r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
+)
+
+
+def markdown(content: dict[str, Any], name: str) -> str:
+    """Show a document: where and how it was measured, then its tables."""
+    head = [
+        "```",
+        content["command"],
+        "```",
+        "",
+        f"{content['date']}, {machine_line(content['machine'])} "
+        f"([raw numbers](../benchmarks/results/{name}))",
+    ]
+    tables = TABLES[content["script"]](content)
+    return "\n\n".join(["\n".join(head), *(table.markdown() for table in tables)])
+
+
+def filled(text: str, results: Path) -> str:
+    """Return a Markdown text with the tables between its markers made anew."""
+
+    def between(match: re.Match[str]) -> str:
+        name = match["name"]
+        content = json.loads((results / name).read_text())
+        return f"{match['begin']}\n{markdown(content, name)}\n\n{match['end']}"
+
+    return _BETWEEN.sub(between, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, only compare")
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    options = parser.parse_args()
+    try:
+        before = options.document.read_text()
+        after = filled(before, options.results)
+    except FileNotFoundError as error:
+        parser.error(f"{error.filename} does not exist")
+    if before == after:
+        return 0
+    if options.check:
+        print(f"{options.document} does not show the stored results: run benchmarks/report.py")
+        return 1
+    options.document.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

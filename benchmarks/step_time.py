@@ -1,0 +1,231 @@
+"""How long a training step takes: ours, torch's FSDP2, FSDP1 and DDP, and the compute-only floor.
+
+    python benchmarks/step_time.py --params 34m,150m --zero 2,3
+
+All contenders run in one go and take turns: in each round every contender takes a few steps while
+the others sleep. What a table shows is the median over rounds; a ratio is the median of the
+ratios within a round. Each contender trains the same model on the same tokens, and the losses
+must agree to four decimals, or the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from _contenders import CONTENDERS, Case
+from _models import BATCHES, PRESETS, batches, build
+from _options import cases, contender_env, parser, positive_int
+from _report import document, machine, machine_line, save, wide_console
+from _step_tables import disagreement, step_tables
+from _worlds import World
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one rank.
+
+    Attributes:
+        seconds: from a barrier until the optimizer is done.
+        forward: seconds of it in forward.
+        backward: seconds of it in backward.
+        optimizer: seconds of it in the optimizer.
+        cpu: processor seconds of this process, with the threads of its process group.
+        loss: of this rank's batch, before the step.
+    """
+
+    seconds: float
+    forward: float
+    backward: float
+    optimizer: float
+    cpu: float
+    loss: float
+
+
+class StepWorker:
+    """One rank of a contender, taking steps on demand."""
+
+    def __init__(self, name: str, case: Case) -> None:
+        self._contender = CONTENDERS[name](case)
+        drawn = batches(case.params, case.tokens, dist.get_rank(), case.seed)
+        self._batches = [batch.to(case.device) for batch in drawn]
+        self._cuda = case.device == "cuda"
+        self._taken = 0
+
+    def steps(self, count: int) -> list[Step]:
+        """Take some steps."""
+        return [self._step() for _ in range(count)]
+
+    def _step(self) -> Step:
+        batch = self._batches[self._taken % BATCHES]
+        self._taken += 1
+        dist.barrier()
+        self._synchronize()
+        cpu, start = time.process_time(), time.perf_counter()
+        loss = self._contender.forward(batch)
+        forward = time.perf_counter()
+        self._contender.backward(loss)
+        backward = time.perf_counter()
+        self._contender.update()
+        self._synchronize()
+        end = time.perf_counter()
+        return Step(
+            seconds=end - start,
+            forward=forward - start,
+            backward=backward - forward,
+            optimizer=end - backward,
+            cpu=time.process_time() - cpu,
+            loss=loss.item(),
+        )
+
+    def _synchronize(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+
+class Match:
+    """All contenders of one case, taking turns."""
+
+    def __init__(self, case: Case, options: argparse.Namespace, console: Console) -> None:
+        self._case, self._options, self._console = case, options, console
+        self._names: list[str] = options.contenders
+        self._resident = options.worlds == "resident" or (
+            options.worlds == "auto" and _fits(case, self._names)
+        )
+        self._worlds: dict[str, World] = {}
+        self._idle_cpu = 0.0
+
+    def play(self) -> dict[str, Any]:
+        """Run all rounds and return the raw numbers of the case."""
+        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in self._names}
+        try:
+            for index in range(self._options.rounds):
+                shift = index % len(self._names)
+                for name in self._names[shift:] + self._names[:shift]:
+                    self._say(f"round {index + 1} of {self._options.rounds}: {name}")
+                    turns[name].append(self._turn(name))
+        finally:
+            for world in self._worlds.values():
+                world.close()
+        model = build(self._case.params, self._case.seed)
+        return {
+            **asdict(self._case),
+            "numel": sum(p.numel() for p in model.parameters()),
+            "transport": self._options.transport,
+            "worlds": "resident" if self._resident else "fresh",
+            "idle_cpu_seconds": self._idle_cpu,
+            "contenders": turns,
+        }
+
+    def _turn(self, name: str) -> dict[str, Any]:
+        """Let one contender take its steps of a round."""
+        with self._world(name) as (world, warmup):
+            warm = world.call("steps", warmup)
+            others = [w for w in self._worlds.values() if w is not world]
+            idle = sum(w.cpu_seconds() for w in others)
+            busy, own = _machine_busy(), world.cpu_seconds()
+            steps = world.call("steps", self._options.steps)
+            busy, own = _machine_busy() - busy, world.cpu_seconds() - own
+            self._idle_cpu += sum(w.cpu_seconds() for w in others) - idle
+        return {
+            "warmup": _transposed(warm),
+            "steps": _transposed(steps),
+            "foreign_cpu_seconds": max(busy - own, 0.0),
+        }
+
+    @contextlib.contextmanager
+    def _world(self, name: str) -> Iterator[tuple[World, int]]:
+        """Give a contender's world, and how many steps it has to take before it is measured."""
+        if name in self._worlds:
+            yield self._worlds[name], 0
+            return
+        world = World(
+            name,
+            self._case.ranks,
+            StepWorker,
+            name,
+            self._case,
+            device=self._case.device,
+            env=contender_env(name, self._options.transport),
+        )
+        if self._resident:
+            self._worlds[name] = world
+            yield world, self._options.warmup
+        else:
+            with world:
+                yield world, self._options.warmup
+
+    def _say(self, text: str) -> None:
+        if self._console.is_terminal:
+            self._console.print(f"  {self._case.label()}, {text}", end="\r", soft_wrap=True)
+
+
+def _transposed(by_rank: list[list[Step]]) -> list[list[dict[str, float]]]:
+    """Turn steps of ranks into ranks of steps, as plain data."""
+    return [[asdict(step) for step in ranks] for ranks in zip(*by_rank, strict=True)]
+
+
+def _machine_busy() -> float:
+    """Return the processor seconds that everybody on this machine has taken."""
+    times = psutil.cpu_times()
+    return float(times.user + times.system + times.nice)
+
+
+def _fits(case: Case, names: list[str]) -> bool:
+    """Tell whether all worlds of a case fit into the memory that is free now."""
+    if case.device != "cpu":
+        return False
+    size = PRESETS[case.params]
+    block = 4 * size.hidden**2 + 3 * size.hidden * size.intermediate
+    whole = 4 * (size.layers * block + 2 * size.vocab * size.hidden)  # fp32 parameters, bytes
+    asleep = {"ddp": 4 * case.ranks, "floor": case.ranks + 2}  # with optimizer state; FSDPs: 3
+    at_rest = sum(asleep.get(name, 3) for name in names) * whole
+    awake = 2 * case.ranks * whole  # a model being built, or parameters and gradients of a step
+    processes = len(names) * case.ranks * 400 * 2**20
+    return bool(at_rest + awake + processes < 0.85 * psutil.virtual_memory().available)
+
+
+def _options() -> argparse.Namespace:
+    made = parser(__doc__.splitlines()[0], "ours,fsdp2,fsdp1,ddp,floor")
+    made.add_argument("--rounds", type=positive_int, default=5, help="turns of a contender (5)")
+    made.add_argument("--steps", type=positive_int, default=3, help="steps in a turn (3)")
+    made.add_argument(
+        "--warmup", type=positive_int, default=4, help="steps before a world is measured (4)"
+    )
+    made.add_argument(
+        "--worlds",
+        choices=("auto", "resident", "fresh"),
+        default="auto",
+        help="resident: all contenders stay in memory; fresh: each turn starts its processes "
+        "anew; auto: resident where memory allows",
+    )
+    return made.parse_args()
+
+
+def main() -> int:
+    options = _options()
+    console = wide_console()
+    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
+    played: list[dict[str, Any]] = []
+    for case in cases(options):
+        played.append(Match(case, options, console).play())
+        content = document("step_time", played)
+        step_tables(content)[-1].show(console)
+        if options.json:
+            save(options.json, content)
+    console.print(content["command"], highlight=False, soft_wrap=True)
+    return 1 if any(disagreement(case) for case in played) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
