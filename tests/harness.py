@@ -135,10 +135,12 @@ def run_ranks(
         fn: a function of a module (not a lambda, not nested): ranks import it.
         world_size: the number of processes.
         args: pickled, given to every rank alike.
-        backend: of the default process group; ``None`` makes none.
+        backend: of the default process group; ``None`` makes none. Ranks see GPUs only if NCCL is
+            part of it.
         timeout: seconds for the whole run, from start to the last result.
         pg_timeout: seconds that a collective may take.
-        env: environment variables of the ranks, beside torchrun's, which are set; ``None`` unsets.
+        env: environment variables of the ranks, beside torchrun's, which are set; a value of
+            ``None`` unsets one.
         expect_failures: return an :class:`Outcome` per rank instead of results, and let ranks that
             fail or die do so without ending the others. A hang is still an error.
         kwargs: pickled, given to every rank alike.
@@ -335,6 +337,8 @@ def _call(job: _Job) -> Any:
     )
     if sys.platform == "linux":  # do not depend on how this host's name resolves
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "nccl" not in (job.backend or ""):  # ranks on the CPU, also where there is a GPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     _set_environment(job.env)
     warnings.filters[:] = job.warning_filters  # type: ignore[index]
     warnings._filters_mutated()  # type: ignore[attr-defined]

@@ -84,7 +84,7 @@ def test_a_run_ends_well_and_warns_of_nothing(whole: Ended) -> None:
 
 def test_the_first_lines_say_what_is_trained(whole: Ended) -> None:
     lines = dict(line.split(maxsplit=1) for line in whole.out.splitlines()[:6])
-    assert lines["starting"] == "2 processes with 1 thread each"
+    assert lines["starting"] == "2 processes, 1 thread each; importing torch takes a moment"
     assert re.fullmatch(r"config.json, [\d,]+ parameters, cpu", lines["model"])
     assert re.match(r"full over dp_shard=2, transport \w+; 0.\d of 0.\d MiB", lines["sharding"])
     assert lines["precision"] == "fp32 compute, fp32 reduction, fp32 shards"

@@ -14,7 +14,7 @@ from shardwise.recipes.config import OptimizerConfig
 from shardwise.recipes.metrics import MetricsFile, StepMetrics, clock, read_metrics
 from shardwise.recipes.optim import warmup_cosine
 from shardwise.recipes.plot import plot_loss, smooth
-from shardwise.recipes.progress import Bar, Lines, Silence, make_display
+from shardwise.recipes.progress import Bar, Lines, Silence, brief, make_display, printable
 
 STEP = StepMetrics(
     step=12,
@@ -108,6 +108,23 @@ def test_a_terminal_gets_one_bar_that_fits(width: int) -> None:
     assert "00:31" in shown
     assert ("tokens/s" in shown) == (width >= 76)
     assert shown.count("\n") <= 4, "the bar was wrapped into several lines"
+
+
+def test_long_lines_are_wrapped_between_words_behind_the_label() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=40, legacy_windows=False)
+    Bar(console).say("data       the library's source: 12.03 M tokens to learn from\n\n    tail")
+    assert console.file.getvalue() == (  # type: ignore[attr-defined]
+        "data       the library's source: 12.03 M\n           tokens to learn from\n\n    tail\n"
+    )
+
+
+def test_what_a_model_writes_cannot_steer_a_terminal() -> None:
+    assert printable("a\tb\nc \x1b[2J\x07 naïve") == "a\tb\nc �[2J� naïve"
+
+
+@pytest.mark.parametrize(("count", "text"), [(7, "7"), (99_999, "99,999"), (12_034_435, "12.03 M")])
+def test_counts_are_short(count: int, text: str) -> None:
+    assert brief(count) == text
 
 
 # -- the curve -------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ def _gather_into_a_view(rank: int, world_size: int) -> list[float]:
     """Autograd saves views of full parameters: memory that comes and goes must serve them."""
     transport: Transport = c10d_transport(_world_group(), CPU)
     buffers = transport.full_buffers([200_000 * world_size], [torch.float32], CPU)
+    buffers.allocate()
     view = buffers.tensors[0].view(world_size, -1).t()
     for step in range(3):
         buffers.allocate()

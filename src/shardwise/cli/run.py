@@ -47,8 +47,8 @@ def run(job: Job, nproc: int | None) -> NoReturn:
         sys.exit(0)
     threads = max(1, usable_cores() // processes)
     print(
-        f"starting   {_number(processes, 'process', 'es')} with {_number(threads, 'thread', 's')}"
-        f"{' each' if processes > 1 else ''}",
+        f"starting   {_number(processes, 'process', 'es')}, {_number(threads, 'thread', 's')}"
+        f"{' each' if processes > 1 else ''}; importing torch takes a moment",
         flush=True,
     )
     # -P: the current folder is the user's, not a place to import from.

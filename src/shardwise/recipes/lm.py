@@ -27,7 +27,7 @@ from shardwise.recipes.loop import Loop, Task
 from shardwise.recipes.model import build, next_token_loss, shard, shard_bytes, transport_name
 from shardwise.recipes.optim import count, make_adamw, warmup_cosine
 from shardwise.recipes.presets import longest_sequence
-from shardwise.recipes.progress import Display, make_display
+from shardwise.recipes.progress import Display, brief, make_display, printable
 from shardwise.recipes.rundir import write_text
 from shardwise.recipes.sample import sample_tokens
 from shardwise.recipes.text import TextBatches, ValidationLoss
@@ -191,7 +191,7 @@ def _write_sample(run: _Run) -> None:
         text = config.prompt_text + decode(tokens)
         write_text(config.files.sample, text + "\n")
         run.display.say(f"sample     {config.files.sample}")
-        run.display.say("\n".join(f"    {line}".rstrip() for line in text.splitlines()))
+        run.display.say("\n".join(f"    {line}".rstrip() for line in printable(text).split("\n")))
 
 
 def _introduce(run: _Run, position: Position) -> None:
@@ -214,8 +214,8 @@ def _introduce(run: _Run, position: Position) -> None:
         f"reduction, fp32 shards"
     )
     say(
-        f"data       {text.name}: {len(text.train):,} tokens to learn from, "
-        f"{len(text.validation):,} held back, of {text.files:,} "
+        f"data       {text.name}: {brief(len(text.train))} tokens to learn from, "
+        f"{brief(len(text.validation))} held back; {text.files:,} "
         f"{'file' if text.files == 1 else 'files'}"
     )
     say(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from shardwise.recipes.metrics import StepMetrics, clock
+
+LABEL = 11  # columns of "sharding   ", with which the lines about a run begin
 
 
 class Display(Protocol):
@@ -71,7 +75,7 @@ class _Figures(ProgressColumn):
     """The newest step's figures, as many as the terminal is wide for."""
 
     def __init__(self, console: Console, unit: str) -> None:
-        super().__init__()
+        super().__init__(Column(no_wrap=True))
         self._console = console
         self._unit = unit
 
@@ -105,12 +109,25 @@ class Bar:
 
     def say(self, text: str) -> None:
         """Print the line, above the bar while there is one."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        # Wrapped here, and not by rich: between words, and indented behind the label.
+        for line in text.split("\n"):
+            fitting = textwrap.wrap(
+                line,
+                self._console.width,
+                subsequent_indent=" " * LABEL,
+                break_long_words=False,
+                break_on_hyphens=False,
+                replace_whitespace=False,
+            )
+            for piece in fitting or [""]:
+                self._console.print(piece, markup=False, highlight=False, soft_wrap=True)
 
     def begin(self, done: int, steps: int, unit: str) -> None:
         """Draw the bar."""
         self._progress = Progress(
-            TextColumn("{task.completed}/{task.total}", style="bold"),
+            TextColumn(
+                "{task.completed}/{task.total}", style="bold", table_column=Column(no_wrap=True)
+            ),
             BarColumn(bar_width=None),
             _Figures(self._console, unit),
             console=self._console,
@@ -130,6 +147,18 @@ class Bar:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+def brief(count: int) -> str:
+    """A number as short as it stays telling: 1,234 or 12.03 M."""
+    return f"{count:,}" if count < 100_000 else f"{count / 1e6:.2f} M"
+
+
+def printable(text: str) -> str:
+    """Text without what could steer a terminal; lines and tabs stay."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 def make_display(rank: int) -> Display:

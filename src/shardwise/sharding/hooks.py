@@ -56,7 +56,7 @@ class FSDPState:
         self.groups = groups
         self.device = device
         self.phase = Phase.IDLE
-        self.root = Root()
+        self.root: Root[FSDPState] = Root()
         self.modules_to_run: set[nn.Module] = set()
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []

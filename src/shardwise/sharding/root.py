@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
+
+from torch import nn
 
 from shardwise import _torch
 from shardwise.sharding.group import GroupState, ParamGroup
@@ -10,11 +12,19 @@ from shardwise.sharding.order import RunOrder
 from shardwise.sharding.phase import Phase
 from shardwise.sharding.reduce import Reduction
 
-if TYPE_CHECKING:
-    from shardwise.sharding.hooks import FSDPState
+
+class ModuleState(Protocol):
+    """What a root has to know of the state of a ``fully_shard`` call."""
+
+    groups: list[ParamGroup]
+    phase: Phase
+    modules_to_run: set[nn.Module]
 
 
-class Root:
+State = TypeVar("State", bound=ModuleState)
+
+
+class Root(Generic[State]):
     """Shared by the states of a module tree; belongs to the outermost one that runs.
 
     Attributes:
@@ -25,8 +35,8 @@ class Root:
     """
 
     def __init__(self) -> None:
-        self.states: list[FSDPState] = []
-        self.forward_root: FSDPState | None = None
+        self.states: list[State] = []
+        self.forward_root: State | None = None
         self.order = RunOrder()
         self.is_last_backward = True
         self._pending: list[Reduction] = []
