@@ -105,7 +105,8 @@ class ParamGroup:
                 self._check_materialised()
                 self._memory = GroupMemory(self.params, self.mesh, self._precision)
             self._move(GroupState.UNSHARDING)
-            self._memory.start()
+            with naming("all-gather", self.fqn):
+                self._memory.start()
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather; then the modules hold full parameters.

@@ -100,7 +100,7 @@ class Reduction:
         self._works: list[Work] = []
         # What the collective reads stays referenced until it has been waited for.
         self._alive: list[torch.Tensor] = []
-        with torch.no_grad():
+        with torch.no_grad(), naming("gradient reduction", self._fqn):
             self._shards = self._start_over_shard(list(grads), dtypes)
 
     def advance(self) -> bool:
@@ -109,10 +109,9 @@ class Reduction:
         Returns:
             Whether the sharded gradients are complete.
         """
-        with torch.no_grad():
-            with naming("gradient reduction", self._fqn):
-                for work in self._works:
-                    work.wait()
+        with torch.no_grad(), naming("gradient reduction", self._fqn):
+            for work in self._works:
+                work.wait()
             self._works.clear()
             self._alive.clear()
             if self._stop_at_partial:
