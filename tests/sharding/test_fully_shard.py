@@ -505,3 +505,76 @@ def test_public_names_are_torchs_own_where_torch_has_them() -> None:
     assert shardwise.MixedPrecisionPolicy is torch.distributed.fsdp.MixedPrecisionPolicy
     assert shardwise.CPUOffloadPolicy is torch.distributed.fsdp.CPUOffloadPolicy
     assert shardwise.OffloadPolicy is torch.distributed.fsdp.OffloadPolicy
+
+
+# -- two mesh dimensions -----------------------------------------------------------------------
+
+
+def _two_dimensions(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    reference = Net()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    net = _net(mesh=mesh)
+    assert net.head.weight.placements == (Replicate(), Shard(0))
+    batches = torch.randn(3, world_size, 2, 6, generator=torch.Generator().manual_seed(1))
+
+    net.set_requires_all_reduce(False)
+    for batch in batches[:2]:
+        net(batch[rank]).square().mean().backward()
+        assert all(param.grad is None for param in net.parameters()), "held until the all-reduce"
+    net.set_requires_all_reduce(True)
+    net(batches[2][rank]).square().mean().backward()
+
+    for batch in batches:
+        for part in batch:
+            (reference(part).square().mean() / world_size).backward()
+    for (name, param), whole in zip(net.named_parameters(), reference.parameters(), strict=True):
+        assert param.grad is not None, name
+        torch.testing.assert_close(param.grad.full_tensor(), whole.grad, msg=name)
+
+
+def test_accumulating_with_reduce_scatter_but_without_all_reduce(ranks: Ranks) -> None:
+    ranks(_two_dimensions, 4)
+
+
+# -- several forwards, several backwards -------------------------------------------------------
+
+
+def _more_than_once(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    reference = Net()
+    net = _net()
+    x = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(1))
+
+    def losses(model: nn.Module) -> list[torch.Tensor]:
+        return [model(part).square().mean() for part in x]
+
+    for model in (net, reference):
+        first, second, third = losses(model)
+        (first + second).backward()
+        third.backward(retain_graph=True)
+        third.backward()
+    for (name, param), whole in zip(net.named_parameters(), reference.parameters(), strict=True):
+        assert param.grad is not None, name
+        torch.testing.assert_close(param.grad.full_tensor(), whole.grad, msg=name)
+    assert isinstance(net.head.weight, DTensor)
+
+
+def test_several_forwards_before_backward_and_backward_twice(ranks: Ranks) -> None:
+    ranks(_more_than_once, 2)
+
+
+def _gradient_of_the_input(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    reference = Net()
+    net = _net()
+    grads = []
+    for model in (net, reference):
+        x = torch.ones(2, 6, requires_grad=True)
+        model(x).square().mean().backward()
+        grads.append(x.grad)
+    assert torch.equal(grads[0], grads[1])
+
+
+def test_the_input_of_the_root_gets_its_gradient(ranks: Ranks) -> None:
+    ranks(_gradient_of_the_input, 2)
