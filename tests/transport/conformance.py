@@ -141,7 +141,7 @@ class ReduceScatter:
         self._op = op
         self._values = []
         for i, item in enumerate(items):
-            numel = item.chunk * checks.world_size - item.missing
+            numel = max(0, item.chunk * checks.world_size - item.missing)
             self._values.append(checks.draw(numel, item.stored, seed, i))
         self._fulls = [values[checks.rank].clone() for values in self._values]
         self._shards = [torch.empty(item.chunk, dtype=item.result) for item in items]
@@ -219,9 +219,12 @@ def _random_item(random: random.Random, world_size: int, largest: int) -> Item:
     return Item(chunk, missing, stored, result)
 
 
-def cases() -> list[tuple[str, list[Item]]]:
-    """Named lists of tensors: the corners, one by one."""
-    large = 300_000  # chunks of more than a megabyte: sent from where they lie
+def cases(large: int) -> list[tuple[str, list[Item]]]:
+    """Named lists of tensors: the corners, one by one.
+
+    Args:
+        large: elements of a chunk that is not packed.
+    """
     named = [
         ("nothing", []),
         ("one element", [Item(1)]),
@@ -241,10 +244,10 @@ def cases() -> list[tuple[str, list[Item]]]:
     return [*named, ("all dtypes", mixed)]
 
 
-def check_all(transport: Transport, *, exact: bool) -> None:
+def check_all(transport: Transport, *, exact: bool, large: int = 1500) -> None:
     """Run every case through every collective."""
     checks = Checks(transport, exact=exact)
-    for number, (name, items) in enumerate(cases()):
+    for number, (name, items) in enumerate(cases(large)):
         try:
             checks.all_gather(items, number).finish()
             for op in Reduce:

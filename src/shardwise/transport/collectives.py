@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,17 +20,11 @@ from shardwise.transport.flat import as_carried, as_real, as_rows, contributions
 from shardwise.transport.memory import HeapBuffers
 from shardwise.transport.parcels import Parcel, pack, parcels, unpack
 from shardwise.transport.peers import naming_lost_peer
+from shardwise.transport.waiting import Launched, Waiter
 from shardwise.transport.work import FinishedWork, PendingWork
 
 #: Backends known to implement ``ReduceOp.AVG``; elsewhere the sum is divided afterwards.
 _AVERAGING_BACKENDS = frozenset({"nccl"})
-
-
-class Launched(Protocol):
-    """What waits for collectives of ``torch.distributed``."""
-
-    def wait(self) -> object:
-        """Return once the results may be used."""
 
 
 class CollectivesTransport:
@@ -54,6 +47,7 @@ class CollectivesTransport:
         self.group = group
         self._has_average = backend in _AVERAGING_BACKENDS
         self._alone_bytes = alone_bytes
+        self._waiter = Waiter(group) if backend == "gloo" else None
 
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
@@ -138,11 +132,15 @@ class CollectivesTransport:
             return FinishedWork()
         with naming_lost_peer(self.group, doing):
             launched = self._launch(calls)
+        on_host = calls[0].args[0].device.type == "cpu"
 
         def wait_and_finish(calls: object = calls) -> None:  # the calls hold what is read
-            with naming_lost_peer(self.group, doing):
-                for each in launched:
-                    each.wait()
+            if self._waiter is not None and on_host:
+                self._waiter.wait([(each, None) for each in launched], doing)
+            else:
+                with naming_lost_peer(self.group, doing):
+                    for each in launched:
+                        each.wait()
             finish()
 
         return PendingWork(wait_and_finish)

@@ -22,6 +22,7 @@ from shardwise.transport.messages import MAX_TAG, Exchange, Message
 from shardwise.transport.parcels import Parcel, pack, parcels, total, unpack
 from shardwise.transport.reduction import Reduction
 from shardwise.transport.scratch import Scratch
+from shardwise.transport.waiting import Waiter
 from shardwise.transport.work import PendingWork
 
 #: Chunks of fewer bytes travel packed together, larger ones from where they lie.
@@ -45,6 +46,7 @@ class GlooTransport:
         self._group = group
         # Each rank starts with its next neighbour, so that not all of them write to rank 0 first.
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        self._waiter = Waiter(group)
         self._next_tag = 0
         self._scratch = Scratch()
         self._under_way: list[tuple[weakref.ref[PendingWork], Exchange]] = []
@@ -92,11 +94,10 @@ class GlooTransport:
             own.copy_(shard)
 
         def finish() -> None:
-            for parcel, arrival in arrivals:
-                arrived = arrival.wait()
-                if parcel.packed:
-                    unpack(arrived, [rows[i][arrival.peer] for i in parcel.indices])
             exchange.wait()
+            for parcel, arrival in arrivals:
+                if parcel.packed:
+                    unpack(arrival.tensor, [rows[i][arrival.peer] for i in parcel.indices])
 
         return self._pending(exchange, finish)
 
@@ -120,7 +121,7 @@ class GlooTransport:
         return self._collectives.all_reduce(tensors, op)
 
     def _exchange(self, doing: str, messages: int) -> Exchange:
-        exchange = Exchange(self._group, doing, self._next_tag)
+        exchange = Exchange(self._group, self._waiter, doing, self._next_tag)
         self._next_tag = (self._next_tag + messages) % MAX_TAG
         return exchange
 

@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 
-from shardwise.transport.peers import peer_lost, tells_of_lost_peer, tells_of_stall
+from shardwise.transport.waiting import PROBE_TAG, Waiter
 
 #: Message numbers wrap here; gloo takes tags of a C ``int``.
-MAX_TAG = 2**30
+MAX_TAG = PROBE_TAG
 
 
 class Message:
     """One tensor on its way to or from one peer.
 
-    Holds the tensor and the backend's work object until it is waited for: the backend reads or
-    writes that memory from a thread of its own.
+    Attributes:
+        tensor: what is sent, or where it arrives. Gloo reads or writes it from a thread of its own
+            until the message has been waited for.
+        peer: rank in the group of the peer at the other end.
+        work: gloo's work; ``None`` once it is over, and where nothing travels.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        post: Callable[[list[torch.Tensor], int, int], dist.Work | None],
-        tensor: torch.Tensor,
-        peer: int,
-        tag: int,
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, peer: int, work: dist.Work | None) -> None:
         self.tensor = tensor
         self.peer = peer
-        self._exchange = exchange
-        self._work: dist.Work | None = None
-        if tensor.numel():
-            try:
-                self._work = post([tensor], peer, tag)
-            except RuntimeError as error:
-                raise exchange.broken(error, peer) from error
-
-    def wait(self) -> torch.Tensor:
-        """Return the tensor once it has arrived or left.
-
-        Raises:
-            PeerLostError: the peer died, or did not answer in time.
-        """
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise self._exchange.broken(error, self.peer) from error
-            self._work = None
-        return self.tensor
+        self.work = work
 
 
 class Exchange:
@@ -58,13 +34,17 @@ class Exchange:
 
     Args:
         group: the process group.
+        waiter: waits for works of that group.
         doing: what the call does, for errors.
         first_tag: tag of message number 0. Tags grow from call to call, so that the messages of
             two calls under way never mix.
     """
 
-    def __init__(self, group: dist.ProcessGroup, doing: str, first_tag: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, waiter: Waiter, doing: str, first_tag: int
+    ) -> None:
         self._group = group
+        self._waiter = waiter
         self._doing = doing
         self._first_tag = first_tag
         self._messages: list[Message] = []
@@ -77,25 +57,21 @@ class Exchange:
         """Post message ``number`` to ``peer``; nothing travels for an empty one."""
         return self._post(self._group.send, tensor, peer, number)
 
-    def wait(self) -> None:
-        """Wait for every message, so that its memory may be used again.
+    def wait(self, messages: Iterable[Message] | None = None) -> None:
+        """Return once the messages (by default all) have arrived or left.
 
         Raises:
             PeerLostError: a peer died, or did not answer in time.
         """
-        for message in self._messages:
-            message.wait()
-
-    def broken(self, error: RuntimeError, peer: int) -> RuntimeError:
-        """Make the error to raise when a message to or from ``peer`` failed."""
-        if not tells_of_lost_peer(error):
-            return error
-        peers = [peer]
-        if not tells_of_stall(error):
-            # The peer may have left because it lost another one, and that one is the cause.
-            others = set(range(self._group.size())) - {self._group.rank(), peer}
-            peers += [other for other in others if self._is_gone(other)]
-        return peer_lost(self._group, self._doing, error, peers)
+        waiting = [
+            message
+            for message in (self._messages if messages is None else messages)
+            if message.work is not None
+        ]
+        works = [(message.work, message.peer) for message in waiting if message.work is not None]
+        self._waiter.wait(works, self._doing)
+        for message in waiting:
+            message.work = None
 
     def _post(
         self,
@@ -104,14 +80,12 @@ class Exchange:
         peer: int,
         number: int,
     ) -> Message:
-        message = Message(self, post, tensor, peer, (self._first_tag + number) % MAX_TAG)
+        work = None
+        if tensor.numel():
+            try:
+                work = post([tensor], peer, (self._first_tag + number) % MAX_TAG)
+            except RuntimeError as error:
+                raise self._waiter.explain(error, self._doing, peer) from error
+        message = Message(tensor, peer, work)
         self._messages.append(message)
         return message
-
-    def _is_gone(self, peer: int) -> bool:
-        """Whether a message to ``peer`` could not even be posted."""
-        try:
-            self._group.recv([torch.empty(1)], peer, MAX_TAG)
-        except RuntimeError:
-            return True
-        return False

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from shardwise._torch import launched_together
-from shardwise.transport.collectives import CollectivesTransport, Launched
+from shardwise.transport.collectives import CollectivesTransport
+from shardwise.transport.waiting import Launched
 
 #: Chunks of fewer bytes are packed: below this a copy costs less than one more collective.
 SMALL_BYTES = 16 * 1024

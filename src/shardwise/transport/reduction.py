@@ -67,7 +67,8 @@ class Reduction:
             PeerLostError: a peer died, or did not answer in time.
         """
         for parcel, (out, messages) in zip(self._cut, self._sums, strict=True):
-            parts = {message.peer: message.wait() for message in messages}
+            self._exchange.wait(messages)
+            parts = {message.peer: message.tensor for message in messages}
             parts[self._rank] = pack([self._piece(i, self._rank) for i in parcel.indices])
             add_in_order(out, [parts[rank] for rank in sorted(parts)], self._divisor)
             if parcel.packed:

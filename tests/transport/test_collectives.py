@@ -1,0 +1,97 @@
+"""The collectives transport shows itself to whoever watches ``torch.distributed``."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.transport import select_transport
+from shardwise.transport.base import Reduce
+from tests.harness import run_ranks
+
+NAMES = [
+    "all_gather_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "all_reduce",
+    "send",
+    "recv",
+    "batch_isend_irecv",
+]
+
+
+def _watch(names: Sequence[str]) -> Counter[str]:
+    """Replace functions of ``torch.distributed`` as a monitor does, by ones that count."""
+    counts: Counter[str] = Counter()
+
+    def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # the monitor is an old one
+                return original(*args, **kwargs)
+
+        return replacement
+
+    for name in names:
+        if hasattr(dist, name):
+            setattr(dist, name, counting(name, getattr(dist, name)))
+    return counts
+
+
+def _count(rank: int, world_size: int, watched: list[str], dtypes: list[torch.dtype]) -> Any:
+    transport = select_transport(dist.group.WORLD, torch.device("cpu"), "collectives")
+    counts = _watch(watched)  # after the transport was made: it looks them up at every call
+    shards = [torch.ones(n, dtype=dtype) for dtype in dtypes for n in (1, 5, 200_000)]
+    fulls = [torch.empty(shard.numel() * world_size, dtype=shard.dtype) for shard in shards]
+    transport.all_gather(shards, fulls).wait()
+    transport.reduce_scatter(fulls, shards, Reduce.SUM).wait()
+    transport.all_reduce(shards, Reduce.SUM).wait()
+    transport.all_gather([], []).wait()
+    transport.all_gather([torch.empty(0)], [torch.empty(0)]).wait()
+    assert all(bool((shard == 4).all()) for shard in shards)
+    return counts
+
+
+def test_every_call_is_one_collective_whatever_the_list() -> None:
+    for counts in run_ranks(_count, 2, NAMES[:1] + NAMES[2:3] + NAMES[4:], [torch.float32]):
+        assert counts == {"all_gather_single": 1, "reduce_scatter_single": 1, "all_reduce": 1}
+
+
+def test_two_dtypes_are_two_collectives() -> None:
+    dtypes = [torch.float32, torch.bfloat16]
+    for counts in run_ranks(_count, 2, ["all_reduce"], dtypes):
+        assert counts == {"all_reduce": 2}
+
+
+def test_a_monitor_of_the_older_names_sees_them_too() -> None:
+    watched = ["all_gather_into_tensor", "reduce_scatter_tensor"]
+    for counts in run_ranks(_count, 2, watched, [torch.float32]):
+        assert counts == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+
+
+def _lone_tensors(rank: int, world_size: int) -> None:
+    """A tensor alone of its dtype travels from and to its own memory."""
+    transport = select_transport(dist.group.WORLD, torch.device("cpu"), "collectives")
+    seen: list[int] = []
+    original = dist.all_gather_single
+
+    def replacement(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(output.data_ptr())
+        return original(output, *args, **kwargs)
+
+    dist.all_gather_single = replacement
+    full = torch.empty(3 * world_size)
+    transport.all_gather([torch.full((3,), float(rank))], [full]).wait()
+    assert seen == [full.data_ptr()]
+    assert full.view(world_size, 3)[:, 0].tolist() == [0.0, 1.0]
+
+
+def test_a_tensor_alone_of_its_dtype_is_not_copied() -> None:
+    run_ranks(_lone_tensors, 2)

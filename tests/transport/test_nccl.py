@@ -1,0 +1,128 @@
+"""The NCCL transport: how it launches (gloo standing in), and on GPUs where there are any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise import _torch
+from shardwise.transport import nccl, select_transport
+from shardwise.transport.base import Reduce
+from shardwise.transport.nccl import NcclTransport
+from tests.harness import run_ranks
+
+LARGE = nccl.SMALL_BYTES  # elements: some bytes each
+
+
+def _addresses(rank: int, world_size: int) -> None:
+    """Record which memory each collective reads and writes, and how often there is a launch."""
+    assert dist.group.WORLD is not None
+    transport = NcclTransport(dist.group.WORLD, "gloo")
+    pairs: list[tuple[int, int]] = []
+    launches: list[object] = []
+
+    def recording(original: Any) -> Any:
+        def replacement(output: torch.Tensor, data: torch.Tensor, **kwargs: Any) -> Any:
+            pairs.append((output.data_ptr(), data.data_ptr()))
+            return original(output, data, **kwargs)
+
+        return replacement
+
+    dist.all_gather_single = recording(dist.all_gather_single)
+    dist.reduce_scatter_single = recording(dist.reduce_scatter_single)
+    together = _torch.launched_together
+
+    def counted(group: dist.ProcessGroup) -> Any:
+        launches.append(group)
+        return together(group)
+
+    nccl.launched_together = counted
+
+    shards = [torch.full((LARGE + n,), float(rank)) for n in range(3)]
+    shards[2] = shards[2][:-5]  # uneven: the last rows ran out
+    fulls = [torch.empty((LARGE + n) * world_size) for n in range(3)]
+    transport.all_gather(shards, fulls).wait()
+    own = [full.chunk(world_size)[rank].data_ptr() for full in fulls]
+    expected = [(full.data_ptr(), part) for full, part in zip(fulls, own, strict=True)]
+    assert pairs == expected, "each parameter is gathered in place"
+    assert len(launches) == 1
+
+    pairs.clear()
+    grads = [torch.ones((LARGE + n) * world_size) for n in range(3)]
+    grads[2] = grads[2][:-5]
+    results = [torch.empty(LARGE + n) for n in range(3)]
+    transport.reduce_scatter(grads, results, Reduce.SUM).wait()
+    assert [to for to, _ in pairs] == [result.data_ptr() for result in results]
+    assert [read for _, read in pairs[:2]] == [grad.data_ptr() for grad in grads[:2]]
+    assert pairs[2][1] != grads[2].data_ptr(), "an uneven gradient is padded, in a copy"
+    assert len(launches) == 2
+
+    pairs.clear()
+    transport.all_gather([torch.ones(3)] * 20, [torch.empty(3 * world_size)] * 20).wait()
+    assert len(pairs) == 1, "small parameters are packed"
+
+
+def test_large_parameters_travel_in_place_in_one_launch_and_small_ones_packed() -> None:
+    run_ranks(_addresses, 2)
+
+
+def _padding(rank: int, world_size: int) -> float:
+    """What a short shard leaves of its chunk travels as zeros."""
+    assert dist.group.WORLD is not None
+    full = torch.full((4 * world_size,), float("nan"))
+    NcclTransport(dist.group.WORLD, "gloo").all_gather([torch.ones(3)], [full]).wait()
+    return float(full.sum())
+
+
+def test_padding_is_zeros_lest_nan_checks_cry() -> None:
+    assert run_ranks(_padding, 2) == [6.0, 6.0]
+
+
+def _on_gpus(rank: int, world_size: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    transport = NcclTransport(dist.group.WORLD or pytest.fail("no group"))
+    if world_size > 1:
+        assert select_transport(dist.group.WORLD, device).name == "nccl"
+    for dtype in (torch.float32, torch.bfloat16):
+        sizes = [1, 7, LARGE, 3 * LARGE + 1]
+        shards = [torch.full((n,), rank + 1.0, device=device) for n in sizes]
+        buffers = transport.full_buffers([n * world_size for n in sizes], [dtype] * 4, device)
+        for _ in range(2):  # the second time into memory that was given back
+            buffers.allocate()
+            transport.all_gather(shards, buffers.tensors).wait()
+            for full in buffers.tensors:
+                found = full.view(world_size, -1)
+                expected = torch.arange(1.0, world_size + 1, device=device, dtype=dtype)
+                assert torch.equal(found, expected[:, None].expand_as(found))
+            buffers.free()
+        grads = [torch.full((n * world_size - 1,), rank + 1.0, device=device) for n in sizes]
+        results = [torch.zeros(n, device=device, dtype=dtype) for n in sizes]
+        transport.reduce_scatter(grads, results, Reduce.AVG).wait()
+        for n, result in zip(sizes, results, strict=True):
+            held = n if rank < world_size - 1 else n - 1
+            assert torch.all(result[:held] == (world_size + 1) / 2)
+        summed = [torch.full((n,), rank + 1.0, device=device, dtype=dtype) for n in sizes]
+        transport.all_reduce(summed, Reduce.SUM).wait()
+        for each in summed:
+            assert torch.all(each == world_size * (world_size + 1) / 2)
+
+
+def _host_shards(rank: int, world_size: int) -> None:
+    """Offloaded shards lie in (pinned) host memory."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    transport = NcclTransport(dist.group.WORLD or pytest.fail("no group"))
+    shards = [torch.full((n,), rank + 1.0).pin_memory() for n in (3, LARGE)]
+    fulls = [torch.empty(n * world_size, device=device) for n in (3, LARGE)]
+    transport.all_gather(shards, fulls).wait()
+    for full in fulls:
+        assert full.view(world_size, -1)[:, 0].tolist() == list(range(1, world_size + 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("check", [_on_gpus, _host_shards])
+def test_on_all_gpus(check: Any) -> None:
+    run_ranks(check, torch.cuda.device_count(), backend="nccl", timeout=120)

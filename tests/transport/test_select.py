@@ -1,0 +1,110 @@
+"""Which transport a process group gets, and who says so."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.transport import select_transport
+from shardwise.transport.base import Transport
+from shardwise.transport.c10d import backend_name
+from tests.harness import run_ranks
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def _chosen(rank: int, world_size: int, requested: str | None) -> str:
+    transport = select_transport(dist.group.WORLD, CPU, requested)
+    assert isinstance(transport, Transport)
+    assert (transport.rank, transport.world_size) == (rank, world_size)
+    return transport.name
+
+
+@pytest.mark.parametrize(
+    ("requested", "variable", "name"),
+    [
+        (None, None, "gloo"),
+        (None, "", "gloo"),
+        (None, "auto", "gloo"),
+        (None, "c10d", "gloo"),
+        (None, "collectives", "collectives"),
+        ("collectives", None, "collectives"),
+        ("c10d", "collectives", "gloo"),
+        ("auto", "collectives", "gloo"),
+        ("collectives", "nonsense", "collectives"),
+    ],
+)
+def test_the_argument_wins_over_the_variable_over_auto(
+    requested: str | None, variable: str | None, name: str
+) -> None:
+    found = run_ranks(_chosen, 2, requested, env={"SHARDWISE_TRANSPORT": variable})
+    assert found == [name, name]
+
+
+@pytest.mark.parametrize("requested", [None, "auto", "c10d", "collectives"])
+def test_one_rank_needs_no_group(requested: str | None) -> None:
+    assert select_transport(None, CPU, requested).name == "local"
+
+
+def _alone(rank: int, world_size: int) -> str:
+    return select_transport(dist.group.WORLD, CPU, "collectives").name
+
+
+def test_a_group_of_one_rank_is_local() -> None:
+    assert run_ranks(_alone, 1) == ["local"]
+
+
+def test_an_unknown_argument_is_named_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="transport='smoke' is unknown") as caught:
+        select_transport(None, CPU, "smoke")
+    assert "auto, c10d, collectives" in str(caught.value)
+    assert "SHARDWISE_TRANSPORT" not in str(caught.value)
+
+
+def test_an_unknown_variable_is_named_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_TRANSPORT", "smoke")
+    with pytest.raises(ValueError, match="SHARDWISE_TRANSPORT='smoke' is unknown"):
+        select_transport(None, CPU)
+
+
+def _shared(rank: int, world_size: int) -> None:
+    world, other = dist.group.WORLD, dist.new_group([0, 1])
+    first = select_transport(world, CPU)
+    assert select_transport(world, CPU) is first
+    assert select_transport(world, CPU, "collectives") is not first
+    assert select_transport(other, CPU) is not first
+
+
+def test_groups_of_parameters_over_the_same_ranks_share_a_transport() -> None:
+    run_ranks(_shared, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "name"),
+    [
+        ("cpu:gloo,cuda:nccl", CPU, "gloo"),
+        ("cpu:gloo,cuda:nccl", CUDA, "nccl"),
+        ("cpu:gloo,cuda:gloo", CUDA, "gloo"),
+        ("mpi", CPU, "mpi"),
+    ],
+)
+def test_of_several_backends_the_one_of_the_device_counts(
+    monkeypatch: pytest.MonkeyPatch, config: str, device: torch.device, name: str
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", Mock(return_value=config))
+    assert backend_name(Mock(), device) == name
+
+
+def _on_a_device_without_backend(rank: int, world_size: int) -> str:
+    with pytest.raises(ValueError, match="none for cuda") as caught:
+        select_transport(dist.group.WORLD, CUDA)
+    return str(caught.value)
+
+
+def test_a_device_without_a_backend_is_an_error_that_tells_what_to_do() -> None:
+    for message in run_ranks(_on_a_device_without_backend, 2, backend="cpu:gloo"):
+        assert "init_process_group" in message
+        assert "cpu:gloo,cuda:" in message
