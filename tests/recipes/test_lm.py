@@ -25,6 +25,7 @@ from shardwise.recipes.checkpointing import Checkpoints, SaveError
 from shardwise.recipes.config import OptionError, Precision
 from shardwise.recipes.lm_config import LmConfig, check_folder, check_lm
 from shardwise.recipes.loop import DivergedError
+from shardwise.recipes.sample import sample_tokens
 from tests.recipes.small import losses, small_config, validation, write_model
 
 Ranks = Callable[..., list[Any]]
@@ -306,8 +307,6 @@ def test_other_models_of_transformers_train_too(ranks: Ranks, tmp_path: Path) ->
 
 def draw(rank: int, world_size: int, config: LmConfig, variants: Sequence[Any]) -> list[Any]:
     """Sample from an untrained model in several ways."""
-    from shardwise.recipes.sample import sample_tokens
-
     world = World(rank, world_size, rank, world_size)
     run = lm._assemble(config, check_lm(config, world), world, torch.device("cpu"))
     return [
@@ -317,23 +316,60 @@ def draw(rank: int, world_size: int, config: LmConfig, variants: Sequence[Any]) 
             count,
             vocab_size=256,
             temperature=temperature,
-            positions=64,
+            window=window,
             seed=seed,
             device=run.device,
         )
-        for count, temperature, seed in variants
+        for count, temperature, seed, window in variants
     ]
 
 
-def test_a_sample_is_the_same_on_every_rank_and_ends_with_the_positions(
+def test_a_sample_is_the_same_on_every_rank_and_as_long_as_asked(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    variants = [(10, 1.0, 0), (10, 1.0, 0), (10, 1.0, 1), (10, 0.0, 0), (10, 0.0, 1), (100, 1.0, 0)]
+    variants = [
+        (10, 1.0, 0, 64),
+        (10, 1.0, 0, 64),
+        (10, 1.0, 1, 64),
+        (10, 0.0, 0, 64),
+        (10, 0.0, 1, 64),
+        (200, 1.0, 0, 64),
+        (10, 1.0, 0, 2),
+    ]
     first, second = ranks(draw, 2, small_config(tmp_path), variants)
     assert first == second
-    again, same, other_seed, likeliest, likeliest_again, long = first
+    again, same, other_seed, likeliest, likeliest_again, long, forgetful = first
     assert again == same != other_seed
     assert likeliest == likeliest_again
-    assert long[:10] == again, "the cache remembers what was read"
-    assert len(long) == 64 - 3
+    assert long[:10] == again
+    assert len(long) == 200, "longer than the model's 64 positions"
     assert all(0 <= token < 256 for token in long)
+    assert len(forgetful) == 10
+
+
+def draw_with_and_without_cache(rank: int, world_size: int, config: LmConfig) -> tuple[Any, Any]:
+    """The likeliest tokens by a model that remembers, and by one that reads all anew."""
+    world = World(rank, world_size, rank, world_size)
+    run = lm._assemble(config, check_lm(config, world), world, torch.device("cpu"))
+    tokens = [1, 2, 3]
+    with torch.no_grad():
+        for _ in range(20):
+            logits = run.model(input_ids=torch.tensor([tokens])).logits[0, -1, :256]
+            tokens.append(int(logits.argmax()))
+    cached = sample_tokens(
+        run.model,
+        [1, 2, 3],
+        20,
+        vocab_size=256,
+        temperature=0.0,
+        window=64,
+        seed=0,
+        device=run.device,
+    )
+    return tokens[3:], cached
+
+
+def test_remembering_changes_nothing_but_speed(ranks: Ranks, tmp_path: Path) -> None:
+    model = str(write_model(tmp_path, attention_dropout=0.0))
+    for anew, cached in ranks(draw_with_and_without_cache, 2, small_config(tmp_path, model=model)):
+        assert cached == anew

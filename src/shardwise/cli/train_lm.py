@@ -177,7 +177,7 @@ def train_lm(
             help="Steps between looks at the validation loss; 0: only at the end.",
             rich_help_panel=_OUT,
         ),
-    ] = 0,
+    ] = 100,
     tensorboard: Annotated[
         bool, Option("--tensorboard", help="Write event files too.", rich_help_panel=_OUT)
     ] = False,

@@ -121,7 +121,7 @@ class OutputConfig:
     out: Path
     checkpoint_every: int = 100
     keep_last: int = 2
-    eval_every: int = 0
+    eval_every: int = 100
     tensorboard: bool = False
     resume: bool = False
     overwrite: bool = False

@@ -26,7 +26,6 @@ from shardwise.recipes.lm_config import LmConfig, LmInputs, check_folder
 from shardwise.recipes.loop import Loop, Task
 from shardwise.recipes.model import build, next_token_loss, shard, shard_bytes, transport_name
 from shardwise.recipes.optim import count, make_adamw, warmup_cosine
-from shardwise.recipes.presets import longest_sequence
 from shardwise.recipes.progress import Display, brief, make_display, printable
 from shardwise.recipes.rundir import write_text
 from shardwise.recipes.sample import sample_tokens
@@ -174,8 +173,7 @@ def _train(
 
 def _write_sample(run: _Run) -> None:
     config = run.config
-    positions = longest_sequence(run.inputs.settings) or config.seq_length
-    prompt = [SEPARATOR, *config.prompt_text.encode()][:positions]
+    prompt = [SEPARATOR, *config.prompt_text.encode()]
     assert isinstance(run.model, FSDPModule)
     tokens = sample_tokens(
         run.model,
@@ -183,7 +181,7 @@ def _write_sample(run: _Run) -> None:
         config.sample_tokens,
         vocab_size=SEPARATOR,
         temperature=config.temperature,
-        positions=positions,
+        window=config.seq_length,
         seed=config.train.seed,
         device=run.device,
     )

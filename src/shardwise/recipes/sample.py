@@ -25,7 +25,7 @@ def sample_tokens(
     *,
     vocab_size: int,
     temperature: float,
-    positions: int,
+    window: int,
     seed: int,
     device: torch.device,
 ) -> list[int]:
@@ -34,10 +34,11 @@ def sample_tokens(
     Args:
         model: a causal language model of ``transformers``.
         prompt: at least one token.
-        count: tokens to draw; fewer where the model's positions end.
+        count: tokens to draw.
         vocab_size: tokens from here up are never drawn.
         temperature: 0 takes the likeliest token; 1 draws as the model has learnt.
-        positions: the longest sequence that the model takes.
+        window: the most tokens that the model looks back at, as in training; where they are
+            full, the older half is forgotten.
         seed: of the drawing.
         device: where the model computes.
     """
@@ -48,17 +49,21 @@ def sample_tokens(
         model.set_reshard_after_forward(False)
     generator = torch.Generator().manual_seed(seed)
     module.eval()
-    tokens = list(prompt)
-    fresh, cache = tokens, None
-    for _ in range(min(count, positions - len(tokens))):
+    drawn: list[int] = []
+    context = list(prompt)[-window:]
+    cache = None
+    for _ in range(count):
+        if len(context) > window:
+            context, cache = context[-max(1, window // 2) :], None
+        # With a cache the model remembers all but the newest token.
+        fresh = context if cache is None else context[-1:]
         inputs = torch.tensor([fresh], device=device)
         output = module(input_ids=inputs, past_key_values=cache, use_cache=True)
         cache = getattr(output, "past_key_values", None)
         logits = output.logits[0, -1, :vocab_size].float().cpu()
-        tokens.append(_draw(logits, temperature, generator))
-        # With a cache the model remembers what it has read.
-        fresh = tokens if cache is None else tokens[-1:]
-    return tokens[len(prompt) :]
+        drawn.append(_draw(logits, temperature, generator))
+        context.append(drawn[-1])
+    return drawn
 
 
 def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
