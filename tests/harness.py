@@ -123,7 +123,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     backend: str | None = "gloo",
-    timeout: float = 60,
+    timeout: float = 120,
     pg_timeout: float = 30,
     env: Mapping[str, str | None] | None = None,
     expect_failures: bool = False,

@@ -1,36 +1,12 @@
-"""Run the benchmarks as people do: as scripts."""
+"""Let tests import the modules that the benchmark scripts share."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
+from tests.benchmarks.scripts import BENCHMARKS
 
 
-@pytest.fixture
-def run_script() -> Run:
-    """``run_script("step_time.py", "--ranks", "2")`` returns the finished process."""
-
-    def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(BENCHMARKS / script), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-
-    return run
-
-
-@pytest.fixture
-def benchmark_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the test import the modules that the scripts share."""
+@pytest.fixture(autouse=True)
+def _shared_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -1,37 +1,124 @@
-"""``benchmarks/step_time.py`` measures contenders that train the same."""
+"""``benchmarks/step_time.py`` times contenders that train the same, and tells when they do not."""
 
 from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
+import sys
 from typing import Any
 
 import pytest
 
-from tests.benchmarks.conftest import Run
+from tests.benchmarks.scripts import run_script
 
-SMALL = ["--params", "tiny", "--tokens", "16", "--rounds", "2", "--steps", "1", "--warmup", "4"]
+ROUNDS, STEPS, WARMUP = 2, 2, 3
 
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run the script once, for ours, FSDP2 and the floor."""
-    import subprocess
-    import sys
-
-    from tests.benchmarks.conftest import BENCHMARKS
-
+    """One run of ours, FSDP2, DDP and the floor on a miniature model; it must succeed."""
     path = tmp_path_factory.mktemp("step_time") / "raw.json"
-    arguments = [*SMALL, "--contenders", "ours,fsdp2,floor", "--json", str(path)]
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "step_time.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    done = run_script(
+        "step_time.py",
+        *("--params", "tiny", "--tokens", "16", "--dtype", "bf16"),
+        *("--rounds", str(ROUNDS), "--steps", str(STEPS), "--warmup", str(WARMUP)),
+        *("--contenders", "ours,fsdp2,ddp,floor", "--json", str(path)),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "losses: OK" in done.stdout, done.stdout
     loaded: dict[str, Any] = json.loads(path.read_text())
     return loaded
+
+
+def test_document_tells_where_and_how_it_was_measured(document: dict[str, Any]) -> None:
+    assert document["script"] == "step_time"
+    assert document["command"].startswith("python benchmarks/step_time.py --params tiny")
+    assert {"cpu", "cores", "torch", "python"} <= document["machine"].keys()
+
+
+def test_every_contender_takes_the_steps_that_were_asked_for(document: dict[str, Any]) -> None:
+    (case,) = document["cases"]
+    assert list(case["contenders"]) == ["ours", "fsdp2", "ddp", "floor"]
+    for name, turns in case["contenders"].items():
+        assert len(turns) == ROUNDS, name
+        assert [len(turn["steps"]) for turn in turns] == [STEPS] * ROUNDS, name
+        assert sum(len(turn["warmup"]) for turn in turns) == WARMUP, f"{name}: once in its life"
+        for step in (step for turn in turns for step in turn["steps"]):
+            assert len(step) == case["ranks"] == 2, name
+            for rank in step:
+                parts = rank["forward"] + rank["backward"] + rank["optimizer"]
+                assert 0 < parts <= rank["seconds"] + 1e-9, (name, rank)
+
+
+def test_losses_agree_and_fall(document: dict[str, Any]) -> None:
+    from _step_tables import disagreement, losses
+
+    (case,) = document["cases"]
+    assert disagreement(case) is None
+    ours = losses(case, "ours")
+    assert len(ours) == WARMUP + ROUNDS * STEPS
+    assert ours[4] < ours[0], f"the first batch came twice and its loss did not fall: {ours}"
+
+
+@pytest.mark.parametrize("wrong", [1e-4, float("nan")])
+def test_contender_that_computes_something_else_is_named(
+    document: dict[str, Any], wrong: float
+) -> None:
+    from _step_tables import disagreement
+
+    case = copy.deepcopy(document["cases"][0])
+    case["contenders"]["ddp"][1]["steps"][0][0]["loss"] += 2 * wrong  # on one rank of two
+    found = disagreement(case)
+    assert found is not None
+    assert f"ddp differs from fsdp2 first at step {WARMUP + STEPS}" in found
+
+
+def test_floor_need_only_start_alike(document: dict[str, Any]) -> None:
+    from _step_tables import disagreement
+
+    case = copy.deepcopy(document["cases"][0])
+    case["contenders"]["floor"][0]["warmup"][1][0]["loss"] += 1
+    assert disagreement(case) is None
+    case["contenders"]["floor"][0]["warmup"][0][0]["loss"] += 1
+    assert "floor differs from fsdp2 first at step 0" in str(disagreement(case))
+
+
+def test_table_is_computed_from_rounds(document: dict[str, Any]) -> None:
+    """Median step by its slowest rank, median over rounds; ratios are taken within a round."""
+    from _step_tables import step_tables
+
+    changed = copy.deepcopy(document)
+    seconds = {"ours": [(0.5, 0.7), (1.0, 1.4)], "fsdp2": [(1.0, 0.9), (1.9, 2.0)]}
+    for name, rounds in seconds.items():
+        for turn, by_rank in zip(changed["cases"][0]["contenders"][name], rounds, strict=True):
+            for step in turn["steps"]:
+                for rank, value in zip(step, by_rank, strict=True):
+                    rank["seconds"] = value
+    (table,) = step_tables(changed)
+    ours = dict(zip(table.columns, table.rows[0], strict=True))
+    assert ours["contender"] == "shardwise"
+    assert ours["step s"] == "1.050"
+    assert ours["x FSDP2"] == "0.70"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--params", "7b"], "'7b' is not one of tiny, 34m, 150m"),
+        (["--ranks", "2,0"], "'2,0' is not a list of positive integers"),
+        (["--contenders", "ours,horovod"], "'horovod' is not one of ours, fsdp2"),
+        (["--steps", "none"], "'none' is not a positive integer"),
+    ],
+)
+def test_bad_options_are_refused_at_once(
+    arguments: list[str],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import step_time
+
+    monkeypatch.setattr(sys, "argv", ["step_time.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        step_time.main()
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err

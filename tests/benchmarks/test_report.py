@@ -1,0 +1,76 @@
+"""``benchmarks/report.py`` keeps the documentation's tables equal to the stored numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.scripts import run_script
+
+TEXT = """# Benchmarks
+before
+<!-- results: run.json -->
+old
+<!-- end of results -->
+after
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A document and one stored result."""
+    step = {"seconds": 2, "forward": 0.5, "backward": 1, "optimizer": 0.25, "cpu": 1.5, "loss": 3}
+    turn = {"warmup": [], "steps": [[step, step]], "foreign_cpu_seconds": 0}
+    case = {
+        "ranks": 2,
+        "params": "34m",
+        "dtype": "fp32",
+        "zero": 3,
+        "tokens": 256,
+        "device": "cpu",
+        "seed": 0,
+        "numel": 33_694_208,
+        "transport": "auto",
+        "worlds": "resident",
+        "idle_cpu_seconds": 0,
+        "contenders": {"ours": [turn], "fsdp2": [turn]},
+    }
+    machine = {"cpu": "a processor", "cores": 2, "memory_gib": 4, "gpu": None}
+    machine |= {"system": "Linux 6", "python": "3.11", "torch": "2.13"}
+    content = {"schema": 1, "script": "step_time", "command": "python benchmarks/step_time.py"}
+    content |= {"date": "2026-01-02", "machine": machine, "cases": [case]}
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    (tmp_path / "doc.md").write_text(TEXT)
+    return tmp_path
+
+
+def report(folder: Path, *arguments: str) -> int:
+    where = ["--document", str(folder / "doc.md"), "--results", str(folder)]
+    done = run_script("report.py", *where, *arguments)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode
+
+
+def test_tables_replace_what_is_between_the_markers(folder: Path) -> None:
+    assert report(folder, "--check") == 1
+    assert (folder / "doc.md").read_text() == TEXT, "--check changes nothing"
+    assert report(folder) == 0
+    text = (folder / "doc.md").read_text()
+    assert text.startswith("# Benchmarks\nbefore\n<!-- results: run.json -->")
+    assert text.endswith("<!-- end of results -->\nafter\n")
+    assert "old" not in text
+    assert "| shardwise | 2.000 | 2.000 to 2.000 | 1.00 |" in text
+    assert "a processor, 2 cores" in text
+    assert report(folder, "--check") == 0
+
+
+def test_missing_result_is_one_clear_line(folder: Path) -> None:
+    (folder / "run.json").unlink()
+    assert report(folder) == 2
+
+
+def test_documentation_shows_the_stored_results() -> None:
+    done = run_script("report.py", "--check")
+    assert done.returncode == 0, done.stdout + done.stderr
