@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 BATCHES = 4
 """How many different batches a rank cycles through.
@@ -34,6 +37,12 @@ class Preset:
     heads: int
     vocab: int
 
+    @property
+    def numel(self) -> int:
+        """The number of parameters."""
+        block = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.layers * block + 2 * self.vocab * self.hidden + self.hidden
+
 
 PRESETS = {
     "tiny": Preset(hidden=64, intermediate=176, layers=3, heads=4, vocab=256),  # 0.2 M: for tests
@@ -50,6 +59,8 @@ def build(preset: str, seed: int, device: str = "cpu") -> LlamaForCausalLM:
         seed: of the initial weights.
         device: where the model goes once it is made (on the CPU).
     """
+    from transformers import LlamaConfig, LlamaForCausalLM  # seconds, which tables need not wait
+
     size = PRESETS[preset]
     config = LlamaConfig(
         hidden_size=size.hidden,

@@ -17,6 +17,7 @@ import gc
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -205,7 +206,10 @@ def _options() -> argparse.Namespace:
         help="prompt: glibc gives freed memory back at once, so that RSS shows what is live; "
         "default: as it is without settings",
     )
-    return made.parse_args()
+    options = made.parse_args()
+    if options.device == "cpu" and not Path("/proc/self/clear_refs").exists():
+        made.error("on the CPU this needs Linux, whose kernel keeps the peak of resident memory")
+    return options
 
 
 def main() -> int:

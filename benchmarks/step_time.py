@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from _contenders import CONTENDERS, Case
-from _models import BATCHES, PRESETS, batches, build
+from _models import BATCHES, PRESETS, batches
 from _options import cases, contender_env, parser, positive_int
 from _report import document, machine, machine_line, save, wide_console
 from _step_tables import disagreement, step_tables
@@ -117,10 +117,9 @@ class Match:
         finally:
             for world in self._worlds.values():
                 world.close()
-        model = build(self._case.params, self._case.seed)
         return {
             **asdict(self._case),
-            "numel": sum(p.numel() for p in model.parameters()),
+            "numel": PRESETS[self._case.params].numel,
             "transport": self._options.transport,
             "worlds": "resident" if self._resident else "fresh",
             "idle_cpu_seconds": self._idle_cpu,
@@ -185,9 +184,7 @@ def _fits(case: Case, names: list[str]) -> bool:
     """Tell whether all worlds of a case fit into the memory that is free now."""
     if case.device != "cpu":
         return False
-    size = PRESETS[case.params]
-    block = 4 * size.hidden**2 + 3 * size.hidden * size.intermediate
-    whole = 4 * (size.layers * block + 2 * size.vocab * size.hidden)  # fp32 parameters, bytes
+    whole = 4 * PRESETS[case.params].numel  # bytes in fp32
     asleep = {"ddp": 4 * case.ranks, "floor": case.ranks + 2}  # with optimizer state; FSDPs: 3
     at_rest = sum(asleep.get(name, 3) for name in names) * whole
     awake = 2 * case.ranks * whole  # a model being built, or parameters and gradients of a step
