@@ -42,9 +42,10 @@ clean: ## remove the virtual environment, caches and build outputs (runs/ stays)
 # Setting up happens once, and again when the requirements change.
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "Shardwise needs Python 3.11 or newer, but $(PYTHON) is" \
-			"$$($(PYTHON) --version 2>&1); choose another: make PYTHON=python3.12 ..." >&2; exit 1; }
+			"$$($(PYTHON) -V 2>/dev/null || echo 'not there'); name another:" \
+			"make PYTHON=python3.12 ..." >&2; exit 1; }
 	@echo "making $(VENV)" && $(PYTHON) -m venv $(VENV)
 
 $(TRAIN): pyproject.toml constraints.txt | $(BIN)/python

@@ -18,7 +18,7 @@ from shardwise.errors import PeerLostError
 from shardwise.launch.errors import Stopped, UserError
 from shardwise.launch.report import Ending, Report
 from shardwise.launch.signals import StopSignals
-from shardwise.launch.world import PARENT_PID, REPORT_FD, STORE_FD, World
+from shardwise.launch.world import PARENT_PID, REPORT_FD, STORE_FD, World, launched_here
 
 # A disk that takes no more: nothing that a traceback would help with.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -66,7 +66,7 @@ def connected(world: World, backend: str) -> Iterator[None]:
     import torch.distributed as dist
 
     fd = os.environ.get(STORE_FD)
-    if PARENT_PID in os.environ:
+    if launched_here():
         store = dist.TCPStore(  # type: ignore[attr-defined]
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),

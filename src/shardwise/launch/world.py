@@ -62,6 +62,11 @@ def find_world(environ: Mapping[str, str] | None = None) -> World | None:
     return World(rank, size, local_rank, local_size)
 
 
+def launched_here() -> bool:
+    """Whether this process is a rank that our own launcher started."""
+    return PARENT_PID in os.environ
+
+
 def _number(
     env: Mapping[str, str], name: str, default: int | None, *, low: int, below: int | None = None
 ) -> int:

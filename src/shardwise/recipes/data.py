@@ -34,7 +34,11 @@ SEPARATOR = 256
 VOCAB_SIZE = 264
 
 VALIDATION_SHARE = 20  # one part in 20
-STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+# Not the standard library's own code; and, of its own, what is tables and prose.
+STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"} | {
+    "encodings",
+    "pydoc_data",
+}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from shardwise.frontends.strategies import ShardingPlan
 from shardwise.launch.errors import Stopped
 from shardwise.launch.rank import connected
 from shardwise.launch.signals import StopSignals
-from shardwise.launch.world import World
+from shardwise.launch.world import World, launched_here
 from shardwise.recipes import journal
 from shardwise.recipes.checkpointing import Checkpoints, Position
 from shardwise.recipes.config import resolve_sharding
@@ -163,7 +163,7 @@ def _train(
         journal=log,
         display=run.display,
         signals=signals,
-        resume_command=_resume_command(),
+        how_to_resume=_how_to_resume(),
     )
     results = loop.run(position)
     if config.sample_tokens:
@@ -240,6 +240,8 @@ def _title(run: _Run) -> str:
     return f"{run.config.model} on {run.inputs.text.name}"
 
 
-def _resume_command() -> str:
+def _how_to_resume() -> str:
+    if not launched_here():
+        return "To go on, start the same with --resume."
     arguments = [a for a in sys.argv[1:] if a not in ("--overwrite", "--resume")]
-    return journal.command_line([*arguments, "--resume"])
+    return "To go on:\n  " + journal.command_line([*arguments, "--resume"])

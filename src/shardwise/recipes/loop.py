@@ -104,7 +104,7 @@ class Loop:
         journal: where to write down.
         display: where to show.
         signals: who may ask to stop.
-        resume_command: what to type to go on, for the message of a run that was stopped.
+        how_to_resume: for the message of a run that was stopped.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Loop:
         journal: Journal,
         display: Display,
         signals: StopSignals,
-        resume_command: str,
+        how_to_resume: str,
     ) -> None:
         self._task = task
         self._config = config
@@ -128,7 +128,7 @@ class Loop:
         self._journal = journal
         self._display = display
         self._signals = signals
-        self._resume_command = resume_command
+        self._how_to_resume = how_to_resume
         self._durations: deque[float] = deque(maxlen=RECENT)
 
     def run(self, position: Position) -> dict[str, float]:
@@ -251,7 +251,7 @@ class Loop:
     def _farewell(self, position: Position, stop: int) -> str:
         return (
             f"Stopped by {signal_name(stop)} after step {position.step} of {self._config.steps}, "
-            f"which is saved. To go on:\n  {self._resume_command}"
+            f"which is saved. {self._how_to_resume}"
         )
 
 

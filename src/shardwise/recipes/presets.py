@@ -67,7 +67,7 @@ PRESETS = {
         layers=4,
         heads=4,
         positions=1024,
-        defaults=Defaults(steps=700, batch_size=4, seq_length=128, lr=2e-3),
+        defaults=Defaults(steps=600, batch_size=4, seq_length=128, lr=2e-3),
     ),
     "llama-34m": LlamaPreset(
         hidden=512,
