@@ -1,12 +1,16 @@
 """Fully Sharded Data Parallel for PyTorch that people can see into, predict and trust."""
 
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import PeerLostError, RanksDivergedError, ShardwiseError
-from shardwise.sharding.api import fully_shard
-from shardwise.sharding.grad import clip_grad_norm_
-from shardwise.sharding.init import materialize
-from shardwise.sharding.module import FSDPModule, UnshardHandle
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+    from shardwise.errors import PeerLostError, RanksDivergedError, ShardwiseError
+    from shardwise.sharding.api import fully_shard
+    from shardwise.sharding.grad import clip_grad_norm_
+    from shardwise.sharding.init import materialize
+    from shardwise.sharding.module import FSDPModule, UnshardHandle
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -21,3 +25,31 @@ __all__ = [
     "fully_shard",
     "materialize",
 ]
+
+# Importing torch takes seconds, and the command line answers `--help` without it: names are
+# fetched when they are first used.
+_HOME = {
+    "CPUOffloadPolicy": "torch.distributed.fsdp",
+    "FSDPModule": "shardwise.sharding.module",
+    "MixedPrecisionPolicy": "torch.distributed.fsdp",
+    "OffloadPolicy": "torch.distributed.fsdp",
+    "PeerLostError": "shardwise.errors",
+    "RanksDivergedError": "shardwise.errors",
+    "ShardwiseError": "shardwise.errors",
+    "UnshardHandle": "shardwise.sharding.module",
+    "clip_grad_norm_": "shardwise.sharding.grad",
+    "fully_shard": "shardwise.sharding.api",
+    "materialize": "shardwise.sharding.init",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -140,11 +140,13 @@ def test_the_picture_is_a_png_whatever_there_is_to_draw(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3, "a temporary file was left behind"
 
 
-def test_smoothing_keeps_the_level_from_the_first_value_on() -> None:
+def test_smoothing_keeps_the_level_and_does_not_lag() -> None:
     assert smooth([]) == []
     assert smooth([3.0] * 100) == pytest.approx([3.0] * 100)
     noisy = [2.0 + (-1) ** i for i in range(400)]
-    assert max(abs(value - 2.0) for value in smooth(noisy)[100:]) < 0.2
+    assert max(abs(value - 2.0) for value in smooth(noisy)[20:]) < 0.1
+    falling = [10.0 - i / 10 for i in range(60)]
+    assert smooth(falling)[:49] == pytest.approx(falling[:49])
 
 
 # -- the learning rate -----------------------------------------------------------------------------

@@ -97,7 +97,8 @@ def test_all_survivors_name_a_killed_peer_within_seconds(
         _lose_the_last_rank, 3, choice, post, when, pg_timeout=600, expect_failures=True
     )
     for rank, (message, seconds) in enumerate(_survivors(outcomes)):
-        assert f"rank {rank} lost rank 2 during the {doing}" in message
+        # Survivors hang up on each other, so the later one may name the earlier one too.
+        assert re.match(rf"rank {rank} lost (rank|ranks \d,) 2 during the {doing} tensors", message)
         assert "closed the connection" in message
         assert "restart all ranks from the last checkpoint" in message
         assert seconds < 20
@@ -154,7 +155,7 @@ def _call_alone(rank: int, world_size: int) -> str | None:
 def test_a_peer_that_stalls_is_named_after_the_timeout_of_the_group() -> None:
     message = run_ranks(_call_alone, 2, pg_timeout=2)[0]
     assert "rank 0 lost rank 1 during the all-gather of 1 tensors" in message
-    assert "did not answer in time" in message
+    assert "no answer in time" in message
 
 
 def _wait_twice(rank: int, world_size: int) -> bool | None:

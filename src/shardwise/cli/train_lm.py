@@ -194,7 +194,7 @@ def train_lm(
         Option(
             help="What the sample begins with.",
             rich_help_panel=_SAMPLE,
-            show_default="'def ', or nothing with --data",
+            show_default="a line of Python, or nothing with --data",
         ),
     ] = None,
     sample_tokens: Annotated[
@@ -202,7 +202,7 @@ def train_lm(
     ] = 200,
     temperature: Annotated[
         float, Option(help="0: the likeliest token, always.", rich_help_panel=_SAMPLE)
-    ] = 0.8,
+    ] = 0.9,
 ) -> None:
     """Train a language model on text, sharded over processes.
 

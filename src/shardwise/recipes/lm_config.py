@@ -23,7 +23,7 @@ from shardwise.recipes.data import TextData, load_text
 from shardwise.recipes.presets import longest_sequence, model_settings
 from shardwise.recipes.rundir import RunDir, check_same
 
-DEFAULT_PROMPT = "def "  # for the default data
+DEFAULT_PROMPT = "class Shard:\n    def __init__(self, "  # for the default data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class LmConfig:
     seq_length: int
     prompt: str | None = None
     sample_tokens: int = 200
-    temperature: float = 0.8
+    temperature: float = 0.9
     train: TrainConfig
 
     @property

@@ -54,13 +54,16 @@ def plot_loss(records: Sequence[dict[str, Any]], title: str, path: Path) -> None
     temporary.replace(path)
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """A running mean that forgets: each value weighs less the longer it is past."""
-    keep = 1 - 1 / min(20, max(1, len(values) // 10))
-    smoothed: list[float] = []
-    mean, weight = 0.0, 0.0
-    for value in values:
-        mean = keep * mean + (1 - keep) * value
-        weight = keep * weight + (1 - keep)
-        smoothed.append(mean / weight)
+def smooth(values: Sequence[float], reach: int = 10) -> list[float]:
+    """Means over the neighbours on both sides, so that the curve does not lag behind.
+
+    Args:
+        values: one per step.
+        reach: neighbours on each side. Fewer at the beginning, where the loss falls steeply.
+    """
+    smoothed = []
+    for index in range(len(values)):
+        near = min(reach, index)
+        window = values[index - near : index + near + 1]
+        smoothed.append(sum(window) / len(window))
     return smoothed

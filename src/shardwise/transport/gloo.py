@@ -19,7 +19,7 @@ from shardwise.transport.collectives import CollectivesTransport
 from shardwise.transport.flat import as_rows
 from shardwise.transport.memory import HeapBuffers
 from shardwise.transport.messages import MAX_TAG, Exchange, Message
-from shardwise.transport.parcels import Parcel, pack, parcels, total, unpack
+from shardwise.transport.parcels import Parcel, pack, parcels, unpack
 from shardwise.transport.reduction import Reduction
 from shardwise.transport.scratch import Scratch
 from shardwise.transport.waiting import Waiter
@@ -69,13 +69,7 @@ class GlooTransport:
         )
         exchange = self._exchange(f"the all-gather of {len(fulls)} tensors", len(cut))
 
-        # Receives first: gloo moves a message when both of its ends are posted.
         arrivals: list[tuple[Parcel, Message]] = []
-        for number, parcel in enumerate(cut):
-            first = rows[parcel.indices[0]]
-            for peer in self._peers:
-                landing = first.new_empty(total(chunks, parcel)) if parcel.packed else first[peer]
-                arrivals.append((parcel, exchange.recv(landing, peer, number)))
         uncopied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number, parcel in enumerate(cut):
             leaving = []
@@ -87,9 +81,13 @@ class GlooTransport:
                 else:
                     own[: shard.numel()].copy_(shard)
                     leaving.append(own)
-            message = pack(leaving)
+            packed = pack(leaving)
+            first = rows[parcel.indices[0]]
             for peer in self._peers:
-                exchange.send(message, peer, number)
+                exchange.send(packed, peer, number)
+                landing = torch.empty_like(packed) if parcel.packed else first[peer]
+                arrivals.append((parcel, exchange.recv(landing, peer, number)))
+        exchange.start()
         for own, shard in uncopied:  # while the messages travel
             own.copy_(shard)
 

@@ -44,14 +44,10 @@ def peer_lost(
     else:
         others = [str(member) for member in members if member != me]
         who = f"one of ranks {', '.join(others)} (the backend does not say which)"
-    what = (
-        "it did not answer in time"
-        if tells_of_stall(error)
-        else "it closed the connection: it died, or left early"
-    )
+    what = "no answer in time" if tells_of_stall(error) else "the peer closed the connection"
     return PeerLostError(
-        f"rank {me} lost {who} during {doing}: {what}. Look for the first error in the output of "
-        "that rank, then restart all ranks from the last checkpoint. "
+        f"rank {me} lost {who} during {doing}: {what}. It died, left early or stalled: look for "
+        "the first error in its own output, then restart all ranks from the last checkpoint. "
         f"(The backend says: {error})"
     )
 

@@ -55,10 +55,10 @@ class Reduction:
         self._fulls = fulls
         self._shards = shards
         self._divisor = len(peers) + 1 if op is Reduce.AVG else None
-        # Receives first: gloo moves a message when both of its ends are posted.
         self._sums = [self._receive(number, parcel) for number, parcel in enumerate(cut)]
         for number, parcel in enumerate(cut):
             self._send(number, parcel)
+        exchange.start()
 
     def finish(self) -> None:
         """Wait, and add what has arrived.
@@ -77,7 +77,7 @@ class Reduction:
         self._loan.end()
 
     def _receive(self, number: int, parcel: Parcel) -> tuple[torch.Tensor, list[Message]]:
-        """Post the receives of a parcel; return where its sum goes, and the messages."""
+        """Prepare the receives of a parcel; return where its sum goes, and the messages."""
         results = [self._result(i) for i in parcel.indices]
         numel = sum(result.numel() for result in results)
         out = self._loan.take(numel, results[0].dtype) if parcel.packed else results[0]

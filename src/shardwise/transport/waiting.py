@@ -6,16 +6,17 @@ hour by default. A wait cannot be interrupted either. So a thread waits for gloo
 waits for that thread, looking from time to time whether the peers are still there. That costs about
 15 µs a wait, and lets signals (Ctrl-C) through as well.
 
-A peer that is gone is not lost if it was done before it left: all that it sent has arrived, and all
-that it was sent has left. Then those works, waited for by themselves, end at once.
+A rank that has lost a peer hangs up on all others, so that they learn it from where they wait.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -27,10 +28,10 @@ from shardwise.transport.peers import peer_lost, tells_of_lost_peer, tells_of_st
 PROBE_TAG = 2**30
 
 _LOOK_SECONDS = 1.0
-# In so many looks the works of a peer that is gone must end. A collective may have something left
-# to exchange among the others.
-_LOOKS_FOR_MESSAGES = 1
-_LOOKS_FOR_COLLECTIVE = 4
+# So often may a wait find its peer gone. What the peer sent before it left arrives at once; a
+# collective may have something left to exchange among those who are still there.
+_LOOKS_AT_MESSAGE = 2
+_LOOKS_AT_COLLECTIVE = 5
 
 
 class Launched(Protocol):
@@ -66,26 +67,31 @@ class Waiter:
         """
         if not works:
             return
-        job = _Job([_Awaited(work, peer) for work, peer in works])
+        job = _Job(works)
         if self._thread is None:
-            self._thread = _start(_work_off, self._jobs)
+            # Nobody joins it: after a loss it may wait until the group's timeout.
+            self._thread = threading.Thread(
+                target=_work_off, args=(self._jobs,), daemon=True, name="shardwise-waiter"
+            )
+            self._thread.start()
         self._jobs.put(job)
-        examined: dict[int, _Examination] = {}
+        looks, last = 0, -1
         while not job.done.acquire(timeout=_LOOK_SECONDS):
+            current = job.current
+            peer = works[current][1]
             gone = self._gone()
-            for peer in gone:
-                examination = examined.get(peer)
-                if examination is None:
-                    examined[peer] = _Examination(job, peer)
-                elif examination.finds_lost():
-                    cause = RuntimeError("the connection broke while a message was half way")
-                    raise peer_lost(self._group, doing, cause, gone)
-        if job.failed is not None:
-            error, culprit = job.failed
-            raise self.explain(error, doing, culprit) from error
+            missing = bool(gone) if peer is None else peer in gone
+            looks = looks + 1 if missing and current == last else int(missing)
+            last = current
+            if looks >= (_LOOKS_AT_COLLECTIVE if peer is None else _LOOKS_AT_MESSAGE):
+                cause = RuntimeError("the connection broke while a message was half way")
+                self._hang_up()
+                raise peer_lost(self._group, doing, cause, gone)
+        if job.error is not None:
+            raise self.explain(job.error, doing, works[job.current][1]) from job.error
 
     def explain(self, error: BaseException, doing: str, peer: int | None) -> BaseException:
-        """Return the error to raise for what the backend raised.
+        """Return the error to raise for what the backend raised, and hang up if a peer is lost.
 
         Args:
             error: what the backend raised.
@@ -98,6 +104,7 @@ class Waiter:
         if not tells_of_stall(error):
             # The peer may have left because it lost another one, and that one is the cause.
             peers += [other for other in self._gone() if other != peer]
+        self._hang_up()
         return peer_lost(self._group, doing, error, peers)
 
     def _gone(self) -> list[int]:
@@ -111,66 +118,37 @@ class Waiter:
                     gone.append(peer)
         return gone
 
+    def _hang_up(self) -> None:
+        """Close all connections of the group: with a peer lost it is of no more use.
 
-class _Awaited:
-    """One work; two threads may wait for it, though gloo allows for one only."""
-
-    def __init__(self, work: Launched, peer: int | None) -> None:
-        self.peer = peer
-        self._work: Launched | None = work
-        self._lock = threading.Lock()
-
-    def wait(self) -> None:
-        with self._lock:
-            if self._work is not None:
-                self._work.wait()
-                self._work = None
+        Other ranks may wait for this one, which will never come; now they fail at once. Gloo does
+        so itself when a wait times out, so this lets one time out.
+        """
+        others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
+        for peer in others:
+            with contextlib.suppress(RuntimeError):
+                probe = self._group.recv([torch.empty(1)], peer, PROBE_TAG)
+                probe.wait(timedelta(milliseconds=1))
 
 
 class _Job:
-    """Works that a thread waits for."""
+    """Works that a thread waits for, and how far it has come."""
 
-    def __init__(self, awaited: Sequence[_Awaited]) -> None:
-        self.awaited = awaited
-        self.failed: tuple[BaseException, int | None] | None = None
+    def __init__(self, works: Sequence[tuple[Launched, int | None]]) -> None:
+        self.current = 0
+        self.error: BaseException | None = None
         self.done = threading.Lock()
         self.done.acquire()
+        self._works = works
 
     def run(self) -> None:
-        for each in self.awaited:
-            try:
-                each.wait()
-            except BaseException as error:  # whatever it was, the caller must know
-                self.failed = error, each.peer
-                break
-        self.done.release()
-
-
-class _Examination:
-    """Finds out whether a peer that is gone did its part of a job."""
-
-    def __init__(self, job: _Job, peer: int) -> None:
-        part = [each for each in job.awaited if each.peer in (peer, None)]
-        collective = any(each.peer is None for each in part)
-        self._looks_left = _LOOKS_FOR_COLLECTIVE if collective else _LOOKS_FOR_MESSAGES
-        self._part = _Job(part)
-        self._ended = False
-        _start(self._part.run)
-
-    def finds_lost(self) -> bool:
-        """Look; whether the peer is lost."""
-        self._ended = self._ended or self._part.done.acquire(blocking=False)
-        if self._ended:
-            return self._part.failed is not None
-        self._looks_left -= 1
-        return self._looks_left <= 0
-
-
-def _start(function: Callable[..., None], *args: object) -> threading.Thread:
-    """Start a thread that nobody joins: after a loss it may wait until the group's timeout."""
-    thread = threading.Thread(target=function, args=args, daemon=True, name="shardwise-waiter")
-    thread.start()
-    return thread
+        try:
+            for self.current, (work, _) in enumerate(self._works):  # noqa: B020
+                work.wait()
+        except BaseException as error:  # whatever it was, the caller must know
+            self.error = error
+        finally:
+            self.done.release()
 
 
 def _work_off(jobs: queue.SimpleQueue[_Job | None]) -> None:
