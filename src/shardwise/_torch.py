@@ -112,3 +112,13 @@ def launched_together(group: dist.ProcessGroup) -> Iterator[_CoalescingManager]:
     """
     with _coalescing_manager(group, async_ops=True) as manager:
         yield manager
+
+
+def norms(tensors: list[torch.Tensor], order: float) -> tuple[torch.Tensor, ...]:
+    """The norm of every tensor, in one pass where the device has a kernel for it."""
+    return tuple(torch._foreach_norm(tensors, order))
+
+
+def scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply every tensor in place by a 0-dim tensor."""
+    torch._foreach_mul_(tensors, factor)

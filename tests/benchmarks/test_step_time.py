@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.benchmarks.scripts import run_script
@@ -18,12 +19,20 @@ ROUNDS, STEPS, WARMUP = 2, 2, 3
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One run of ours, FSDP2, DDP and the floor on a miniature model; it must succeed."""
     path = tmp_path_factory.mktemp("step_time") / "raw.json"
+    marker = str(path)  # inherited by every process that the script starts
     done = run_script(
         "step_time.py",
         *("--params", "tiny", "--tokens", "16", "--dtype", "bf16"),
         *("--rounds", str(ROUNDS), "--steps", str(STEPS), "--warmup", str(WARMUP)),
         *("--contenders", "ours,fsdp2,ddp,floor", "--json", str(path)),
+        env={"STEP_TIME_TEST": marker},
     )
+    left = [
+        process.pid
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get("STEP_TIME_TEST") == marker
+    ]
+    assert not left, f"the script has returned and left processes {left}"
     assert done.returncode == 0, done.stdout + done.stderr
     loaded: dict[str, Any] = json.loads(path.read_text())
     return loaded

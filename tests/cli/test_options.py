@@ -152,12 +152,19 @@ def test_help_is_shown(
         assert "shardwise train lm --nproc 2" in shown, "an example"
 
 
-def test_every_option_is_explained() -> None:
+def test_every_option_is_explained_and_legible_in_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     import typer
 
     command = typer.main.get_command(main.cli).commands["train"].commands["lm"]  # type: ignore[attr-defined]
-    silent = [p.name for p in command.params if not p.help and not p.hidden]
-    assert silent == []
+    options = [p for p in command.params if not p.hidden]
+    assert [p.name for p in options if not p.help] == []
+    monkeypatch.setenv("COLUMNS", "80")
+    assert call(monkeypatch, "train", "lm", "--help") == 0
+    shown = capsys.readouterr().out
+    assert [p.opts[0] for p in options if p.opts[0] not in shown] == []
+    assert "…" not in shown
 
 
 def test_the_version_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

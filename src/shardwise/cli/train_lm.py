@@ -121,7 +121,11 @@ def train_lm(
     ] = Device.AUTO,
     strategy: Annotated[
         Strategy,
-        Option(help="What is sharded; see the README's table.", rich_help_panel=_SHARD),
+        Option(
+            metavar="NAME",
+            help=f"What is sharded: {', '.join(s.value for s in Strategy)}.",
+            rich_help_panel=_SHARD,
+        ),
     ] = Strategy.FULL_SHARD,
     replicas: Annotated[
         int | None,
@@ -157,7 +161,8 @@ def train_lm(
         TransportName | None,
         Option(
             envvar="SHARDWISE_TRANSPORT",
-            help="Who moves bytes between ranks.",
+            metavar="NAME",
+            help=f"Who moves bytes between ranks: {', '.join(t.value for t in TransportName)}.",
             rich_help_panel=_SHARD,
             show_default="auto",
         ),

@@ -54,7 +54,7 @@ def clip_grad_norm_(
     for grad in locals_:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, _), grads in by_kind.items():
-        torch._foreach_mul_(grads, scale.to(device))
+        _torch.scale_(grads, scale.to(device))
     return norm
 
 
@@ -95,7 +95,7 @@ def _local_norm(
     grads = [grad for grad in grads if grad.numel() > 0]
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)
-    norms = torch.stack([norm.to(device, dtype) for norm in torch._foreach_norm(grads, norm_type)])
+    norms = torch.stack([norm.to(device, dtype) for norm in _torch.norms(grads, norm_type)])
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
 
 
