@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from types import TracebackType
@@ -131,18 +132,26 @@ class World:
         return float(sum(t.user + t.system for t in times))
 
     def close(self) -> None:
-        """End the processes and wait for them. Closing twice does nothing."""
+        """End the processes and wait for them. Closing twice does nothing.
+
+        Raises:
+            WorldError: a rank was asked to end and did not, so that it had to be killed.
+        """
+        stuck = []
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(None)
         for process in self._processes:
-            process.join(timeout=20)
+            process.join(timeout=60)
             if process.is_alive():
+                stuck.append(process.name)
                 process.kill()
                 process.join()
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+        if stuck:
+            raise WorldError(f"{self.name}: {', '.join(stuck)} did not end and had to be killed")
 
     def __enter__(self) -> Self:
         return self
@@ -185,6 +194,19 @@ class World:
     def _kill(self) -> None:
         for process in self._processes:
             process.kill()
+
+
+def stop_server() -> None:
+    """End the process that worlds are forked from, once a script has closed its worlds.
+
+    Left alone it would outlive the script by the seconds that an interpreter full of torch takes to
+    end, with the script's output still open, so that whoever reads it would wait too. It holds
+    nothing but imports, so it is killed.
+    """
+    server = forkserver._forkserver  # type: ignore[attr-defined]  # there is no public way
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()  # waits for it
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from _models import BATCHES, PRESETS, batches
 from _options import cases, contender_env, parser, positive_int
 from _report import document, machine, machine_line, save, wide_console
 from _step_tables import disagreement, step_tables
-from _worlds import World
+from _worlds import World, stop_server
 
 
 @dataclass(frozen=True)
@@ -225,4 +225,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    finally:
+        stop_server()

@@ -47,7 +47,9 @@ _PRELOAD = [
     "torch._dynamo",  # the first optimizer of a process imports it, for half a second
     "pytest",
     "transformers.models.llama.modeling_llama",
-    "shardwise",
+    "shardwise.sharding.api",
+    "shardwise.sharding.grad",
+    "shardwise.sharding.init",
 ]
 
 _FORKSERVER_ENV = {

@@ -48,10 +48,22 @@ def test_every_method_of_torchs_fsdp_module_is_our_own() -> None:
 
 
 def test_importing_the_library_does_not_import_what_only_trainings_need() -> None:
-    code = "import sys, shardwise; print(*sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    packages = {name.partition(".")[0] for name in result.stdout.split()}
+    trainings_only = {"transformers", "rich", "typer", "click", "matplotlib", "tensorboard"}
 
-    assert not packages & {"transformers", "rich", "typer", "click", "matplotlib", "tensorboard"}
+    assert not _packages_after("from shardwise import *") & trainings_only
+
+
+def test_importing_the_package_alone_does_not_import_torch() -> None:
+    assert "torch" not in _packages_after("import shardwise")
+
+
+def _packages_after(code: str) -> set[str]:
+    """Top-level packages that a fresh interpreter has imported after running ``code``."""
+    result = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return {name.partition(".")[0] for name in result.stdout.split()}

@@ -162,7 +162,7 @@ def test_every_option_is_explained_and_legible_in_80_columns(
     assert [p.name for p in options if not p.help] == []
     monkeypatch.setenv("COLUMNS", "80")
     assert call(monkeypatch, "train", "lm", "--help") == 0
-    shown = capsys.readouterr().out
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert [p.opts[0] for p in options if p.opts[0] not in shown] == []
     assert "…" not in shown
 

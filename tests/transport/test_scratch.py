@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from shardwise.transport import scratch
 from shardwise.transport.scratch import Scratch
 
 
@@ -48,6 +50,15 @@ def test_no_more_is_kept_than_one_borrower_needed() -> None:
         loan.end()
     kept = scratch.borrow().take(128, torch.uint8)
     assert kept.untyped_storage().nbytes() == 128, "100 bytes, rounded up to 64"
+
+
+def test_large_blocks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "KEPT_BYTES", 1024)
+    memory = Scratch()
+    _addresses(memory, 100)  # 400 bytes: kept
+    _addresses(memory, 1000)
+    kept = memory.borrow().take(1, torch.uint8)
+    assert kept.untyped_storage().nbytes() == 448
 
 
 def test_dtypes_mix_in_one_loan() -> None:

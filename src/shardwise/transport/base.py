@@ -38,8 +38,9 @@ class Work(Protocol):
     def wait(self) -> None:
         """Return once the results may be used (on CUDA: by the current stream).
 
-        Until then the caller keeps every tensor of the call alive and unchanged. Waiting a
-        second time does nothing.
+        Until then the caller keeps every tensor of the call alive, unchanged and in its memory
+        (a storage that is resized meanwhile is written to where it was). Waiting a second time
+        does nothing, or raises the same error again.
 
         Raises:
             PeerLostError: a peer died, or did not answer in time.
@@ -68,7 +69,8 @@ class Transport(Protocol):
     """Moves bytes between the ranks of one mesh dimension.
 
     Every rank of the dimension makes the same calls in the same order, with lists of the same
-    length and equal chunk sizes. Calls return before the bytes have moved.
+    length, equal dtypes, and fulls and chunks of equal sizes. Calls return before the bytes have
+    moved. Writing to a tensor bumps its autograd version counter, as any write does.
     """
 
     name: str

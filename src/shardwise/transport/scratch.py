@@ -6,14 +6,18 @@ import torch
 
 from shardwise.transport.hugepages import prefer_huge_pages
 
+#: No larger block is kept: what lies idle between reductions is missing elsewhere.
+KEPT_BYTES = 32 * 1024 * 1024
+
 _ALIGN = 64
 
 
 class Scratch:
     """One block of host memory, lent to one borrower at a time.
 
-    Fresh memory costs a page fault for every 4 KiB, more than copying as much. So a block as
-    large as the largest need so far is kept. A borrower that finds it lent gets fresh memory.
+    Fresh memory costs page faults, which take longer than copying as much. So a block as large as
+    the largest need so far is kept, up to :data:`KEPT_BYTES`. A borrower that needs more, or finds
+    the block lent, gets fresh memory.
     """
 
     def __init__(self) -> None:
@@ -25,8 +29,8 @@ class Scratch:
         return Loan(self, block)
 
     def give_back(self, block: torch.Tensor) -> None:
-        """Take a block back, and keep it if it is the largest."""
-        if block.numel() > self._block.numel():
+        """Take a block back, and keep it if it is the largest that may be kept."""
+        if self._block.numel() < block.numel() <= KEPT_BYTES:
             self._block = block
 
 
@@ -52,8 +56,8 @@ class Loan:
 
         A block that was too small is replaced by one that would have sufficed.
         """
-        enough = self._taken <= self._block.numel()
-        self._scratch.give_back(self._block if enough else _block(self._taken))
+        replace = self._block.numel() < self._taken <= KEPT_BYTES
+        self._scratch.give_back(_block(self._taken) if replace else self._block)
         self._block = _block(0)
 
 

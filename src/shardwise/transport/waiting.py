@@ -2,9 +2,8 @@
 
 When a connection breaks, gloo wakes those who wait for a message that has not begun to travel, but
 forgets the one that is half way: its wait ends only with the timeout of the process group, half an
-hour by default. A wait cannot be interrupted either. So a thread waits for gloo, and the caller
-waits for that thread, looking from time to time whether the peers are still there. That costs about
-15 µs a wait, and lets signals (Ctrl-C) through as well.
+hour by default, and cannot be interrupted. So a thread waits for gloo, and the caller waits for
+that thread, looking from time to time whether the peers are still there. That costs about 15 µs.
 
 A rank that has lost a peer hangs up on all others, so that they learn it from where they wait.
 """
@@ -22,6 +21,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from shardwise.errors import PeerLostError
 from shardwise.transport.peers import peer_lost, tells_of_lost_peer, tells_of_stall
 
 #: The first tag that messages must not use; nothing ever arrives for it.
@@ -75,10 +75,30 @@ class Waiter:
             )
             self._thread.start()
         self._jobs.put(job)
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self._patience(job, doing)
+                break
+            except PeerLostError:
+                raise
+            except BaseException as error:  # KeyboardInterrupt, or what a signal handler raises
+                if interrupt is not None:
+                    self._hang_up()
+                    raise
+                # Gloo would go on writing to memory that its owner thinks is free: the collective
+                # ends first, unless the user insists.
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+        if job.error is not None:
+            raise self.explain(job.error, doing, job.peer) from job.error
+
+    def _patience(self, job: _Job, doing: str) -> None:
+        """Return when the job is done, or raise when it never will be."""
         looks, last = 0, -1
-        while not job.done.acquire(timeout=_LOOK_SECONDS):
-            current = job.current
-            peer = works[current][1]
+        while not (job.over or job.done.acquire(timeout=_LOOK_SECONDS)):
+            current, peer = job.current, job.peer
             gone = self._gone()
             missing = bool(gone) if peer is None else peer in gone
             looks = looks + 1 if missing and current == last else int(missing)
@@ -87,8 +107,6 @@ class Waiter:
                 cause = RuntimeError("the connection broke while a message was half way")
                 self._hang_up()
                 raise peer_lost(self._group, doing, cause, gone)
-        if job.error is not None:
-            raise self.explain(job.error, doing, works[job.current][1]) from job.error
 
     def explain(self, error: BaseException, doing: str, peer: int | None) -> BaseException:
         """Return the error to raise for what the backend raised, and hang up if a peer is lost.
@@ -137,9 +155,15 @@ class _Job:
     def __init__(self, works: Sequence[tuple[Launched, int | None]]) -> None:
         self.current = 0
         self.error: BaseException | None = None
-        self.done = threading.Lock()
+        self.over = False
+        self.done = threading.Lock()  # held until the end
         self.done.acquire()
         self._works = works
+
+    @property
+    def peer(self) -> int | None:
+        """The peer that the work now waited for depends on."""
+        return self._works[self.current][1]
 
     def run(self) -> None:
         try:
@@ -148,6 +172,7 @@ class _Job:
         except BaseException as error:  # whatever it was, the caller must know
             self.error = error
         finally:
+            self.over = True
             self.done.release()
 
 
