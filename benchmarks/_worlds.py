@@ -203,7 +203,7 @@ def stop_server() -> None:
     end, with the script's output still open, so that whoever reads it would wait too. It holds
     nothing but imports, so it is killed.
     """
-    server = forkserver._forkserver  # type: ignore[attr-defined]  # there is no public way
+    server: Any = forkserver._forkserver  # there is no public way
     if server._forkserver_pid is not None:
         os.kill(server._forkserver_pid, signal.SIGKILL)
         server._stop()  # waits for it

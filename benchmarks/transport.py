@@ -12,10 +12,11 @@ values, or the exit code is 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -105,35 +106,33 @@ def _chunks(kind: str, numel: int, world_size: int) -> list[int]:
     return [*large, *[_TINY_ELEMENTS // world_size] * 2]
 
 
-def _rounds(nbytes: int, rounds: int) -> tuple[int, int]:
-    """How many turns a contender gets, and how many collectives in each."""
-    return rounds, max(3, min(30, 2**24 // nbytes))
+def _count(nbytes: int) -> int:
+    """How many collectives a turn has: about as long for every size."""
+    return max(1, min(30, 2**25 // nbytes))
 
 
-def _play(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    worlds = {name: World(name, ranks, TransportWorker, name) for name in CONTENDERS}
-    try:
-        return [
-            _case(worlds, ranks, operation, kind, mib, options.rounds)
-            for operation, kind, mib in product(options.operations, options.kinds, options.mib)
-        ]
-    finally:
-        for world in worlds.values():
-            world.close()
+def _play(ranks: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    with contextlib.ExitStack() as stack:
+        worlds = {
+            name: stack.enter_context(World(name, ranks, TransportWorker, name))
+            for name in CONTENDERS
+        }
+        for operation, kind, mib in product(options.operations, options.kinds, options.mib):
+            yield _case(worlds, ranks, operation, kind, mib, options.rounds)
 
 
 def _case(
     worlds: dict[str, World], ranks: int, operation: str, kind: str, mib: float, rounds: int
 ) -> dict[str, Any]:
     nbytes = int(mib * 2**20)
-    turns, count = _rounds(nbytes, rounds)
+    count = _count(nbytes)
     checksums = {
         name: world.call("prepare", operation, kind, nbytes) for name, world in worlds.items()
     }
     seconds: dict[str, list[list[float]]] = {name: [] for name in worlds}
     for world in worlds.values():
         world.call("measure", 2)  # warm up
-    for _ in range(turns):
+    for _ in range(rounds):
         for name, world in worlds.items():  # one works, the others sleep
             by_rank = world.call("measure", count)
             seconds[name].append([max(each) for each in zip(*by_rank, strict=True)])
@@ -190,12 +189,13 @@ def main() -> int:
     console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
     played: list[dict[str, Any]] = []
     for ranks in options.ranks:
-        played += _play(ranks, options)
-    content = document("transport", played)
+        for case in _play(ranks, options):
+            played.append(case)
+            content = document("transport", played)
+            if options.json:
+                save(options.json, content)
     for table in transport_tables(content):
         table.show(console)
-    if options.json:
-        save(options.json, content)
     console.print(content["command"], highlight=False, soft_wrap=True)
     wrong = [case for case in played if not _agree(case)]
     for case in wrong:
