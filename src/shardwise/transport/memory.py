@@ -14,9 +14,8 @@ class HeapBuffers:
 
     Autograd saves *views* of the full parameters for backward. A view holds the storage, not the
     bytes, so the storage object must live as long as the group does: only its size changes. The
-    tensors keep their shapes throughout; reading one, or making a view of it, while it is freed is a
-    bug of the caller's.
-    Nothing here bumps autograd's version counters.
+    tensors keep their shapes throughout; reading one, or making a view of it, while it is freed is
+    a bug of the caller's. Nothing here bumps autograd's version counters.
     """
 
     def __init__(
