@@ -91,6 +91,9 @@ class World:
         variables = {**_ONE_THREAD, **(env or {})}
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
+        if not exec_each:
+            with _environment(_ONE_THREAD):  # of the server, so of all that it ever forks
+                forkserver.ensure_running()
         with _environment(variables):
             for rank in range(ranks):
                 ours, theirs = context.Pipe()

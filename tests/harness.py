@@ -142,7 +142,7 @@ def run_ranks(
         timeout: seconds for the whole run, from start to the last result.
         pg_timeout: seconds that a collective may take.
         env: environment variables of the ranks, beside torchrun's, which are set; a value of
-            ``None`` unsets one.
+            ``None`` unsets one. ``SHARDWISE_TRANSPORT`` is unset unless it is named here.
         expect_failures: return an :class:`Outcome` per rank instead of results, and let ranks that
             fail or die do so without ending the others. A hang is still an error.
         kwargs: pickled, given to every rank alike.
@@ -163,7 +163,7 @@ def run_ranks(
                 backend=backend,
                 port=store.port,
                 pg_timeout=pg_timeout,
-                env=dict(env or {}),
+                env={"SHARDWISE_TRANSPORT": None, **(env or {})},
                 warning_filters=list(warnings.filters),
                 directory=Path(directory),
                 call=call,
