@@ -6,17 +6,51 @@ mend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+)
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.fsdp import _fully_shard
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["DTensorSpec", "DataParallelMeshDims", "ShardPlacementResult"]
+
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard import DataParallelMeshDims
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+else:
+
+    def _newer(home: Any, name: str) -> type:
+        """A class that torch 2.11 may not have: then one of that name that nothing is made of."""
+        return getattr(home, name, None) or type(name, (), {})
+
+    DataParallelMeshDims = _newer(_fully_shard, "DataParallelMeshDims")
+    ShardPlacementResult = _newer(_fully_shard._fsdp_common, "ShardPlacementResult")
+
+# The function behind torch's own fully_shard, under which torch keeps a module's state; read now,
+# because patch_torch() may have changed the name when it is needed.
+_TORCHS: Any = vars(_fully_shard._fully_shard)["fully_shard"].__wrapped__
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,6 +72,97 @@ def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return make(local, spec, requires_grad=local.requires_grad)
 
 
+def make_spec(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    strides: Sequence[int],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """Describe a ``DTensor`` of global ``shape`` and ``strides``."""
+    meta = TensorMeta(shape, tuple(strides), dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """``spec`` for values of ``dtype``."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    if meta.dtype == dtype:
+        return spec
+    return make_spec(spec.mesh, spec.placements, meta.shape, meta.stride, dtype)
+
+
+def strided_shard(dim: int, pieces: int) -> Placement:
+    """``Shard(dim)`` of a tensor that others have cut along ``dim`` into ``pieces`` before."""
+    return _StridedShard(dim, split_factor=pieces)
+
+
+def cuts(placement: Placement, dim: int) -> bool:
+    """Whether ``placement`` cuts along ``dim``."""
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+
+
+def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """The mesh with the dimensions of all ``meshes``, in order; they are parts of one mesh."""
+    return DeviceMesh._concatenate(list(meshes)) if len(meshes) > 1 else meshes[0]
+
+
+def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The dimensions ``names`` of ``mesh`` as one."""
+    return mesh[names]._flatten("_".join(names))
+
+
+def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` once the collective that makes it (if one does) is over."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two tensors change places, for all who hold them."""
+    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store over which the ranks of ``group`` found each other."""
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows when ``tensor`` is written to; -1 where that is not counted."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that a collective of ``group`` may take."""
+    options = group._get_backend(torch.device("cpu")).options
+    return float(options._timeout.total_seconds())
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows ``tensor`` as a view of another."""
+    return tensor._base is not None
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is of a subclass that has its values in tensors inside it."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        return False
+    says_so = bool(is_traceable_wrapper_subclass(tensor))
+    if says_so:
+        return True
+    try:  # not all of them say so
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a view of one memory: not on the meta device, not a wrapper."""
+    return not tensor.is_meta and not is_wrapper(tensor)
+
+
 def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Put ``parameter`` under ``name``; skips ``nn.Module.__setattr__``'s checks where it can."""
     if type(module).__setattr__ is nn.Module.__setattr__:
@@ -54,6 +179,31 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The module's own buffers, by name, as the mutable dictionary that the module uses."""
     return module._buffers
+
+
+def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keep ``torch.compile`` from tracing ``function``: it runs between graphs.
+
+    ``torch.compiler.disable`` for functions that run thousands of times a step in programs that
+    compile nothing: where no compiler listens, one question is all that it costs.
+    """
+    disabled: Callable[_P, _R] | None = None
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        nonlocal disabled
+        if get_eval_frame_callback() is None:
+            return function(*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return disabled(*args, **kwargs)
+
+    # The question itself is not traced either: neither from a caller's frame nor as a frame.
+    call.__dict__["_torchdynamo_disable"] = True
+    set_code_exec_strategy(
+        cast(Any, call).__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+    )
+    return call
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
@@ -96,6 +246,17 @@ def mark_composable(module: nn.Module, name: str) -> None:
             "already manages it"
         )
     registry[name] = RegistryItem()
+
+
+def answer_torch(module: nn.Module, state: object) -> None:
+    """Let torch's own ``fully_shard.state(module)`` return ``state``; pipelining asks for it."""
+    module.__dict__.setdefault(STATE_KEY, {})[_TORCHS] = state
+
+
+def fsdp2_functions(names: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """Torch's own FSDP2 functions of those ``names`` that this torch has."""
+    home = _fully_shard._fully_shard
+    return {name: getattr(home, name) for name in names if hasattr(home, name)}
 
 
 def is_replicated(module: nn.Module) -> bool:

@@ -5,13 +5,11 @@
     └── RanksDivergedError  ranks disagree about what they are about to do
 
 Wrong use of the library is a plain ``ValueError``, ``TypeError`` or ``NotImplementedError``,
-as it is in torch; the classes above are for what goes wrong while a correct program runs.
+as it is in torch; the classes above are for what goes wrong while a correct program runs. Where
+torch raises ``AssertionError`` for wrong use, a :class:`MisuseError` is both.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class ShardwiseError(RuntimeError):
@@ -30,10 +28,5 @@ class RanksDivergedError(ShardwiseError):
     """Ranks disagree: on the order of groups, on shapes or dtypes, or on the configuration."""
 
 
-@contextmanager
-def naming(what: str, group: str) -> Iterator[None]:
-    """Add the group's name to what a transport, which knows no modules, has to say."""
-    try:
-        yield
-    except PeerLostError as error:
-        raise PeerLostError(f"{what} of {group or 'the root group'}: {error}") from error
+class MisuseError(ValueError, AssertionError):
+    """Wrong use for which torch's ``fully_shard`` raises ``AssertionError``."""

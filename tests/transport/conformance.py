@@ -116,10 +116,14 @@ class AllGather:
             [item.result for item in items],
             torch.device("cpu"),
         )
+        self._finished = False
         self._buffers.allocate()
         self._work: Work = checks.transport.all_gather(self._shards, self._buffers.tensors)
 
     def finish(self) -> None:
+        if self._finished:
+            return
+        self._finished = True
         self._work.wait()
         for i, (item, full) in enumerate(zip(self._items, self._buffers.tensors, strict=True)):
             for rank, values in enumerate(self._values[i]):
@@ -129,6 +133,9 @@ class AllGather:
                     f"chunk {rank} of tensor {i} ({item}) on rank {self._checks.rank} of "
                     f"{self._checks.world_size}: found {found}, expected {expected}"
                 )
+
+    def free(self) -> None:
+        """Free what was gathered into; all ranks do so in the same order."""
         self._buffers.free()
 
 
@@ -195,19 +202,25 @@ def fuzz(checks: Checks, rounds: int, seed: int, largest: int) -> None:
         largest: elements of the largest chunk.
     """
     same, own = random.Random(seed), random.Random(seed + 1 + checks.rank)
+    gathers: list[AllGather] = []
     under_way: list[AllGather | ReduceScatter | AllReduce] = []
     for number in range(rounds):
         items = [_random_item(same, checks.world_size, largest) for _ in range(same.randrange(8))]
         op = same.choice(list(Reduce))
         kind = same.choice(["gather", "scatter", "reduce"])
         if kind == "gather":
-            under_way.append(checks.all_gather(items, number))
+            gathers.append(checks.all_gather(items, number))
+            under_way.append(gathers[-1])
         elif kind == "scatter":
             under_way.append(checks.reduce_scatter(items, op, number))
         else:
             under_way.append(checks.all_reduce(items, op, number))
         while len(under_way) > same.randrange(4):
             under_way.pop(own.randrange(len(under_way))).finish()
+        while len(gathers) > 4:
+            oldest = gathers.pop(0)
+            oldest.finish()
+            oldest.free()
     for each in under_way:
         each.finish()
 

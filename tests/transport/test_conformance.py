@@ -13,6 +13,7 @@ from shardwise.transport.collectives import CollectivesTransport
 from shardwise.transport.gloo import GlooTransport
 from shardwise.transport.local import LocalTransport
 from shardwise.transport.nccl import NcclTransport
+from shardwise.transport.select import select_transport
 from tests.harness import run_ranks
 from tests.transport.conformance import Checks, Item, check_all, fuzz
 from tests.transport.fake import FakeWorld
@@ -33,6 +34,8 @@ def _check_all_transports(rank: int, world_size: int) -> None:
     sums.BLOCK_BYTES = 1000
     group = _world_group()
     check_all(GlooTransport(group), exact=True)
+    if world_size > 1:
+        check_all(select_transport(group, CPU, "shm"), exact=True)
     check_all(CollectivesTransport(group, "gloo"), exact=False)
     check_all(NcclTransport(group, "gloo"), exact=False)
 
@@ -47,6 +50,8 @@ def _fuzz_all_transports(rank: int, world_size: int) -> None:
     sums.BLOCK_BYTES = 3000
     group = _world_group()
     fuzz(Checks(GlooTransport(group), exact=True), 200, seed=1, largest=5000)
+    if world_size > 1:
+        fuzz(Checks(select_transport(group, CPU, "shm"), exact=True), 400, seed=4, largest=50000)
     fuzz(Checks(CollectivesTransport(group, "gloo"), exact=False), 60, seed=2, largest=2000)
     fuzz(Checks(NcclTransport(group, "gloo"), exact=False), 60, seed=3, largest=3000)
 

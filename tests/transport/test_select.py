@@ -26,14 +26,16 @@ def _chosen(rank: int, world_size: int, requested: str | None) -> str:
 @pytest.mark.parametrize(
     ("requested", "variable", "name"),
     [
-        (None, None, "gloo"),
-        (None, "", "gloo"),
-        (None, "auto", "gloo"),
+        (None, None, "shm"),
+        (None, "", "shm"),
+        (None, "auto", "shm"),
+        (None, "shm", "shm"),
         (None, "c10d", "gloo"),
         (None, "collectives", "collectives"),
         ("collectives", None, "collectives"),
         ("c10d", "collectives", "gloo"),
-        ("auto", "collectives", "gloo"),
+        ("auto", "collectives", "shm"),
+        ("shm", "collectives", "shm"),
         ("collectives", "nonsense", "collectives"),
     ],
 )
@@ -44,7 +46,7 @@ def test_the_argument_wins_over_the_variable_over_auto(
     assert found == [name, name]
 
 
-@pytest.mark.parametrize("requested", [None, "auto", "c10d", "collectives"])
+@pytest.mark.parametrize("requested", [None, "auto", "shm", "c10d", "collectives"])
 def test_one_rank_needs_no_group(requested: str | None) -> None:
     assert select_transport(None, CPU, requested).name == "local"
 
@@ -60,7 +62,7 @@ def test_a_group_of_one_rank_is_local() -> None:
 def test_an_unknown_argument_is_named_with_the_choices() -> None:
     with pytest.raises(ValueError, match="transport='smoke' is unknown") as caught:
         select_transport(None, CPU, "smoke")
-    assert "auto, c10d, collectives" in str(caught.value)
+    assert "auto, shm, c10d, collectives" in str(caught.value)
     assert "SHARDWISE_TRANSPORT" not in str(caught.value)
 
 

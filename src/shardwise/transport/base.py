@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -30,6 +31,22 @@ class Reduce(enum.Enum):
 
     SUM = "sum"
     AVG = "avg"
+
+
+@dataclass(frozen=True)
+class Label:
+    """What the caller of a collective calls it, for messages and to compare ranks by.
+
+    Attributes:
+        name: such as ``"model.layers.3"``.
+        detail: one line for each tensor, such as ``"model.layers.3.weight: (4, 4) float32"``.
+    """
+
+    name: str = ""
+    detail: str = ""
+
+
+NO_LABEL = Label()
 
 
 class Work(Protocol):
@@ -52,7 +69,8 @@ class FullBuffers(Protocol):
 
     ``tensors`` are the same objects for life, and views of them stay valid (autograd saves such
     views for backward). Between :meth:`free` and the next :meth:`allocate` they have no memory,
-    and their contents are undefined afterwards.
+    and their contents are undefined afterwards. All ranks allocate and free in the same order, as
+    the memory may be in common.
     """
 
     tensors: list[torch.Tensor]
@@ -76,13 +94,17 @@ class Transport(Protocol):
     name: str
     rank: int
     world_size: int
+    #: Whether every collective that could be asked for shall be, for those who count them.
+    literal: bool
 
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> FullBuffers:
         """Make (not yet allocated) memory that :meth:`all_gather` can gather into."""
 
-    def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> Work:
+    def all_gather(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
+    ) -> Work:
         """Gather ``shards[i]`` of every rank into ``fulls[i]``.
 
         Args:
@@ -91,10 +113,15 @@ class Transport(Protocol):
                 where ``fulls`` are device tensors.
             fulls: 1-D, ``world_size * chunk_i`` elements, allocated. After the wait, the first
                 elements of chunk ``r`` are rank ``r``'s shard; padding is undefined.
+            label: what the caller calls it; equal on all ranks, or they have diverged.
         """
 
     def reduce_scatter(
-        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], op: Reduce
+        self,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label = NO_LABEL,
     ) -> Work:
         """Reduce chunk ``r`` of ``fulls[i]`` over all ranks into rank ``r``'s ``shards[i]``.
 
@@ -105,7 +132,10 @@ class Transport(Protocol):
                 contributions are converted to it before they are added, in the order of ranks.
                 Elements past the end of ``fulls[i]`` are undefined.
             op: ``SUM``, or ``AVG`` (the sum divided by ``world_size``).
+            label: as in :meth:`all_gather`.
         """
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: Reduce) -> Work:
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
+    ) -> Work:
         """Reduce every tensor over all ranks, in place, in its own dtype."""

@@ -1,7 +1,8 @@
 """Plain ``torch.distributed`` collectives: any backend, any device.
 
-One all-gather, reduce-scatter or all-reduce per call and dtype: the tensors of a call are packed
-into one flat buffer (a copy in, a copy out), but for a tensor that is alone of its dtype. The
+One all-gather per call (of bytes, if dtypes differ), one reduce-scatter or all-reduce per call and
+dtype: the tensors of a call are packed into one flat buffer (a copy in, a copy out), but for a
+tensor that is alone. That is the number and the size of torch's FSDP2's own collectives. The
 functions are looked up on ``torch.distributed`` at every call, so that monitors and profilers
 which replace or count them see each one.
 """
@@ -15,8 +16,17 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.transport.base import FullBuffers, Reduce, Work
-from shardwise.transport.flat import as_carried, as_real, as_rows, contributions, fill, flat_rows
+from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Work
+from shardwise.transport.calls import Call, CallLog
+from shardwise.transport.flat import (
+    as_bytes,
+    as_carried,
+    as_real,
+    as_rows,
+    contributions,
+    fill,
+    flat_rows,
+)
 from shardwise.transport.memory import HeapBuffers
 from shardwise.transport.parcels import Parcel, pack, parcels, unpack
 from shardwise.transport.peers import naming_lost_peer
@@ -35,19 +45,27 @@ class CollectivesTransport:
         backend: name of the backend that serves the tensors of this transport.
         alone_bytes: tensors whose part on the wire has at least so many bytes get a collective
             each and are not packed.
+        log: where calls are noted, if another transport of the same group has one.
     """
 
     name = "collectives"
+    literal = True
 
     def __init__(
-        self, group: dist.ProcessGroup, backend: str, alone_bytes: int = sys.maxsize
+        self,
+        group: dist.ProcessGroup,
+        backend: str,
+        alone_bytes: int = sys.maxsize,
+        log: CallLog | None = None,
     ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
         self.group = group
         self._has_average = backend in _AVERAGING_BACKENDS
         self._alone_bytes = alone_bytes
-        self._waiter = Waiter(group) if backend == "gloo" else None
+        self._packs_all = alone_bytes == sys.maxsize
+        self._log = CallLog(group) if log is None else log
+        self._waiter = Waiter(group, self._log) if backend == "gloo" else None
 
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
@@ -55,9 +73,17 @@ class CollectivesTransport:
         """Make (not yet allocated) memory to gather into."""
         return HeapBuffers(numels, dtypes, device)
 
-    def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> Work:
+    def all_gather(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
+    ) -> Work:
         """Gather with one collective per parcel."""
         gather = _function("all_gather_single", "all_gather_into_tensor")
+        noted = self._log.note("all-gather", fulls, label)
+        if self._packs_all and len({full.dtype for full in fulls}) > 1:
+            shards = [
+                as_bytes(shard.to(full.dtype)) for shard, full in zip(shards, fulls, strict=True)
+            ]
+            fulls = [as_bytes(full) for full in fulls]
         rows = [as_rows(full, self.world_size) for full in fulls]
         chunks = [row.shape[1] for row in rows]
         flats: list[tuple[Parcel, torch.Tensor]] = []
@@ -83,10 +109,14 @@ class CollectivesTransport:
             )
             for _, flat in flats
         ]
-        return self._start(f"the all-gather of {len(fulls)} tensors", calls, finish)
+        return self._start(noted, calls, finish)
 
     def reduce_scatter(
-        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], op: Reduce
+        self,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label = NO_LABEL,
     ) -> Work:
         """Reduce with one collective per parcel."""
         scatter = _function("reduce_scatter_single", "reduce_scatter_tensor")
@@ -103,9 +133,11 @@ class CollectivesTransport:
                 )
             )
         finish = functools.partial(self._deliver, sums, shards, op)
-        return self._start(f"the reduce-scatter of {len(fulls)} tensors", calls, finish)
+        return self._start(self._log.note("reduce-scatter", shards, label), calls, finish)
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: Reduce) -> Work:
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
+    ) -> Work:
         """Reduce with one collective per parcel."""
         sums = [
             (parcel, pack([tensors[i] for i in parcel.indices]))
@@ -116,7 +148,7 @@ class CollectivesTransport:
             for _, summed in sums
         ]
         finish = functools.partial(self._deliver, sums, tensors, op)
-        return self._start(f"the all-reduce of {len(tensors)} tensors", calls, finish)
+        return self._start(self._log.note("all-reduce", tensors, label), calls, finish)
 
     def _launch(self, calls: Sequence[functools.partial[dist.Work]]) -> list[Launched]:
         """Start collectives of one kind; each call lacks its ``async_op`` only."""
@@ -124,10 +156,11 @@ class CollectivesTransport:
 
     def _start(
         self,
-        doing: str,
+        noted: Call,
         calls: Sequence[functools.partial[dist.Work]],
         finish: Callable[[], None],
     ) -> Work:
+        doing = noted.text
         if not calls:
             return FinishedWork()
         with naming_lost_peer(self.group, doing):

@@ -56,7 +56,7 @@ def contributions(
     flat = flat_rows(shard, world_size, [each.numel() for each in shards])
     columns = torch.split(flat, [each.numel() for each in shards], dim=1)
     for each, column in zip(fulls, columns, strict=True):
-        _copy_chunks(each, column)
+        copy_chunks(each, column)
     return flat
 
 
@@ -72,9 +72,16 @@ def as_carried(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)
 
 
-def _copy_chunks(full: torch.Tensor, rows: torch.Tensor) -> None:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as one dimension of bytes."""
+    return as_real(tensor).view(torch.uint8)
+
+
+def copy_chunks(full: torch.Tensor, rows: torch.Tensor) -> None:
     """Copy a 1-D full of at most as many elements into ``rows``, one chunk a row."""
     chunk = rows.shape[1]
+    if chunk == 0:
+        return
     whole = full.numel() // chunk
     rows[:whole].copy_(full[: whole * chunk].view(whole, chunk))
     if whole < rows.shape[0]:

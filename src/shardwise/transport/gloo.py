@@ -1,9 +1,8 @@
 """CPU tensors on gloo: batched point-to-point messages instead of gloo's own collectives.
 
 Gloo's collectives pass the data through one flat buffer on each side and, for the reductions,
-through fresh memory. Messages go from where the data lies to where it belongs.
-
-TABLE
+through fresh memory. Messages go from where the data lies to where it belongs. The figures are in
+``docs/benchmarks.md``, under "Transport on gloo".
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.transport.base import FullBuffers, Reduce, Work
+from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Work
+from shardwise.transport.calls import Call, CallLog
 from shardwise.transport.collectives import CollectivesTransport
 from shardwise.transport.flat import as_rows
 from shardwise.transport.memory import HeapBuffers
@@ -39,6 +39,7 @@ class GlooTransport:
     """
 
     name = "gloo"
+    literal = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
@@ -46,11 +47,11 @@ class GlooTransport:
         self._group = group
         # Each rank starts with its next neighbour, so that not all of them write to rank 0 first.
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        self._waiter = Waiter(group)
-        self._next_tag = 0
+        self._log = CallLog(group)
+        self._waiter = Waiter(group, self._log)
         self._scratch = Scratch()
         self._under_way: list[tuple[weakref.ref[PendingWork], Exchange]] = []
-        self._collectives = CollectivesTransport(group, "gloo", SMALL_ALL_REDUCE_BYTES)
+        self._collectives = CollectivesTransport(group, "gloo", SMALL_ALL_REDUCE_BYTES, self._log)
 
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
@@ -58,7 +59,9 @@ class GlooTransport:
         """Make (not yet allocated) memory to gather into."""
         return HeapBuffers(numels, dtypes, device)
 
-    def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> Work:
+    def all_gather(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
+    ) -> Work:
         """Send every shard to all peers; receive theirs in place."""
         rows = [as_rows(full, self.world_size) for full in fulls]
         chunks = [row.shape[1] for row in rows]
@@ -67,7 +70,7 @@ class GlooTransport:
             [full.dtype for full in fulls],
             SMALL_BYTES,
         )
-        exchange = self._exchange(f"the all-gather of {len(fulls)} tensors", len(cut))
+        exchange = self._exchange(self._log.note("all-gather", fulls, label))
 
         arrivals: list[tuple[Parcel, Message]] = []
         uncopied: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -100,7 +103,11 @@ class GlooTransport:
         return self._pending(exchange, finish)
 
     def reduce_scatter(
-        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], op: Reduce
+        self,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label = NO_LABEL,
     ) -> Work:
         """Send every peer its chunks; add up, in the order of ranks, what arrives for this one."""
         cut = parcels(
@@ -108,20 +115,23 @@ class GlooTransport:
             [(full.dtype, shard.dtype) for full, shard in zip(fulls, shards, strict=True)],
             SMALL_BYTES,
         )
-        exchange = self._exchange(f"the reduce-scatter of {len(fulls)} tensors", len(cut))
+        exchange = self._exchange(self._log.note("reduce-scatter", shards, label))
         reduction = Reduction(
             self.rank, self._peers, cut, exchange, self._scratch, fulls, shards, op
         )
         return self._pending(exchange, reduction.finish)
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: Reduce) -> Work:
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
+    ) -> Work:
         """Reduce in place, with gloo's own collective: no composition of messages beat it."""
-        return self._collectives.all_reduce(tensors, op)
+        return self._collectives.all_reduce(tensors, op, label)
 
-    def _exchange(self, doing: str, messages: int) -> Exchange:
-        exchange = Exchange(self._group, self._waiter, doing, self._next_tag)
-        self._next_tag = (self._next_tag + messages) % MAX_TAG
-        return exchange
+    def _exchange(self, call: Call) -> Exchange:
+        # Tags follow from the call, so that those of ranks that have diverged never meet: gloo
+        # ends the process where a message is larger than the memory that waits for it. Messages
+        # of one tag arrive in the order in which they were sent.
+        return Exchange(self._group, self._waiter, call.text, call.mark % MAX_TAG)
 
     def _pending(self, exchange: Exchange, finish: Callable[[], None]) -> Work:
         """Make the work of a call, and see to it that its messages are received.

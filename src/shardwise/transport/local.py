@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.transport.base import FullBuffers, Reduce, Work
+from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Work
 from shardwise.transport.memory import HeapBuffers
 from shardwise.transport.work import FinishedWork
 
@@ -15,6 +15,7 @@ class LocalTransport:
     """World size 1. Needs no process group; works on any device."""
 
     name = "local"
+    literal = False
     rank = 0
     world_size = 1
 
@@ -24,20 +25,28 @@ class LocalTransport:
         """Make (not yet allocated) memory to gather into."""
         return HeapBuffers(numels, dtypes, device)
 
-    def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> Work:
+    def all_gather(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
+    ) -> Work:
         """Copy every shard into its full, converting to the full's dtype."""
         for shard, full in zip(shards, fulls, strict=True):
             full[: shard.numel()].copy_(shard)
         return FinishedWork()
 
     def reduce_scatter(
-        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], op: Reduce
+        self,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label = NO_LABEL,
     ) -> Work:
         """Copy every full into its shard, converting to the shard's dtype."""
         for full, shard in zip(fulls, shards, strict=True):
             shard[: full.numel()].copy_(full)
         return FinishedWork()
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: Reduce) -> Work:
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
+    ) -> Work:
         """Do nothing: the reduction over one rank is the tensor itself."""
         return FinishedWork()

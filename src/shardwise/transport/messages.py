@@ -92,7 +92,8 @@ class Exchange:
         """
         every = [*self._receives, *self._sends] if messages is None else messages
         waiting = [(each.work, each.peer) for each in every if each.work is not None]
-        self._waiter.wait(waiting, self._doing)
+        if waiting:
+            self._waiter.wait(waiting, self._doing)
         for each in every:
             each.work = None
 

@@ -38,6 +38,7 @@ class NcclTransport(CollectivesTransport):
     """
 
     name = "nccl"
+    literal = False
 
     def __init__(self, group: dist.ProcessGroup, backend: str = "nccl") -> None:
         super().__init__(group, backend, SMALL_BYTES)

@@ -66,14 +66,15 @@ class Reduction:
         Raises:
             PeerLostError: a peer died, or did not answer in time.
         """
-        for parcel, (out, messages) in zip(self._cut, self._sums, strict=True):
-            self._exchange.wait(messages)
+        last = len(self._cut) - 1
+        for number, (parcel, (out, messages)) in enumerate(zip(self._cut, self._sums, strict=True)):
+            # Every wait has its price: the last one is for what leaves, too.
+            self._exchange.wait(messages if number < last else None)
             parts = {message.peer: message.tensor for message in messages}
             parts[self._rank] = pack([self._piece(i, self._rank) for i in parcel.indices])
             add_in_order(out, [parts[rank] for rank in sorted(parts)], self._divisor)
             if parcel.packed:
                 unpack(out, [self._result(i) for i in parcel.indices])
-        self._exchange.wait()
         self._loan.end()
 
     def _receive(self, number: int, parcel: Parcel) -> tuple[torch.Tensor, list[Message]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from shardwise.transport.base import Transport
 from shardwise.transport.c10d import backend_name, c10d_transport
 from shardwise.transport.collectives import CollectivesTransport
 from shardwise.transport.local import LocalTransport
+from shardwise.transport.meeting import NotTogetherError, meet
+from shardwise.transport.shm import ShmTransport
 
 #: The environment variable that is read where no transport is asked for by argument.
 VARIABLE = "SHARDWISE_TRANSPORT"
@@ -22,11 +25,36 @@ def _collectives(group: dist.ProcessGroup, device: torch.device) -> Transport:
     return CollectivesTransport(group, backend_name(group, device))
 
 
+def _shared_memory(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    if device.type != "cpu":
+        raise ValueError(f"transport 'shm' is for tensors on the CPU, not on {device.type}")
+    try:
+        return ShmTransport(group, meet(group, _meeting_number(group)))
+    except NotTogetherError as error:
+        raise ValueError(f"transport 'shm' cannot be used here: {error}") from None
+
+
+def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    if device.type == "cpu" and backend_name(group, device) == "gloo":
+        with contextlib.suppress(NotTogetherError):
+            return ShmTransport(group, meet(group, _meeting_number(group)))
+    return c10d_transport(group, device)
+
+
+def _meeting_number(group: dist.ProcessGroup) -> int:
+    _meetings[group] = _meetings.get(group, 0) + 1
+    return _meetings[group]
+
+
 _CHOICES: dict[str, Callable[[dist.ProcessGroup, torch.device], Transport]] = {
-    "auto": c10d_transport,
+    "auto": _fastest,
+    "shm": _shared_memory,
     "c10d": c10d_transport,
     "collectives": _collectives,
 }
+
+#: How often the ranks of a group have met: each time under other names in the group's store.
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 #: The transports in use. Groups of parameters that are sharded over the same ranks share one: its
 #: message numbers and its scratch memory belong to the process group, not to the parameters.
@@ -43,14 +71,16 @@ def select_transport(
     Args:
         group: the process group of the dimension; ``None`` where it has one rank only.
         device: where the full tensors live.
-        requested: ``"auto"`` (the fastest known here), ``"c10d"`` (``torch.distributed``, composed
+        requested: ``"auto"`` (the fastest that there is here), ``"shm"`` (shared memory, for the
+            ranks of one host), ``"c10d"`` (``torch.distributed``, composed
             by backend), ``"collectives"`` (plain ``torch.distributed`` collectives) or ``None``:
             then the environment variable ``SHARDWISE_TRANSPORT`` is asked, and ``"auto"`` is
             taken where it is unset or empty. A dimension of one rank needs no collective and
             always gets the local transport.
 
     Raises:
-        ValueError: an unknown name; or the group has no backend for the device.
+        ValueError: an unknown name; the group has no backend for the device; or shared memory is
+            asked for where it cannot be, with the reason.
     """
     source = "transport"
     if requested is None:

@@ -21,13 +21,16 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import PeerLostError
+from shardwise.errors import RanksDivergedError, ShardwiseError
+from shardwise.transport.calls import CallLog
 from shardwise.transport.peers import peer_lost, tells_of_lost_peer, tells_of_stall
 
 #: The first tag that messages must not use; nothing ever arrives for it.
 PROBE_TAG = 2**30
 
 _LOOK_SECONDS = 1.0
+# After so long a wait, ranks look whether they wait for the same thing.
+_COMPARE_SECONDS = 3.0
 # So often may a wait find its peer gone. What the peer sent before it left arrives at once; a
 # collective may have something left to exchange among those who are still there.
 _LOOKS_AT_MESSAGE = 2
@@ -46,10 +49,12 @@ class Waiter:
 
     Args:
         group: the process group.
+        log: what this rank has called on it, to compare with its peers' after a while.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, log: CallLog | None = None) -> None:
         self._group = group
+        self._log = log
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._jobs.put, None).atexit = False
@@ -64,6 +69,7 @@ class Waiter:
 
         Raises:
             PeerLostError: a peer died, or did not answer in time.
+            RanksDivergedError: a peer has called something else.
         """
         if not works:
             return
@@ -80,7 +86,7 @@ class Waiter:
             try:
                 self._patience(job, doing)
                 break
-            except PeerLostError:
+            except ShardwiseError:
                 raise
             except BaseException as error:  # KeyboardInterrupt, or what a signal handler raises
                 if interrupt is not None:
@@ -97,16 +103,31 @@ class Waiter:
     def _patience(self, job: _Job, doing: str) -> None:
         """Return when the job is done, or raise when it never will be."""
         looks, last = 0, -1
+        seconds = 0.0
         while not (job.over or job.done.acquire(timeout=_LOOK_SECONDS)):
+            seconds += _LOOK_SECONDS
+            if seconds >= _COMPARE_SECONDS:
+                self._compare()
             current, peer = job.current, job.peer
             gone = self._gone()
             missing = bool(gone) if peer is None else peer in gone
             looks = looks + 1 if missing and current == last else int(missing)
             last = current
             if looks >= (_LOOKS_AT_COLLECTIVE if peer is None else _LOOKS_AT_MESSAGE):
+                self._compare()
                 cause = RuntimeError("the connection broke while a message was half way")
                 self._hang_up()
                 raise peer_lost(self._group, doing, cause, gone)
+
+    def _compare(self) -> None:
+        """Raise if the calls of this rank are not those of its peers."""
+        if self._log is None:
+            return
+        try:
+            self._log.compare_if_possible()
+        except RanksDivergedError:
+            self._hang_up()
+            raise
 
     def explain(self, error: BaseException, doing: str, peer: int | None) -> BaseException:
         """Return the error to raise for what the backend raised, and hang up if a peer is lost.
@@ -118,6 +139,10 @@ class Waiter:
         """
         if not isinstance(error, RuntimeError) or not tells_of_lost_peer(error):
             return error
+        try:
+            self._compare()  # it may have left because it noticed first
+        except RanksDivergedError as diverged:
+            return diverged
         peers = [] if peer is None else [peer]
         if not tells_of_stall(error):
             # The peer may have left because it lost another one, and that one is the cause.

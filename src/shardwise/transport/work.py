@@ -23,6 +23,11 @@ class PendingWork:
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
         self._failure: BaseException | None = None
+        self._then: Callable[[], object] | None = None
+
+    def then(self, callback: Callable[[], object]) -> None:
+        """Have ``callback`` called once this has succeeded."""
+        self._then = callback
 
     def wait(self) -> None:
         """Complete the collective, the first time.
@@ -39,3 +44,5 @@ class PendingWork:
                 self._failure = error
                 raise
             self._finish = None
+            if self._then is not None:
+                self._then()

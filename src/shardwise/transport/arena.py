@@ -1,0 +1,135 @@
+"""Anonymous memory that the ranks of one host have in common, and where in it things lie.
+
+One file without a name, as long as memory could ever be and as large as what is written to it.
+Nothing is agreed on between ranks: every rank takes the same pieces in the same order, so all of
+them find a piece at the same place. The kernel frees it when the last rank has gone, however it
+went.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import weakref
+from typing import Any
+
+import torch
+
+#: Length of the file. It takes no memory until it is written to.
+LENGTH = 2**40
+_PAGE = mmap.PAGESIZE
+_PROT_NONE = 0
+_MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
+_MADV_REMOVE = 9
+_FAILED = ctypes.c_void_p(-1).value
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+        ctypes.c_long,
+    ]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+def _map(address: int | None, length: int, protection: int, flags: int, fd: int, at: int) -> int:
+    found = _libc().mmap(address, length, protection, flags, fd, at)
+    if found is None or found == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot map {length} bytes of shared memory: {os.strerror(code)}")
+    return int(found)
+
+
+def whole_pages(nbytes: int) -> int:
+    """``nbytes``, rounded up to whole pages."""
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+class Window:
+    """A range of this process's addresses, through which a piece of the arena is seen.
+
+    Its addresses stay its own for life; what is behind them comes and goes. Behind a closed window
+    there is no memory: touching it ends the process.
+
+    Args:
+        length: in bytes, whole pages.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self.address = _map(None, length, _PROT_NONE, flags, -1, 0)
+        weakref.finalize(self, _libc().munmap, self.address, length).atexit = False
+
+    def open(self, fd: int, at: int) -> None:
+        """Let the window show the file from ``at`` on."""
+        flags = mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
+        _map(self.address, self.length, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, at)
+
+    def close(self) -> None:
+        """Let it show nothing."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        _map(self.address, self.length, _PROT_NONE, flags, -1, 0)
+
+    def discard(self) -> None:
+        """Give what it shows back to the system; it reads as zeros from then on."""
+        _libc().madvise(self.address, self.length, _MADV_REMOVE)
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor on the window's addresses, which keeps the window alive."""
+        nbytes = numel * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(0, dtype=dtype)
+        seen = (ctypes.c_char * nbytes).from_address(self.address + offset)
+        seen.__dict__["window"] = self  # the tensor holds what it was made from
+        return torch.frombuffer(seen, dtype=dtype)
+
+
+class Arena:
+    """A range of the file, and what of it has been taken.
+
+    Args:
+        fd: of the file.
+        first: where the range begins.
+        last: where it ends.
+    """
+
+    def __init__(self, fd: int, first: int, last: int) -> None:
+        self.fd = fd
+        self._taken = first
+        self._last = last
+
+    @staticmethod
+    def create() -> int:
+        """Make the file; return its descriptor.
+
+        Raises:
+            OSError: the system refuses a file of that length.
+        """
+        fd = os.memfd_create("shardwise", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, LENGTH)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def take(self, nbytes: int) -> int:
+        """Take the next piece; return where it begins."""
+        at, self._taken = self._taken, self._taken + whole_pages(nbytes)
+        if self._taken > self._last:
+            raise MemoryError("the addresses of this rank's shared memory are used up")
+        return at
+
+
+def ranges(fd: int, count: int) -> list[Arena]:
+    """Cut the file into ranges of equal length."""
+    length = LENGTH // count // _PAGE * _PAGE
+    return [Arena(fd, i * length, (i + 1) * length) for i in range(count)]

@@ -1,0 +1,232 @@
+"""A transport whose all-gather or reduce-scatter is the user's own.
+
+Such a collective works on one flat buffer for the whole group, as torch's does, and makes the
+buffer itself (from a memory pool, say). So its groups pay a copy in and a copy out. It is called
+as torch calls it: by keywords and synchronously; what overlaps is the stream that it is called on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Transport, Work
+from shardwise.transport.flat import as_bytes, as_rows, copy_chunks, fill
+from shardwise.transport.work import PendingWork
+
+
+class Comm(Protocol):
+    """What a custom collective has beside its call."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Make a buffer for the input or the output."""
+
+
+class AllGather(Comm, Protocol):
+    """A custom all-gather: ``torch.distributed.fsdp`` describes it."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` of every rank into ``output_tensor``, in which it may lie."""
+
+
+class ReduceScatter(Comm, Protocol):
+    """A custom reduce-scatter: ``torch.distributed.fsdp`` describes it."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce chunk ``r`` of ``input_tensor`` into rank ``r``'s ``output_tensor``."""
+
+
+class CustomTransport:
+    """``inner``, but for the collectives that the user provides.
+
+    Args:
+        inner: makes all other collectives.
+        group: the process group that the custom ones are called with.
+        all_gather: the custom all-gather, if there is one.
+        reduce_scatter: the custom reduce-scatter, if there is one.
+    """
+
+    name = "custom"
+    literal = True
+
+    def __init__(
+        self,
+        inner: Transport,
+        group: dist.ProcessGroup,
+        all_gather: AllGather | None = None,
+        reduce_scatter: ReduceScatter | None = None,
+    ) -> None:
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self._inner = inner
+        self._group = group
+        self._all_gather = all_gather
+        self._reduce_scatter = reduce_scatter
+        self._stream: torch.Stream | None = None
+
+    def full_buffers(
+        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> FullBuffers:
+        """Make (not yet allocated) memory to gather into."""
+        return self._inner.full_buffers(numels, dtypes, device)
+
+    def all_gather(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
+    ) -> Work:
+        """Gather with one call, as bytes where dtypes differ."""
+        if self._all_gather is None:
+            return self._inner.all_gather(shards, fulls, label)
+        device = fulls[0].device
+        with self._beside(device):
+            if len({full.dtype for full in fulls}) > 1:
+                shards = [
+                    as_bytes(shard.to(full.dtype))
+                    for shard, full in zip(shards, fulls, strict=True)
+                ]
+                fulls = [as_bytes(full) for full in fulls]
+            rows = [as_rows(full, self.world_size) for full in fulls]
+            sizes = [row.shape[1] for row in rows]
+            output = self._all_gather.allocate(
+                (self.world_size * sum(sizes),), dtype=fulls[0].dtype, device=device
+            )
+            flat = as_rows(output, self.world_size)
+            for chunk, shard in zip(torch.split(flat[self.rank], sizes), shards, strict=True):
+                fill(chunk, shard)
+            work = self._all_gather(
+                output_tensor=output,
+                input_tensor=flat[self.rank],
+                group=self._group,
+                async_op=False,
+            )
+            wait = _wait_for(work, device)
+
+        def finish() -> None:
+            wait()
+            for row, column in zip(rows, torch.split(flat, sizes, dim=1), strict=True):
+                row.copy_(column)
+
+        return PendingWork(finish)
+
+    def reduce_scatter(
+        self,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label = NO_LABEL,
+    ) -> Work:
+        """Reduce with one call per dtype."""
+        if self._reduce_scatter is None:
+            return self._inner.reduce_scatter(fulls, shards, op, label)
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, shard in enumerate(shards):
+            by_dtype.setdefault(shard.dtype, []).append(i)
+        works = [
+            self._reduce_one([fulls[i] for i in indices], [shards[i] for i in indices], op)
+            for indices in by_dtype.values()
+        ]
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        return PendingWork(finish)
+
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
+    ) -> Work:
+        """Reduce as the inner transport does."""
+        return self._inner.all_reduce(tensors, op, label)
+
+    def over(self, inner: Transport, group: dist.ProcessGroup) -> CustomTransport:
+        """The same custom collectives over another group, whose own transport is ``inner``."""
+        return CustomTransport(inner, group, self._all_gather, self._reduce_scatter)
+
+    def _beside(self, device: torch.device) -> AbstractContextManager[object]:
+        """Where to compose and call: on accelerators a stream of its own, beside computing.
+
+        The buffers belong to that stream. Before it makes the next ones in their memory it waits
+        for all that the computing stream has read of them.
+        """
+        if device.type == "cpu":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.Stream(device)
+        self._stream.wait_stream(torch.accelerator.current_stream(device))
+        return self._stream
+
+    def _reduce_one(
+        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], op: Reduce
+    ) -> Work:
+        assert self._reduce_scatter is not None
+        comm, dtype, device = self._reduce_scatter, shards[0].dtype, shards[0].device
+        sizes = [shard.numel() for shard in shards]
+        averages = op is Reduce.AVG and device.type == "cuda"
+        with self._beside(device):
+            source = comm.allocate((self.world_size * sum(sizes),), dtype=dtype, device=device)
+            result = comm.allocate((sum(sizes),), dtype=dtype, device=device)
+            columns = torch.split(as_rows(source, self.world_size), sizes, dim=1)
+            for full, column in zip(fulls, columns, strict=True):
+                copy_chunks(full, column)
+            work = comm(
+                output_tensor=result,
+                input_tensor=source,
+                group=self._group,
+                op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM,
+                async_op=False,
+            )
+            wait = _wait_for(work, device)
+
+        def finish() -> None:
+            wait()
+            if op is Reduce.AVG and not averages:
+                result.div_(self.world_size)
+            for shard, part in zip(shards, torch.split(result, sizes), strict=True):
+                shard.copy_(part)
+
+        return PendingWork(finish)
+
+
+def _wait_for(work: dist.Work | None, device: torch.device) -> Callable[[], object]:
+    """What waits for the collective that was called last, on the stream that computes then."""
+    if device.type == "cpu":
+        return _nothing if work is None else work.wait
+    if work is not None:
+        work.wait()  # on the stream beside computing
+    event = torch.accelerator.current_stream(device).record_event()
+    return lambda: torch.accelerator.current_stream(device).wait_event(event)
+
+
+def _nothing() -> None:
+    """Wait for nothing: the result is there."""
+
+
+def with_custom(
+    transport: Transport,
+    group: dist.ProcessGroup,
+    *,
+    all_gather: AllGather | None = None,
+    reduce_scatter: ReduceScatter | None = None,
+) -> Transport:
+    """``transport`` with the collectives given, over ``group``; as it is for a single rank."""
+    if transport.world_size == 1:
+        return transport
+    return CustomTransport(transport, group, all_gather, reduce_scatter)

@@ -1,0 +1,115 @@
+"""Memory through which ranks of one host hand each other tensors that do not live in common memory.
+
+A rank lays its tensors out in a part of its own range of the arena, tells where, and its peers
+read them there. Where a part lies is the writer's business alone, so ranks need not agree on it. A
+part is written to again when all peers have read it; nobody waits for that, as another one is
+taken until then. Ranks wait for each other in every collective, so there are few.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.transport.arena import Arena, Window, whole_pages
+
+_ALIGNMENT = 64
+_SMALLEST = 64 * 1024
+# So many parts are kept, even if smaller than what is asked for now.
+_PARTS = 3
+# So many parts of one peer stay mapped.
+_SEEN = 8
+
+
+@dataclass
+class Part:
+    """A piece of memory of this rank.
+
+    Attributes:
+        at: where in the arena it begins.
+        window: through which it is seen here.
+        use: the number of its last use.
+        is_open: whether this rank has not yet finished that use itself.
+    """
+
+    at: int
+    window: Window
+    use: int = 0
+    is_open: bool = False
+
+
+def lay_out(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int]:
+    """Where tensors lie that follow each other, in bytes, and where the last one ends."""
+    offsets, end = [], 0
+    for numel, dtype in zip(numels, dtypes, strict=True):
+        offsets.append(end)
+        end += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
+def tensors_in(
+    window: Window, numels: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> list[torch.Tensor]:
+    """The tensors of a layout, as a window shows them."""
+    offsets, _ = lay_out(numels, dtypes)
+    return [
+        window.tensor(offset, numel, dtype)
+        for offset, numel, dtype in zip(offsets, numels, dtypes, strict=True)
+    ]
+
+
+class Exchange:
+    """The parts of this rank, and what it sees of its peers'.
+
+    Args:
+        arena: this rank's own range.
+        read_by_all: how many uses all peers are done with.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        read_by_all: Callable[[], int],
+    ) -> None:
+        self._arena = arena
+        self._read_by_all = read_by_all
+        self._parts: list[Part] = []
+        self._seen: dict[int, OrderedDict[tuple[int, int], Window]] = {}
+
+    def part(self, use: int, nbytes: int) -> Part:
+        """Take a part of at least ``nbytes`` for this rank's use number ``use``."""
+        length = whole_pages(max(nbytes, _SMALLEST))
+        fitting = [part for part in self._parts if length <= part.window.length <= 4 * length]
+        over = self._read_by_all()
+        free = [part for part in fitting if part.use <= over and not part.is_open]
+        part = min(free, key=lambda part: part.window.length, default=None) or self._make(length)
+        part.use, part.is_open = use, True
+        return part
+
+    def see(self, rank: int, at: int, nbytes: int) -> Window:
+        """The part of a peer that begins at ``at``."""
+        seen = self._seen.setdefault(rank, OrderedDict())
+        key = at, whole_pages(max(nbytes, 1))
+        window = seen.get(key)
+        if window is None:
+            window = seen[key] = Window(key[1])
+            window.open(self._arena.fd, at)
+            if len(seen) > _SEEN:
+                seen.popitem(last=False)
+        seen.move_to_end(key)
+        return window
+
+    def _make(self, length: int) -> Part:
+        over = self._read_by_all()
+        for part in [part for part in self._parts if part.window.length < length]:
+            if part.use <= over and not part.is_open and len(self._parts) >= _PARTS:
+                part.window.discard()  # smaller ones would be of little use
+                self._parts.remove(part)
+        window = Window(length)
+        made = Part(self._arena.take(length), window)
+        window.open(self._arena.fd, made.at)
+        self._parts.append(made)
+        return made

@@ -1,0 +1,222 @@
+"""How ranks find out that they share a host, and come to share memory.
+
+Host names prove nothing. What proves it is that a descriptor can be passed: every two ranks connect
+by a Unix socket in the abstract namespace, which leaves nothing in the file system and ends at the
+border of a network namespace, and the first rank passes a file without a name to all others. Who
+connects has to be of the same user, and to know a token from the store of the process group.
+
+The sockets stay open: one that closes tells at once that its rank has gone. So does the process
+itself, which matters where a child of it (a data loader's worker, say) still holds the socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shardwise import _torch
+from shardwise.transport import futex
+from shardwise.transport.arena import Arena
+
+_SECONDS = 60.0
+_HELLO = struct.Struct("<I32s")
+_CREDENTIALS = struct.Struct("3i")
+
+
+class NotTogetherError(Exception):
+    """The ranks of a group cannot share memory; the message says why."""
+
+
+@dataclass
+class Meeting:
+    """The ranks of one group, met.
+
+    Attributes:
+        sockets: by rank in the group; there is none to this rank itself.
+        fd: of the file that all of them have.
+        processes: descriptors that tell when a rank's process has ended, where there are any.
+    """
+
+    sockets: dict[int, socket.socket]
+    fd: int
+    processes: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for rank, each in self.sockets.items():
+            process, _ = _credentials(each)
+            with contextlib.suppress(OSError):  # it may be of another namespace
+                self.processes[rank] = os.pidfd_open(process)
+
+    def gone(self) -> list[int]:
+        """The ranks whose sockets are closed."""
+        poll = select.poll()
+        ranks = {}
+        for rank, each in self.sockets.items():
+            ranks[each.fileno()] = rank
+            poll.register(each, select.POLLRDHUP)
+        for rank, process in self.processes.items():
+            ranks[process] = rank
+            poll.register(process, select.POLLIN)
+        return sorted({ranks[fd] for fd, _ in poll.poll(0)})
+
+    def close(self) -> None:
+        """Leave; all others see that this rank is gone."""
+        for each in self.sockets.values():
+            each.close()
+        for fd in (self.fd, *self.processes.values()):
+            os.close(fd)
+
+
+def meet(group: dist.ProcessGroup, number: int) -> Meeting:
+    """Meet the other ranks of ``group``; each of them calls this too.
+
+    Args:
+        group: the process group.
+        number: of this meeting among those of the group.
+
+    Raises:
+        NotTogetherError: they cannot share memory. Then no rank can.
+    """
+    rank, size = group.rank(), group.size()
+    store = _Board(group, number)
+    sockets: dict[int, socket.socket] = {}
+    fd = -1
+    trouble = ""
+    try:
+        if not futex.is_available():
+            store.post(f"address {rank}", "")
+            raise OSError("shared memory is for Linux on x86-64")
+        with _listen() as (listener, name):
+            token = secrets.token_hex(16)
+            store.post(f"address {rank}", f"{name} {token}")
+            for peer in range(rank):
+                sockets[peer] = _connect(rank, store.read(f"address {peer}"))
+            _accept(listener, token, range(rank + 1, size), sockets, store)
+        fd = _share(rank, sockets)
+    except (OSError, ValueError) as error:
+        trouble = f"rank {dist.get_process_group_ranks(group)[rank]}: {error}"
+        for each in sockets.values():
+            each.close()  # who waits at the other end shall not
+    store.post(f"verdict {rank}", trouble)
+    verdicts = [store.read(f"verdict {each}") for each in range(size)]
+    if any(verdicts):
+        for each in sockets.values():
+            each.close()
+        if fd >= 0:
+            os.close(fd)
+        raise NotTogetherError("; ".join(filter(None, verdicts)))
+    return Meeting(sockets, fd)
+
+
+class _Board:
+    """The store of the group, under names of one meeting."""
+
+    def __init__(self, group: dist.ProcessGroup, number: int) -> None:
+        self._store = _torch.store_of(group)
+        self._prefix = f"shardwise/meeting/{number}/"
+
+    def post(self, name: str, text: str) -> None:
+        self._store.set(self._prefix + name, text or "-")
+
+    def read(self, name: str) -> str:
+        key = self._prefix + name
+        self._store.wait([key], timedelta(seconds=_SECONDS))
+        text: str = self._store.get(key).decode()
+        return "" if text == "-" else text
+
+    def refused(self, ranks: list[int]) -> bool:
+        """Whether one of ``ranks`` has posted a verdict: it comes no more."""
+        return any(self._store.check([self._prefix + f"verdict {rank}"]) for rank in ranks)
+
+
+@contextlib.contextmanager
+def _listen() -> Iterator[tuple[socket.socket, str]]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        name = f"shardwise-{secrets.token_hex(16)}"
+        listener.bind(f"\0{name}")
+        listener.listen(64)
+        listener.settimeout(0.05)
+        yield listener, name
+
+
+def _connect(rank: int, address: str) -> socket.socket:
+    if not address:
+        raise OSError("another rank cannot be reached by a Unix socket")
+    name, token = address.split()
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        peer.settimeout(_SECONDS)
+        peer.connect(f"\0{name}")
+        _check_user(peer)
+        peer.sendall(_HELLO.pack(rank, token.encode()))
+    except OSError:
+        peer.close()
+        raise
+    return peer
+
+
+def _accept(
+    listener: socket.socket,
+    token: str,
+    expected: range,
+    sockets: dict[int, socket.socket],
+    store: _Board,
+) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while missing := [rank for rank in expected if rank not in sockets]:
+        try:
+            peer, _ = listener.accept()
+        except TimeoutError:
+            if store.refused(missing):
+                raise OSError("another rank cannot be reached by a Unix socket") from None
+            if time.monotonic() > deadline:
+                raise OSError(f"ranks {missing} did not come in {_SECONDS:g} s") from None
+            continue
+        try:
+            peer.settimeout(_SECONDS)
+            _check_user(peer)
+            rank, said = _HELLO.unpack(peer.recv(_HELLO.size, socket.MSG_WAITALL))
+            if rank not in missing or not secrets.compare_digest(said, token.encode()):
+                raise OSError("a stranger")
+        except (OSError, struct.error):
+            peer.close()  # not one of us: wait on
+            continue
+        sockets[rank] = peer
+
+
+def _credentials(peer: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end, as the kernel knows them."""
+    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(found)
+    return process, user
+
+
+def _check_user(peer: socket.socket) -> None:
+    _, user = _credentials(peer)
+    if user != os.geteuid():
+        raise OSError(f"the process at the other end belongs to user {user}, not {os.geteuid()}")
+
+
+def _share(rank: int, sockets: dict[int, socket.socket]) -> int:
+    """Pass the file from the first rank to all others; return this rank's descriptor."""
+    if rank == 0:
+        fd = Arena.create()
+        for peer in sockets.values():
+            socket.send_fds(peer, [b"f"], [fd])
+    else:
+        message, fds, _, _ = socket.recv_fds(sockets[0], 1, 1)
+        if message != b"f" or len(fds) != 1:
+            raise OSError("the first rank passed no shared memory")
+        fd = fds[0]
+        os.set_inheritable(fd, False)
+    return fd

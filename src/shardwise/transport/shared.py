@@ -1,0 +1,115 @@
+"""Full parameters that live once per host, in memory that all ranks of it see.
+
+The full parameters of a group have addresses of their own, for life. The memory behind them is lent
+from a pool of pieces that groups of one size have in common: unsharding opens the group's window on
+a piece, freeing closes it, and the piece waits for the next group.
+
+A piece is written to again only when no rank reads it any more. Every rank counts what it frees;
+all free the same things in the same order, so the count at which a piece was freed tells when all
+have freed it. The rank that takes it next waits for that; as one piece is kept to spare, it seldom
+has to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.transport.arena import Arena, Window, whole_pages
+from shardwise.transport.exchange import lay_out, tensors_in
+
+# So many free pieces of one length are left alone, so that nobody waits for the last one freed.
+_SPARE = 1
+
+
+@dataclass
+class Piece:
+    """Memory for the full parameters of one group.
+
+    Attributes:
+        at: where in the arena it begins.
+        freed: this rank's count of frees when it was freed last.
+    """
+
+    at: int
+    freed: int = 0
+
+
+class Pool:
+    """The pieces of all groups.
+
+    Args:
+        arena: where they lie.
+        announce: called with the number of frees so far, each time.
+        wait_for_frees: returns when all ranks have freed so often.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        announce: Callable[[int], None],
+        wait_for_frees: Callable[[int], None],
+    ) -> None:
+        self.arena = arena
+        self._announce = announce
+        self._wait_for_frees = wait_for_frees
+        self._free: dict[int, deque[Piece]] = {}
+        self._frees = 0
+
+    def take(self, length: int) -> Piece:
+        """Take a piece that no rank uses."""
+        waiting = self._free.setdefault(length, deque())
+        if len(waiting) <= _SPARE:
+            return Piece(self.arena.take(length))
+        piece = waiting.popleft()
+        self._wait_for_frees(piece.freed)
+        return piece
+
+    def give_back(self, piece: Piece, length: int) -> None:
+        """Note that this rank does not use a piece any more."""
+        self._frees += 1
+        piece.freed = self._frees
+        self._free[length].append(piece)
+        self._announce(self._frees)
+
+
+class SharedBuffers:
+    """The full parameters of one group; see :class:`~shardwise.transport.base.FullBuffers`.
+
+    Attributes:
+        is_fresh: whether nothing has been gathered since :meth:`allocate`: no rank reads it.
+    """
+
+    def __init__(self, pool: Pool, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+        self._pool = pool
+        self._piece: Piece | None = None
+        self.is_fresh = False
+        _, end = lay_out(numels, dtypes)
+        self._window = Window(whole_pages(end)) if end else None
+        self.tensors: list[torch.Tensor] = (
+            [torch.empty(0, dtype=dtype) for dtype in dtypes]
+            if self._window is None
+            else tensors_in(self._window, numels, dtypes)
+        )
+
+    @property
+    def at(self) -> int:
+        """Where in the arena the memory is; 0 where there is none."""
+        return 0 if self._piece is None else self._piece.at
+
+    def allocate(self) -> None:
+        """Give every tensor its memory. Does nothing where it has it already."""
+        if self._window is not None and self._piece is None:
+            self._piece = self._pool.take(self._window.length)
+            self._window.open(self._pool.arena.fd, self._piece.at)
+            self.is_fresh = True
+
+    def free(self) -> None:
+        """Give the memory back. Does nothing where it is already given back."""
+        if self._window is not None and self._piece is not None:
+            self._window.close()
+            piece, self._piece = self._piece, None
+            self._pool.give_back(piece, self._window.length)

@@ -1,0 +1,300 @@
+"""Ranks on one host, tensors on the CPU: shared memory in place of messages.
+
+    all-gather        the full parameters live once, where all ranks see them: every rank writes
+                      (and converts) its own part in place, and waits until all have
+    reduce-scatter    every rank lays out the chunks of its peers, waits until all have, and adds up
+                      its own chunk over all ranks, in their order
+    all-reduce        the same, with the whole tensor
+
+Nothing is copied that a peer wrote, and nothing passes through the kernel. Ranks that wait sleep.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardwise import _torch
+from shardwise.errors import RanksDivergedError
+from shardwise.transport.arena import Window, ranges
+from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Work
+from shardwise.transport.calls import Call, CallLog
+from shardwise.transport.exchange import Exchange, Part, lay_out, tensors_in
+from shardwise.transport.flat import as_rows
+from shardwise.transport.meeting import Meeting
+from shardwise.transport.peers import peer_lost
+from shardwise.transport.shared import Pool, SharedBuffers
+from shardwise.transport.signals import MARKS, Count, Signals
+from shardwise.transport.sums import add_in_order
+from shardwise.transport.work import PendingWork
+
+_LOOK_SECONDS = 0.1
+_COMPARE_SECONDS = 3.0
+
+
+class ShmTransport:
+    """The ranks of one process group that share memory.
+
+    Args:
+        group: the process group.
+        meeting: of its ranks.
+    """
+
+    name = "shm"
+    literal = False
+
+    def __init__(self, group: dist.ProcessGroup, meeting: Meeting) -> None:
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self._group = group
+        self._meeting = meeting
+        self._peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        self._log = CallLog(group)
+        common, *own = ranges(meeting.fd, 1 + self.world_size)
+        self._signals = Signals(common, self.rank, self.world_size)
+        self._pool = Pool(
+            common,
+            lambda frees: self._signals.set(Count.FREED, frees),
+            lambda frees: self._wait_for_all(Count.FREED, frees, "memory for the next group"),
+        )
+        self._exchange = Exchange(
+            own[self.rank],
+            lambda: min(self._signals.get(Count.DONE, peer) for peer in self._peers),
+        )
+        self._shared: weakref.WeakValueDictionary[int, SharedBuffers] = (
+            weakref.WeakValueDictionary()
+        )
+        self._posted = 0
+        self._uses = 0
+        self._done: set[int] = set()
+        self._done_until = 0
+        weakref.finalize(self, meeting.close).atexit = False
+
+    def full_buffers(
+        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> FullBuffers:
+        """Make (not yet allocated) memory to gather into, which all ranks have in common."""
+        buffers = SharedBuffers(self._pool, numels, dtypes)
+        for tensor in buffers.tensors:
+            if tensor.numel():
+                self._shared[tensor.data_ptr()] = buffers
+        return buffers
+
+    def all_gather(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
+    ) -> Work:
+        """Write this rank's chunks where all see them."""
+        call = self._log.note("all-gather", fulls, label)
+        shared = [self._shared.get(full.data_ptr()) for full in fulls]
+        if any(buffers is not None and not buffers.is_fresh for buffers in shared):
+            # Peers may still read what an earlier gather left there.
+            self._wait_for_post(self._post(call), call)
+        apart = [i for i, buffers in enumerate(shared) if buffers is None and fulls[i].numel()]
+        laid_out = self._lay_out(
+            [fulls[i].numel() // self.world_size for i in apart], [fulls[i].dtype for i in apart]
+        )
+        for part, i in zip(laid_out.own, apart, strict=True):
+            part[: shards[i].numel()].copy_(shards[i])
+        places = 0
+        for shard, full, buffers in zip(shards, fulls, shared, strict=True):
+            if buffers is not None:
+                as_rows(full, self.world_size)[self.rank][: shard.numel()].copy_(shard)
+                places ^= buffers.at
+        for buffers in shared:
+            if buffers is not None:
+                buffers.is_fresh = False
+        number = self._post(call, laid_out, places)
+
+        def finish() -> None:
+            self._wait_for_post(number, call, places)
+            for rank in range(self.world_size) if apart else ():
+                for i, part in zip(apart, laid_out.of(rank, number), strict=True):
+                    as_rows(fulls[i], self.world_size)[rank].copy_(part)
+
+        return self._pending(finish, laid_out)
+
+    def reduce_scatter(
+        self,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label = NO_LABEL,
+    ) -> Work:
+        """Lay out the chunks of the peers; add up, in the order of ranks, what they laid out."""
+        call = self._log.note("reduce-scatter", shards, label)
+        laid_out = self._lay_out(
+            [self.world_size * shard.numel() for shard in shards],
+            [_wire(full, shard) for full, shard in zip(fulls, shards, strict=True)],
+        )
+        for full, shard, part in zip(fulls, shards, laid_out.own, strict=True):
+            for before, after in self._around(full.numel(), shard.numel()):
+                part[before:after].copy_(full[before:after])
+        number = self._post(call, laid_out)
+        divisor = self.world_size if op is Reduce.AVG else None
+
+        def finish() -> None:
+            self._wait_for_post(number, call)
+            parts = [laid_out.of(rank, number) for rank in range(self.world_size)]
+            for i, (full, shard) in enumerate(zip(fulls, shards, strict=True)):
+                first = self.rank * shard.numel()
+                last = min(first + shard.numel(), full.numel())
+                if first < last:
+                    every = [part[i][first:last] for part in parts]
+                    every[self.rank] = full[first:last]
+                    add_in_order(shard[: last - first], every, divisor)
+
+        return self._pending(finish, laid_out)
+
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
+    ) -> Work:
+        """Lay out the tensors; add up what all ranks laid out, in their order."""
+        call = self._log.note("all-reduce", tensors, label)
+        laid_out = self._lay_out(
+            [tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors]
+        )
+        for tensor, part in zip(tensors, laid_out.own, strict=True):
+            part.copy_(tensor.view(-1))
+        number = self._post(call, laid_out)
+        divisor = self.world_size if op is Reduce.AVG else None
+
+        def finish() -> None:
+            self._wait_for_post(number, call)
+            parts = [laid_out.of(rank, number) for rank in range(self.world_size)]
+            for i, tensor in enumerate(tensors):
+                if tensor.numel():
+                    add_in_order(tensor.view(-1), [part[i] for part in parts], divisor)
+
+        return self._pending(finish, laid_out)
+
+    def see(self, rank: int, number: int, nbytes: int) -> Window:
+        """The memory in which ``rank`` has laid out its tensors of collective ``number``."""
+        return self._exchange.see(rank, self._signals.place(number, rank), nbytes)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _around(self, numel: int, chunk: int) -> list[tuple[int, int]]:
+        """The ranges of a full that are not this rank's chunk."""
+        first, last = self.rank * chunk, (self.rank + 1) * chunk
+        return [(0, min(first, numel)), (min(last, numel), numel)]
+
+    def _lay_out(self, numels: list[int], dtypes: list[torch.dtype]) -> _LaidOut:
+        """Take memory in which this rank lays out tensors for its peers."""
+        _, nbytes = lay_out(numels, dtypes)
+        if nbytes == 0:
+            return _LaidOut(self, numels, dtypes, 0, None)
+        self._uses += 1
+        return _LaidOut(self, numels, dtypes, nbytes, self._exchange.part(self._uses, nbytes))
+
+    def _pending(self, finish: Callable[[], None], laid_out: _LaidOut) -> Work:
+        work = PendingWork(finish)
+        part = laid_out.part
+        if part is not None:
+            # Over once it is finished, or dropped without a wait.
+            over = weakref.finalize(work, self._finish_use, part.use, part)
+            over.atexit = False
+            work.then(over)
+        return work
+
+    def _finish_use(self, use: int, part: Part) -> None:
+        part.is_open = False
+        self._done.add(use)
+        before = self._done_until
+        while self._done_until + 1 in self._done:
+            self._done_until += 1
+            self._done.remove(self._done_until)
+        if self._done_until != before:
+            self._signals.set(Count.DONE, self._done_until)
+
+    def _post(self, call: Call, laid_out: _LaidOut | None = None, places: int = 0) -> int:
+        """Tell that this rank has done its part of a collective; return its number."""
+        self._posted += 1
+        part = laid_out.part if laid_out is not None else None
+        self._signals.describe(
+            self._posted, call.mark ^ places >> 12, part.at if part is not None else 0
+        )
+        self._signals.set(Count.POSTED, self._posted)
+        return self._posted
+
+    def _wait_for_post(self, number: int, call: Call, places: int = 0) -> None:
+        mark = (call.mark ^ places >> 12) & 0xFFFFFFFF
+        for peer in self._peers:
+            self._wait_for(Count.POSTED, peer, number, call.text)
+            behind = self._signals.get(Count.POSTED, peer) - number
+            if behind < MARKS and self._signals.mark(number, peer) != mark:
+                self._diverged(call)
+
+    def _wait_for_all(self, count: Count, value: int, doing: str) -> None:
+        for peer in self._peers:
+            self._wait_for(count, peer, value, doing)
+
+    def _wait_for(self, count: Count, peer: int, value: int, doing: str) -> None:
+        """Sleep until ``peer`` has come as far as ``value``.
+
+        Raises:
+            PeerLostError: it is gone, or did not come in the time of the process group.
+            RanksDivergedError: it has called something else.
+        """
+        if self._signals.get(count, peer) >= value:
+            return
+        start = time.monotonic()
+        compared = start
+        while not self._signals.sleep(count, peer, value, _LOOK_SECONDS):
+            now = time.monotonic()
+            gone = self._meeting.gone()
+            if peer in gone and self._signals.get(count, peer) < value:
+                self._log.compare_if_possible()
+                cause = RuntimeError("its socket is closed")
+                raise peer_lost(self._group, doing, cause, gone)
+            if now - compared > _COMPARE_SECONDS:
+                compared = now
+                self._log.compare_if_possible()
+            if now - start > _torch.timeout_of(self._group):
+                cause = RuntimeError("timed out")
+                raise peer_lost(self._group, doing, cause, [peer])
+
+    def _diverged(self, call: Call) -> None:
+        """Raise, with what the peer calls it if it says so in time."""
+        deadline = time.monotonic() + 2 * _COMPARE_SECONDS
+        while time.monotonic() < deadline:
+            self._log.compare_if_possible()
+            time.sleep(_LOOK_SECONDS)
+        raise RanksDivergedError(f"ranks have diverged at {call.text}: not all of them called it")
+
+
+class _LaidOut:
+    """What the ranks lay out for each other in one collective."""
+
+    def __init__(
+        self,
+        transport: ShmTransport,
+        numels: list[int],
+        dtypes: list[torch.dtype],
+        nbytes: int,
+        part: Part | None,
+    ) -> None:
+        self.part = part
+        self._transport = transport
+        self._sizes = numels, dtypes
+        self._nbytes = nbytes
+        self.own: list[torch.Tensor] = (
+            [torch.empty(0, dtype=dtype) for dtype in dtypes]
+            if part is None
+            else tensors_in(part.window, numels, dtypes)
+        )
+
+    def of(self, rank: int, number: int) -> list[torch.Tensor]:
+        """What ``rank`` has laid out in collective ``number``, which it has posted."""
+        if self.part is None or rank == self._transport.rank:
+            return self.own
+        window = self._transport.see(rank, number, self._nbytes)
+        return tensors_in(window, *self._sizes)
+
+
+def _wire(full: torch.Tensor, shard: torch.Tensor) -> torch.dtype:
+    """The dtype to lay out: what is stored, if that is exact and fewer bytes."""
+    return full.dtype if full.dtype.itemsize < shard.dtype.itemsize else shard.dtype

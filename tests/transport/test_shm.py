@@ -1,0 +1,361 @@
+"""Ranks of one host share memory: who may, what it takes, and what is left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise import PeerLostError, RanksDivergedError, fully_shard
+from shardwise.sharding.hooks import state_of
+from shardwise.transport import futex, meeting, select_transport
+from shardwise.transport.base import Label, Reduce, Transport
+from shardwise.transport.shm import ShmTransport
+from tests.harness import run_ranks
+from tests.sharding.nets import (
+    Net,
+    assert_same_gradients,
+    average_backward,
+    batches,
+    loss_of,
+    seeded,
+)
+
+CPU = torch.device("cpu")
+NUMEL = 1_000_000
+pytestmark = pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
+
+
+def _transport() -> ShmTransport:
+    transport = select_transport(dist.group.WORLD, CPU, "shm")
+    assert isinstance(transport, ShmTransport)
+    return transport
+
+
+def _gather(transport: Transport, numel: int = NUMEL, name: str = "some group") -> torch.Tensor:
+    buffers = transport.full_buffers([numel * transport.world_size], [torch.float32], CPU)
+    buffers.allocate()
+    shard = torch.full((numel,), float(transport.rank))
+    transport.all_gather([shard], buffers.tensors, Label(name)).wait()
+    found = buffers.tensors[0][::numel].clone()
+    buffers.free()
+    return found
+
+
+def _taken(transport: ShmTransport) -> int:
+    """Bytes of the memory in common that hold anything."""
+    return os.fstat(transport._meeting.fd).st_blocks * 512
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+def _pieces(rank: int, world_size: int) -> None:
+    transport = _transport()
+    nbytes = 4 * NUMEL * world_size
+    groups = [transport.full_buffers([NUMEL * world_size], [torch.float32], CPU) for _ in range(10)]
+    dist.barrier()
+    small = _taken(transport)
+    for _ in range(3):  # steps, with one group looked ahead
+        groups[0].allocate()
+        for current, following in itertools.pairwise(groups):
+            following.allocate()
+            transport.all_gather([torch.full((NUMEL,), 1.0)], current.tensors).wait()
+            assert current.tensors[0].sum() == NUMEL * world_size
+            current.free()
+        groups[-1].free()
+    dist.barrier()
+    # Two in use, one to spare, of ten; and a little of them is never written to.
+    assert _taken(transport) - small <= 3 * nbytes + 2**20
+
+
+def test_groups_of_one_size_take_turns_in_the_memory_of_three() -> None:
+    run_ranks(_pieces, 2)
+
+
+def _once_per_host(rank: int, world_size: int) -> float:
+    """Return what this rank's share of the memory of a full parameter is, in bytes."""
+    transport = _transport()
+    numel = 4 * NUMEL
+    buffers = transport.full_buffers([numel * world_size], [torch.float32], CPU)
+    before = _pss()
+    buffers.allocate()
+    transport.all_gather([torch.ones(numel)], buffers.tensors).wait()
+    assert buffers.tensors[0].sum() == numel * world_size
+    dist.barrier()
+    share = _pss() - before
+    dist.barrier()
+    return share
+
+
+def _pss() -> int:
+    text = Path("/proc/self/smaps_rollup").read_text()
+    found = re.search(r"^Pss_Shmem:\s+(\d+) kB", text, re.MULTILINE)
+    assert found
+    return 1024 * int(found[1])
+
+
+def test_a_full_parameter_lives_once_per_host() -> None:
+    shares = run_ranks(_once_per_host, 2)
+    whole = 4 * 4 * NUMEL * 2
+    assert sum(shares) == pytest.approx(whole, rel=0.1)
+
+
+def _freed_windows(rank: int, world_size: int) -> None:
+    transport = _transport()
+    buffers = transport.full_buffers([world_size * 10], [torch.float32], CPU)
+    buffers.allocate()
+    transport.all_gather([torch.ones(10)], buffers.tensors).wait()
+    buffers.free()
+    if rank == 1:
+        print(buffers.tensors[0].sum())  # what is freed cannot be read by mistake
+
+
+def test_freed_memory_cannot_be_read() -> None:
+    outcomes = run_ranks(_freed_windows, 2, expect_failures=True)
+    assert outcomes[0].ok
+    assert outcomes[1].exitcode == -signal.SIGSEGV
+
+
+def _gathered_again(rank: int, world_size: int) -> None:
+    transport = _transport()
+    buffers = transport.full_buffers([world_size * 1000], [torch.float32], CPU)
+    buffers.allocate()
+    for step in range(50):
+        value = float(step * world_size + rank)
+        transport.all_gather([torch.full((1000,), value)], buffers.tensors).wait()
+        expected = [float(step * world_size + each) for each in range(world_size)]
+        if rank == 0:
+            time.sleep(0.001)  # a slow reader
+        assert buffers.tensors[0][::1000].tolist() == expected
+
+
+def test_a_second_gather_waits_for_those_who_still_read_the_first() -> None:
+    run_ranks(_gathered_again, 3)
+
+
+# -- who may -----------------------------------------------------------------------------------
+
+
+def _one_cannot(rank: int, world_size: int, requested: str) -> str:
+    with patch.object(futex, "is_available", lambda: rank != 1):
+        try:
+            return select_transport(dist.group.WORLD, CPU, requested).name
+        except ValueError as error:
+            return str(error)
+
+
+def test_where_one_rank_cannot_all_take_messages() -> None:
+    assert run_ranks(_one_cannot, 3, "auto") == ["gloo"] * 3
+
+
+def test_asking_for_it_where_it_cannot_be_says_why() -> None:
+    for message in run_ranks(_one_cannot, 3, "shm"):
+        assert message.startswith("transport 'shm' cannot be used here: ")
+        assert "rank 1: shared memory is for Linux on x86-64" in message
+
+
+def _stranger(rank: int, world_size: int) -> list[float]:
+    """Somebody who finds the socket, but knows no token, is not let in."""
+    real = meeting._listen
+
+    @contextlib.contextmanager
+    def listen() -> Iterator[tuple[socket.socket, str]]:
+        with real() as (listener, name):
+
+            def intrude() -> None:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as intruder:
+                    intruder.connect(f"\0{name}")
+                    intruder.sendall(meeting._HELLO.pack(1, b"0" * 32))
+                    assert intruder.recv(1) == b"", "hung up on, and no memory passed"
+
+            threading.Thread(target=intrude, daemon=True).start()
+            time.sleep(0.2)
+            yield listener, name
+
+    with patch.object(meeting, "_listen", listen) if rank == 0 else contextlib.nullcontext():
+        return _gather(_transport()).tolist()
+
+
+def test_a_stranger_is_not_let_in() -> None:
+    assert run_ranks(_stranger, 2) == [[0.0, 1.0]] * 2
+
+
+def _another_user(rank: int, world_size: int) -> str:
+    with patch.object(meeting, "_credentials", lambda peer: (os.getpid(), os.geteuid() + 1)):
+        try:
+            return select_transport(dist.group.WORLD, CPU, "shm").name
+        except ValueError as error:
+            return str(error)
+
+
+def test_processes_of_another_user_are_not_met() -> None:
+    for message in run_ranks(_another_user, 2):
+        assert "belongs to user" in message
+
+
+# -- what is left ------------------------------------------------------------------------------
+
+
+def _die_all(rank: int, world_size: int) -> None:
+    transport = _transport()
+    buffers = transport.full_buffers([NUMEL * world_size], [torch.float32], CPU)
+    buffers.allocate()
+    transport.all_gather([torch.ones(NUMEL)], buffers.tensors)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_nothing_is_left_when_all_ranks_are_killed() -> None:
+    before = set(os.listdir("/dev/shm"))
+    outcomes = run_ranks(_die_all, 2, expect_failures=True)
+    assert [outcome.exitcode for outcome in outcomes] == [-signal.SIGKILL] * 2
+    assert set(os.listdir("/dev/shm")) <= before
+    assert "@shardwise-" not in Path("/proc/net/unix").read_text()
+
+
+def _survive(rank: int, world_size: int, how: str) -> tuple[str, float]:
+    transport = _transport()
+    _gather(transport)
+    if rank == world_size - 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "killed, with a child":
+            # As a data loader's worker does, it holds what its parent had open.
+            if os.fork() == 0:
+                time.sleep(8)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
+    start = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        _gather(transport, name="blocks.3")
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", ["killed", "killed, with a child", "left"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_dead_peer_is_named_at_once(world_size: int, how: str) -> None:
+    outcomes = run_ranks(_survive, world_size, how, pg_timeout=600, expect_failures=True)
+    for rank, outcome in enumerate(outcomes[:-1]):
+        assert outcome.ok, outcome.describe(world_size)
+        message, seconds = outcome.result
+        last = world_size - 1
+        assert re.match(rf"rank {rank} lost (rank|ranks .*) ?{last} during", message), message
+        assert "the all-gather of blocks.3" in message
+        assert seconds < 5  # the aim is one, the machine may be busy
+
+
+def _stall(rank: int, world_size: int) -> str | None:
+    transport = _transport()
+    _gather(transport)
+    if rank == 1:
+        time.sleep(4)
+        return None
+    with pytest.raises(PeerLostError) as caught:
+        _gather(transport, name="blocks.3")
+    return str(caught.value)
+
+
+def test_a_stalled_peer_is_named_after_the_timeout_of_the_group() -> None:
+    message = run_ranks(_stall, 2, pg_timeout=2)[0]
+    assert message is not None
+    assert "rank 0 lost rank 1 during the all-gather of blocks.3: no answer in time" in message
+
+
+def _diverge(rank: int, world_size: int) -> str:
+    transport = _transport()
+    _gather(transport)
+    with pytest.raises(RanksDivergedError) as caught:
+        _gather(transport, name=f"blocks.{rank}")
+    return str(caught.value)
+
+
+def test_ranks_that_diverge_are_told_what_each_of_them_called() -> None:
+    for message in run_ranks(_diverge, 2):
+        assert "the all-gather of blocks.0" in message
+        assert "the all-gather of blocks.1" in message
+
+
+# -- many ranks, many meshes -------------------------------------------------------------------
+
+
+def _trains(rank: int, world_size: int, shape: tuple[int, ...]) -> list[str]:
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    net, whole = seeded(Net), seeded(Net)
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    for step in range(2):
+        x = batches(world_size, step)
+        loss_of(net, x[rank]).backward()
+        average_backward(whole, x)
+        assert_same_gradients(net, whole)
+    mesh_of = state_of(net).groups[0].mesh
+    return [mesh_of.shard.name, mesh_of.replicate.name if mesh_of.replicate else "none"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shape", "names"),
+    [(8, (8,), ["shm", "none"]), (6, (2, 3), ["shm", "shm"]), (4, (4, 1), ["local", "shm"])],
+)
+def test_more_ranks_than_cores_and_parts_of_meshes(
+    world_size: int, shape: tuple[int, ...], names: list[str]
+) -> None:
+    assert run_ranks(_trains, world_size, shape) == [names] * world_size
+
+
+def _sleeps(rank: int, world_size: int) -> float:
+    """Return the processor seconds of waiting two seconds for a peer."""
+    transport = _transport()
+    _gather(transport)
+    start = time.process_time()
+    if rank == 1:
+        time.sleep(2)
+    _gather(transport, 10)
+    return time.process_time() - start
+
+
+def test_ranks_that_wait_sleep() -> None:
+    assert run_ranks(_sleeps, 2)[0] < 0.5
+
+
+def _all_kinds(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    transport = _transport()
+    grads = [torch.full((5,), float(each + 1), dtype=dtype) for each in range(world_size)]
+    shard = torch.empty(2 if world_size == 3 else 3, dtype=torch.float32)
+    transport.reduce_scatter([grads[rank]], [shard], Reduce.AVG).wait()
+    mean = sum(range(1, world_size + 1)) / world_size
+    held = max(0, min(5 - rank * shard.numel(), shard.numel()))
+    assert shard[:held].tolist() == [mean] * held
+    transport.all_reduce([grads[rank]], Reduce.SUM).wait()
+    assert grads[rank].tolist() == [mean * world_size] * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_dtypes_and_uneven_chunks(world_size: int, dtype: torch.dtype) -> None:
+    run_ranks(_all_kinds, world_size, dtype)
+
+
+def test_a_small_dev_shm_does_not_matter() -> None:
+    """The memory is in no file system that has a size, as the one at /dev/shm has."""
+    code = "from shardwise.transport.arena import Arena; import os; print(os.readlink("
+    code += "f'/proc/self/fd/{Arena.create()}'))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "/memfd:shardwise (deleted)"
