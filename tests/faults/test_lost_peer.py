@@ -62,4 +62,4 @@ def test_survivors_name_the_group_and_the_peer(world_size: int, moment: str) -> 
         assert f"rank {rank} lost" in message
         if world_size == 2:
             assert f"lost rank {VICTIM}" in message
-        assert "all-gather of" in message or "gradient reduction of" in message
+        assert "all-gather of" in message or "reduce-scatter of" in message

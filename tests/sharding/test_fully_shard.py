@@ -147,7 +147,8 @@ def _memory(rank: int, world_size: int) -> None:
 
 
 def test_no_full_parameter_or_gradient_is_left_after_a_step(ranks: Ranks) -> None:
-    ranks(_memory, 2)
+    # Of the memory that ranks have in common the storages show nothing: see tests/transport.
+    ranks(_memory, 2, env={"SHARDWISE_TRANSPORT": "c10d"})
 
 
 def _manual(rank: int, world_size: int) -> None:
@@ -428,26 +429,18 @@ def _refusals(rank: int, world_size: int) -> None:
     )
     assert "weight" in message and "(2, 2)" in message
     message = _raises(
-        NotImplementedError,
+        ValueError,
         lambda: fully_shard(bad_dim, shard_placement_fn=lambda p: Replicate()),  # type: ignore[arg-type,return-value]
     )
     assert "Replicate" in message
     assert not isinstance(bad_dim.weight, DTensor)
     assert "one of auto" in _raises(ValueError, lambda: fully_shard(bad_dim, transport="pigeon"))
 
-    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    tied[1].weight = tied[0].weight
-    fully_shard(tied[0])
-    message = _raises(NotImplementedError, lambda: fully_shard(tied))
-    assert "1.weight is tied to weight" in message
-
     with torch.device("meta"):
         unborn = fully_shard(nn.Linear(3, 3))
     message = _raises(RuntimeError, lambda: unborn(torch.ones(1, 3)))
     assert "weight, bias are on the meta device" in message
     assert f"rank {rank}" in message
-    deep = fully_shard(nn.Linear(3, 3))
-    assert "deepcopy" in _raises(NotImplementedError, lambda: copy.deepcopy(deep))
 
     nested = _net()
     nested.blocks[0](torch.ones(1, 6))

@@ -22,6 +22,7 @@ def _name(group: ParamGroup | None) -> str | None:
 
 
 def _forward(order: RunOrder, groups: dict[str, ParamGroup], names: str) -> list[str | None]:
+    order.begin_forward()
     expected = [_name(order.enter_forward(groups[name])) for name in names]
     order.end_forward()
     return expected
@@ -68,3 +69,19 @@ def test_nothing_is_kept_after_a_backward() -> None:
     order.leave_forward(groups["a"])
     order.end_backward()
     assert order.enter_backward(groups["a"]) is None
+
+
+def test_a_forward_that_raised_leaves_no_trace() -> None:
+    order, groups = RunOrder(), _groups("abc")
+    _forward(order, groups, "abc")
+    order.leave_forward(groups["a"])  # a forward that is over, its backward to come
+    order.begin_forward()
+    for name in "ab":
+        order.enter_forward(groups[name])
+        order.leave_forward(groups[name])
+    order.abort_forward()
+
+    assert _forward(order, groups, "abc") == ["b", "c", None], "what it expected before"
+    order.leave_forward(groups["c"])
+    assert _name(order.enter_backward(groups["c"])) == "a"
+    assert order.enter_backward(groups["b"]) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
@@ -12,22 +13,28 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import _torch
+from shardwise._torch import DataParallelMeshDims, ShardPlacementResult
+from shardwise.errors import MisuseError
 from shardwise.sharding.collect import (
+    form_of,
     managed_modules,
     mark_taken,
     move_to_device,
     outermost,
     parameters_of,
 )
+from shardwise.sharding.extension import check_extension
+from shardwise.sharding.form import ParamOwner, ShardedForm
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.hooks import FSDPState, state_of
+from shardwise.sharding.kept import KeptShards
 from shardwise.sharding.mesh import DataMesh, default_mesh
 from shardwise.sharding.module import become_fsdp_module
 from shardwise.sharding.offload import Offload
-from shardwise.sharding.param import ParamOwner, ShardedParam
+from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.precision import Precision
 
-ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 _Module = TypeVar("_Module", bound=nn.Module)
 _Modules = TypeVar("_Modules", bound=Sequence[nn.Module])
 
@@ -45,7 +52,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     transport: str | None = ...,
 ) -> _Module: ...
 
@@ -60,7 +67,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     transport: str | None = ...,
 ) -> _Modules: ...
 
@@ -74,7 +81,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = _NO_MIXED_PRECISION,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     transport: str | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
@@ -90,47 +97,56 @@ def fully_shard(
         mesh: 1-D to shard over, or 2-D to replicate over the first dimension and shard over the
             second. By default all ranks, 1-D.
         reshard_after_forward: free the parameters between forward and backward (``True``, ZeRO-3)
-            or keep them (``False``, ZeRO-2). By default ``True``, but ``False`` for the root, whose
-            parameters backward needs at once.
+            or keep them (``False``, ZeRO-2), or keep them sharded over every ``k`` ranks that
+            follow each other (an ``int``, a factor of the ranks that shard). By default ``True``,
+            but ``False`` for the root, whose parameters backward needs at once.
         shard_placement_fn: called with every parameter; may return ``Shard(dim)`` to cut it along
-            another dimension than 0. Uneven sizes are fine along any dimension.
+            another dimension than 0 (uneven sizes are fine along any dimension), or torch's
+            ``ShardPlacementResult`` to shard it over another mesh. Parameters of one mesh form a
+            group.
         mp_policy: dtypes of computing, of reducing, and of outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and so the optimizer on the
             host. On a CPU mesh they are there already.
         ignored_params: parameters to leave alone.
-        dp_mesh_dims: not available yet.
-        transport: what moves the bytes: ``"auto"``, ``"c10d"`` or ``"collectives"``; by default
-            what ``SHARDWISE_TRANSPORT`` says, else ``"auto"``.
+        dp_mesh_dims: ``mesh`` has other dimensions too (tensor parallel ones, say), all parameters
+            are ``DTensor``s on it, and these are its data parallel dimensions.
+        transport: what moves the bytes: ``"auto"``, ``"shm"``, ``"c10d"`` or ``"collectives"``;
+            by default what ``SHARDWISE_TRANSPORT`` says, else ``"auto"``.
 
     Returns:
         ``module``, now an :class:`~shardwise.FSDPModule`.
 
     Raises:
         ValueError: a module without a forward of its own, one that is sharded already, a mesh that
-            is not 1-D or 2-D, or an argument out of its range.
-        NotImplementedError: what this version cannot do yet; nothing has been changed then.
+            is not 1-D or 2-D, or an argument out of its range. Nothing has been changed then.
+        NotImplementedError: an integer ``reshard_after_forward`` for ``DTensor`` parameters.
     """
-    if dp_mesh_dims is not None:
-        raise NotImplementedError("dp_mesh_dims is not available in this version of Shardwise")
     tops = _check_modules((module,) if isinstance(module, nn.Module) else module)
-    data_mesh = DataMesh.of(default_mesh() if mesh is None else mesh, transport)
-    reshard = _check_reshard_after_forward(reshard_after_forward, data_mesh.shard.world_size)
+    data_mesh = DataMesh.of(default_mesh() if mesh is None else mesh, transport, dp_mesh_dims)
+    size = _check_reshard_after_forward(reshard_after_forward, data_mesh.shard.world_size)
     managed = managed_modules(tops)
     found = parameters_of(managed, ignored_params or set())
-    placements = _check_placements(found, shard_placement_fn)
+    placements = _check_placements(
+        found, shard_placement_fn, data_mesh, keeps=not isinstance(size, bool)
+    )
     for top in tops:
         _torch.mark_composable(top, "fully_shard")
     move_to_device(found, managed, data_mesh.device)
-    offload = Offload.of(offload_policy, data_mesh.device)
-    params = []
+    offload_of = functools.partial(Offload.of, offload_policy, data_mesh.device)
+    by_mesh: dict[DataMesh, list[ShardedParam]] = {}
     for param, (fqn, owners) in found.items():
-        params.append(ShardedParam(param, fqn, owners, data_mesh, placements[param], offload))
-        mark_taken(param, fqn)
-    groups = (
-        [ParamGroup(params, tops, data_mesh, Precision(mp_policy), offload, reshard)]
-        if params
-        else []
-    )
+        placement, its_mesh = placements[param]
+        form = form_of(param)
+        if form is None:
+            form = ShardedForm(param, fqn, its_mesh, placement, offload_of())
+            mark_taken(param, form)
+        by_mesh.setdefault(its_mesh, []).append(ShardedParam(form, owners))
+    groups = []
+    for its_mesh, params in by_mesh.items():
+        size = _check_reshard_after_forward(reshard_after_forward, its_mesh.shard.world_size)
+        kept = None if isinstance(size, bool) else KeptShards(params, its_mesh.of_groups_of(size))
+        precision = Precision(mp_policy)
+        groups.append(ParamGroup(params, tops, its_mesh, precision, offload_of(), bool(size), kept))
     FSDPState(tops, groups, data_mesh.device, mp_policy, keep_if_root=reshard_after_forward is None)
     _keep_state_dicts_sharded(groups)
     for each in managed:
@@ -150,24 +166,25 @@ def _check_modules(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
         if not isinstance(each, nn.Module):
             raise TypeError(f"fully_shard: expected an nn.Module, found {type(each).__name__}")
     tops = outermost(modules)
+    # Beside others, a container's parameters are gathered when one of those runs.
+    if all(
+        isinstance(top, nn.ModuleList | nn.ModuleDict) and type(top).forward is nn.Module.forward
+        for top in tops
+    ):
+        raise ValueError(
+            f"fully_shard: a {type(tops[0]).__name__} has no forward of its own that could gather "
+            "its parameters; apply fully_shard to the modules in it, or to the module that "
+            "contains it"
+        )
     for top in tops:
-        if (
-            isinstance(top, nn.ModuleList | nn.ModuleDict)
-            and type(top).forward is nn.Module.forward
-        ):
-            raise ValueError(
-                f"fully_shard: a {type(top).__name__} has no forward of its own that could gather "
-                "its parameters; apply fully_shard to the modules in it, or to the module that "
-                "contains it"
-            )
         if state_of(top) is not None:
-            raise ValueError(
+            raise MisuseError(
                 f"fully_shard has already been applied to this {type(top).__name__}; apply it once"
             )
     return tops
 
 
-def _check_reshard_after_forward(value: bool | int | None, shard_size: int) -> bool:
+def _check_reshard_after_forward(value: bool | int | None, shard_size: int) -> bool | int:
     if value is None or isinstance(value, bool):
         return value is not False
     if not isinstance(value, int):
@@ -189,50 +206,62 @@ def _check_reshard_after_forward(value: bool | int | None, shard_size: int) -> b
             stacklevel=3,
         )
         return False
-    raise NotImplementedError(
-        f"reshard_after_forward={value}: sharding over fewer ranks between forward and backward is "
-        "not available in this version of Shardwise; pass True or False"
-    )
+    return value
 
 
 def _check_placements(
-    found: dict[nn.Parameter, tuple[str, list[ParamOwner]]], fn: ShardPlacementFn | None
-) -> dict[nn.Parameter, Shard | None]:
+    found: dict[nn.Parameter, tuple[str, list[ParamOwner]]],
+    fn: ShardPlacementFn | None,
+    mesh: DataMesh,
+    *,
+    keeps: bool,
+) -> dict[nn.Parameter, tuple[Shard | None, DataMesh]]:
     """Ask ``fn`` for every parameter's placement, before anything is changed."""
-    placements: dict[nn.Parameter, Shard | None] = {}
+    placements: dict[nn.Parameter, tuple[Shard | None, DataMesh]] = {}
+    meshes: dict[int, DataMesh] = {}
     for param, (fqn, _) in found.items():
-        if isinstance(param, DTensor):
+        check_extension(fqn, _torch.local_of(param) if isinstance(param, DTensor) else param)
+        if keeps and isinstance(param, DTensor):
             raise NotImplementedError(
-                f"{fqn} is a DTensor with placements {param.placements} already; sharding what "
-                "tensor parallelism left is not available in this version of Shardwise"
+                f"{fqn} is a DTensor with placements {param.placements}: an integer "
+                "reshard_after_forward is not available for it; pass True or False"
+            )
+        if mesh.whole is not None and not isinstance(param, DTensor):
+            raise ValueError(
+                f"{fqn} is a plain tensor; with dp_mesh_dims every parameter has to be a DTensor "
+                "on the whole mesh. Use distribute_module first"
             )
         placement = fn(param) if fn is not None else None
+        its_mesh = mesh
+        if isinstance(placement, ShardPlacementResult):
+            info, placement = placement.mesh_info, placement.placement
+            # One for every object: parameters of one mesh travel together.
+            its_mesh = meshes.setdefault(id(info), DataMesh.of(info.mesh, mesh.requested))
         if placement is not None and not isinstance(placement, Shard):
-            raise NotImplementedError(
-                f"shard_placement_fn returned {placement!r} for {fqn}; this version of Shardwise "
-                "takes Shard(dim) or None"
+            raise ValueError(
+                f"shard_placement_fn returned {placement!r} for {fqn}; expected Shard(dim), a "
+                "ShardPlacementResult or None"
             )
         if placement is not None and not -param.ndim <= placement.dim < max(param.ndim, 1):
-            raise ValueError(
+            raise MisuseError(
                 f"shard_placement_fn returned {placement} for {fqn} of shape {tuple(param.shape)}; "
                 f"expected a dimension from {-param.ndim} to {param.ndim - 1}"
             )
-        placements[param] = placement
+        form = form_of(param)
+        if form is not None and form.mesh.mesh != its_mesh.mesh:
+            raise ValueError(
+                f"{fqn} is tied to {form.fqn}, which is sharded over {form.mesh.mesh}, found "
+                f"{its_mesh.mesh}; shard both over the same mesh"
+            )
+        placements[param] = (placement, its_mesh)
     return placements
 
 
 def _keep_state_dicts_sharded(groups: list[ParamGroup]) -> None:
     """State dicts are taken from, and loaded into, the sharded form."""
     for group in groups:
-        modules = {owner.module for param in group.params for owner in param.owners}
-
-        def reshard(*_: Any, group: ParamGroup = group) -> None:
-            group.reshard()
-
-        def refresh(*_: Any, group: ParamGroup = group) -> None:
-            group.refresh()
-
-        for module in modules:
+        for module in {owner.module for param in group.params for owner in param.owners}:
+            reshard, refresh = group.reshard_for_state_dict, group.refresh_from_state_dict
             module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]

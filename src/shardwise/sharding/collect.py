@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import _torch
+from shardwise.sharding.form import ParamOwner, ShardedForm
 from shardwise.sharding.hooks import state_of
-from shardwise.sharding.param import ParamOwner
 
-_TAKEN = "_shardwise_taken_as"
+_TAKEN = "_shardwise_form"
 
 
 def outermost(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
@@ -42,33 +42,30 @@ def managed_modules(tops: tuple[nn.Module, ...]) -> dict[nn.Module, str]:
 def parameters_of(
     managed: dict[nn.Module, str], ignored: set[nn.Parameter]
 ) -> dict[nn.Parameter, tuple[str, list[ParamOwner]]]:
-    """Every parameter to shard, with its name and all its owners, in module order.
-
-    Raises:
-        NotImplementedError: a parameter is tied to one that an earlier call has sharded.
-    """
+    """Every parameter to shard, with its name and all its owners, in module order."""
     found: dict[nn.Parameter, tuple[str, list[ParamOwner]]] = {}
     for module, prefix in managed.items():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if param in ignored:
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
-            taken_as = getattr(param, _TAKEN, None)
-            if taken_as is not None:
-                raise NotImplementedError(
-                    f"parameter {fqn} is tied to {taken_as}, which an earlier fully_shard call has "
-                    "sharded; shard both modules in one call, fully_shard([a, b]), or leave both "
-                    "to the call on the module that contains them"
-                )
             if param not in found:
                 found[param] = (fqn, [])
             found[param][1].append(ParamOwner(module, name))
     return found
 
 
-def mark_taken(param: nn.Parameter, fqn: str) -> None:
-    """Note on an original parameter that it has been sharded, for modules that still hold it."""
-    setattr(param, _TAKEN, fqn)
+def form_of(param: nn.Parameter) -> ShardedForm | None:
+    """The sharded form of an original parameter that an earlier call has taken.
+
+    A parameter that is tied is still registered, as it was, in modules of other calls.
+    """
+    return getattr(param, _TAKEN, None)
+
+
+def mark_taken(param: nn.Parameter, form: ShardedForm) -> None:
+    """Note the sharded form on an original parameter, for modules that still hold it."""
+    setattr(param, _TAKEN, form)
 
 
 def move_to_device(
@@ -79,4 +76,9 @@ def move_to_device(
     for tensor in [*params, *buffers]:
         if tensor.device == device or tensor.is_meta or isinstance(tensor, DTensor):
             continue
-        tensor.data = tensor.to(device)
+        if _torch.is_wrapper(tensor):
+            # Its data cannot be set; the object stays the same for those who hold it.
+            with torch.no_grad():
+                _torch.swap(tensor, nn.Parameter(tensor.to(device)))
+        else:
+            tensor.data = tensor.to(device)

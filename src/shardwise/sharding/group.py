@@ -2,9 +2,17 @@
 
             unshard()              wait_for_unshard()
   SHARDED ------------> UNSHARDING ------------------> UNSHARDED
-     ^                                                     |
-     +-----------------------------------------------------+
+     ^                       ^                          |     |
+     |                       | unshard()                |     |
+     |                       +--------- KEPT <----------+     |
+     |                                    reshard_after_forward()
+     +--------------------------------------------------------+
                            reshard()
+
+``KEPT`` is the form between forward and backward under an integer ``reshard_after_forward``. A
+small group that is freed between them is so for its modules only: its memory stays filled, and the
+group goes from ``SHARDED`` to ``UNSHARDED`` at once, unless a shard was written to meanwhile. A
+gather that fails leads from ``UNSHARDING`` back to ``SHARDED``.
 
 Its gradients leave it as a :class:`~shardwise.sharding.reduce.Reduction`, which runs on while the
 group is already sharded again.
@@ -12,22 +20,28 @@ group is already sharded again.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.errors import naming
+from shardwise import _torch
+from shardwise.sharding.form import COPIED
+from shardwise.sharding.kept import KeptShards
 from shardwise.sharding.memory import GroupMemory
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.offload import Offload
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.phase import Phase
 from shardwise.sharding.precision import Precision
-from shardwise.sharding.reduce import Partial, Reduction
+from shardwise.sharding.reduce import AllReduceHook, Partial, Reduction
+from shardwise.transport.base import Label
 
 
 class GroupState(enum.Enum):
@@ -36,12 +50,21 @@ class GroupState(enum.Enum):
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
+    KEPT = "kept on fewer ranks"
 
+
+#: A group of at most so many bytes keeps its memory from forward to backward, though it is sharded.
+SMALL_BYTES = 64 * 1024
 
 _MOVES = {
     (GroupState.SHARDED, GroupState.UNSHARDING),
+    (GroupState.SHARDED, GroupState.UNSHARDED),
     (GroupState.UNSHARDING, GroupState.UNSHARDED),
+    (GroupState.UNSHARDING, GroupState.SHARDED),
     (GroupState.UNSHARDED, GroupState.SHARDED),
+    (GroupState.UNSHARDED, GroupState.KEPT),
+    (GroupState.KEPT, GroupState.UNSHARDING),
+    (GroupState.KEPT, GroupState.SHARDED),
 }
 
 
@@ -55,6 +78,14 @@ class GroupOptions:
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     gradient_divide_factor: float | None = None
+    force_sum_reduction: bool = False
+    reduce_scatter_unused_params: bool = False
+    reduce_scatter_max_input_buffers: int = 1
+    all_reduce_hook: AllReduceHook | None = None
+
+
+def _no_root_yet() -> NoReturn:
+    raise RuntimeError("the model has not run forward yet: there is nothing to reduce")
 
 
 class ParamGroup:
@@ -63,9 +94,11 @@ class ParamGroup:
     Attributes:
         params: its parameters, in the order in which every rank gathers and reduces them.
         modules: the modules that were sharded together.
+        mesh: over which ranks, and what carries the bytes between them.
         fqn: fully qualified name of the modules from the root, for messages and profiles.
         phase: where in a backward it is.
         options: what a user may switch.
+        kept: the shards between forward and backward, if those are kept on fewer ranks.
     """
 
     def __init__(
@@ -76,18 +109,54 @@ class ParamGroup:
         precision: Precision,
         offload: Offload,
         reshard_after_forward: bool,
+        kept: KeptShards | None = None,
     ) -> None:
         self.params = list(params)
         self.modules = modules
         self.mesh = mesh
+        self.kept = kept
         self.fqn = ""
         self.phase = Phase.IDLE
         self.options = GroupOptions(reshard_after_forward=reshard_after_forward)
         self._precision = precision
         self._offload = offload
         self._memory: GroupMemory | None = None
+        self._label: tuple[str, Label] | None = None
+        # Versions of the shards that the memory, though the group is sharded, still holds.
+        self._spared: list[int] | None = None
+        # Versions of the shards when the group was left unsharded.
+        self._left: list[int] | None = None
+        self._left_with_grads = False
         self._partial = Partial()
         self._state = GroupState.SHARDED
+        #: Reduces the gradients by way of the root; ``torch.distributed.pipelining`` calls it.
+        self.post_backward: Callable[[], None] = _no_root_yet
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> ParamGroup:
+        """Copy for copied modules, sharded, without gradients that are on their way."""
+        copied = memo[COPIED]
+        made = ParamGroup(
+            copy.deepcopy(self.params, memo),
+            tuple(copy.deepcopy(module, memo) for module in self.modules if module in copied),
+            self.mesh,
+            self._precision,
+            dataclasses.replace(self._offload),
+            self.options.reshard_after_forward,
+        )
+        memo[id(self)] = made
+        made.fqn = self.fqn
+        made.options = dataclasses.replace(self.options)
+        if self.kept is not None:
+            made.kept = KeptShards(made.params, self.kept.mesh)
+        return made
+
+    def reshard_for_state_dict(self, *_: Any) -> None:
+        """Reshard, as a hook on state dicts: those are of the sharded form."""
+        self.reshard()
+
+    def refresh_from_state_dict(self, *_: Any) -> None:
+        """Take over what was loaded, as a hook on state dicts."""
+        self.refresh()
 
     @property
     def state(self) -> GroupState:
@@ -96,17 +165,27 @@ class ParamGroup:
 
     # -- forms ---------------------------------------------------------------------------------
 
-    def unshard(self) -> None:
-        """Start to gather. Does nothing if that has begun or is done."""
-        if self._state is not GroupState.SHARDED:
+    def unshard(self, *, for_backward: bool = False) -> None:
+        """Start to gather. Does nothing if that has begun or is done.
+
+        Args:
+            for_backward: the values are those that a forward had; what is left of them will do.
+        """
+        if self._state is not GroupState.SHARDED and self._state is not GroupState.KEPT:
             return
-        with torch.no_grad(), torch.inference_mode(False):
+        if self._spared is not None:
+            if for_backward and self._spared == self._versions():
+                self._spared = None
+                self._use_full()
+                return
+            self._free()
+        with torch.inference_mode(False), torch.no_grad():  # the former alone enables gradients
             if self._memory is None:
                 self._check_materialised()
                 self._memory = GroupMemory(self.params, self.mesh, self._precision)
-            self._move(GroupState.UNSHARDING)
-            with naming("all-gather", self.fqn):
-                self._memory.start()
+            source = self.kept if self._state is GroupState.KEPT else None
+            self._memory.start(self.label, source)
+            self._move(GroupState.UNSHARDING)  # unless that raised
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather; then the modules hold full parameters.
@@ -117,28 +196,91 @@ class ParamGroup:
         if self._state is not GroupState.UNSHARDING:
             return
         assert self._memory is not None
-        with torch.no_grad(), torch.inference_mode(False), naming("all-gather", self.fqn):
-            self._memory.finish()
-        for param in self.params:
-            param.use_full()
-        self._move(GroupState.UNSHARDED)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._memory.finish()
+        except BaseException:
+            # Its memory stays: messages that are on their way may still be written to it.
+            self._use_sharded()
+            raise
+        if self.kept is not None:
+            self.kept.release()
+        self._use_full()
 
     def reshard(self) -> None:
         """Put the shards back into the modules and free the full parameters."""
         self.wait_for_unshard()
-        if self._state is not GroupState.UNSHARDED:
+        if self._state is not GroupState.SHARDED:
+            self._use_sharded()
+        self._free()
+
+    def reshard_after_forward(self) -> None:
+        """Free the full parameters until backward, if that is what was asked for."""
+        if not self.options.reshard_after_forward or self._state is not GroupState.UNSHARDED:
             return
         assert self._memory is not None
-        for param in self.params:
-            param.use_sharded()
-        self._memory.free()
-        self._move(GroupState.SHARDED)
+        if self.kept is not None:
+            with torch.no_grad():
+                self.kept.keep()
+            self._memory.free()
+            self._move(GroupState.KEPT)
+            return
+        # The memory of a small group is worth less than another gather.
+        small = self._memory.nbytes <= SMALL_BYTES and not self.mesh.shard.literal
+        if small and torch.is_grad_enabled():
+            self._use_sharded()
+            self._spared = self._versions()
+        else:
+            self.reshard()
+
+    def note_left_unsharded(self) -> None:
+        """Note of which shards the full parameters are that stay beyond a forward."""
+        self._left = self._versions()
+        # An evaluation, and not one of the forwards and backwards that accumulate gradients.
+        evaluated = not torch.is_grad_enabled() and self.options.reshard_after_backward
+        self._left_with_grads = evaluated and any(
+            param.sharded.grad is not None for param in self.params
+        )
+
+    def reshard_if_stale(self) -> None:
+        """Free full parameters that were left, if their shards may have changed since.
+
+        Optimizers write to shards past autograd's sight, where there are gradients: one may have
+        stepped after an evaluation.
+        """
+        left, self._left = self._left, None
+        if self._state is not GroupState.UNSHARDED or left is None:
+            return
+        if self._left_with_grads or left != self._versions():
+            self.reshard()
 
     def refresh(self) -> None:
-        """Take over what ``to()``, ``to_empty()`` or a loaded state dict did to the shards."""
+        """Take over what ``to()``, ``to_empty()`` or a loaded state dict did to the shards.
+
+        Does nothing unless the modules hold those: full parameters were made of them as they are.
+        """
+        if self._state is not GroupState.SHARDED:
+            return
         changed = [param.refresh() for param in self.params]
         if any(changed):
-            self._memory = None
+            self._memory = self._label = self._spared = None
+
+    def change_mesh(self, mesh: DataMesh) -> None:
+        """Let other transports carry this group from now on."""
+        self.reshard()
+        self.mesh = mesh
+        self._memory = None
+
+    @property
+    def label(self) -> Label:
+        """What messages call the group, and what ranks have to agree on."""
+        if self._label is None or self._label[0] != self.fqn:
+            lines = [
+                f"{param.fqn}: {tuple(param.layout.shape)} {param.dtype}".replace("torch.", "")
+                for param in self.params
+            ]
+            self._label = self.fqn, Label(self.fqn or "the root group", "\n".join(lines))
+        return self._label[1]
 
     # -- gradients -----------------------------------------------------------------------------
 
@@ -155,7 +297,7 @@ class ParamGroup:
                 param.hold_grad(self._precision.reduce_dtype(param.dtype))
             self._reshard_after_backward()
             return None
-        taken = [(param, param.take_grad()) for param in self.params]
+        taken = [(param, self._take_grad(param)) for param in self.params]
         self._reshard_after_backward()
         params = [param for param, grad in taken if grad is not None]
         grads = [grad for _, grad in taken if grad is not None]
@@ -163,13 +305,15 @@ class ParamGroup:
         if not params:
             return None
         return Reduction(
-            self.fqn,
+            self.label,
             params,
             grads,
             self.mesh,
             self._precision,
             divide_factor=options.gradient_divide_factor,
+            force_sum=options.force_sum_reduction,
             all_reduce=options.requires_all_reduce,
+            hook=options.all_reduce_hook,
             partial=self._partial,
         )
 
@@ -187,6 +331,40 @@ class ParamGroup:
                 param.full.grad = None
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _use_full(self) -> None:
+        for param in self.params:
+            param.use_full()
+        self._move(GroupState.UNSHARDED)
+
+    def _use_sharded(self) -> None:
+        for param in self.params:
+            param.use_sharded()
+        self._move(GroupState.SHARDED)
+
+    def _free(self) -> None:
+        """Free the full parameters, and what is kept or spared of them."""
+        self._spared = self._left = None
+        if self.kept is not None:
+            self.kept.release()
+        if self._memory is not None:
+            self._memory.free()
+
+    def _versions(self) -> list[int]:
+        """Numbers that change when a shard is written to, as a ``DTensor`` or as what is in it."""
+        return [
+            _torch.version_of(tensor)
+            for param in self.params
+            for tensor in (param.sharded, param.local)
+        ]
+
+    def _take_grad(self, param: ShardedParam) -> torch.Tensor | None:
+        grad = param.take_grad()
+        # What earlier backwards reduce-scattered only is completed also where this one adds none.
+        completes = self.options.requires_all_reduce and param in self._partial
+        if grad is None and (completes or self.options.reduce_scatter_unused_params):
+            return param.zero_grad()
+        return grad
 
     def _reshard_after_backward(self) -> None:
         if self.options.reshard_after_backward:

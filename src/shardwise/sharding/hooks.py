@@ -5,6 +5,7 @@
     output's hook        backward begins here: unshard the group, prefetch the one before it
     inputs' function     backward ends here: take the gradients, reshard, start to reduce
     end of backward      reduce what had no such input; complete every reduction
+    forward raised       go back to where the forward began
 
 The outermost module that runs is the root. It is found at its first forward, when all nested calls
 have been made.
@@ -12,6 +13,11 @@ have been made.
 
 from __future__ import annotations
 
+import copy
+import functools
+import sys
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise import _torch
+from shardwise.sharding.form import COPIED
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.phase import Phase
 from shardwise.sharding.precision import Precision
@@ -63,10 +70,30 @@ class FSDPState:
         self._precision = Precision(mp_policy)
         self._keep_if_root = keep_if_root
         self._is_root: bool | None = None
+        # The exception that was being handled when the forward began, to know a new one by.
+        self._handled: BaseException | None = None
         for module in modules:
             module.__dict__[_STATE] = self
+            _torch.answer_torch(module, self)
             module.register_forward_pre_hook(self._forward_pre_hook, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._forward_hook)
+            module.register_forward_hook(self._forward_hook, always_call=True)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> FSDPState:
+        """Copy for copied modules, to be given a root anew."""
+        made = copy.copy(self)
+        memo[id(self)] = made
+        copied: frozenset[nn.Module] = memo[COPIED]
+        made.modules = tuple(copy.deepcopy(m, memo) for m in self.modules if m in copied)
+        made.groups = copy.deepcopy(self.groups, memo)
+        made.phase = Phase.IDLE
+        made.root = copy.deepcopy(self.root, memo)
+        made.modules_to_run = set()
+        for name in ("forward_prefetch", "backward_prefetch"):
+            wanted = [s for s in getattr(self, name) if copied.issuperset(s.modules)]
+            setattr(made, name, [copy.deepcopy(state, memo) for state in wanted])
+        made._is_root = None
+        made._handled = None
+        return made
 
     @property
     def is_root(self) -> bool | None:
@@ -113,6 +140,7 @@ class FSDPState:
             state.root = self.root
             for group in state.groups:
                 group.refresh()
+                group.post_backward = functools.partial(state.root.post_backward, group)
         if self._keep_if_root:
             # Its parameters are needed again as soon as backward begins.
             for group in self.groups:
@@ -125,10 +153,10 @@ class FSDPState:
             for group in state.groups:
                 group.fqn = fqn
                 for param in group.params:
-                    owner = param.owners[0]
+                    owner = param.form.owners[0]
                     prefix = names.get(owner.module)
                     if prefix is not None:
-                        param.fqn = f"{prefix}.{owner.name}" if prefix else owner.name
+                        param.form.fqn = f"{prefix}.{owner.name}" if prefix else owner.name
 
     # -- forward -------------------------------------------------------------------------------
 
@@ -136,10 +164,12 @@ class FSDPState:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshard, and prepare the inputs."""
+        if self.phase is Phase.BACKWARD and not _torch.in_backward():
+            self.root.reset()  # the last backward raised
         if self.phase is Phase.BACKWARD:
             # Activation checkpointing computes forward again; backward's hooks do the rest.
             for group in self.groups:
-                group.unshard()
+                group.unshard(for_backward=True)
                 group.wait_for_unshard()
             return self._precision.cast_inputs(args, kwargs)
         first = self.phase is not Phase.FORWARD
@@ -153,6 +183,8 @@ class FSDPState:
         if first:
             self._prefetch_in_forward()
             for group in self.groups:
+                if group.phase is Phase.REDUCED and not _torch.in_backward():
+                    group.phase = Phase.IDLE  # by a backward of its own; see post_backward()
                 args, kwargs = self._mark_inputs(group, args, kwargs)
         return args, kwargs
 
@@ -163,8 +195,7 @@ class FSDPState:
         recomputing = _torch.in_backward()
         for group in self.groups:
             if not recomputing:
-                if group.options.reshard_after_forward:
-                    group.reshard()
+                group.reshard_after_forward()
                 if torch.is_grad_enabled():
                     self.root.order.leave_forward(group)
         self._mark_outputs(output)
@@ -179,9 +210,13 @@ class FSDPState:
         self.lazy_init()
         if self.root.forward_root is not None:
             return args, kwargs
-        self.root.forward_root = self
+        if not _torch.in_backward():  # there, activation checkpointing computes forward again
+            self.root.begin_forward(self)
+        event, self.root.post_optim_event = self.root.post_optim_event, None
         if self.device.type == "cpu":
             return args, kwargs
+        if event is not None:
+            torch.accelerator.current_stream().wait_event(event)
         to_device = self._to_device
         return map_tensors(to_device, args), map_tensors(to_device, kwargs)
 
@@ -197,6 +232,24 @@ class FSDPState:
                 output = state.post_forward(None, output)
         root.end_forward()
         return output
+
+    def fail_forward(self) -> None:
+        """Go back to where this forward began: it raised."""
+        self.modules_to_run.clear()
+        if _torch.in_backward():
+            # Activation checkpointing raises as soon as it has computed again what backward needs,
+            # and so does an error, after which the next forward resets everything.
+            if self.phase is Phase.FORWARD:
+                self.phase = Phase.IDLE
+            return
+        self.phase = Phase.IDLE
+        for group in self.groups:
+            group.reshard_after_forward()
+        if self.root.forward_root is self:
+            for state in self.root.states:
+                state.phase = Phase.IDLE
+                state.modules_to_run.clear()
+            self.root.abort_forward()
 
     def _prefetch_in_forward(self) -> None:
         if _torch.in_backward():
@@ -229,11 +282,24 @@ class FSDPState:
             return
         for tensor in tensors_in(output):
             if tensor.requires_grad:
+                if _torch.is_view(tensor):
+                    self._warn_of_view()
                 tensor.register_hook(self._pre_backward)  # type: ignore[no-untyped-call]
+
+    def _warn_of_view(self) -> None:
+        names = ", ".join(type(module).__name__ for module in self.modules)
+        warnings.warn(
+            f"{names} returned a view. An in-place operation on it (out += x) would drop the hook "
+            "by which backward gathers the parameters; use out = out + x, or return out.clone()",
+            UserWarning,
+            stacklevel=2,
+        )
 
     # -- backward ------------------------------------------------------------------------------
 
+    @_torch.outside_graphs
     def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        _refuse_graph_of_backward()
         self.phase = Phase.BACKWARD
         self.root.queue_end_of_backward()
         for group in self.groups:
@@ -241,7 +307,7 @@ class FSDPState:
                 continue  # another output of the same forward has been here
             group.phase = Phase.BACKWARD
             if group.options.unshard_in_backward:
-                group.unshard()
+                group.unshard(for_backward=True)
                 group.wait_for_unshard()
             before = self.root.order.enter_backward(group)
             if before is not None and not self.backward_prefetch:
@@ -253,22 +319,76 @@ class FSDPState:
 
     def _prefetch_in_backward(self, group: ParamGroup) -> None:
         if group.options.unshard_in_backward:
-            group.unshard()
+            group.unshard(for_backward=True)
 
     def post_backward(self, group: ParamGroup) -> None:
         """Reshard ``group`` and start to reduce its gradients."""
+        if self.phase is Phase.FORWARD and self.modules_to_run:
+            # Of several modules only some ran (a head on one chunk of its input, say), so no hook
+            # on an output saw this backward begin. Whoever runs next begins a pass of its own.
+            self.phase = Phase.IDLE
+            self.modules_to_run.clear()
+            if self.root.forward_root is self:
+                self.root.forward_root = None
+            self.root.queue_delivery()
         self.root.post_backward(group)
+
+    def run_as_forward(
+        self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call ``method(*args, **kwargs)`` between the hooks of a forward."""
+        args, kwargs = self._forward_pre_hook(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            self._handled = None
+            self.fail_forward()
+            raise
+        return self._forward_hook(module, args, output)
+
+    # -- what torch's own code asks for --------------------------------------------------------
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParamGroup]:
+        return self.groups
+
+    @property
+    def _fsdp_param_group(self) -> ParamGroup | None:
+        return self.groups[0] if self.groups else None
+
+    @property
+    def _state_ctx(self) -> Root[FSDPState]:
+        return self.root
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.root.end_backward()
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._forward_pre_hook(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._forward_hook(module, args, output)
 
     # -- hooks ---------------------------------------------------------------------------------
 
+    @_torch.outside_graphs
     def _forward_pre_hook(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._handled = sys.exc_info()[1]
         if len(self.modules) > 1 and not self.modules_to_run:
             self.modules_to_run.update(self.modules)
         return self.pre_forward(module, args, kwargs)
 
+    @_torch.outside_graphs
     def _forward_hook(self, module: nn.Module, args: Any, output: Any) -> Any:
+        raised = sys.exc_info()[1]
+        handled, self._handled = self._handled, None
+        if raised is not None and raised is not handled:
+            self.fail_forward()
+            return None
         if len(self.modules) > 1:
             if module not in self.modules_to_run:
                 return self._precision.cast_outputs(output)
@@ -294,10 +414,22 @@ class _EndOfBackward(torch.autograd.Function):
         return inputs
 
     @staticmethod
+    @_torch.outside_graphs
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _refuse_graph_of_backward()
         state, group = ctx.end
         state.post_backward(group)
         return (None, None, *grads)
+
+
+def _refuse_graph_of_backward() -> None:
+    """Raise where backward itself is being recorded: its parameters will be freed by then."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "backward(create_graph=True): the backward of a backward is not available for sharded "
+            "modules, as their parameters are freed in between. Compute what needs it on a module "
+            "that fully_shard was not applied to"
+        )
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

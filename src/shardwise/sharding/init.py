@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shardwise import _torch
+from shardwise.sharding.form import ShardedForm
 from shardwise.sharding.hooks import FSDPState, state_of
-from shardwise.sharding.param import ShardedParam
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class _Visit:
 
     module: nn.Module
     fqn: str
-    sharded: dict[str, ShardedParam]
+    sharded: dict[str, ShardedForm]
     plain: list[str]
     buffers: list[str]
 
@@ -63,11 +63,11 @@ def materialize(
     visits = list(_visits(model, states))
     if init is None:
         _check_resettable(visits)
-    visits_left: dict[ShardedParam, int] = {}
+    visits_left: dict[ShardedForm, int] = {}
     for visit in visits:
-        for param in visit.sharded.values():
-            visits_left[param] = visits_left.get(param, 0) + 1
-    whole: dict[ShardedParam, nn.Parameter] = {}  # a tied one stays whole until its last module
+        for form in visit.sharded.values():
+            visits_left[form] = visits_left.get(form, 0) + 1
+    whole: dict[ShardedForm, nn.Parameter] = {}  # a tied one stays whole until its last module
     with torch.no_grad():
         for visit in visits:
             _make_whole(visit, whole, torch.device(device))
@@ -75,11 +75,11 @@ def materialize(
                 init(visit.module)
             elif not visit.is_empty:
                 visit.module.reset_parameters()  # type: ignore[operator]
-            for param in visit.sharded.values():
-                visits_left[param] -= 1
-                param.use_sharded()
-                if visits_left[param] == 0:
-                    param.materialise(whole.pop(param))
+            for name, form in visit.sharded.items():
+                visits_left[form] -= 1
+                _torch.register_parameter(visit.module, name, form.parameter)
+                if visits_left[form] == 0:
+                    form.materialise(whole.pop(form))
     for state in states:
         for group in state.groups:
             group.refresh()
@@ -88,14 +88,14 @@ def materialize(
 
 def _visits(model: nn.Module, states: list[FSDPState]) -> Iterator[_Visit]:
     """Every module, children first, each once."""
-    owned: dict[nn.Module, dict[str, ShardedParam]] = {}
+    owned: dict[nn.Module, dict[str, ShardedForm]] = {}
     for state in states:
         for group in state.groups:
             group.reshard()
             for param in group.params:
-                for owner in param.owners:
-                    if param.local.is_meta:
-                        owned.setdefault(owner.module, {})[owner.name] = param
+                if param.local.is_meta:
+                    for owner in param.owners:
+                        owned.setdefault(owner.module, {})[owner.name] = param.form
     names = {module: name for name, module in model.named_modules()}
     seen: set[nn.Module] = set()
 
@@ -118,15 +118,14 @@ def _visits(model: nn.Module, states: list[FSDPState]) -> Iterator[_Visit]:
 
 
 def _make_whole(
-    visit: _Visit, whole: dict[ShardedParam, nn.Parameter], device: torch.device
+    visit: _Visit, whole: dict[ShardedForm, nn.Parameter], device: torch.device
 ) -> None:
     """Put whole, uninitialised tensors in the place of those on the meta device."""
     module = visit.module
-    for name, param in visit.sharded.items():
-        if param not in whole:
-            empty = torch.empty(param.layout.shape, dtype=param.dtype, device=device)
-            whole[param] = nn.Parameter(empty, requires_grad=param.sharded.requires_grad)
-        _torch.register_parameter(module, name, whole[param])
+    for name, form in visit.sharded.items():
+        if form not in whole:
+            whole[form] = form.empty_whole(device)
+        _torch.register_parameter(module, name, whole[form])
     for name in visit.plain:
         old = _torch.parameter_of(module, name)
         new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)

@@ -1,6 +1,6 @@
 """What full parameters of a group are made of: memory, and the way that shards reach it.
 
-Each parameter goes one of four ways, decided once:
+Each parameter goes one of five ways, decided once:
 
 =========  =======================================  ============================================
 way        when                                     cost of an unshard
@@ -13,17 +13,22 @@ direct     cut along dimension 0                    the gather: the gathered buf
                                                     parameter, no copy in, none out
 staged     cut along another dimension              the gather, then one copy that interleaves
                                                     the ranks' columns
+extended   the shard is a tensor subclass with      the gather of what the subclass sends, and
+           ``fsdp_pre_all_gather``                  what it makes of it
 =========  =======================================  ============================================
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
+from shardwise.sharding.extension import Extension, is_extended
+from shardwise.sharding.kept import KeptShards
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.precision import Precision
-from shardwise.transport.base import FullBuffers, Work
+from shardwise.transport.base import FullBuffers, Label, Work
 from shardwise.transport.memory import HeapBuffers
 
 
@@ -37,14 +42,18 @@ class GroupMemory:
         self, params: Sequence[ShardedParam], mesh: DataMesh, precision: Precision
     ) -> None:
         self._transport = mesh.shard
-        self._work: Work | None = None
+        self._works: list[Work] = []
+        self._source: KeptShards | None = None
         self._direct: list[ShardedParam] = []
         self._staged: list[ShardedParam] = []
         self._copied: list[ShardedParam] = []
+        self._extended: list[Extension] = []
         for param in params:
             whole_here = param.layout.dim is None or mesh.shard.world_size == 1
             same = precision.compute_dtype(param.dtype) == param.dtype
-            if whole_here and same and param.local.device == mesh.device:
+            if is_extended(param):
+                self._extended.append(Extension(param, mesh, precision))
+            elif whole_here and same and param.local.device == mesh.device:
                 param.make_full(param.local.detach().view(-1))
             elif whole_here:
                 self._copied.append(param)
@@ -61,22 +70,47 @@ class GroupMemory:
             [precision.compute_dtype(param.dtype) for param in owned],
             mesh.device,
         )
+        #: Bytes that an unshard takes.
+        self.nbytes = sum(
+            tensor.numel() * tensor.itemsize
+            for tensor in (*self._gathered.tensors, *self._owned.tensors)
+        )
+        if self._extended:
+            self.nbytes = sys.maxsize  # what a subclass makes is its own business
         for param, buffer in zip(self._direct, self._gathered.tensors, strict=True):
             param.make_full(buffer)
         for param, buffer in zip(owned, self._owned.tensors, strict=True):
             param.make_full(buffer)
 
-    def start(self) -> None:
-        """Allocate, and start to gather. Shards must not change until :meth:`finish`."""
+    def start(self, label: Label, source: KeptShards | None = None) -> None:
+        """Allocate, and start to gather. Shards must not change until :meth:`finish`.
+
+        Args:
+            label: of the group.
+            source: what was kept of the full parameters on fewer ranks, if it was: then the gather
+                is among those.
+        """
+        self._source = source
         self._owned.allocate()
+        self._gathered.allocate()
+        self._staging.allocate()
         gathered = self._direct + self._staged
-        if gathered:
-            self._gathered.allocate()
-            self._staging.allocate()
-            self._work = self._transport.all_gather(
-                [param.local.view(-1) for param in gathered],
-                [*self._gathered.tensors, *self._staging.tensors],
-            )
+        buffers = [*self._gathered.tensors, *self._staging.tensors]
+        if source is None:
+            shards = [param.local.view(-1) for param in gathered]
+            for extension in self._extended:
+                shards += extension.inputs()
+                buffers += extension.outputs()
+            transport = self._transport
+        else:
+            shards = [source.shard_of(param) for param in gathered]
+            buffers = [
+                buffer[: source.layout_of(param).padded_numel]
+                for param, buffer in zip(gathered, buffers, strict=True)
+            ]
+            transport = source.transport
+        if shards:
+            self._works.append(transport.all_gather(shards, buffers, label))
 
     def finish(self) -> None:
         """Wait for the gather; afterwards every full parameter holds its values.
@@ -84,21 +118,23 @@ class GroupMemory:
         Raises:
             PeerLostError: a peer died or stalled.
         """
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
+        while self._works:
+            self._works.pop().wait()
         for param, chunks in zip(self._staged, self._staging.tensors, strict=True):
-            assert param.full is not None
-            param.layout.from_chunks(chunks, param.full.data)
+            layout = param.layout if self._source is None else self._source.layout_of(param)
+            layout.from_chunks(chunks[: layout.padded_numel], param.full_data)
         self._staging.free()
         for param in self._copied:
-            assert param.full is not None
-            param.full.data.copy_(param.local, non_blocking=True)
+            param.full_data.copy_(param.local, non_blocking=True)
+        for extension in self._extended:
+            extension.finish()
 
     def free(self) -> None:
         """Give back what is not shared with the shards."""
         self._gathered.free()
         self._owned.free()
+        for extension in self._extended:
+            extension.free()
 
     def _gather_buffers(
         self, params: Sequence[ShardedParam], mesh: DataMesh, precision: Precision

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, cast
+from contextlib import contextmanager
+from typing import Any, Literal, cast
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+from typing_extensions import deprecated
 
-from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.form import COPIED
+from shardwise.sharding.group import GroupState, ParamGroup
 from shardwise.sharding.hooks import FSDPState, state_of
+from shardwise.transport.custom import AllGather, ReduceScatter
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -42,7 +51,8 @@ class FSDPModule(TorchFSDPModule):
         """Make an object of the original class: indexing a sharded container makes plain ones."""
         original = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
         made = original.__new__(original, *args, **kwargs)
-        made.__init__(*args, **kwargs)
+        if _initialise_new:
+            made.__init__(*args, **kwargs)
         return made
 
     # -- forms ---------------------------------------------------------------------------------
@@ -60,9 +70,12 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: a parameter is still on the meta device.
             PeerLostError: a peer died or stalled.
         """
-        groups = self._state().groups
-        for group in groups:
+        state = self._state()
+        for group in state.groups:
+            if state.is_root is None:
+                group.refresh()  # no forward has, and parameters may have been replaced
             group.unshard()
+        groups = state.groups
         handle = UnshardHandle(groups)
         if async_op:
             return handle
@@ -109,6 +122,10 @@ class FSDPModule(TorchFSDPModule):
             )
         for state in self._states(recurse):
             state.settle_reshard_after_forward(reshard_after_forward)
+            for group in state.groups:
+                if group.state is GroupState.KEPT:
+                    group.reshard()
+                group.kept = None
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -126,13 +143,15 @@ class FSDPModule(TorchFSDPModule):
         """Set whether the next backward completes all reductions at its end."""
         self._state().root.is_last_backward = is_last_backward
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide the sum of gradients by ``factor`` instead of the number of ranks.
+
+        ``None`` goes back to the number of ranks.
 
         Raises:
             ValueError: ``factor`` is not positive.
         """
-        if not factor > 0:
+        if factor is not None and not factor > 0:
             raise ValueError(f"gradient divide factor: expected a positive number, found {factor}")
         for group in self._groups(recurse=False):
             group.options.gradient_divide_factor = factor
@@ -169,55 +188,153 @@ class FSDPModule(TorchFSDPModule):
             )
         state.root.reset()
 
-    # -- not yet -------------------------------------------------------------------------------
+    # -- communication -------------------------------------------------------------------------
 
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Not available yet."""
-        _not_yet("set_custom_all_gather")
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Have ``comm`` gather this module's own group, from and into flat buffers that it makes.
 
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Not available yet."""
-        _not_yet("set_custom_reduce_scatter")
+        Args:
+            comm: has ``allocate(size, *, dtype, device) -> Tensor`` and is called as
+                ``comm(output_tensor, input_tensor, group, async_op)``, where it returns a work to
+                wait for, or ``None`` once the result is there.
+        """
+        for group in self._groups(recurse=False):
+            if group.mesh.shards:
+                group.change_mesh(group.mesh.with_all_gather(comm))
+                if group.kept is not None:
+                    group.kept.mesh = group.kept.mesh.with_all_gather(comm)
 
-    def set_all_reduce_hook(self, hook: Callable[..., None], *, stream: Any = None) -> None:
-        """Not available yet."""
-        _not_yet("set_all_reduce_hook")
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Have ``comm`` reduce-scatter the gradients of this module's own group.
 
-    def set_post_optim_event(self, event: Any) -> None:
-        """Not available yet."""
-        _not_yet("set_post_optim_event")
+        Args:
+            comm: as for :meth:`set_custom_all_gather`, called as
+                ``comm(output_tensor, input_tensor, group, op, async_op)``.
+        """
+        for group in self._groups(recurse=False):
+            if group.mesh.shards:
+                group.change_mesh(group.mesh.with_reduce_scatter(comm))
 
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call ``hook`` with the reduced gradients of this module's own group, side by side.
+
+        Args:
+            hook: is given a 1-D tensor in the dtype of the reduction, after the reduce-scatter
+                (and the all-reduce of a 2-D mesh), which it may change in place.
+            stream: must be ``None``.
+
+        Raises:
+            ValueError: a ``stream`` on a 2-D mesh.
+            NotImplementedError: any other ``stream``.
+        """
+        for group in self._groups(recurse=False):
+            if stream is not None:
+                if group.mesh.replicate is not None:
+                    raise ValueError("set_all_reduce_hook: a 2-D mesh takes no stream")
+                raise NotImplementedError(
+                    "set_all_reduce_hook(stream=...): reductions end on the stream that backward "
+                    "runs on; let the hook itself enter another stream, and wait for it"
+                )
+            group.options.all_reduce_hook = hook
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the first gather of the next forward wait for ``event``, once.
+
+        Nothing runs ahead of the optimizer without it: this only orders further. On CPU devices
+        there is nothing to wait for.
+        """
+        self._state().root.post_optim_event = event
+
+    @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of :meth:`set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Not available yet."""
-        _not_yet("set_force_sum_reduction_for_comms")
+        """Set whether the ranks only ever add gradients, and the division comes afterwards."""
+        for group in self._groups(recurse=False):
+            group.options.force_sum_reduction = enable
 
-    def set_reduce_scatter_unused_params(self, *args: Any, **kwargs: Any) -> None:
-        """Not available yet."""
-        _not_yet("set_reduce_scatter_unused_params")
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether parameters that a backward did not reach are reduced as zeros.
 
-    def set_reduce_scatter_max_input_buffers(self, *args: Any, **kwargs: Any) -> None:
-        """Not available yet."""
-        _not_yet("set_reduce_scatter_max_input_buffers")
+        Needed where ranks use different parameters in one step (a mixture of experts, say), which
+        is an error otherwise.
+        """
+        for group in self._groups(recurse):
+            group.options.reduce_scatter_unused_params = reduce_scatter_unused_params
 
-    def set_separate_reduce_scatter_group(self, *args: Any, **kwargs: Any) -> None:
-        """Not available yet."""
-        _not_yet("set_separate_reduce_scatter_group")
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Set how many groups' full gradients may be on their way at once (by default one).
+
+        More hide a slow network behind backward, at the cost of that memory.
+
+        Raises:
+            TypeError: ``max_input_buffers`` is not an ``int``.
+            ValueError: it is less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"max_input_buffers: expected an int, found {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers: expected at least 1, found {max_input_buffers}")
+        for group in self._groups(recurse):
+            group.options.reduce_scatter_max_input_buffers = max_input_buffers
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Set whether gradients are reduced over a process group of their own.
+
+        On NCCL, collectives of one process group run one after the other; of two, side by side.
+        Every rank of the mesh makes this call.
+        """
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for group in self._groups(recurse):
+            if not group.mesh.shards:
+                continue
+            if not enable:
+                group.change_mesh(group.mesh.with_scatter_group(None))
+            elif group.mesh.scatter_group is None:
+                ranks = tuple(dist.get_process_group_ranks(group.mesh.shard_group))
+                if ranks not in made:
+                    made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                group.change_mesh(group.mesh.with_scatter_group(made[ranks]))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not available yet."""
-        _not_yet("set_allocate_memory_from_process_group_for_comm")
+        """Refuse: there are no staging buffers whose memory could come from elsewhere.
 
-    def set_symm_mem_for_comm(self, *args: Any, **kwargs: Any) -> None:
-        """Not available yet."""
-        _not_yet("set_symm_mem_for_comm")
+        Raises:
+            NotImplementedError: ``enable`` is true.
+        """
+        if enable:
+            raise NotImplementedError(
+                "set_allocate_memory_from_process_group_for_comm: parameters are gathered in place "
+                "and gradients sent from where they lie, so there are no staging buffers to "
+                "allocate; make them with set_custom_all_gather"
+            )
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Refuse: there are no staging buffers that could be symmetric memory.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "set_symm_mem_for_comm: parameters are gathered in place and gradients sent from where "
+            "they lie, so there are no staging buffers that could be symmetric memory; make them "
+            "with set_custom_all_gather"
+        )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Not available yet."""
-        _not_yet("_set_unshard_async_op")
+        """Do nothing: here every gather is asynchronous and allocates on the current stream."""
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -234,8 +351,21 @@ class FSDPModule(TorchFSDPModule):
             group.refresh()
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        _not_yet("copy.deepcopy of a sharded module")
+    def __deepcopy__(self, memo: dict[Any, Any]) -> FSDPModule:
+        """Copy the module with its shards; the copy is sharded over the same mesh.
+
+        Neither reductions under way nor gradients that were not yet reduced are copied.
+        """
+        for group in self._groups(recurse=True):
+            group.reshard()
+            for param in group.params:
+                param.form.copy_parameter(memo)
+        module = cast(nn.Module, self)
+        memo.setdefault(COPIED, frozenset(module.modules()))
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
     def _state(self) -> FSDPState:
         return _require_state(self)
@@ -251,6 +381,23 @@ class FSDPModule(TorchFSDPModule):
 
 
 _CLASSES: dict[type, type] = {}
+_initialise_new = True
+
+
+def get_cls_to_fsdp_cls() -> dict[type, type]:
+    """The classes made so far: from a module's original class to what it became."""
+    return _CLASSES
+
+
+@contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Inside, constructing the class of a sharded module makes an object without ``__init__``."""
+    global _initialise_new
+    before, _initialise_new = _initialise_new, False
+    try:
+        yield
+    finally:
+        _initialise_new = before
 
 
 def become_fsdp_module(module: nn.Module) -> None:
@@ -261,6 +408,46 @@ def become_fsdp_module(module: nn.Module) -> None:
     module.__class__ = _CLASSES[original]
 
 
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.<method_name>()`` gather and free parameters as ``forward()`` does.
+
+    Args:
+        module: a sharded module; any other is left as it is.
+        method_name: name of a method that uses the module's parameters, such as ``"generate"``.
+
+    Raises:
+        ValueError: ``module`` has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if method is None:
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+
+    # A copy of the module takes this along: it shall run on the copy.
+    own = getattr(method, "__self__", None) is module
+
+    @functools.wraps(method)
+    def call(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        bound = types.MethodType(method.__func__, self) if own else method
+        return self._state().run_as_forward(cast(nn.Module, self), bound, args, kwargs)
+
+    setattr(module, method_name, types.MethodType(call, module))
+
+
+def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
+    """Let several roots (the chunks of a pipeline stage, say) share what carries their bytes.
+
+    Transports belong to process groups here, so roots over the same ranks share them without
+    this call.
+
+    Raises:
+        ValueError: one of ``modules`` is not sharded by Shardwise.
+    """
+    for module in modules:
+        _require_state(module)
+
+
 def _require_state(module: object) -> FSDPState:
     state = state_of(module) if isinstance(module, nn.Module) else None
     if state is None:
@@ -269,7 +456,3 @@ def _require_state(module: object) -> FSDPState:
             f"{type(module).__name__}"
         )
     return state
-
-
-def _not_yet(what: str) -> NoReturn:
-    raise NotImplementedError(f"{what} is not available in this version of Shardwise")

@@ -21,6 +21,14 @@ class RunOrder:
         # group that ran twice has two backwards.
         self._finished: list[ParamGroup] = []
         self._positions: dict[ParamGroup, list[int]] = {}
+        # Of those, how many were there when the forward now running began.
+        self._finished_before = 0
+
+    def begin_forward(self) -> None:
+        """Note that the outermost module's forward begins."""
+        self._forward.clear()
+        self._as_expected = True
+        self._finished_before = len(self._finished)
 
     def enter_forward(self, group: ParamGroup) -> ParamGroup | None:
         """Note that ``group`` begins its forward.
@@ -38,7 +46,12 @@ class RunOrder:
         """Note that the outermost module's forward is over."""
         if self._forward:
             self._last_forward, self._forward = self._forward, []
-        self._as_expected = True
+
+    def abort_forward(self) -> None:
+        """Forget the forward now running: it raised, and no backward follows it."""
+        while len(self._finished) > self._finished_before:
+            self._positions[self._finished.pop()].pop()
+        self._forward.clear()
 
     def leave_forward(self, group: ParamGroup) -> None:
         """Note that ``group``'s forward is over and that its backward may come."""
@@ -61,9 +74,9 @@ class RunOrder:
         """Forget the forwards whose backward is now over."""
         self._finished.clear()
         self._positions.clear()
+        self._finished_before = 0
 
     def reset(self) -> None:
         """Forget a forward or backward that did not end."""
         self._forward.clear()
-        self._as_expected = True
         self.end_backward()

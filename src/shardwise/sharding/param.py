@@ -1,138 +1,113 @@
-"""One parameter: its shard, its full tensor, and the way between them.
+"""One parameter of a group: its sharded form, its full form, and the way between them.
 
 A parameter exists in two forms, of which its modules hold one at a time:
 
 - *sharded*: a ``DTensor`` parameter whose local tensor is this rank's rows. Optimizers, state
   dicts and users see this form. It is the only one between steps.
-- *full*: a plain parameter with the original shape, in the compute dtype. Forward and backward
-  see this form. The object is made once; its memory comes and goes.
+- *full*: a parameter with the original shape, in the compute dtype: a plain one, or a ``DTensor``
+  where tensor parallelism had made it one. Forward and backward see this form. The object is made
+  once; its memory comes and goes.
 
 Autograd saves the full parameter, or views of it, for backward, while its memory is freed in
 between. What must survive is therefore the storage *object* that all those views share: memory is
 given to it and taken from it, and never swapped for another storage. The full parameter has a
 version counter of its own, so that gathering into the memory does not look like an in-place
 modification to autograd.
+
+A parameter that is tied across groups has one sharded form, and a full form in each group: what
+each group finds as its gradient adds up in the sharded one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from shardwise import _torch
+from shardwise.sharding.form import ParamOwner, ShardedForm, copy_owners
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.offload import Offload
-
-
-@dataclass(frozen=True)
-class ParamOwner:
-    """A place where a parameter is registered: ``module.<name>``."""
-
-    module: nn.Module
-    name: str
 
 
 class ShardedParam:
-    """A parameter that is sharded over a :class:`DataMesh`.
+    """A parameter as one group has it.
 
-    Constructing one replaces the original parameter by its shard in every owner.
+    Constructing one puts the sharded form in the place of the original in every owner.
 
     Attributes:
-        fqn: fully qualified name, from the module that was sharded, later from the root.
-        owners: every place where the parameter is registered; more than one if it is tied.
-        layout: how it is cut.
-        sharded: the ``DTensor`` parameter.
+        form: the sharded form, shared with the groups that the parameter is tied to.
+        owners: every place in the group where it is registered; more than one if it is tied.
         full: the full parameter, ``None`` until it is first unsharded.
         held_grad: gradient of earlier backwards, not yet reduced, in the reduction dtype.
     """
 
-    def __init__(
-        self,
-        param: nn.Parameter,
-        fqn: str,
-        owners: list[ParamOwner],
-        mesh: DataMesh,
-        placement: Shard | None,
-        offload: Offload,
-    ) -> None:
-        self.fqn = fqn
+    def __init__(self, form: ShardedForm, owners: list[ParamOwner]) -> None:
+        self.form = form
         self.owners = owners
-        self._mesh = mesh
-        self._offload = offload
-        self.layout = Layout(param.shape, self._shard_dim(param, placement), mesh.shard.world_size)
         self.full: nn.Parameter | None = None
         self.held_grad: torch.Tensor | None = None
-        with torch.no_grad():
-            shard = self._copy_of_shard(param)
-            self.sharded = nn.Parameter(
-                DTensor.from_local(
-                    shard,
-                    mesh.mesh,
-                    mesh.placements(self.layout.dim),
-                    run_check=False,
-                    shape=param.shape,
-                    stride=self.layout.strides,
-                ),
-                requires_grad=param.requires_grad,
-            )
-        self._spec = _torch.spec_of(self.sharded)
-        self._register(self.sharded)
+        form.add_owners(owners)
+        self._seen = self._look()
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> ShardedParam:
+        """Copy for copied modules, which hold a copy of the sharded form."""
+        made = copy.copy(self)
+        memo[id(self)] = made
+        made.form = copy.deepcopy(self.form, memo)
+        made.owners = copy_owners(self.owners, memo)
+        made.full = made.held_grad = None
+        made._seen = made._look()
+        return made
 
     # -- the sharded form ----------------------------------------------------------------------
 
     @property
+    def fqn(self) -> str:
+        """Fully qualified name, from the module that was sharded, later from the root."""
+        return self.form.fqn
+
+    @property
+    def layout(self) -> Layout:
+        """How it is cut."""
+        return self.form.layout
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """The ``DTensor`` parameter."""
+        return self.form.parameter
+
+    @property
     def local(self) -> torch.Tensor:
         """This rank's rows."""
-        return _torch.local_of(self.sharded)
+        return self.form.local
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the shard: the one that the optimizer updates."""
-        return self.sharded.dtype
+        return self.form.parameter.dtype
 
     def use_sharded(self) -> None:
         """Put the sharded form into the modules."""
-        self._register(self.sharded)
+        self.register(self.form.parameter)
 
     def refresh(self) -> bool:
         """Take over what the modules hold now, after ``to()``, ``to_empty()`` or a state dict.
 
         Returns:
-            Whether dtype, device or object changed, so that the full form must be made anew.
+            Whether dtype, device, object or memory changed, so that the full form must be made
+            anew.
 
         Raises:
             ValueError: what is registered now is no ``DTensor`` of the same global shape and
                 placements.
         """
-        first = self.owners[0]
-        found = _torch.parameter_of(first.module, first.name)
-        if found is not self.sharded:
-            self._register(self.sharded)  # what was refused shall not stay
-            self._check_replacement(found)
-            self.sharded = found
-            self._register(found)
-        local = self._offload.place(self.local)
-        if local is not self.local:
-            with torch.no_grad():
-                self.sharded.data = _torch.wrap_local(local, _torch.spec_of(self.sharded))
-        changed = _torch.spec_of(self.sharded) is not self._spec
-        self._spec = _torch.spec_of(self.sharded)
-        return changed
-
-    def materialise(self, whole: torch.Tensor) -> None:
-        """Fill a shard that is on the meta device from ``whole`` (shape ``layout.shape``)."""
-        with torch.no_grad():
-            shard = self._copy_of_shard(whole)
-            param = nn.Parameter(
-                _torch.wrap_local(shard, self._spec), requires_grad=self.sharded.requires_grad
-            )
-        self.sharded = param
-        self._register(param)
+        self.form.take_over(self.owners[0])
+        before, self._seen = self._seen, self._look()
+        return before != self._seen
 
     # -- the full form -------------------------------------------------------------------------
 
@@ -144,11 +119,27 @@ class ShardedParam:
         # set_() shares the storage but not the version counter: see the module's docstring. It
         # wants the memory to be there, untouched.
         offset = int(memory.storage_offset())
-        storage.resize_(max(size, (offset + memory.numel()) * memory.itemsize))
+        if size == 0:
+            storage.resize_((offset + memory.numel()) * memory.itemsize)
         whole.set_(storage, offset, self.layout.shape, self.layout.strides)
         if size == 0:
             storage.resize_(0)
+        self.adopt_full(whole)
+
+    def adopt_full(self, whole: torch.Tensor) -> None:
+        """Make ``whole`` (shape ``layout.shape``) the full parameter."""
+        origin = self.form.origin
+        if origin is not None:
+            whole = _torch.wrap_local(whole, _torch.with_dtype(origin, whole.dtype))
+        self._hold_grad_of_former_full()
         self.full = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+
+    @property
+    def full_data(self) -> torch.Tensor:
+        """The full parameter's values, as a plain tensor outside autograd's sight."""
+        assert self.full is not None
+        full = _torch.local_of(self.full) if isinstance(self.full, DTensor) else self.full
+        return full.data
 
     def use_full(self) -> None:
         """Put the full form into the modules. Its memory must be filled by now."""
@@ -156,7 +147,12 @@ class ShardedParam:
         assert full is not None
         if full.requires_grad != self.sharded.requires_grad:
             full.requires_grad_(self.sharded.requires_grad)
-        self._register(full)
+        self.register(full)
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Put ``parameter`` into the modules."""
+        for owner in self.owners:
+            owner.register(parameter)
 
     # -- gradients -----------------------------------------------------------------------------
 
@@ -169,10 +165,16 @@ class ShardedParam:
         if full is None or full.grad is None:
             return
         if self.held_grad is not None:
-            self.held_grad += full.grad
+            self.held_grad += self._plain(full.grad)
             full.grad = None
         elif dtype is not None and full.grad.dtype != dtype:
-            self.held_grad, full.grad = full.grad.to(dtype), None
+            self.held_grad, full.grad = self._plain(full.grad).to(dtype), None
+
+    def _hold_grad_of_former_full(self) -> None:
+        """Keep what was accumulated without synchronisation: another full parameter comes."""
+        self.hold_grad(None)
+        if self.full is not None and self.full.grad is not None:
+            self.held_grad, self.full.grad = self._plain(self.full.grad), None
 
     def take_grad(self) -> torch.Tensor | None:
         """This rank's unreduced gradient of the full parameter; the caller owns it from now on."""
@@ -184,54 +186,50 @@ class ShardedParam:
             held, self.held_grad = self.held_grad, None
             return held
         grad, full.grad = full.grad, None
-        return grad
+        return None if grad is None else self._plain(grad)
 
-    def add_sharded_grad(self, shard: torch.Tensor) -> None:
-        """Add a reduced gradient (1-D, at least this rank's elements) to ``sharded.grad``."""
-        rank = self._mesh.shard.rank
-        shape = self.layout.shard_shape(rank)
-        local = shard[: shape.numel()].view(shape)
-        grad = self.sharded.grad
-        if grad is None:
-            local = self._offload.grad_to_host(local, self.sharded)
-            self.sharded.grad = _torch.wrap_local(local, self._spec)
-        else:
-            into = _torch.local_of(grad)
-            into += local.to(into.device)
-        _torch.run_post_accumulate_hooks(self.sharded)
+    def zero_grad(self) -> torch.Tensor | None:
+        """A gradient of zeros, as of a parameter that was not used; ``None`` for a frozen one."""
+        if not self.sharded.requires_grad or self.full is None:
+            return None
+        # Only the shape of the full parameter is looked at: its memory may be freed.
+        return torch.zeros(self.layout.shape, dtype=self.full.dtype, device=self.full.device)
+
+    def _plain(self, grad: torch.Tensor) -> torch.Tensor:
+        """The part of a gradient that this rank has to reduce, as a plain dense tensor.
+
+        Raises:
+            NotImplementedError: the gradient is sparse.
+        """
+        if grad.layout is not torch.strided:
+            raise NotImplementedError(
+                f"{self.fqn} on rank {dist.get_rank()}: expected a dense gradient, found "
+                f"{grad.layout}; make the embedding with sparse=False, or leave it out by "
+                "ignored_params"
+            )
+        if not isinstance(grad, DTensor):
+            return grad
+        origin, mesh = self.form.origin, self.form.mesh
+        assert origin is not None
+        # Over data parallel dimensions the gradient stays as it is: reducing it is our part.
+        wanted = tuple(
+            found if i in mesh.own_dims else placement
+            for i, (found, placement) in enumerate(
+                zip(grad.placements, origin.placements, strict=True)
+            )
+        )
+        if wanted != grad.placements:
+            grad = grad.redistribute(placements=wanted)
+        return _torch.wait_tensor(_torch.local_of(grad))
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _copy_of_shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows in memory of their own, so that the whole can be freed."""
-        rows = self.layout.cut(whole.detach(), self._mesh.shard.rank)
-        shard = torch.empty_like(rows, memory_format=torch.contiguous_format).copy_(rows)
-        return self._offload.place(shard)
-
-    def _shard_dim(self, param: nn.Parameter, placement: Shard | None) -> int | None:
-        if param.ndim == 0:
-            return None
-        dim = 0 if placement is None else placement.dim
-        return dim + param.ndim if dim < 0 else dim
-
-    def _register(self, parameter: nn.Parameter) -> None:
-        for owner in self.owners:
-            _torch.register_parameter(owner.module, owner.name, parameter)
-
-    def _check_replacement(self, found: nn.Parameter) -> None:
-        if not isinstance(found, DTensor):
-            raise ValueError(
-                f"{self.fqn} on rank {dist.get_rank()}: the sharded parameter was replaced by a "
-                f"{type(found).__name__} of shape {tuple(found.shape)}; expected a DTensor with "
-                f"placements {self._spec.placements}. Load with set_model_state_dict, or make the "
-                "value a DTensor with distribute_tensor"
-            )
-        if found.shape != self.layout.shape or found.placements != self._spec.placements:
-            raise ValueError(
-                f"{self.fqn} on rank {dist.get_rank()}: the sharded parameter was replaced by one "
-                f"of shape {tuple(found.shape)} and placements {found.placements}; expected "
-                f"{tuple(self.layout.shape)} and {self._spec.placements}"
-            )
+    def _look(self) -> tuple[object, ...]:
+        """What the full form depends on."""
+        form = self.form
+        local = form.local
+        pointer = local.untyped_storage().data_ptr() if _torch.has_memory(local) else 0
+        return id(form.parameter), id(form.spec), local.dtype, local.device, pointer
 
     def __repr__(self) -> str:
         return f"ShardedParam({self.fqn}, {tuple(self.layout.shape)}, dim={self.layout.dim})"

@@ -10,16 +10,18 @@ ends, so that at most one step of it waits at a time:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from shardwise.errors import naming
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.precision import Precision
-from shardwise.transport.base import Reduce, Work
+from shardwise.transport.base import Label, Reduce, Work
+
+#: Called with the reduced gradients of a group side by side, 1-D, before they are divided.
+AllReduceHook = Callable[[torch.Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,20 @@ class Scaling:
     after: float
 
     @classmethod
-    def of(cls, dtype: torch.dtype, world_size: int, factor: float | None) -> Scaling:
+    def of(
+        cls,
+        dtype: torch.dtype,
+        world_size: int,
+        factor: float | None,
+        force_sum: bool = False,
+    ) -> Scaling:
         """The scaling for gradients reduced in ``dtype``.
 
         Args:
             dtype: dtype of the reduction.
             world_size: ranks that contribute, over all mesh dimensions.
             factor: what to divide the sum by; ``None`` means ``world_size``.
+            force_sum: have the ranks add only, and divide afterwards.
         """
         if dtype == torch.float16:
             # Half of the range goes to each side: dividing by all before the sum underflows,
@@ -47,9 +56,9 @@ class Scaling:
             while before * before < divisor:
                 before *= 2.0
             return cls(before, Reduce.SUM, divisor / before)
-        if factor is None:
+        if factor is None and not force_sum:
             return cls(1.0, Reduce.AVG, 1.0)
-        return cls(1.0, Reduce.SUM, factor)
+        return cls(1.0, Reduce.SUM, float(world_size) if factor is None else factor)
 
 
 class Partial:
@@ -65,6 +74,9 @@ class Partial:
         else:
             self._shards[param] = shard
 
+    def __contains__(self, param: ShardedParam) -> bool:
+        return param in self._shards
+
     def take(self, param: ShardedParam) -> torch.Tensor | None:
         """What ``param`` has, once."""
         return self._shards.pop(param, None)
@@ -79,28 +91,35 @@ class Reduction:
 
     def __init__(
         self,
-        fqn: str,
+        label: Label,
         params: Sequence[ShardedParam],
         grads: Sequence[torch.Tensor],
         mesh: DataMesh,
         precision: Precision,
         *,
         divide_factor: float | None,
+        force_sum: bool = False,
         all_reduce: bool,
+        hook: AllReduceHook | None = None,
         partial: Partial,
     ) -> None:
-        self._fqn = fqn
+        self._label = label
+        self._hook = hook
         self._params = list(params)
         self._mesh = mesh
         self._all_reduce = all_reduce and mesh.replicate is not None
         self._stop_at_partial = mesh.replicate is not None and not all_reduce
         self._partial = partial
         dtypes = [precision.reduce_dtype(param.dtype) for param in params]
-        self._scalings = [Scaling.of(dtype, mesh.world_size, divide_factor) for dtype in dtypes]
+        self._scalings = [
+            Scaling.of(dtype, mesh.world_size, divide_factor, force_sum) for dtype in dtypes
+        ]
         self._works: list[Work] = []
         # What the collective reads stays referenced until it has been waited for.
         self._alive: list[torch.Tensor] = []
-        with torch.no_grad(), naming("gradient reduction", self._fqn):
+        # The reduced gradients, side by side, by dtype; made only where a hook asks for them.
+        self._flat: dict[torch.dtype, torch.Tensor] = {}
+        with torch.no_grad():
             self._shards = self._start_over_shard(list(grads), dtypes)
 
     def advance(self) -> bool:
@@ -109,7 +128,7 @@ class Reduction:
         Returns:
             Whether the sharded gradients are complete.
         """
-        with torch.no_grad(), naming("gradient reduction", self._fqn):
+        with torch.no_grad():
             for work in self._works:
                 work.wait()
             self._works.clear()
@@ -132,31 +151,37 @@ class Reduction:
     def _start_over_shard(
         self, grads: list[torch.Tensor], dtypes: list[torch.dtype]
     ) -> list[torch.Tensor]:
-        transport = self._mesh.shard
+        transport = self._mesh.scatter
+        outs_of = self._places_for_shards(dtypes, grads[0].device)
         shards: list[torch.Tensor] = []
         cut: dict[Reduce, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         uncut: dict[Reduce, list[torch.Tensor]] = {}
         for param, scaling, dtype in zip(self._params, self._scalings, dtypes, strict=True):
-            grad = grads.pop(0)
+            grad, out = grads.pop(0), outs_of.pop(0)
             if scaling.before != 1.0:
                 grad = grad.to(dtype) / scaling.before
-            if transport.world_size == 1:
+            if transport.world_size == 1 or param.layout.dim is None:
                 shard = grad.to(dtype).reshape(-1)
-            elif param.layout.dim is None:
-                shard = grad.to(dtype).reshape(-1)
-                uncut.setdefault(scaling.op, []).append(shard)
+                if out is not None:
+                    shard = out.copy_(shard)
+                if transport.world_size > 1:
+                    uncut.setdefault(scaling.op, []).append(shard)
             else:
                 full = param.layout.to_chunks(grad)
-                shard = torch.empty(param.layout.chunk_numel, dtype=dtype, device=grad.device)
+                shard = (
+                    torch.empty(param.layout.chunk_numel, dtype=dtype, device=grad.device)
+                    if out is None
+                    else out
+                )
                 fulls, outs = cut.setdefault(scaling.op, ([], []))
                 fulls.append(full)
                 outs.append(shard)
                 self._alive.append(full)
             shards.append(shard)
         for op, (fulls, outs) in cut.items():
-            self._works.append(transport.reduce_scatter(fulls, outs, op))
+            self._works.append(transport.reduce_scatter(fulls, outs, op, self._label))
         for op, tensors in uncut.items():
-            self._works.append(transport.all_reduce(tensors, op))
+            self._works.append(transport.all_reduce(tensors, op, self._label))
         return shards
 
     def _start_over_replicate(self) -> None:
@@ -170,12 +195,32 @@ class Reduction:
                 shard += held
             by_op.setdefault(scaling.op, []).append(shard)
         for op, tensors in by_op.items():
-            self._works.append(replicate.all_reduce(tensors, op))
+            self._works.append(replicate.all_reduce(tensors, op, self._label))
+
+    def _places_for_shards(
+        self, dtypes: list[torch.dtype], device: torch.device
+    ) -> list[torch.Tensor | None]:
+        """Where reduced gradients arrive: side by side for a hook, else wherever they like."""
+        if self._hook is None or self._stop_at_partial:
+            return [None] * len(dtypes)
+        sizes: dict[torch.dtype, list[int]] = {}
+        for param, dtype in zip(self._params, dtypes, strict=True):
+            sizes.setdefault(dtype, []).append(param.layout.chunk_numel)
+        self._flat = {
+            dtype: torch.zeros(sum(numels), dtype=dtype, device=device)
+            for dtype, numels in sizes.items()
+        }
+        parts = {dtype: list(torch.split(flat, sizes[dtype])) for dtype, flat in self._flat.items()}
+        return [parts[dtype].pop(0) for dtype in dtypes]
 
     def _deliver(self) -> None:
+        for flat in self._flat.values():
+            assert self._hook is not None
+            self._hook(flat)
+        self._flat.clear()
         while self._params:
             param, scaling = self._params.pop(0), self._scalings.pop(0)
             shard = self._shards.pop(0)
             if scaling.after != 1.0:
                 shard /= scaling.after
-            param.add_sharded_grad(shard.to(param.dtype))
+            param.form.add_grad(shard.to(param.dtype))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from shardwise import _torch
@@ -32,6 +33,8 @@ class Root(Generic[State]):
         forward_root: the state whose forward is the outermost one now running.
         order: order of groups, for prefetching.
         is_last_backward: whether the end of a backward completes all reductions.
+        post_optim_event: what the first gather of the next forward waits for, instead of all that
+            the current stream holds.
     """
 
     def __init__(self) -> None:
@@ -39,8 +42,34 @@ class Root(Generic[State]):
         self.forward_root: State | None = None
         self.order = RunOrder()
         self.is_last_backward = True
+        self.post_optim_event: torch.Event | None = None
         self._pending: list[Reduction] = []
+        # Groups that were left unsharded, which the optimizer may outdate.
+        self._whole: list[ParamGroup] = []
         self._end_is_queued = False
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Root[State]:
+        """A copied model finds its root anew."""
+        return Root()
+
+    @property
+    def all_states(self) -> list[State]:
+        """The name under which ``torch.distributed.pipelining`` asks for :attr:`states`."""
+        return self.states
+
+    def begin_forward(self, state: State) -> None:
+        """The outermost forward begins."""
+        self.forward_root = state
+        self.order.begin_forward()
+        for group in self._whole:
+            group.reshard_if_stale()
+        self._whole.clear()
+
+    def abort_forward(self) -> None:
+        """The outermost forward raised."""
+        self.forward_root = None
+        self.order.abort_forward()
+        self._reshard_unused()
 
     def end_forward(self) -> None:
         """The outermost forward is over."""
@@ -54,14 +83,24 @@ class Root(Generic[State]):
             self._end_is_queued = True
             _torch.queue_after_backward(self.end_backward)
 
+    def queue_delivery(self) -> None:
+        """Have gradients complete when the backward that now runs is over.
+
+        Unlike :meth:`queue_end_of_backward` this leaves the other groups as they are: theirs is
+        still to come.
+        """
+        _torch.queue_after_backward(self._deliver)
+
     def post_backward(self, group: ParamGroup) -> None:
         """Start to reduce ``group``'s gradients, and move on those started before.
 
-        Moving on first bounds what is in flight: the full gradients of one group, beside those
-        that backward is making.
+        Moving on first bounds what is in flight: the full gradients of one group (or of as many
+        as its ``reduce_scatter_max_input_buffers``), beside those that backward is making.
         """
         group.phase = Phase.REDUCED
-        self._pending = [reduction for reduction in self._pending if not reduction.advance()]
+        due = max(0, len(self._pending) - (group.options.reduce_scatter_max_input_buffers - 1))
+        waiting = [reduction for reduction in self._pending[:due] if not reduction.advance()]
+        self._pending = waiting + self._pending[due:]
         reduction = group.reduce_grads()
         if reduction is not None:
             self._pending.append(reduction)
@@ -94,12 +133,21 @@ class Root(Generic[State]):
                 group.phase = Phase.IDLE
                 group.forget()
 
-    def _complete(self) -> None:
+    def _deliver(self) -> None:
+        if not self.is_last_backward:
+            return
         while self._pending:
             self._pending.pop(0).finish()
         for state in self.states:
             for group in state.groups:
                 group.wait_for_offload()
+
+    def _complete(self) -> None:
+        self._deliver()
+        for state in self.states:
+            for group in state.groups:
+                if group.state is GroupState.SHARDED:
+                    group.reshard()  # frees what a backward that did not come was to use
         self._reshard_unused()
         self.order.end_backward()
 
@@ -109,3 +157,6 @@ class Root(Generic[State]):
             for group in state.groups:
                 if group.state is GroupState.UNSHARDING:
                     group.reshard()
+                elif group.state is GroupState.UNSHARDED:
+                    group.note_left_unsharded()
+                    self._whole.append(group)

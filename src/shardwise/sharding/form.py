@@ -1,0 +1,204 @@
+"""The sharded form of a parameter: the ``DTensor`` that optimizers and state dicts see.
+
+There is one for every parameter, also where the parameter is tied across groups: every place where
+it is registered then holds the same object.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise import _torch
+from shardwise.sharding.layout import Layout
+from shardwise.sharding.mesh import DataMesh
+from shardwise.sharding.offload import Offload
+from shardwise.sharding.placing import sharded_spec
+
+#: Under this key a deepcopy's memo holds the modules that are being copied.
+COPIED = "shardwise: the modules being copied"
+
+
+@dataclass(frozen=True)
+class ParamOwner:
+    """A place where a parameter is registered: ``module.<name>``."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def registered(self) -> nn.Parameter:
+        """The parameter that is there now."""
+        return _torch.parameter_of(self.module, self.name)
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Put ``parameter`` there."""
+        _torch.register_parameter(self.module, self.name, parameter)
+
+
+class ShardedForm:
+    """This rank's rows of a parameter, as a ``DTensor`` parameter.
+
+    Args:
+        param: the original parameter: plain, or a ``DTensor`` that tensor parallelism left.
+        fqn: its fully qualified name.
+        mesh: over which it is sharded.
+        placement: along which dimension; ``None`` for the first.
+        offload: where the rows live.
+
+    Attributes:
+        parameter: the ``DTensor`` parameter.
+        spec: its mesh, placements and global shape.
+        origin: those of the original parameter, where that was a ``DTensor``.
+        layout: how what this rank had of the original is cut.
+        owners: every place, in any group, where the parameter is registered.
+    """
+
+    def __init__(
+        self,
+        param: nn.Parameter,
+        fqn: str,
+        mesh: DataMesh,
+        placement: Shard | None,
+        offload: Offload,
+    ) -> None:
+        self.fqn = fqn
+        self.mesh = mesh
+        self.owners: list[ParamOwner] = []
+        self._offload = offload
+        whole = _torch.local_of(param) if isinstance(param, DTensor) else param.detach()
+        self.origin = _torch.spec_of(param) if isinstance(param, DTensor) else None
+        self.layout = Layout(whole.shape, _shard_dim(whole, mesh, placement), mesh.shard.world_size)
+        with torch.no_grad():
+            self.spec = sharded_spec(param, mesh, self.layout)
+            self.parameter = nn.Parameter(
+                _torch.wrap_local(self._copy_of_shard(whole), self.spec),
+                requires_grad=param.requires_grad,
+            )
+
+    def copy_parameter(self, memo: dict[Any, Any]) -> None:
+        """Enter a copy of the parameter, on the same mesh and without gradient, into ``memo``."""
+        if id(self.parameter) not in memo:
+            with torch.no_grad():
+                copied = _torch.wrap_local(self.local.clone(), self.spec)
+                memo[id(self.parameter)] = nn.Parameter(
+                    copied, requires_grad=self.parameter.requires_grad
+                )
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> ShardedForm:
+        """Copy for copied modules, which hold the copy of the parameter."""
+        made = copy.copy(self)
+        memo[id(self)] = made
+        made.parameter = memo[id(self.parameter)]
+        made.owners = copy_owners(self.owners, memo)
+        return made
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows."""
+        return _torch.local_of(self.parameter)
+
+    def add_owners(self, owners: Sequence[ParamOwner]) -> None:
+        """Note further places of the parameter and put it there."""
+        self.owners += owners
+        for owner in owners:
+            owner.register(self.parameter)
+
+    def take_over(self, owner: ParamOwner) -> None:
+        """Take over what ``owner`` holds now, after ``to()``, ``to_empty()`` or a state dict.
+
+        Raises:
+            ValueError: it is no ``DTensor`` of the same global shape and placements. The
+                parameter of before is registered again then.
+        """
+        found = owner.registered
+        if found is not self.parameter:
+            owner.register(self.parameter)  # what was refused shall not stay
+            self._check_replacement(found)
+            self._register_everywhere(found)
+        local = self._offload.place(self.local)
+        if local is not self.local:
+            with torch.no_grad():
+                self.parameter.data = _torch.wrap_local(local, _torch.spec_of(self.parameter))
+        self.spec = _torch.spec_of(self.parameter)
+
+    def empty_whole(self, device: torch.device) -> nn.Parameter:
+        """An uninitialised parameter such as the original was, on ``device``."""
+        dtype = self.parameter.dtype
+        whole = torch.empty(self.layout.shape, dtype=dtype, device=device)
+        if self.origin is not None:
+            whole = _torch.wrap_local(whole, _torch.with_dtype(self.origin, dtype))
+        return nn.Parameter(whole, requires_grad=self.parameter.requires_grad)
+
+    def materialise(self, whole: torch.Tensor) -> None:
+        """Fill a shard that is on the meta device from ``whole``, as the original was."""
+        with torch.no_grad():
+            local = _torch.local_of(whole) if isinstance(whole, DTensor) else whole
+            shard = self._copy_of_shard(local)
+            made = nn.Parameter(
+                _torch.wrap_local(shard, self.spec), requires_grad=self.parameter.requires_grad
+            )
+        self._register_everywhere(made)
+
+    def add_grad(self, shard: torch.Tensor) -> None:
+        """Add a reduced gradient (1-D, at least this rank's elements) to the parameter's."""
+        shape = self.layout.shard_shape(self.mesh.shard.rank)
+        local = shard[: shape.numel()].view(shape)
+        grad = self.parameter.grad
+        if grad is None:
+            local = self._offload.grad_to_host(local, self.parameter)
+            self.parameter.grad = _torch.wrap_local(local, self.spec)
+        else:
+            into = _torch.local_of(grad)
+            into += local.to(into.device)
+        _torch.run_post_accumulate_hooks(self.parameter)
+
+    def _copy_of_shard(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows in memory of their own, so that the whole can be freed."""
+        rows = self.layout.cut(whole.detach(), self.mesh.shard.rank)
+        shard = torch.empty_like(rows, memory_format=torch.contiguous_format).copy_(rows)
+        return self._offload.place(shard)
+
+    def _register_everywhere(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        for owner in self.owners:
+            owner.register(parameter)
+
+    def _check_replacement(self, found: nn.Parameter) -> None:
+        if not isinstance(found, DTensor):
+            raise ValueError(
+                f"{self.fqn} on rank {dist.get_rank()}: the sharded parameter was replaced by a "
+                f"{type(found).__name__} of shape {tuple(found.shape)}; expected a DTensor with "
+                f"placements {self.spec.placements}. Load with set_model_state_dict, or make the "
+                "value a DTensor with distribute_tensor"
+            )
+        if found.shape != self.spec.shape or found.placements != self.spec.placements:
+            raise ValueError(
+                f"{self.fqn} on rank {dist.get_rank()}: the sharded parameter was replaced by one "
+                f"of shape {tuple(found.shape)} and placements {found.placements}; expected "
+                f"{tuple(self.spec.shape)} and {self.spec.placements}"
+            )
+
+
+def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[ParamOwner]:
+    """The owners in a copied module; those outside of it stay behind."""
+    copied = memo[COPIED]
+    return [
+        ParamOwner(copy.deepcopy(owner.module, memo), owner.name)
+        for owner in owners
+        if owner.module in copied
+    ]
+
+
+def _shard_dim(whole: torch.Tensor, mesh: DataMesh, placement: Shard | None) -> int | None:
+    if whole.ndim == 0 or not mesh.shards:
+        return None
+    dim = 0 if placement is None else placement.dim
+    return dim + whole.ndim if dim < 0 else dim

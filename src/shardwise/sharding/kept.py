@@ -1,0 +1,91 @@
+"""What stays of full parameters between forward and backward, on fewer ranks than they have.
+
+``reshard_after_forward=k`` cuts the full parameters anew, over every k ranks that follow each other
+(say those of one host), so that backward gathers among those only:
+
+    sharded over 4      rank 0: a   rank 1: b   rank 2: c   rank 3: d
+    full                abcd        abcd        abcd        abcd
+    kept over 2         ab          cd          ab          cd
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardwise import _torch
+from shardwise.sharding.extension import is_extended
+from shardwise.sharding.layout import Layout
+from shardwise.sharding.mesh import DataMesh
+from shardwise.sharding.param import ShardedParam
+from shardwise.transport.base import Transport
+
+
+class KeptShards:
+    """The shards of one group over the smaller mesh.
+
+    Args:
+        params: the parameters of the group.
+        mesh: ``(replicate, shard)``, as :meth:`DataMesh.of_groups_of` makes it.
+
+    Attributes:
+        mesh: the smaller mesh.
+
+    Raises:
+        NotImplementedError: a parameter is a ``DTensor`` of tensor parallelism, or a tensor
+            subclass with an all-gather of its own.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam], mesh: DataMesh) -> None:
+        self.mesh = mesh
+        self._layouts: dict[ShardedParam, Layout] = {}
+        self._shards: dict[ShardedParam, torch.Tensor] = {}
+        for param in params:
+            if param.form.origin is not None or is_extended(param):
+                raise NotImplementedError(
+                    f"{param.fqn}: an integer reshard_after_forward is not available for DTensor "
+                    "parameters and for tensor subclasses with fsdp_pre_all_gather; pass True or "
+                    "False"
+                )
+            if param.layout.dim is not None:
+                self._layouts[param] = Layout(
+                    param.layout.shape, param.layout.dim, mesh.shard.world_size
+                )
+
+    @property
+    def transport(self) -> Transport:
+        """What gathers them."""
+        return self.mesh.shard
+
+    def keep(self) -> None:
+        """Copy this rank's shards out of the full parameters, and put them into the modules."""
+        for param, layout in self._layouts.items():
+            rows = layout.cut(param.full_data, self.mesh.shard.rank)
+            shard = torch.empty_like(rows, memory_format=torch.contiguous_format).copy_(rows)
+            spec = _torch.make_spec(
+                self.mesh.mesh,
+                self.mesh.placements(layout.dim),
+                layout.shape,
+                layout.strides,
+                shard.dtype,
+            )
+            param.register(
+                nn.Parameter(
+                    _torch.wrap_local(shard, spec), requires_grad=param.sharded.requires_grad
+                )
+            )
+            self._shards[param] = shard.view(-1)
+
+    def release(self) -> None:
+        """Let the shards go."""
+        self._shards.clear()
+
+    def shard_of(self, param: ShardedParam) -> torch.Tensor:
+        """The shard that is kept of ``param``, 1-D."""
+        return self._shards[param]
+
+    def layout_of(self, param: ShardedParam) -> Layout:
+        """How ``param`` is cut over the smaller mesh."""
+        return self._layouts[param]

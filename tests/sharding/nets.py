@@ -1,0 +1,87 @@
+"""Small models, and the comparison of their gradients with an unsharded twin's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """A residual block with 7 hidden units, which no even number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 7)
+        self.down = nn.Linear(7, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Net(nn.Module):
+    """Blocks, a head and a scalar."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 5)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.gain
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """``make()`` after seeding: the same values on every call and rank."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def batches(world_size: int, step: int = 0, rows: int = 2) -> torch.Tensor:
+    """The inputs of all ranks, ``(world_size, rows, WIDTH)``."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(world_size, rows, WIDTH, generator=generator)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss that every parameter takes part in."""
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
+def average_backward(model: nn.Module, x: torch.Tensor) -> None:
+    """Data parallelism by definition: the mean of the gradients of all ranks' batches."""
+    for batch in x:
+        (loss_of(model, batch) / len(x)).backward()
+
+
+def assert_same_gradients(sharded: nn.Module, whole: nn.Module) -> None:
+    """Compare every gradient of a sharded model with its twin's, by name."""
+    expected = dict(whole.named_parameters())
+    found = dict(sharded.named_parameters())
+    assert list(found) == list(expected)
+    for name, param in found.items():
+        wanted = expected[name].grad
+        if wanted is None:
+            assert param.grad is None, f"{name}: expected no gradient"
+            continue
+        assert param.grad is not None, f"{name}: expected a gradient"
+        grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+        torch.testing.assert_close(grad, wanted, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def assert_same_values(sharded: nn.Module, whole: nn.Module) -> None:
+    """Compare every parameter of a sharded model with its twin's, by name."""
+    expected = dict(whole.named_parameters())
+    for name, param in sharded.named_parameters():
+        value = param.full_tensor() if isinstance(param, DTensor) else param
+        torch.testing.assert_close(
+            value, expected[name], msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -1,0 +1,232 @@
+"""Parameters that tensor parallelism has made ``DTensor``s are sharded on top of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from shardwise import DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, fully_shard
+from tests.sharding.nets import (
+    assert_same_gradients,
+    assert_same_values,
+    average_backward,
+    batches,
+    loss_of,
+    seeded,
+)
+
+Ranks = Callable[..., list[Any]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _tensor_parallel(net: Net, mesh: DeviceMesh) -> None:
+    for block in net.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh, plan)
+
+
+def _train_and_compare(net: Net, whole: Net, x_of: Callable[[int], tuple[Any, Any]]) -> None:
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, whole)]
+    for step in range(2):
+        own, every = x_of(step)
+        loss_of(net, own).backward()
+        average_backward(whole, every)
+        assert_same_gradients(net, whole)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(net, whole)
+
+
+def _two_dimensions(rank: int, world_size: int, zero: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net, whole = seeded(Net), seeded(Net)
+    _tensor_parallel(net, mesh["tp"])
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh["dp"], reshard_after_forward=zero == 3)
+    fully_shard(net, mesh=mesh["dp"])
+    up = net.blocks[0].up.weight
+    assert isinstance(up, DTensor)
+    assert up.device_mesh.mesh_dim_names == ("dp", "tp")
+    assert up.shape == (8, 6)
+    assert up.to_local().shape == (2, 6), "a quarter of the rows"
+    assert_same_values(net, whole)
+    dp = mesh["dp"].get_local_rank()
+    _train_and_compare(net, whole, lambda step: (batches(2, step)[dp], batches(2, step)))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_tensor_parallel_then_sharded(ranks: Ranks, zero: int) -> None:
+    ranks(_two_dimensions, 4, zero)
+
+
+def _three_dimensions(rank: int, world_size: int) -> None:
+    names = ("replicate", "shard", "tp")
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
+    net, whole = seeded(Net), seeded(Net)
+    _tensor_parallel(net, mesh["tp"])
+    data = mesh["replicate", "shard"]
+    for block in net.blocks:
+        fully_shard(block, mesh=data)
+    fully_shard(net, mesh=data)
+    mine = 2 * data.get_local_rank("replicate") + data.get_local_rank("shard")
+    _train_and_compare(net, whole, lambda step: (batches(4, step)[mine], batches(4, step)))
+
+
+def test_hybrid_sharding_over_tensor_parallelism(ranks: Ranks) -> None:
+    ranks(_three_dimensions, 8)
+
+
+def _arange(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module = nn.Linear(5, 8, bias=False)
+    rows = torch.arange(40.0).view(8, 5)
+    with torch.no_grad():
+        module.weight.copy_(rows)
+    parallelize_module(module, mesh["tp"], ColwiseParallel())
+    fully_shard(module, mesh=mesh["dp"])
+    assert torch.equal(module.weight.full_tensor(), rows)
+    module.unshard()
+    assert isinstance(module.weight, DTensor)
+    assert module.weight.placements == (Shard(0),)
+    assert torch.equal(module.weight.full_tensor(), rows)
+
+
+def test_rows_come_back_in_order(ranks: Ranks) -> None:
+    ranks(_arange, 4)
+
+
+def _mixed(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = seeded(Net)
+    _tensor_parallel(net, mesh["tp"])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(net, mesh=mesh["dp"], mp_policy=policy)
+    net.set_requires_gradient_sync(False)
+    x = batches(2)[mesh["dp"].get_local_rank()]
+    loss_of(net, x).backward()
+    net.set_requires_gradient_sync(True)
+    loss_of(net, x).backward()
+    whole = seeded(Net)
+    for _ in range(2):
+        average_backward(whole, batches(2))
+    for name, param in net.named_parameters():
+        grad = param.grad
+        assert grad is not None and grad.dtype == torch.float32, name
+        wanted = dict(whole.named_parameters())[name].grad
+        torch.testing.assert_close(grad.full_tensor(), wanted, atol=0.05, rtol=0.05)
+
+
+def test_mixed_precision_and_accumulation(ranks: Ranks) -> None:
+    ranks(_mixed, 4)
+
+
+# -- dp_mesh_dims: all parameters on one mesh --------------------------------------------------
+
+
+def _on_whole_mesh(
+    rank: int, world_size: int, shape: tuple[int, ...], names: str, dims: dict[str, Any]
+) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split()))
+
+    def place(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, param in list(module.named_parameters(recurse=False)):
+            placements: list[Any] = [Replicate()] * mesh.ndim
+            if name.endswith("up") and "tp" in names:
+                placements[names.split().index("tp")] = Shard(0)
+            whole = distribute_tensor(param.detach(), mesh, placements)
+            module.register_parameter(key, nn.Parameter(whole))
+
+    net, whole = seeded(Net), seeded(Net)
+    distribute_module(net, mesh, place)
+    given = DataParallelMeshDims(**dims)
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh, dp_mesh_dims=given)
+    fully_shard(net, mesh=mesh, dp_mesh_dims=given)
+    assert_same_values(net, whole)
+    for name, param in net.named_parameters():
+        assert isinstance(param, DTensor), name
+        is_cut = param.to_local().shape[0] < param.shape[0]
+        by_tensor_parallelism = "tp" in names and ".up." in name
+        assert is_cut == (bool(given.shard_names) or by_tensor_parallelism), name
+
+    # The global batch is a DTensor, cut over the data parallel dimensions: what ranks have of a
+    # gradient are parts of a sum, not of a mean.
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    cuts = [*given.shard_names, *given.replicate_names]
+    placements = [Shard(0) if name in cuts else Replicate() for name in names.split()]
+    for step in range(2):
+        x = batches(1, step, rows=8)
+        loss_of(net, distribute_tensor(x[0], mesh, placements)).backward()
+        average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "dims"),
+    [
+        ((2, 2), "dp tp", {"shard": "dp"}),
+        ((2, 2), "dp tp", {"replicate": "dp"}),
+        ((2, 2), "a b", {"shard": "b", "replicate": "a"}),
+        ((2, 2), "a b", {"shard": ("a", "b")}),
+    ],
+    ids=["shard", "replicate", "hybrid", "two that shard"],
+)
+def test_data_parallel_dimensions_of_one_mesh(
+    ranks: Ranks, shape: tuple[int, ...], names: str, dims: dict[str, Any]
+) -> None:
+    ranks(_on_whole_mesh, 4, shape, names, dims)
+
+
+def _refusals(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match="weight is a plain tensor"):
+        fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    with pytest.raises(ValueError, match="found 'up'"):
+        fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="up"))
+    cut = nn.Linear(4, 4, bias=False)
+    cut.weight = nn.Parameter(distribute_tensor(cut.weight.detach(), mesh, [Shard(0), Shard(1)]))
+    with pytest.raises(ValueError, match=r"expected Replicate\(\) on the data parallel dimension"):
+        fully_shard(cut, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    net = seeded(Net)
+    _tensor_parallel(net, mesh["tp"])
+    with pytest.raises(ValueError, match="expected a factor of the 2 ranks"):
+        fully_shard(net, mesh=mesh["dp"], reshard_after_forward=3)
+
+
+def test_what_does_not_fit_is_refused(ranks: Ranks) -> None:
+    ranks(_refusals, 4)

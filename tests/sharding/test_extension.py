@@ -1,0 +1,374 @@
+"""Tensor subclasses decide what of a parameter travels, by ``fsdp_pre_all_gather`` and its pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise.sharding.group import GroupState
+from shardwise.sharding.hooks import state_of
+from tests.sharding.nets import assert_same_gradients, average_backward, batches, loss_of, seeded
+
+Ranks = Callable[..., list[Any]]
+
+aten = torch.ops.aten
+
+
+class Wrapper(torch.Tensor):
+    """A tensor of float32 values that holds them in plain tensors, and computes with the values."""
+
+    # What makes one of its own kind of it; all else makes plain tensors.
+    _keeping: ClassVar = {
+        aten.detach.default,
+        aten.alias.default,
+        aten.slice.Tensor,
+        aten.narrow.default,
+        aten.split.Tensor,
+        aten.as_strided.default,
+        aten.view.default,
+        aten.clone.default,
+        aten.empty_like.default,
+        aten._to_copy.default,
+    }
+
+    @staticmethod
+    def __new__(cls: type[Wrapper], inner: Sequence[torch.Tensor]) -> Wrapper:
+        first = inner[0]
+        return torch.Tensor._make_wrapper_subclass(
+            cls, first.shape, strides=first.stride(), dtype=torch.float32, device=first.device
+        )
+
+    def __init__(self, inner: Sequence[torch.Tensor]) -> None:
+        self.inner = list(inner)
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Wrapper:
+        raise NotImplementedError
+
+    def values(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in cls._keeping and "dtype" not in kwargs:
+            made = [
+                func(*tree_map_only(Wrapper, lambda w, i=i: w.inner[i], args), **kwargs)
+                for i in range(len(args[0].inner))
+            ]
+            if isinstance(made[0], list | tuple):
+                return [cls(parts) for parts in zip(*made, strict=True)]
+            return cls(made)
+        plain = tree_map_only(Wrapper, lambda w: w.values(), (args, kwargs))
+        result = func(*plain[0], **plain[1])
+        if func._schema.name.endswith("_"):  # in place
+            for into, value in zip(args[0].inner, cls.of(plain[0][0]).inner, strict=True):
+                into.copy_(value)
+            return args[0]
+        return result
+
+
+class Halved(Wrapper):
+    """Holds float32, sends bfloat16; the padding of uneven shards is its own business."""
+
+    seen: ClassVar[list[tuple[Any, ...]]] = []
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Halved:
+        return cls([values])
+
+    def values(self) -> torch.Tensor:
+        return self.inner[0].clone()
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        Halved.seen.append((mesh, outer_size, outer_stride, module, mp_policy))
+        rows = -(-outer_size[0] // mesh.size())
+        sent = F.pad(self.inner[0].bfloat16(), (0, 0, 0, rows - self.shape[0]))
+        return (sent,), "metadata"
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> Any:
+        assert metadata == "metadata"
+        (sent,) = gathered
+        assert sent.dtype == torch.bfloat16
+        if param_dtype == torch.bfloat16:
+            return (sent, (sent,)) if out is None else None
+        if out is not None:
+            out.copy_(sent[: out.shape[0]])
+            return None
+        whole = sent.to(param_dtype)
+        return whole, (sent, whole)
+
+
+class HighLow(Wrapper):
+    """A float32 as the sum of two bfloat16s. Both travel."""
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> HighLow:
+        high = values.bfloat16()
+        return cls([high, (values - high).bfloat16()])
+
+    def values(self) -> torch.Tensor:
+        return self.inner[0].float() + self.inner[1].float()
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
+        return tuple(self.inner), None
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> Any:
+        high, low = gathered
+        whole = (high.float() + low.float()).to(param_dtype)
+        if out is not None:
+            out.copy_(whole)
+            return None
+        return whole, (whole,)
+
+
+class Half(nn.Module):
+    """Parameters of both kinds; the weights of the subclass have ``rows`` rows."""
+
+    def __init__(self, kind: type[Wrapper] | None, rows: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, rows)
+        self.second = nn.Linear(rows, 6)
+        with torch.no_grad():
+            # Values that both kinds hold exactly.
+            self.first.weight.copy_(self.first.weight.bfloat16())
+        if kind is not None:
+            self.first.weight = nn.Parameter(kind.of(self.first.weight.detach().clone()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+class _Rounded(torch.autograd.Function):
+    """What arrives of a parameter: bfloat16, or two of them, without a trace in the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, kind: type[Wrapper]) -> torch.Tensor:
+        if kind is HighLow:
+            return HighLow.of(values).values()
+        return values.bfloat16().float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+class Twin(Half):
+    """Unsharded, with plain parameters, computing with the same values."""
+
+    def __init__(self, kind: type[Wrapper], rows: int) -> None:
+        super().__init__(None, rows)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = _Rounded.apply(self.first.weight, self.kind)
+        return self.second(F.linear(x, weight, self.first.bias).relu())
+
+
+def _trains(rank: int, world_size: int, kind: type[Wrapper], rows: int) -> None:
+    for free in (True, False):
+        for adam in (True, False):
+            _train(rank, world_size, kind, rows, free, adam)
+
+
+def _train(
+    rank: int, world_size: int, kind: type[Wrapper], rows: int, free: bool, adam: bool
+) -> None:
+    whole = seeded(lambda: Twin(kind, rows))
+    net = fully_shard(seeded(lambda: Half(kind, rows)), reshard_after_forward=free)
+    param = net.first.weight
+    assert isinstance(param, DTensor)
+    assert type(param.to_local()) is kind
+    Halved.seen.clear()
+    make = torch.optim.Adam if adam else torch.optim.SGD
+    optimizers = [make(m.parameters(), lr=0.01, foreach=False) for m in (net, whole)]
+    for step in range(4):
+        x = batches(world_size, step)
+        loss_of(net, x[rank]).backward()
+        average_backward(whole, x)
+        assert_same_gradients(net, whole)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if kind is HighLow:  # its steps round as well
+            with torch.no_grad():
+                whole.first.weight.copy_(HighLow.of(whole.first.weight).values())
+    assert type(net.first.weight.to_local()) is kind
+    if kind is Halved:
+        mesh, *rest = Halved.seen[0]
+        assert mesh.size() == world_size
+        assert rest == [(rows, 6), (6, 1), net.first, MixedPrecisionPolicy()]
+        assert len(Halved.seen) == (8 if free else 4), "asked once for every gather"
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [(Halved, 4), (Halved, 5), (HighLow, 4)], ids=["one", "uneven", "two"]
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_trains_as_its_unsharded_twin(
+    ranks: Ranks, world_size: int, kind: type[Wrapper], rows: int
+) -> None:
+    ranks(_trains, world_size, kind, rows)
+
+
+def _mixed(rank: int, world_size: int, kind: type[Wrapper]) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    net = fully_shard(seeded(lambda: Half(kind, 4)), mp_policy=policy, reshard_after_forward=True)
+    twin = fully_shard(seeded(lambda: Half(None, 4)), mp_policy=policy, reshard_after_forward=True)
+    seen: list[torch.dtype] = []
+    net.first.register_forward_hook(lambda m, *_: seen.append(m.weight.dtype))
+    for step in range(2):
+        x = batches(world_size, step)[rank]
+        loss_of(net, x).backward()
+        loss_of(twin, x).backward()
+        assert seen == [torch.bfloat16] * (step + 1)
+        for (name, param), other in zip(net.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor()), name
+            assert param.grad.dtype == torch.float32, name
+
+
+@pytest.mark.parametrize("kind", [Halved, HighLow])
+def test_mixed_precision_computes_in_param_dtype(ranks: Ranks, kind: type[Wrapper]) -> None:
+    ranks(_mixed, 2, kind)
+
+
+def _freed(rank: int, world_size: int) -> None:
+    net = fully_shard(seeded(lambda: Half(HighLow, 4)), transport="c10d")
+    (group,) = state_of(net).groups
+    for _ in range(2):
+        loss_of(net, batches(world_size)[rank]).backward()
+        assert group.state is GroupState.SHARDED
+        for param in group.params:
+            assert param.full.untyped_storage().size() == 0, param.fqn
+
+
+def test_nothing_whole_is_left_after_a_step(ranks: Ranks) -> None:
+    ranks(_freed, 2)
+
+
+def _made_anew(rank: int, world_size: int) -> None:
+    net, other = (fully_shard(seeded(lambda s=s: Half(Halved, 5), s)) for s in (0, 1))
+    x = batches(world_size)[rank]
+    loss_of(net, x).backward()
+    net.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(net(x), other(x))
+    net.reshard()
+    net.set_separate_reduce_scatter_group()
+    net.zero_grad()
+    for each in (net, other):
+        loss_of(each, x).backward()
+    for param, twin in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(param.grad.full_tensor(), twin.grad.full_tensor())
+
+
+def test_the_full_form_is_made_anew_after_loading(ranks: Ranks) -> None:
+    ranks(_made_anew, 2)
+
+
+class Fragile(Halved):
+    """Cannot make anything of what arrives, for a time."""
+
+    broken = False
+
+    def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        if Fragile.broken:
+            raise ArithmeticError("not a weight")
+        return super().fsdp_post_all_gather(*args, **kwargs)
+
+
+def _fails(rank: int, world_size: int, first: bool) -> None:
+    whole = seeded(lambda: Twin(Halved, 4))
+    net = fully_shard(seeded(lambda: Half(Fragile, 4)))
+    x = batches(world_size)
+    if not first:
+        loss_of(net, x[rank]).backward()
+        net.zero_grad()
+    Fragile.broken = True
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match="not a weight"):
+            net(x[rank])
+        assert isinstance(net.first.weight, DTensor)
+        assert state_of(net).groups[0].state is GroupState.SHARDED
+    Fragile.broken = False
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first gather", "later gather"])
+def test_an_error_in_a_subclass_leaves_a_model_that_trains_on(ranks: Ranks, first: bool) -> None:
+    ranks(_fails, 2, first)
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+class OnlyOne(Halved):
+    @property
+    def fsdp_post_all_gather(self) -> Any:  # type: ignore[override]
+        raise AttributeError
+
+
+class Unpadded(Halved):
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:  # type: ignore[override]
+        return (self.inner[0].bfloat16(),), "metadata"
+
+
+class OtherSignature(Halved):
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh, more: int) -> Any:  # type: ignore[override]
+        return (), None
+
+
+def _refuses(rank: int, world_size: int) -> None:
+    model = Half(OnlyOne, 4)
+    with pytest.raises(AssertionError, match=r"first\.weight: OnlyOne has only one of .* both"):
+        fully_shard(model)
+    assert type(model) is Half, "nothing was changed"
+
+    with pytest.raises(AssertionError, match=r"expected fsdp_pre_all_gather\(mesh\) or"):
+        fully_shard(Half(OtherSignature, 4))(torch.ones(1, 6))
+
+    with pytest.raises(NotImplementedError, match=r"first\.weight: an integer reshard_after"):
+        fully_shard(Half(Halved, 4), reshard_after_forward=2)
+
+    # Over four ranks five rows leave the last one with none, and the third with one.
+    net = fully_shard(Half(Unpadded, 5))
+    if net.first.weight.to_local().shape[0] < 2:
+        with pytest.raises(AssertionError, match=r"expected fsdp_pre_all_gather to return tensors"):
+            net.unshard()
+
+
+def test_wrong_extensions_are_refused_by_name(ranks: Ranks) -> None:
+    ranks(_refuses, 4)

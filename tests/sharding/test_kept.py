@@ -1,0 +1,151 @@
+"""``reshard_after_forward=k``: shards over fewer ranks between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise.sharding.group import GroupState
+from shardwise.sharding.hooks import state_of
+from tests.sharding.nets import (
+    Net,
+    assert_same_gradients,
+    average_backward,
+    batches,
+    loss_of,
+    seeded,
+)
+
+Ranks = Callable[..., list[Any]]
+
+
+def _shard(net: Net, k: int | bool, **kwargs: Any) -> Net:
+    for block in net.blocks:
+        fully_shard(block, reshard_after_forward=k, **kwargs)
+    return fully_shard(net, **kwargs)
+
+
+def _parity(rank: int, world_size: int, k: int, dim: int) -> None:
+    whole, net = seeded(Net), seeded(Net)
+    place = (lambda p: Shard(p.ndim - 1) if p.ndim else None) if dim else None
+    _shard(net, k, shard_placement_fn=place)
+    for step in range(3):
+        x = batches(world_size, step)
+        loss = loss_of(net, x[rank])
+        up = net.blocks[1].up
+        assert state_of(net.blocks[1]).groups[0].state is GroupState.KEPT
+        assert isinstance(up.weight, DTensor)
+        wanted = Shard(1) if dim else Shard(0)
+        assert up.weight.placements == (Replicate(), wanted)
+        assert up.weight.device_mesh.shape == (world_size // k, k)
+        assert torch.equal(up.weight.full_tensor(), whole.blocks[1].up.weight)
+        loss.backward()
+        assert state_of(net.blocks[1]).groups[0].state is GroupState.SHARDED
+        average_backward(whole, x)
+        assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("world_size", "k"), [(4, 2), (6, 3), (6, 2)])
+def test_training_equals_unsharded_training(
+    ranks: Ranks, world_size: int, k: int, dim: int
+) -> None:
+    ranks(_parity, world_size, k, dim)
+
+
+def _gathers_among(rank: int, world_size: int) -> list[int]:
+    net = _shard(seeded(Net), 2, transport="collectives")
+    loss_of(net, batches(world_size)[rank]).backward()
+    sizes = []
+    real = dist.all_gather_single if hasattr(dist, "all_gather_single") else None
+    name = "all_gather_single" if real else "all_gather_into_tensor"
+    real = getattr(dist, name)
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        sizes.append(kwargs["group"].size())
+        return real(*args, **kwargs)
+
+    with patch.object(dist, name, count):
+        loss_of(net, batches(world_size)[rank]).backward()
+    return sizes
+
+
+def test_backward_gathers_among_the_smaller_number_of_ranks(ranks: Ranks) -> None:
+    # Forward: the root and three blocks over all ranks. Backward: three blocks over pairs.
+    assert ranks(_gathers_among, 4) == [[4, 4, 4, 4, 2, 2, 2]] * 4
+
+
+def _on_a_part(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("other", "shard"))["shard"]
+    whole, net = seeded(Net), seeded(Net)
+    _shard(net, 2, mesh=mesh)
+    x = batches(4)
+    loss_of(net, x[mesh.get_local_rank()]).backward()
+    average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
+def test_on_a_part_of_a_larger_mesh(ranks: Ranks) -> None:
+    ranks(_on_a_part, 8)
+
+
+def _hybrid(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    whole, net = seeded(Net), seeded(Net)
+    _shard(net, 2, mesh=mesh)
+    x = batches(world_size)
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
+def test_on_a_hybrid_mesh(ranks: Ranks) -> None:
+    ranks(_hybrid, 8)
+
+
+def _changes(rank: int, world_size: int) -> None:
+    net = _shard(seeded(Net), 2, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    group = state_of(net.blocks[0]).groups[0]
+    x = batches(world_size)[rank].bfloat16()
+    loss = loss_of(net, x)
+    assert net.blocks[0].up.weight.to_local().dtype == torch.bfloat16, "as it was gathered"
+    net.blocks[0].reshard()
+    assert group.state is GroupState.SHARDED
+    assert net.blocks[0].up.weight.to_local().dtype == torch.float32
+    assert all(value.dtype == torch.float32 for value in net.state_dict().values())
+    loss.backward()
+
+    net.set_reshard_after_forward(True)
+    loss = loss_of(net, x)
+    assert group.state is GroupState.SHARDED
+    loss.backward()
+    net.set_reshard_after_forward(False)
+    loss = loss_of(net, x)
+    assert group.state is GroupState.UNSHARDED
+    loss.backward()
+
+
+def test_resharding_by_hand_and_changing_ones_mind(ranks: Ranks) -> None:
+    ranks(_changes, 4)
+
+
+def test_numbers_that_do_not_divide_are_refused(ranks: Ranks) -> None:
+    ranks(_refuses, 4)
+
+
+def _refuses(rank: int, world_size: int) -> None:
+    for wrong in (0, 3, 5, -1):
+        with pytest.raises(ValueError, match="expected a factor of the 4 ranks"):
+            fully_shard(seeded(Net), reshard_after_forward=wrong)
+    with pytest.raises(ValueError, match="expected a bool, an int or None, found str"):
+        fully_shard(seeded(Net), reshard_after_forward="2")
+    with pytest.warns(UserWarning, match="reshard_after_forward=1 keeps parameters whole"):
+        fully_shard(seeded(Net), reshard_after_forward=1)

@@ -1,0 +1,166 @@
+"""After an exception in forward or backward the model trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise import fully_shard
+from shardwise.sharding.group import GroupState
+from shardwise.sharding.hooks import state_of
+from tests.sharding.nets import (
+    Net,
+    assert_same_gradients,
+    average_backward,
+    batches,
+    loss_of,
+    seeded,
+)
+
+Ranks = Callable[..., list[Any]]
+
+
+class Fails(torch.autograd.Function):
+    """The identity, with a backward that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("in backward")
+
+
+def _sharded(**kwargs: Any) -> Net:
+    net = seeded(Net)
+    for block in net.blocks:
+        fully_shard(block, **kwargs)
+    return fully_shard(net, **kwargs)
+
+
+def _fail(where: str, net: Net, x: torch.Tensor) -> None:
+    def raise_error(*_: object) -> None:
+        raise ArithmeticError("in forward")
+
+    def wrong_way(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return Fails.apply(output)
+
+    place = net.blocks[1].up
+    hook = place.register_forward_hook(raise_error if where == "forward" else wrong_way)
+    with pytest.raises(ArithmeticError, match=f"in {where}"):
+        loss_of(net, x).backward()
+    hook.remove()
+
+
+def _trains_on(rank: int, world_size: int, where: str, reset: bool, first: bool) -> None:
+    net, whole = _sharded(), seeded(Net)
+    if not first:
+        loss_of(net, batches(world_size)[rank]).backward()
+        net.zero_grad()
+    for _ in range(2):
+        _fail(where, net, batches(world_size)[rank])
+        if reset:
+            net.reset_iter_state()
+        elif where == "forward":
+            for block in net.blocks:
+                assert state_of(block).groups[0].state is GroupState.SHARDED
+        net.zero_grad()
+    for step in range(2):
+        x = batches(world_size, step)
+        loss_of(net, x[rank]).backward()
+        average_backward(whole, x)
+        assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
+@pytest.mark.parametrize("reset", [False, True], ids=["by itself", "after reset_iter_state"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_next_step_is_as_if_nothing_had_been(
+    ranks: Ranks, where: str, reset: bool, first: bool
+) -> None:
+    ranks(_trains_on, 2, where, reset, first)
+
+
+class Careful(nn.Module):
+    """Falls back to another branch where the first one raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            x = self.first(x)
+        except ArithmeticError:
+            x = self.second(x)
+        return self.last(x)
+
+
+def _falls_back(rank: int, world_size: int) -> None:
+    def raise_error(*_: object) -> None:
+        raise ArithmeticError
+
+    twins = [seeded(Careful), seeded(Careful)]
+    sharded, whole = twins
+    for layer in (sharded.first, sharded.second, sharded.last):
+        fully_shard(layer)
+    fully_shard(sharded)
+    for twin in twins:
+        twin.first.register_forward_pre_hook(raise_error)
+    for step in range(2):
+        x = batches(world_size, step)
+        loss_of(sharded, x[rank]).backward()
+        average_backward(whole, x)
+        assert_same_gradients(sharded, whole)
+
+
+def test_an_exception_that_the_model_itself_handles(ranks: Ranks) -> None:
+    ranks(_falls_back, 2)
+
+
+def _inside_a_handler(rank: int, world_size: int) -> None:
+    net, whole = _sharded(), seeded(Net)
+    x = batches(world_size)
+    try:
+        raise ArithmeticError
+    except ArithmeticError:
+        loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
+def test_a_step_inside_an_exception_handler_is_no_failure(ranks: Ranks) -> None:
+    ranks(_inside_a_handler, 2)
+
+
+def _second_backward(rank: int, world_size: int) -> None:
+    net = _sharded()
+    x = batches(world_size)[rank]
+    with pytest.raises(NotImplementedError, match=r"backward\(create_graph=True\)"):
+        loss_of(net, x).backward(create_graph=True)
+    net.zero_grad()
+    whole = seeded(Net)
+    loss_of(net, x).backward()
+    average_backward(whole, batches(world_size))
+    assert_same_gradients(net, whole)
+
+
+def test_the_backward_of_a_backward_is_refused(ranks: Ranks) -> None:
+    ranks(_second_backward, 2)
+
+
+def _sparse(rank: int, world_size: int) -> None:
+    model = fully_shard(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)))
+    with pytest.raises(NotImplementedError, match=r"0\.weight on rank \d: expected a dense"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_sparse_gradients_are_refused_by_name(ranks: Ranks) -> None:
+    ranks(_sparse, 2)

@@ -1,0 +1,163 @@
+"""Two thousand steps leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from shardwise import clip_grad_norm_, fully_shard
+from shardwise.sharding.hooks import state_of
+from tests.harness import run_ranks
+from tests.sharding.nets import Net, batches, loss_of, seeded
+
+WARM_UP = 300
+
+# What the allocator may keep and give back between two looks; a leak of one small tensor per step
+# would be more, with the Python object around it.
+GROWTH = 1_000_000
+
+
+def _sizes(root: object) -> dict[str, int]:
+    """The length of every container that can be reached through Shardwise's own objects."""
+    sizes: dict[str, int] = {}
+    seen: set[int] = set()
+
+    def visit(value: object, path: str) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if hasattr(value, "__len__") and hasattr(value, "__iter__"):
+            if not isinstance(value, str | bytes | torch.Tensor):
+                sizes[path] = len(value)
+                items = value.values() if isinstance(value, dict) else list(value)
+                for i, item in enumerate(items):
+                    visit(item, f"{path}[{i}]")
+        elif type(value).__module__.startswith("shardwise"):
+            for name, attribute in _attributes(value):
+                visit(attribute, f"{path}.{name}")
+
+    visit(root, "root")
+    return sizes
+
+
+def _attributes(value: object) -> Iterator[tuple[str, object]]:
+    yield from getattr(value, "__dict__", {}).items()
+    for name in getattr(type(value), "__slots__", ()):
+        if hasattr(value, name):
+            yield name, getattr(value, name)
+
+
+def _soak(
+    rank: int, world_size: int, transport: str, steps: int, lists: Sequence[str]
+) -> dict[str, Any]:
+    net = seeded(lambda: Net(blocks=2))
+    for block in net.blocks:
+        fully_shard(block, transport=transport)
+    fully_shard(net, transport=transport)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, foreach=True)
+    root = state_of(net).root
+    process = psutil.Process()
+    inputs = [batches(world_size, step)[rank] for step in range(4)]
+    rss: list[int] = []
+    blocks: list[int] = []
+    sizes: list[dict[str, int]] = []
+    losses: list[float] = []
+
+    gc.freeze()  # what was there before is looked at no more
+
+    def step(number: int) -> None:
+        net.set_requires_gradient_sync(number % 4 != 1)
+        loss = loss_of(net, inputs[number % len(inputs)])
+        loss.backward()
+        if number % 8 == 0:
+            clip_grad_norm_(net.parameters(), 1.0)
+        if number % 4 != 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        if number % 50 == 0:
+            with torch.no_grad():
+                net(inputs[0])
+            losses.append(loss.item())
+
+    for number in range(steps):
+        step(number)
+        if number >= WARM_UP and number % 100 == 0:
+            rss.append(process.memory_info().rss)
+            gc.collect()
+            blocks.append(sys.getallocatedblocks())
+        if number in (WARM_UP, steps - 100):
+            sizes.append(_sizes(root))
+
+    # A step makes no cycle that holds a tensor until the collector comes by.
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    for number in range(4):
+        step(number)
+    gc.collect()
+    left = [type(each).__name__ for each in gc.garbage if isinstance(each, torch.Tensor)]
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.enable()
+    values = [param.to_local() for param in net.parameters()]
+    return {
+        "rss": rss,
+        "blocks": blocks,
+        "sizes": sizes,
+        "losses": losses,
+        "transport's": lists,
+        "left": left,
+        "finite": all(bool(torch.isfinite(value).all()) for value in values),
+    }
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("auto", 2000, ()), ("c10d", 1000, ("_under_way", "_calls", "_kinds"))],
+    ids=["auto", "c10d"],
+)
+def soaked(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each of two ranks saw, over a transport whose lists are known by name."""
+    return run_ranks(_soak, 2, *request.param)
+
+
+def test_resident_memory_is_constant(soaked: list[dict[str, Any]]) -> None:
+    for rank, seen in enumerate(soaked):
+        early, late = seen["rss"][:5], seen["rss"][-5:]
+        growth = min(late) - max(early)
+        assert growth <= GROWTH, f"rank {rank} grew by {growth} bytes: {seen['rss']}"
+
+
+def test_no_objects_pile_up(soaked: list[dict[str, Any]]) -> None:
+    for rank, seen in enumerate(soaked):
+        blocks = seen["blocks"][3:]  # behind the first look at all lists
+        growth = blocks[-1] - blocks[0]
+        assert growth < 20 * len(blocks), f"rank {rank}: {growth} more of Python's blocks: {blocks}"
+
+
+def test_no_list_grows(soaked: list[dict[str, Any]]) -> None:
+    for rank, seen in enumerate(soaked):
+        first, later = seen["sizes"]
+        for known in ("_pending", "_finished", *seen["transport's"]):
+            assert any(path.endswith(known) for path in first), f"the walk has not found {known}"
+        grown = {
+            path: (size, later[path]) for path, size in first.items() if later.get(path, 0) > size
+        }
+        assert not grown, f"on rank {rank}: {grown}"
+        assert later.keys() == first.keys(), f"on rank {rank}: {later.keys() ^ first.keys()}"
+
+
+def test_no_tensor_waits_for_the_garbage_collector(soaked: list[dict[str, Any]]) -> None:
+    assert [seen["left"] for seen in soaked] == [[], []]
+
+
+def test_the_training_went_well(soaked: list[dict[str, Any]]) -> None:
+    for seen in soaked:
+        assert seen["finite"]
+        assert seen["losses"][-1] < seen["losses"][0]

@@ -1,0 +1,124 @@
+"""Parameters that are tied across groups train as they do unsharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise import fully_shard, materialize
+from tests.sharding.nets import (
+    assert_same_gradients,
+    assert_same_values,
+    average_backward,
+    batches,
+    loss_of,
+    seeded,
+)
+
+Ranks = Callable[..., list[Any]]
+
+
+class Tied(nn.Module):
+    """The last layer is the first, and a middle one shares its bias with another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, bias=False)
+        self.middle = nn.Linear(6, 6)
+        self.other = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6, bias=False)
+        self.last.weight = self.first.weight
+        self.other.bias = self.middle.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.other(self.middle(self.first(x)).relu()))
+
+
+def _shard(model: nn.Module, **kwargs: Any) -> nn.Module:
+    for layer in (model.first, model.middle, model.other, model.last):
+        fully_shard(layer, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def _trains(rank: int, world_size: int, zero: int) -> None:
+    whole = seeded(Tied)
+    sharded = _shard(seeded(Tied), reshard_after_forward=zero == 3)
+    assert sharded.first.weight is sharded.last.weight
+    assert sharded.middle.bias is sharded.other.bias
+    assert len(list(sharded.parameters())) == len(list(whole.parameters())) == 4
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (sharded, whole)]
+    for step in range(3):
+        x = batches(world_size, step)
+        loss_of(sharded, x[rank]).backward()
+        average_backward(whole, x)
+        assert_same_gradients(sharded, whole)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(sharded, whole)
+    assert sharded.first.weight is sharded.last.weight
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_training_equals_unsharded_training(ranks: Ranks, world_size: int, zero: int) -> None:
+    ranks(_trains, world_size, zero)
+
+
+def _loads(rank: int, world_size: int) -> None:
+    sharded = _shard(seeded(Tied))
+    other = _shard(seeded(Tied, seed=1))
+    sharded.load_state_dict(other.state_dict(), assign=True)
+    assert sharded.first.weight is sharded.last.weight, "one replacement is seen by all groups"
+    x = batches(world_size)[rank]
+    assert torch.equal(sharded(x), other(x))
+
+
+def test_a_replaced_parameter_is_replaced_everywhere(ranks: Ranks) -> None:
+    ranks(_loads, 2)
+
+
+def _from_meta(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        model = Tied()
+    sharded = _shard(model)
+
+    @torch.no_grad()
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.fill_(0.5)
+            if module.bias is not None:
+                module.bias.fill_(0.25)
+
+    materialize(sharded, init=init)
+    assert sharded.first.weight is sharded.last.weight
+    assert torch.equal(sharded.last.weight.full_tensor(), torch.full((6, 6), 0.5))
+    whole = seeded(Tied)
+    whole.apply(init)
+    x = batches(world_size)
+    loss_of(sharded, x[rank]).backward()
+    average_backward(whole, x)
+    assert_same_gradients(sharded, whole)
+
+
+def test_materialising(ranks: Ranks) -> None:
+    ranks(_from_meta, 2)
+
+
+def _meshes(rank: int, world_size: int) -> str:
+    model = seeded(Tied)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model.first, mesh=mesh)
+    with pytest.raises(ValueError, match="is tied to weight, which is sharded over") as caught:
+        fully_shard(model.last)
+    assert type(model.last) is nn.Linear, "nothing was changed"
+    return str(caught.value)
+
+
+def test_groups_on_different_meshes_are_refused(ranks: Ranks) -> None:
+    assert "shard both over the same mesh" in ranks(_meshes, 4)[0]

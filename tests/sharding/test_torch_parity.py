@@ -1,0 +1,295 @@
+"""What programs written for torch's ``fully_shard`` rely on, where it shows beside torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
+from tests.sharding.nets import (
+    WIDTH,
+    Block,
+    Net,
+    assert_same_gradients,
+    average_backward,
+    batches,
+    loss_of,
+    seeded,
+)
+
+Ranks = Callable[..., list[Any]]
+
+# -- unsharding by hand ------------------------------------------------------------------------
+
+
+def _unshards_first(rank: int, world_size: int, async_op: bool) -> None:
+    net, whole = seeded(Net), seeded(Net)
+    sharded = [fully_shard(block) for block in net.blocks]
+    fully_shard(net)
+    for block in sharded:
+        block.unshard(async_op=async_op)
+    x = batches(world_size)
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+def test_modules_may_be_unsharded_before_the_first_forward(ranks: Ranks, async_op: bool) -> None:
+    ranks(_unshards_first, 2, async_op)
+
+
+def _replaces(rank: int, world_size: int) -> None:
+    layer = fully_shard(nn.Linear(4, 3, bias=False))
+    old = cast(DTensor, layer.weight)
+    new = distribute_tensor(torch.full((3, 4), 2.0), old.device_mesh, old.placements)
+    layer.weight = nn.Parameter(new)
+    layer.unshard()
+    torch.testing.assert_close(layer.weight.detach(), torch.full((3, 4), 2.0))
+
+
+def test_a_parameter_replaced_before_is_the_one_that_is_unsharded(ranks: Ranks) -> None:
+    ranks(_replaces, 2)
+
+
+# -- several modules as one group --------------------------------------------------------------
+
+
+class _WithHead(nn.Module):
+    """A body, and a norm and a head of which forward may leave out the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor, *, skip_head: bool = False) -> torch.Tensor:
+        hidden: torch.Tensor = self.norm(self.body(x))
+        return hidden if skip_head else self.head(hidden)
+
+
+def _backward_by_chunks(model: nn.Module, x: torch.Tensor) -> Iterator[None]:
+    """The head and its backward on one chunk of rows after the other; then the rest."""
+    hidden = model(x, skip_head=True)
+    grads = []
+    for rows in hidden.detach().chunk(2):
+        chunk = rows.clone().requires_grad_()
+        model.head(chunk).square().sum().backward()
+        grads.append(chunk.grad)
+        yield
+    hidden.backward(torch.cat(cast(list[torch.Tensor], grads)))
+
+
+def _chunked_head(rank: int, world_size: int, reshard: bool) -> None:
+    model, whole = seeded(_WithHead), seeded(_WithHead)
+    fully_shard(model.body, reshard_after_forward=reshard)
+    fully_shard([model.norm, model.head], reshard_after_forward=reshard)
+    fully_shard(model)
+    for step in range(2):
+        x = batches(world_size, step, rows=4)
+        for other in range(world_size):
+            for _ in _backward_by_chunks(whole, x[other] + 0.0):
+                pass
+        for param in whole.parameters():
+            assert param.grad is not None
+            param.grad /= world_size
+        before = torch.zeros(5)
+        for _ in _backward_by_chunks(model, x[rank]):
+            grad = cast(DTensor, model.head.bias.grad).full_tensor()
+            assert not torch.equal(grad, before), "the chunk has not reached the gradient"
+            before = grad
+            on_body = isinstance(model.body.weight, DTensor)
+            assert on_body is reshard, "another group was disturbed"
+        assert_same_gradients(model, whole)
+        model.zero_grad()
+        whole.zero_grad()
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_one_module_of_a_group_may_run_again_and_again_by_itself(
+    ranks: Ranks, reshard: bool
+) -> None:
+    """Its gradients are there after each backward, and all of them count."""
+    ranks(_chunked_head, 2, reshard)
+
+
+class _StemThenBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _container(rank: int, world_size: int) -> None:
+    model, whole = seeded(_StemThenBlocks), seeded(_StemThenBlocks)
+    fully_shard([model.stem, model.blocks])
+    fully_shard(model)
+    for step in range(2):
+        x = batches(world_size, step)
+        loss_of(model, x[rank]).backward()
+        average_backward(whole, x)
+        assert_same_gradients(model, whole)
+
+
+def test_a_container_may_be_in_a_group_with_a_module_that_runs_before_it(ranks: Ranks) -> None:
+    """It has no forward, so the other one's gathers its parameters."""
+    ranks(_container, 2)
+
+
+# -- switches ----------------------------------------------------------------------------------
+
+
+def _factor_and_back(rank: int, world_size: int) -> None:
+    net, whole = fully_shard(seeded(Net)), seeded(Net)
+    x = batches(world_size)
+    net.set_gradient_divide_factor(0.5)
+    net.set_gradient_divide_factor(None)
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
+def test_no_factor_divides_by_the_number_of_ranks_again(ranks: Ranks) -> None:
+    ranks(_factor_and_back, 2)
+
+
+# -- the sequence of collectives ---------------------------------------------------------------
+
+Event = tuple[str, int, torch.dtype]
+
+
+@contextmanager
+def _recorded(events: list[Event]) -> Iterator[None]:
+    """Note the kind of each collective, and the size and dtype of what it writes."""
+    names = ("all_gather_single", "reduce_scatter_single", "all_reduce")
+    functions = {name: getattr(dist, name) for name in names}
+
+    def recording(name: str) -> Callable[..., Any]:
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            written = args[0] if args else kwargs["output"]
+            events.append((name, written.numel(), written.dtype))
+            return functions[name](*args, **kwargs)
+
+        return stand_in
+
+    for name in names:
+        setattr(dist, name, recording(name))
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(dist, name, functions[name])
+
+
+class _Checkpointed(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, checkpoint(super().forward, x, use_reentrant=False))
+
+
+Shard = Callable[..., Any]
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _layers(block: type[Block] = Block) -> nn.Sequential:
+    return cast(nn.Sequential, seeded(lambda: nn.Sequential(*(block() for _ in range(4)))))
+
+
+def _by_layer(shard: Shard, layers: nn.Sequential, **kwargs: Any) -> nn.Sequential:
+    for layer in layers:
+        shard(layer, **kwargs)
+    return cast(nn.Sequential, shard(layers, **kwargs))
+
+
+def _frozen(shard: Shard) -> nn.Sequential:
+    layers = _layers()
+    for block in layers:
+        cast(Block, block).up.requires_grad_(False)
+    return _by_layer(shard, layers)
+
+
+def _prefetching(shard: Shard) -> nn.Sequential:
+    layers = _by_layer(shard, _layers())
+    sharded = cast(list[FSDPModule], list(layers))
+    sharded[0].set_modules_to_forward_prefetch(sharded[1:3])  # type: ignore[arg-type]
+    sharded[3].set_modules_to_backward_prefetch([sharded[2], sharded[1]])
+    return layers
+
+
+def _partly_used(shard: Shard) -> nn.Sequential:
+    layers = _layers()
+    unused = nn.Linear(3, 3)
+    layers[2].add_module("unused", unused)
+    shard([layers[2].up, unused])
+    return _by_layer(shard, layers)
+
+
+MODELS: dict[str, Callable[[Shard], nn.Sequential]] = {
+    "by layer": lambda shard: _by_layer(shard, _layers()),
+    "resharded after forward": lambda s: _by_layer(s, _layers(), reshard_after_forward=True),
+    "kept after forward": lambda s: _by_layer(s, _layers(), reshard_after_forward=False),
+    "mixed precision": lambda shard: _by_layer(shard, _layers(), mp_policy=MIXED),
+    "checkpointed": lambda shard: _by_layer(shard, _layers(_Checkpointed)),
+    "half of each group frozen": _frozen,
+    "prefetching by hand": _prefetching,
+    "two layers a group": lambda shard: shard(_pairs(shard, _layers())),
+    "one module of a group unused": _partly_used,
+}
+
+
+def _pairs(shard: Shard, layers: nn.Sequential) -> nn.Sequential:
+    shard([layers[0], layers[1]])
+    shard([layers[2], layers[3]])
+    return layers
+
+
+def _step(model: nn.Sequential, x: torch.Tensor, step: int) -> None:
+    """A plain step; one with two forwards; one that accumulates."""
+    if step == 1:
+        (loss_of(model, x) + loss_of(model, x)).backward()
+    elif step == 2:
+        cast(FSDPModule, model).set_requires_gradient_sync(False)
+        loss_of(model, x).backward()
+        cast(FSDPModule, model).set_requires_gradient_sync(True)
+    loss_of(model, x).backward()
+
+
+def _sequence(shard: Shard, make: Callable[[Shard], nn.Sequential], x: torch.Tensor) -> list[Any]:
+    model, events = make(shard), list[Any]()
+    with _recorded(events):
+        for step in range(3):
+            events.append(f"step {step}")
+            _step(model, x, step)
+    return events
+
+
+def _same_sequence(rank: int, world_size: int, name: str) -> None:
+    x = batches(world_size)[rank]
+
+    def ours(module: Any, **kwargs: Any) -> Any:
+        return shardwise.fully_shard(module, transport="collectives", **kwargs)
+
+    found = _sequence(ours, MODELS[name], x)
+    assert found == _sequence(torch_fsdp.fully_shard, MODELS[name], x)
+
+
+@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="named otherwise by older torch")
+@pytest.mark.parametrize("name", MODELS)
+def test_collectives_are_torchs_in_order_size_and_dtype(ranks: Ranks, name: str) -> None:
+    ranks(_same_sequence, 2, name)
