@@ -19,6 +19,7 @@ LAYERS = [
     ["errors", "_torch"],
     ["transport"],
     ["sharding"],
+    ["compat"],
     ["__init__"],
     ["frontends", "checkpoint", "diloco", "inspect", "launch"],
     ["recipes"],

@@ -11,6 +11,7 @@ import shardwise
 
 PUBLIC = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -21,6 +22,9 @@ PUBLIC = [
     "clip_grad_norm_",
     "fully_shard",
     "materialize",
+    "patch_torch",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 
 

@@ -6,14 +6,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+    from shardwise._torch import DataParallelMeshDims
+    from shardwise.compat.patch import patch_torch
     from shardwise.errors import PeerLostError, RanksDivergedError, ShardwiseError
     from shardwise.sharding.api import fully_shard
     from shardwise.sharding.grad import clip_grad_norm_
     from shardwise.sharding.init import materialize
-    from shardwise.sharding.module import FSDPModule, UnshardHandle
+    from shardwise.sharding.module import (
+        FSDPModule,
+        UnshardHandle,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -24,12 +32,16 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "materialize",
+    "patch_torch",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 
 # Importing torch takes seconds, and the command line answers `--help` without it: names are
 # fetched when they are first used.
 _HOME = {
     "CPUOffloadPolicy": "torch.distributed.fsdp",
+    "DataParallelMeshDims": "shardwise._torch",
     "FSDPModule": "shardwise.sharding.module",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
@@ -40,6 +52,9 @@ _HOME = {
     "clip_grad_norm_": "shardwise.sharding.grad",
     "fully_shard": "shardwise.sharding.api",
     "materialize": "shardwise.sharding.init",
+    "patch_torch": "shardwise.compat.patch",
+    "register_fsdp_forward_method": "shardwise.sharding.module",
+    "share_comm_ctx": "shardwise.sharding.module",
 }
 
 
