@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.cli import main, train_lm
 from shardwise.cli.main import app
-from shardwise.recipes.lm_config import LmJob
+from shardwise.recipes.lm_job import LmJob
 
 Capture = pytest.CaptureFixture[str]
 

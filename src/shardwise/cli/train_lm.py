@@ -19,7 +19,8 @@ from shardwise.recipes.config import (
     TrainConfig,
     TransportName,
 )
-from shardwise.recipes.lm_config import LmConfig, LmJob
+from shardwise.recipes.lm_config import LmConfig
+from shardwise.recipes.lm_job import LmJob
 from shardwise.recipes.presets import PRESETS, defaults_for
 
 EXAMPLES = """

@@ -57,6 +57,7 @@ class TransportName(enum.Enum):
     """Who moves bytes between ranks."""
 
     AUTO = "auto"
+    SHM = "shm"
     C10D = "c10d"
     COLLECTIVES = "collectives"
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.launch.errors import UserError
-from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World
 from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import (
@@ -144,41 +143,6 @@ def check_folder(config: LmConfig, inputs: LmInputs) -> int:
             "--resume", f"no complete checkpoint in {files.checkpoints}", "one; or use --overwrite"
         )
     return steps[-1]
-
-
-class LmJob:
-    """What the command line starts.
-
-    Args:
-        config: as the user asked.
-    """
-
-    def __init__(self, config: LmConfig) -> None:
-        self._config = config
-        self._inputs: LmInputs | None = None
-
-    def check(self, world: World) -> None:
-        """See :func:`check_lm`."""
-        self._inputs = check_lm(self._config, world)
-
-    def check_folder(self) -> str | None:
-        """See :func:`check_folder`; a run that is complete already is nothing to do."""
-        assert self._inputs is not None, "check() comes first"
-        done, steps = check_folder(self._config, self._inputs), self._config.train.steps
-        if done < steps:
-            return None
-        return (
-            f"Nothing to do: the run in {self._config.files.root} is at step {done} of {steps}. "
-            "To go on, say --resume with more --steps."
-        )
-
-    def run(self, world: World, signals: StopSignals) -> None:
-        """Train, as one rank."""
-        # Here, and not before: it takes seconds to import.
-        from shardwise.recipes.lm import train_lm
-
-        assert self._inputs is not None, "check() comes first"
-        train_lm(self._config, self._inputs, world, signals)
 
 
 def _check_extras(tensorboard: bool) -> None:
