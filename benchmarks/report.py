@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from _memory_tables import memory_tables
+from _overhead_tables import overhead_tables
 from _report import ROOT, Table, machine_line
 from _step_tables import step_tables
 from _transport_tables import transport_tables
@@ -30,6 +31,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "step_time": step_tables,
     "memory": memory_tables,
     "transport": transport_tables,
+    "overhead": overhead_tables,
 }
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL

@@ -189,7 +189,7 @@ def _fits(case: Case, names: list[str]) -> bool:
     at_rest = sum(asleep.get(name, 3) for name in names) * whole
     awake = 2 * case.ranks * whole  # a model being built, or parameters and gradients of a step
     processes = len(names) * case.ranks * 400 * 2**20
-    return bool(at_rest + awake + processes < 0.85 * psutil.virtual_memory().available)
+    return bool(at_rest + awake + processes < 0.6 * psutil.virtual_memory().available)
 
 
 def _options() -> argparse.Namespace:

@@ -1,0 +1,45 @@
+"""Tables of an ``overhead`` document."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from _report import Table
+
+TITLES = {"ours": "shardwise", "fsdp2": "torch FSDP2"}
+
+
+def overhead_tables(content: dict[str, Any]) -> list[Table]:
+    """Make one table, a row for each world size and contender."""
+    groups = content["cases"][0]["groups"]
+    table = Table(
+        f"Overhead of a group and step, {groups} tiny groups (µs, over the unsharded step)",
+        ["contender", "ranks", "µs a group", "quartiles", "x FSDP2"],
+    )
+    for case in content["cases"]:
+        per_round = {name: _overheads(case, name) for name in TITLES}
+        for name, title in TITLES.items():
+            low, middle, high = statistics.quantiles(per_round[name], n=4)
+            ratio = statistics.median(
+                mine / theirs
+                for mine, theirs in zip(per_round[name], per_round["fsdp2"], strict=True)
+            )
+            table.rows.append(
+                [
+                    title,
+                    str(case["ranks"]),
+                    f"{middle:.0f}",
+                    f"{low:.0f} to {high:.0f}",
+                    f"{ratio:.2f}",
+                ]
+            )
+    return [table]
+
+
+def _overheads(case: dict[str, Any], name: str) -> list[float]:
+    """Microseconds a group over the floor, for each round."""
+    return [
+        1e6 * (statistics.median(turn) - statistics.median(floor)) / case["groups"]
+        for turn, floor in zip(case["seconds"][name], case["seconds"]["floor"], strict=True)
+    ]

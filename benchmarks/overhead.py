@@ -1,0 +1,108 @@
+"""What sharding costs where there is nothing to move: microseconds a group and step.
+
+    python benchmarks/overhead.py --ranks 1,2
+
+The model is 64 linear layers of 8 x 8, a group each, so its arithmetic and its bytes are next to
+nothing, and what remains is the runtime: hooks, Python, and the fixed price of a collective. The
+same forward and backward without sharding is taken off. No optimizer: it is not the runtime's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from _options import TRANSPORTS, contender_env, positive_int, positive_ints
+from _overhead_tables import overhead_tables
+from _report import document, machine, machine_line, save, wide_console
+from _worlds import World, stop_server
+
+CONTENDERS = ("ours", "fsdp2", "floor")
+WIDTH = 8
+
+
+class OverheadWorker:
+    """One rank of a contender, taking steps of a model of tiny groups."""
+
+    def __init__(self, name: str, groups: int) -> None:
+        torch.manual_seed(0)
+        self._model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(groups)))
+        if name != "floor":
+            if name == "ours":
+                from shardwise import fully_shard
+            else:
+                from torch.distributed.fsdp import fully_shard  # type: ignore[assignment]
+            for layer in self._model:
+                fully_shard(layer)
+            fully_shard(self._model)
+        self._input = torch.ones(2, WIDTH)
+
+    def steps(self, count: int) -> list[float]:
+        """Take steps; return the seconds of each."""
+        seconds = []
+        for _ in range(count):
+            dist.barrier()
+            start = time.perf_counter()
+            self._model(self._input).sum().backward()
+            seconds.append(time.perf_counter() - start)
+            self._model.zero_grad()
+        return seconds
+
+
+def play(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Let all contenders of one world size take turns; return the raw numbers."""
+    turns: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
+    worlds: dict[str, World] = {}
+    try:
+        for name in CONTENDERS:
+            env = contender_env(name, options.transport)
+            worlds[name] = World(name, ranks, OverheadWorker, name, options.groups, env=env)
+            worlds[name].call("steps", 5)
+        for index in range(options.rounds):
+            shift = index % len(CONTENDERS)
+            for name in CONTENDERS[shift:] + CONTENDERS[:shift]:
+                by_rank = worlds[name].call("steps", options.steps)
+                turns[name].append([max(step) for step in zip(*by_rank, strict=True)])
+    finally:
+        for world in worlds.values():
+            world.close()
+    return {"ranks": ranks, "groups": options.groups, "seconds": turns}
+
+
+def _options() -> argparse.Namespace:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = made.add_argument
+    add("--ranks", type=positive_ints, default=[1, 2], help="world sizes (1,2)")
+    add("--groups", type=positive_int, default=64, help="tiny groups in the model (64)")
+    add("--rounds", type=positive_int, default=7, help="turns of a contender (7)")
+    add("--steps", type=positive_int, default=20, help="steps in a turn (20)")
+    add("--transport", choices=TRANSPORTS, default="auto", help="of ours (auto)")
+    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
+    return made.parse_args()
+
+
+def main() -> int:
+    options = _options()
+    console = wide_console()
+    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
+    content = document("overhead", [play(ranks, options) for ranks in options.ranks])
+    for table in overhead_tables(content):
+        table.show(console)
+    console.print(content["command"], highlight=False, soft_wrap=True)
+    if options.json:
+        save(options.json, content)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    finally:
+        stop_server()
