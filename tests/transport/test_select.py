@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from unittest.mock import Mock
 
 import pytest
@@ -82,6 +83,21 @@ def _shared(rank: int, world_size: int) -> None:
 
 def test_groups_of_parameters_over_the_same_ranks_share_a_transport() -> None:
     run_ranks(_shared, 2)
+
+
+def _let_go(rank: int, world_size: int) -> list[float]:
+    transport = select_transport(dist.group.WORLD, CPU)
+    if rank == 0:
+        del transport
+        gc.collect()
+    transport = select_transport(dist.group.WORLD, CPU)
+    full = torch.empty(world_size)
+    transport.all_gather([torch.full((1,), float(rank))], [full]).wait()
+    return full.tolist()
+
+
+def test_when_a_rank_lets_go_of_a_transport_is_its_own_affair() -> None:
+    assert run_ranks(_let_go, 2) == [[0.0, 1.0]] * 2
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ class CallLog:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group_ref = weakref.ref(group)
         self._kinds: dict[tuple[object, ...], Call] = {}
         self._calls: deque[Call] = deque(maxlen=_REMEMBERED)
         self._count = 0
@@ -114,6 +114,13 @@ class CallLog:
                 "the same order, with the same parameters and dtypes; where they use different "
                 "parameters in one step, set_reduce_scatter_unused_params(True)"
             )
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._group_ref()
+        if group is None:
+            raise RuntimeError("the process group has been destroyed")
+        return group
 
     @property
     def _store(self) -> Any:

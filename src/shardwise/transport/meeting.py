@@ -77,18 +77,14 @@ class Meeting:
             os.close(fd)
 
 
-def meet(group: dist.ProcessGroup, number: int) -> Meeting:
-    """Meet the other ranks of ``group``; each of them calls this too.
-
-    Args:
-        group: the process group.
-        number: of this meeting among those of the group.
+def meet(group: dist.ProcessGroup) -> Meeting:
+    """Meet the other ranks of ``group``; each of them calls this too, once.
 
     Raises:
         NotTogetherError: they cannot share memory. Then no rank can.
     """
     rank, size = group.rank(), group.size()
-    store = _Board(group, number)
+    store = _Board(group)
     sockets: dict[int, socket.socket] = {}
     fd = -1
     trouble = ""
@@ -119,11 +115,11 @@ def meet(group: dist.ProcessGroup, number: int) -> Meeting:
 
 
 class _Board:
-    """The store of the group, under names of one meeting."""
+    """The store of the group, under names of the meeting's own."""
 
-    def __init__(self, group: dist.ProcessGroup, number: int) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._store = _torch.store_of(group)
-        self._prefix = f"shardwise/meeting/{number}/"
+        self._prefix = "shardwise/meeting/"
 
     def post(self, name: str, text: str) -> None:
         self._store.set(self._prefix + name, text or "-")

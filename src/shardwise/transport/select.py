@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
 from collections.abc import Callable
@@ -28,22 +27,34 @@ def _collectives(group: dist.ProcessGroup, device: torch.device) -> Transport:
 def _shared_memory(group: dist.ProcessGroup, device: torch.device) -> Transport:
     if device.type != "cpu":
         raise ValueError(f"transport 'shm' is for tensors on the CPU, not on {device.type}")
-    try:
-        return ShmTransport(group, meet(group, _meeting_number(group)))
-    except NotTogetherError as error:
-        raise ValueError(f"transport 'shm' cannot be used here: {error}") from None
+    met = _meet(group)
+    if isinstance(met, str):
+        raise ValueError(f"transport 'shm' cannot be used here: {met}")
+    return met
 
 
 def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
     if device.type == "cpu" and backend_name(group, device) == "gloo":
-        with contextlib.suppress(NotTogetherError):
-            return ShmTransport(group, meet(group, _meeting_number(group)))
+        met = _meet(group)
+        if not isinstance(met, str):
+            return met
     return c10d_transport(group, device)
 
 
-def _meeting_number(group: dist.ProcessGroup) -> int:
-    _meetings[group] = _meetings.get(group, 0) + 1
-    return _meetings[group]
+def _meet(group: dist.ProcessGroup) -> ShmTransport | str:
+    """Shared memory of the ranks of ``group``, or why they have none.
+
+    All ranks have to meet at once, so it happens once in the life of a group: not whenever a
+    transport is needed anew, which depends on when one rank or another has let go of the last.
+    """
+    met = _met.get(group)
+    if met is None:
+        try:
+            met = ShmTransport(group, meet(group))
+        except NotTogetherError as error:
+            met = str(error)
+        _met[group] = met
+    return met
 
 
 _CHOICES: dict[str, Callable[[dist.ProcessGroup, torch.device], Transport]] = {
@@ -53,8 +64,8 @@ _CHOICES: dict[str, Callable[[dist.ProcessGroup, torch.device], Transport]] = {
     "collectives": _collectives,
 }
 
-#: How often the ranks of a group have met: each time under other names in the group's store.
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+#: What came of the meeting of each group. The transport does not hold the group.
+_met: weakref.WeakKeyDictionary[dist.ProcessGroup, ShmTransport | str] = weakref.WeakKeyDictionary()
 
 #: The transports in use. Groups of parameters that are sharded over the same ranks share one: its
 #: message numbers and its scratch memory belong to the process group, not to the parameters.

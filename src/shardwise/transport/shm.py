@@ -50,7 +50,7 @@ class ShmTransport:
     def __init__(self, group: dist.ProcessGroup, meeting: Meeting) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
-        self._group = group
+        self._group_ref = weakref.ref(group)  # which this lives as long as, and no longer
         self._meeting = meeting
         self._peers = [rank for rank in range(self.world_size) if rank != self.rank]
         self._log = CallLog(group)
@@ -174,6 +174,13 @@ class ShmTransport:
     def see(self, rank: int, number: int, nbytes: int) -> Window:
         """The memory in which ``rank`` has laid out its tensors of collective ``number``."""
         return self._exchange.see(rank, self._signals.place(number, rank), nbytes)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._group_ref()
+        if group is None:
+            raise RuntimeError("the process group of this transport has been destroyed")
+        return group
 
     # -- inside --------------------------------------------------------------------------------
 
