@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwise
@@ -571,3 +572,39 @@ def _gradient_of_the_input(rank: int, world_size: int) -> None:
 
 def test_the_input_of_the_root_gets_its_gradient(ranks: Ranks) -> None:
     ranks(_gradient_of_the_input, 2)
+
+
+def _on_two_meshes(rank: int, world_size: int, kept: bool | int) -> None:
+    world = init_device_mesh("cpu", (world_size,))
+    parts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "part"))
+    part = FSDPMeshInfo(parts["part"], shard_mesh_dim=0)
+    net, whole = Net(), Net()
+    whole.load_state_dict(net.state_dict())
+
+    def place(param: nn.Parameter) -> Shard | ShardPlacementResult | None:
+        if param.shape == (7,):  # the biases of the blocks
+            return ShardPlacementResult(placement=None, mesh_info=part)
+        return Shard(param.ndim - 1) if param.ndim else None
+
+    fully_shard(net, mesh=world, shard_placement_fn=place, reshard_after_forward=kept)
+    bias, weight = net.blocks[0].up.bias, net.blocks[0].up.weight
+    assert isinstance(bias, DTensor)
+    assert bias.device_mesh == parts["part"]
+    assert bias.to_local().shape[0] in (3, 4), "half of the rows"
+    assert weight.device_mesh == world
+    assert sorted(len(group.params) for group in state_of(net).groups) == [3, 9]  # type: ignore[union-attr]
+
+    # Ranks of one part see different data, and each part the same: both means are over two.
+    x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        net(x[parts["part"].get_local_rank()]).square().mean().backward()
+        for each in x:
+            (whole(each).square().mean() / 2).backward()
+    for (name, param), other in zip(net.named_parameters(), whole.parameters(), strict=True):
+        assert param.grad is not None, name
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad, msg=name)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_parameters_of_one_call_on_two_meshes(ranks: Ranks, kept: bool) -> None:
+    ranks(_on_two_meshes, 4, kept)
