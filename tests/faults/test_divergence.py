@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import RanksDivergedError, fully_shard
+from shardwise import PeerLostError, RanksDivergedError, fully_shard
 from tests.harness import run_ranks
 from tests.sharding.nets import batches, loss_of, seeded
 
@@ -129,3 +129,35 @@ def _slow(rank: int, world_size: int) -> None:
 
 def test_a_rank_that_is_only_late_is_waited_for() -> None:
     run_ranks(_slow, 2)
+
+
+def _reset_after_a_peer_failed(rank: int, world_size: int) -> list[str]:
+    model = _sharded()
+    x = batches(world_size)[rank]
+    model(x).sum().backward()
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("on one rank only")
+
+    if rank == 0:
+        model.right.register_full_backward_hook(fail)
+
+    def steps() -> None:
+        for _ in range(2):  # the other rank may notice one step later
+            model(x).sum().backward()
+
+    with pytest.raises((ArithmeticError, RanksDivergedError, PeerLostError)):
+        steps()
+    model.reset_iter_state()
+    return [
+        group.state.value
+        for state in fully_shard.state(model).root.states
+        for group in state.groups
+    ]
+
+
+def test_resetting_after_a_peer_failed_waits_for_nobody() -> None:
+    outcomes = run_ranks(_reset_after_a_peer_failed, 2, pg_timeout=5, expect_failures=True)
+    for outcome in outcomes:
+        assert outcome.ok, outcome.describe(2)
+        assert set(outcome.result) == {"sharded"}

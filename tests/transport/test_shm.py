@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import re
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
 from shardwise.sharding.hooks import state_of
-from shardwise.transport import futex, meeting, select_transport
+from shardwise.transport import futex, meeting, select_transport, shm, signals
 from shardwise.transport.base import Label, Reduce, Transport
 from shardwise.transport.shm import ShmTransport
 from tests.harness import run_ranks
@@ -86,6 +87,75 @@ def _pieces(rank: int, world_size: int) -> None:
 
 def test_groups_of_one_size_take_turns_in_the_memory_of_three() -> None:
     run_ranks(_pieces, 2)
+
+
+def _unequal_groups(rank: int, world_size: int) -> None:
+    transport = _transport()
+    numels = [NUMEL + 100_000 * i for i in range(8)]
+    groups = [transport.full_buffers([n * world_size], [torch.float32], CPU) for n in numels]
+    dist.barrier()
+    for _ in range(2):
+        for buffers, numel in zip(groups, numels, strict=True):
+            buffers.allocate()
+            transport.all_gather([torch.ones(numel)], buffers.tensors).wait()
+            assert buffers.tensors[0].sum() == numel * world_size
+            buffers.free()
+    dist.barrier()
+    assert _taken(transport) <= 2 * 4 * max(numels) * world_size + 2**20
+
+
+def test_groups_of_other_sizes_take_turns_too() -> None:
+    run_ranks(_unequal_groups, 2)
+
+
+def _many_under_way(rank: int, world_size: int) -> None:
+    transport = _transport()
+    works, outs = [], []
+    for i in range(300):
+        outs.append(torch.empty(10))
+        full = torch.full((10 * world_size,), float(i + rank))
+        works.append(transport.reduce_scatter([full], [outs[-1]], Reduce.SUM))
+    for i, (work, out) in enumerate(zip(works, outs, strict=True)):
+        work.wait()
+        assert out.tolist() == [float(sum(i + each for each in range(world_size)))] * 10, i
+
+
+def test_hundreds_of_collectives_under_way() -> None:
+    run_ranks(_many_under_way, 2)
+
+
+def _too_many_under_way(rank: int, world_size: int) -> str:
+    with patch.multiple(signals, MARKS=8), patch.multiple(shm, MARKS=8):
+        transport = _transport()
+        works = [transport.all_reduce([torch.ones(1)], Reduce.SUM) for _ in range(20)]
+        dist.barrier()
+        with pytest.raises(RuntimeError, match="shared memory has room for 8 under way") as caught:
+            works[0].wait()
+        return str(caught.value)
+
+
+def test_more_than_there_is_room_for_is_an_error_not_a_wrong_sum() -> None:
+    run_ranks(_too_many_under_way, 2)
+
+
+def _new_groups(rank: int, world_size: int) -> list[int]:
+    """Return how many descriptors are open after each of several groups was made and destroyed."""
+    counts = []
+    for _ in range(4):
+        group = dist.new_group()
+        transport = select_transport(group, CPU, "shm")
+        transport.all_reduce([torch.ones(3)], Reduce.SUM).wait()
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group, transport
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+def test_a_destroyed_group_leaves_nothing() -> None:
+    for counts in run_ranks(_new_groups, 2):
+        assert counts[-1] <= counts[0], counts
 
 
 def _once_per_host(rank: int, world_size: int) -> float:

@@ -33,7 +33,7 @@ Your own text, four processes, two copies of the model with two shards each:
   [cyan]shardwise train lm --nproc 4 --data 'notes/**/*.md' --strategy hybrid --replicas 2[/cyan]
 
 Go on with a run that was stopped, or train a finished one for longer:
-  [cyan]shardwise train lm --nproc 2 --out runs/lm --resume --steps 600[/cyan]
+  [cyan]shardwise train lm --nproc 2 --out runs/lm --resume --steps 900[/cyan]
 
 In a world that torchrun made:
   [cyan]torchrun --nproc-per-node 2 -m shardwise train lm --model llama-34m[/cyan]

@@ -227,7 +227,7 @@ def _introduce(run: _Run, position: Position) -> None:
 def _session(run: _Run, position: Position) -> dict[str, Any]:
     return {
         "from_step": position.step,
-        "to_step": run.config.train.steps,
+        "steps_asked_for": run.config.train.steps,
         "world_size": run.world.size,
         "hosts": run.world.hosts,
         "device": run.device.type,

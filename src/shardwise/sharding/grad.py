@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import _torch
+from shardwise.transport.peers import naming_lost_peer
 
 
 def clip_grad_norm_(
@@ -83,7 +84,8 @@ def grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> tor
         part = _local_norm(grads, norm_type, dtype, device)
         for group in groups:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-            dist.all_reduce(part, op=op, group=group)
+            with naming_lost_peer(group, "the all-reduce of a gradient norm"):
+                dist.all_reduce(part, op=op, group=group)
         total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
     return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 

@@ -263,6 +263,7 @@ class ParamGroup:
             return
         changed = [param.refresh() for param in self.params]
         if any(changed):
+            self._free()
             self._memory = self._label = self._spared = None
 
     def change_mesh(self, mesh: DataMesh) -> None:
@@ -322,8 +323,13 @@ class ParamGroup:
         self._offload.wait()
 
     def forget(self) -> None:
-        """Drop gradients that are not yet reduced and go back to the shards."""
-        self.reshard()
+        """Drop gradients that are not yet reduced and go back to the shards, without waiting."""
+        if self._state is GroupState.UNSHARDING:
+            assert self._memory is not None
+            self._memory.abandon()  # a peer that raised has not come to it
+            self._use_sharded()
+        else:
+            self.reshard()
         self._partial.clear()
         for param in self.params:
             param.held_grad = None

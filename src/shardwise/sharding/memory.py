@@ -129,6 +129,12 @@ class GroupMemory:
         for extension in self._extended:
             extension.finish()
 
+    def abandon(self) -> None:
+        """Let go of a gather that will not end."""
+        self._works.clear()
+        self._gathered.abandon()
+        self._staging.abandon()
+
     def free(self) -> None:
         """Give back what is not shared with the shards."""
         self._gathered.free()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 #: Length of the file. It takes no memory until it is written to.
-LENGTH = 2**40
+LENGTH = 2**46
 _PAGE = mmap.PAGESIZE
 _PROT_NONE = 0
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000

@@ -81,6 +81,9 @@ class FullBuffers(Protocol):
     def free(self) -> None:
         """Give the memory back. Does nothing where it is already given back."""
 
+    def abandon(self) -> None:
+        """As :meth:`free`, after a gather that was not waited for: unless it may still write."""
+
 
 @runtime_checkable
 class Transport(Protocol):

@@ -22,7 +22,8 @@ from shardwise import _torch
 from shardwise.errors import RanksDivergedError
 from shardwise.transport.base import Label
 
-_REMEMBERED = 200
+# Those that may be under way when ranks wait for each other. What is older is over, well or not.
+_REMEMBERED = 16
 
 #: How many logs a group has had: each publishes under other names.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

@@ -42,3 +42,6 @@ class HeapBuffers:
             storage = tensor.untyped_storage()
             if storage.size() != 0:
                 storage.resize_(0)
+
+    def abandon(self) -> None:
+        """Keep the memory: messages on their way may still be written to it."""

@@ -67,11 +67,11 @@ _CHOICES: dict[str, Callable[[dist.ProcessGroup, torch.device], Transport]] = {
 #: What came of the meeting of each group. The transport does not hold the group.
 _met: weakref.WeakKeyDictionary[dist.ProcessGroup, ShmTransport | str] = weakref.WeakKeyDictionary()
 
-#: The transports in use. Groups of parameters that are sharded over the same ranks share one: its
-#: message numbers and its scratch memory belong to the process group, not to the parameters.
-_in_use: weakref.WeakValueDictionary[tuple[dist.ProcessGroup, torch.device, str], Transport] = (
-    weakref.WeakValueDictionary()
-)
+#: The transports in use, by group, device and request. Groups of parameters that are sharded over
+#: the same ranks share one: its message numbers and its scratch memory belong to the process group,
+#: not to the parameters. Neither group nor transport is kept alive by this.
+_InUse = weakref.WeakValueDictionary[tuple[torch.device, str], Transport]
+_in_use: weakref.WeakKeyDictionary[dist.ProcessGroup, _InUse] = weakref.WeakKeyDictionary()
 
 
 def select_transport(
@@ -100,8 +100,8 @@ def select_transport(
         raise ValueError(f"{source}={requested!r} is unknown: choose one of {', '.join(_CHOICES)}")
     if group is None or group.size() == 1:
         return LocalTransport()
-    key = (group, device, requested)
-    transport = _in_use.get(key)
+    in_use = _in_use.setdefault(group, weakref.WeakValueDictionary())
+    transport = in_use.get((device, requested))
     if transport is None:
-        transport = _in_use[key] = _CHOICES[requested](group, device)
+        transport = in_use[device, requested] = _CHOICES[requested](group, device)
     return transport

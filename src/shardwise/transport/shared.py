@@ -1,7 +1,7 @@
 """Full parameters that live once per host, in memory that all ranks of it see.
 
 The full parameters of a group have addresses of their own, for life. The memory behind them is lent
-from a pool of pieces that groups of one size have in common: unsharding opens the group's window on
+from a pool of pieces that all groups have in common: unsharding opens the group's window on
 a piece, freeing closes it, and the piece waits for the next group.
 
 A piece is written to again only when no rank reads it any more. Every rank counts what it frees;
@@ -21,8 +21,10 @@ import torch
 from shardwise.transport.arena import Arena, Window, whole_pages
 from shardwise.transport.exchange import lay_out, tensors_in
 
-# So many free pieces of one length are left alone, so that nobody waits for the last one freed.
+# So many free pieces are left alone, so that nobody waits for the last one freed.
 _SPARE = 1
+# Addresses of a piece. They cost nothing: it takes as much memory as the largest group it served.
+_CAPACITY = 2**34
 
 
 @dataclass
@@ -31,10 +33,12 @@ class Piece:
 
     Attributes:
         at: where in the arena it begins.
+        length: how many addresses it has.
         freed: this rank's count of frees when it was freed last.
     """
 
     at: int
+    length: int
     freed: int = 0
 
 
@@ -56,23 +60,25 @@ class Pool:
         self.arena = arena
         self._announce = announce
         self._wait_for_frees = wait_for_frees
-        self._free: dict[int, deque[Piece]] = {}
+        self._free: deque[Piece] = deque()
         self._frees = 0
 
     def take(self, length: int) -> Piece:
-        """Take a piece that no rank uses."""
-        waiting = self._free.setdefault(length, deque())
-        if len(waiting) <= _SPARE:
-            return Piece(self.arena.take(length))
-        piece = waiting.popleft()
+        """Take a piece of at least ``length`` that no rank uses."""
+        fitting = [piece for piece in self._free if piece.length >= length]
+        if len(fitting) <= _SPARE:
+            capacity = max(length, _CAPACITY)
+            return Piece(self.arena.take(capacity), capacity)
+        piece = fitting[0]
+        self._free.remove(piece)
         self._wait_for_frees(piece.freed)
         return piece
 
-    def give_back(self, piece: Piece, length: int) -> None:
+    def give_back(self, piece: Piece) -> None:
         """Note that this rank does not use a piece any more."""
         self._frees += 1
         piece.freed = self._frees
-        self._free[length].append(piece)
+        self._free.append(piece)
         self._announce(self._frees)
 
 
@@ -112,4 +118,8 @@ class SharedBuffers:
         if self._window is not None and self._piece is not None:
             self._window.close()
             piece, self._piece = self._piece, None
-            self._pool.give_back(piece, self._window.length)
+            self._pool.give_back(piece)
+
+    def abandon(self) -> None:
+        """Give the memory back: every rank writes its own part itself, and this one has."""
+        self.free()

@@ -173,7 +173,9 @@ class ShmTransport:
 
     def see(self, rank: int, number: int, nbytes: int) -> Window:
         """The memory in which ``rank`` has laid out its tensors of collective ``number``."""
-        return self._exchange.see(rank, self._signals.place(number, rank), nbytes)
+        place = self._signals.place(number, rank)
+        self._check_room(number, rank)
+        return self._exchange.see(rank, place, nbytes)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -231,9 +233,20 @@ class ShmTransport:
         mark = (call.mark ^ places >> 12) & 0xFFFFFFFF
         for peer in self._peers:
             self._wait_for(Count.POSTED, peer, number, call.text)
-            behind = self._signals.get(Count.POSTED, peer) - number
-            if behind < MARKS and self._signals.mark(number, peer) != mark:
+            if self._signals.mark(number, peer) != mark:
+                self._check_room(number, peer)
                 self._diverged(call)
+            self._check_room(number, peer)
+
+    def _check_room(self, number: int, peer: int) -> None:
+        """Raise where ``peer`` may have overwritten what it told of collective ``number``."""
+        behind = self._signals.get(Count.POSTED, peer) - number
+        if behind >= MARKS:
+            raise RuntimeError(
+                f"rank {self.rank} waits for a collective that is {behind} behind those of rank "
+                f"{peer}; shared memory has room for {MARKS} under way. Wait for them earlier, as "
+                "with a smaller set_reduce_scatter_max_input_buffers"
+            )
 
     def _wait_for_all(self, count: Count, value: int, doing: str) -> None:
         for peer in self._peers:

@@ -19,7 +19,7 @@ from shardwise.transport import futex
 from shardwise.transport.arena import Arena, Window, whole_pages
 
 #: Collectives that may be under way at once.
-MARKS = 256
+MARKS = 4096
 _LINE = 64
 _MARKS_AT = 4 * _LINE
 _PLACES_AT = _MARKS_AT + 4 * MARKS
