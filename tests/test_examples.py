@@ -13,12 +13,17 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def _torchrun(name: str) -> str:
     """Run an example under torchrun on two ranks; return what it prints."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    result = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(EXAMPLES / name)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    for _ in range(4):
+        result = subprocess.run(
+            [*command, "--nproc-per-node", "2", str(EXAMPLES / name)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        # A process that has destroyed its groups and left Python may still abort as libraries
+        # unload, one time in ten, after all of its work: once more then.
+        if "terminate called without an active exception" not in result.stderr:
+            break
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -20,8 +20,8 @@ _ALIGNMENT = 64
 _SMALLEST = 64 * 1024
 # So many parts are kept, even if smaller than what is asked for now.
 _PARTS = 3
-# So many parts of one peer stay mapped.
-_SEEN = 8
+# So many parts of one peer stay mapped: what is mapped counts as this process's memory.
+_SEEN = 1
 
 
 @dataclass
