@@ -8,7 +8,6 @@ taken until then. Ranks wait for each other in every collective, so there are fe
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,13 +19,11 @@ _ALIGNMENT = 64
 _SMALLEST = 64 * 1024
 # So many parts are kept, even if smaller than what is asked for now.
 _PARTS = 3
-# So many parts of one peer stay mapped: what is mapped counts as this process's memory.
-_SEEN = 1
 
 
 @dataclass
 class Part:
-    """A piece of memory of this rank.
+    """A piece of memory of this rank, or of a peer as this rank sees it.
 
     Attributes:
         at: where in the arena it begins.
@@ -77,7 +74,8 @@ class Exchange:
         self._arena = arena
         self._read_by_all = read_by_all
         self._parts: list[Part] = []
-        self._seen: dict[int, OrderedDict[tuple[int, int], Window]] = {}
+        # Of each peer the last part: what is mapped counts as this process's memory.
+        self._seen: dict[int, Part] = {}
 
     def part(self, use: int, nbytes: int) -> Part:
         """Take a part of at least ``nbytes`` for this rank's use number ``use``."""
@@ -91,16 +89,12 @@ class Exchange:
 
     def see(self, rank: int, at: int, nbytes: int) -> Window:
         """The part of a peer that begins at ``at``."""
-        seen = self._seen.setdefault(rank, OrderedDict())
-        key = at, whole_pages(max(nbytes, 1))
-        window = seen.get(key)
-        if window is None:
-            window = seen[key] = Window(key[1])
-            window.open(self._arena.fd, at)
-            if len(seen) > _SEEN:
-                seen.popitem(last=False)
-        seen.move_to_end(key)
-        return window
+        length = whole_pages(max(nbytes, 1))
+        seen = self._seen.get(rank)
+        if seen is None or seen.at != at or seen.window.length != length:
+            seen = self._seen[rank] = Part(at, Window(length))
+            seen.window.open(self._arena.fd, at)
+        return seen.window
 
     def _make(self, length: int) -> Part:
         over = self._read_by_all()

@@ -19,7 +19,7 @@ from shardwise.transport.base import Reduce
 from shardwise.transport.messages import Exchange, Message
 from shardwise.transport.parcels import Parcel, pack, unpack
 from shardwise.transport.scratch import Scratch
-from shardwise.transport.sums import add_in_order
+from shardwise.transport.sums import add_in_order, wire_dtype
 
 
 class Reduction:
@@ -111,7 +111,5 @@ class Reduction:
         return self._shards[i][: self._piece(i, self._rank).numel()]
 
     def _wire(self, parcel: Parcel) -> torch.dtype:
-        """Pick the dtype that travels: what is stored, if that is exact and fewer bytes."""
         i = parcel.indices[0]
-        stored, reduced = self._fulls[i].dtype, self._shards[i].dtype
-        return stored if stored.itemsize < reduced.itemsize else reduced
+        return wire_dtype(self._fulls[i], self._shards[i])

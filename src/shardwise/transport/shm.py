@@ -29,7 +29,7 @@ from shardwise.transport.meeting import Meeting
 from shardwise.transport.peers import peer_lost
 from shardwise.transport.shared import Pool, SharedBuffers
 from shardwise.transport.signals import MARKS, Count, Signals
-from shardwise.transport.sums import add_in_order
+from shardwise.transport.sums import add_in_order, wire_dtype
 from shardwise.transport.work import PendingWork
 
 _LOOK_SECONDS = 0.1
@@ -99,14 +99,13 @@ class ShmTransport:
         )
         for part, i in zip(laid_out.own, apart, strict=True):
             part[: shards[i].numel()].copy_(shards[i])
-        places = 0
         for shard, full, buffers in zip(shards, fulls, shared, strict=True):
             if buffers is not None:
                 as_rows(full, self.world_size)[self.rank][: shard.numel()].copy_(shard)
-                places ^= buffers.at
-        for buffers in shared:
-            if buffers is not None:
-                buffers.is_fresh = False
+        places = 0
+        for buffers in {id(each): each for each in shared if each is not None}.values():
+            buffers.is_fresh = False
+            places ^= buffers.at
         number = self._post(call, laid_out, places)
 
         def finish() -> None:
@@ -128,7 +127,7 @@ class ShmTransport:
         call = self._log.note("reduce-scatter", shards, label)
         laid_out = self._lay_out(
             [self.world_size * shard.numel() for shard in shards],
-            [_wire(full, shard) for full, shard in zip(fulls, shards, strict=True)],
+            [wire_dtype(full, shard) for full, shard in zip(fulls, shards, strict=True)],
         )
         for full, shard, part in zip(fulls, shards, laid_out.own, strict=True):
             for before, after in self._around(full.numel(), shard.numel()):
@@ -224,13 +223,13 @@ class ShmTransport:
         self._posted += 1
         part = laid_out.part if laid_out is not None else None
         self._signals.describe(
-            self._posted, call.mark ^ places >> 12, part.at if part is not None else 0
+            self._posted, _mark(call, places), part.at if part is not None else 0
         )
         self._signals.set(Count.POSTED, self._posted)
         return self._posted
 
     def _wait_for_post(self, number: int, call: Call, places: int = 0) -> None:
-        mark = (call.mark ^ places >> 12) & 0xFFFFFFFF
+        mark = _mark(call, places)
         for peer in self._peers:
             self._wait_for(Count.POSTED, peer, number, call.text)
             if self._signals.mark(number, peer) != mark:
@@ -315,6 +314,6 @@ class _LaidOut:
         return tensors_in(window, *self._sizes)
 
 
-def _wire(full: torch.Tensor, shard: torch.Tensor) -> torch.dtype:
-    """The dtype to lay out: what is stored, if that is exact and fewer bytes."""
-    return full.dtype if full.dtype.itemsize < shard.dtype.itemsize else shard.dtype
+def _mark(call: Call, places: int) -> int:
+    """A 32-bit number that differs where ranks call, or have their full parameters, differently."""
+    return (call.mark ^ places >> 12 ^ places >> 34) & 0xFFFFFFFF

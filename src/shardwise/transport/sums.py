@@ -33,3 +33,8 @@ def add_in_order(
             total.add_(column[i].to(out.dtype))
         if divisor is not None:
             total.div_(divisor)
+
+
+def wire_dtype(full: torch.Tensor, shard: torch.Tensor) -> torch.dtype:
+    """The dtype in which contributions travel: what is stored, if that is exact and fewer bytes."""
+    return full.dtype if full.dtype.itemsize < shard.dtype.itemsize else shard.dtype
