@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.sharding import group
+from shardwise.transport import common
 
 _PRELOAD = [
     "torch.distributed.tensor",
@@ -150,8 +151,9 @@ def run_ranks(
         expect_failures: return an :class:`Outcome` per rank instead of results, and let ranks that
             fail or die do so without ending the others. A hang is still an error.
         spares_small_groups: let groups of a few parameters keep their memory from forward to
-            backward, as they do outside of tests. Else they are freed and gathered again, as the
-            groups of real models are, for which those of tests stand.
+            backward, and small parameters have copies, as they do outside of tests. Else they are
+            freed and gathered again, and ranks that share memory have all parameters in common, as
+            those of real models, for which those of tests stand.
         kwargs: pickled, given to every rank alike.
 
     Returns:
@@ -356,6 +358,7 @@ def _call(job: _Job) -> Any:
     torch.manual_seed(0)
     if not job.spares_small_groups:
         group.SMALL_BYTES = -1
+        common.SMALLEST = 0
     if job.backend is not None:
         if "nccl" in job.backend:
             torch.cuda.set_device(job.rank % torch.cuda.device_count())

@@ -58,6 +58,16 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return cast(DTensor, tensor)._local_tensor
 
 
+def set_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """Have the local tensor of a ``DTensor`` live in ``memory``, of the same shape and dtype."""
+    dtensor = cast(DTensor, tensor)
+    local = dtensor._local_tensor
+    if local.device == memory.device and not local.is_inference():
+        local.data = memory  # who holds the local tensor itself goes along
+    else:
+        dtensor._local_tensor = memory
+
+
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:
     """Mesh, placements and global shape of a ``DTensor``, to build others like it."""
     return cast(DTensor, tensor)._spec

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.errors import PeerLostError
-from shardwise.transport.base import FullBuffers, Reduce
-from shardwise.transport.memory import HeapBuffers
+from shardwise.transport.base import Reduce
+from shardwise.transport.memory import OwnMemory
 
 T = TypeVar("T")
 Copies = list[torch.Tensor]
@@ -53,7 +53,7 @@ class FakeWorld:
             return [future.result() for future in futures]
 
 
-class FakeTransport:
+class FakeTransport(OwnMemory):
     """One rank of a :class:`FakeWorld`."""
 
     name = "fake"
@@ -63,11 +63,6 @@ class FakeTransport:
         self.world_size = world_size
         self.log: list[str] = []  # the collectives of this rank, in order
         self._world = world
-
-    def full_buffers(
-        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
-    ) -> FullBuffers:
-        return HeapBuffers(numels, dtypes, device)
 
     def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> FakeWork:
         def finish(ranks: list[Copies]) -> None:

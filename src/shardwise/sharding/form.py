@@ -21,6 +21,7 @@ from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.offload import Offload
 from shardwise.sharding.placing import sharded_spec
+from shardwise.transport.base import CommonFull, Transport
 
 #: Under this key a deepcopy's memo holds the modules that are being copied.
 COPIED = "shardwise: the modules being copied"
@@ -59,6 +60,7 @@ class ShardedForm:
         origin: those of the original parameter, where that was a ``DTensor``.
         layout: how what this rank had of the original is cut.
         owners: every place, in any group, where the parameter is registered.
+        common: the full parameter that this rank's rows are a part of, if ranks have it in common.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class ShardedForm:
         self.fqn = fqn
         self.mesh = mesh
         self.owners: list[ParamOwner] = []
+        self.common: CommonFull | None = None
+        self._common_of: tuple[object, ...] = ()
         self._offload = offload
         whole = _torch.local_of(param) if isinstance(param, DTensor) else param.detach()
         self.origin = _torch.spec_of(param) if isinstance(param, DTensor) else None
@@ -98,12 +102,33 @@ class ShardedForm:
         memo[id(self)] = made
         made.parameter = memo[id(self.parameter)]
         made.owners = copy_owners(self.owners, memo)
+        made.common, made._common_of = None, ()
         return made
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's rows."""
         return _torch.local_of(self.parameter)
+
+    def live_in_common(self, transport: Transport) -> CommonFull | None:
+        """Have this rank's rows live in a full parameter that all ranks have in common.
+
+        Only their memory changes: views that were taken of it before do not follow.
+
+        Returns:
+            The full parameter; ``None`` where ``transport`` makes none.
+        """
+        local = self.local
+        wanted = (transport, self.layout.chunk_numel, local.dtype)
+        if self._common_of != wanted:
+            self.common = transport.common_full(self.layout.chunk_numel, local.dtype)
+            self._common_of = wanted
+        if self.common is not None and local.numel():
+            chunk = self.common.chunk(local.numel()).view(local.shape)
+            if chunk.data_ptr() != local.data_ptr():
+                chunk.copy_(local)
+                _torch.set_memory(self.parameter, chunk)
+        return self.common
 
     def add_owners(self, owners: Sequence[ParamOwner]) -> None:
         """Note further places of the parameter and put it there."""
@@ -126,7 +151,7 @@ class ShardedForm:
         local = self._offload.place(self.local)
         if local is not self.local:
             with torch.no_grad():
-                self.parameter.data = _torch.wrap_local(local, _torch.spec_of(self.parameter))
+                _torch.set_memory(self.parameter, local)
         self.spec = _torch.spec_of(self.parameter)
 
     def empty_whole(self, device: torch.device) -> nn.Parameter:

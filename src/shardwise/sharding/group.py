@@ -34,7 +34,7 @@ from torch import nn
 from shardwise import _torch
 from shardwise.sharding.form import COPIED
 from shardwise.sharding.kept import KeptShards
-from shardwise.sharding.memory import GroupMemory
+from shardwise.sharding.memory import GroupMemory, find_common
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.offload import Offload
 from shardwise.sharding.param import ShardedParam
@@ -129,6 +129,8 @@ class ParamGroup:
         self._left_with_grads = False
         self._partial = Partial()
         self._state = GroupState.SHARDED
+        #: Whether peers may be reading this rank's shards.
+        self.is_unsettled = False
         #: Reduces the gradients by way of the root; ``torch.distributed.pipelining`` calls it.
         self.post_backward: Callable[[], None] = _no_root_yet
 
@@ -182,9 +184,12 @@ class ParamGroup:
         with torch.inference_mode(False), torch.no_grad():  # the former alone enables gradients
             if self._memory is None:
                 self._check_materialised()
-                self._memory = GroupMemory(self.params, self.mesh, self._precision)
+                self._memory = GroupMemory(
+                    self.params, self.mesh, self._precision, in_common=self.kept is None
+                )
             source = self.kept if self._state is GroupState.KEPT else None
             self._memory.start(self.label, source)
+            self.is_unsettled = self._memory.is_in_common
             self._move(GroupState.UNSHARDING)  # unless that raised
 
     def wait_for_unshard(self) -> None:
@@ -206,6 +211,16 @@ class ParamGroup:
         if self.kept is not None:
             self.kept.release()
         self._use_full()
+
+    def move_to_common(self) -> None:
+        """Have shards live where all ranks see them, if they can, before anybody has views of them.
+
+        Later ones, as of a model that was on the meta device, move there at the first gather.
+        """
+        if self.kept is None and not any(param.local.is_meta for param in self.params):
+            with torch.no_grad():
+                for param in self.params:
+                    find_common(param, self.mesh, self._precision)
 
     def reshard(self) -> None:
         """Put the shards back into the modules and free the full parameters."""
@@ -305,6 +320,7 @@ class ParamGroup:
         taken.clear()
         if not params:
             return None
+        self.is_unsettled = self._memory is not None and self._memory.is_in_common
         return Reduction(
             self.label,
             params,

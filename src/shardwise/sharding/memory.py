@@ -9,6 +9,8 @@ aliased    the shard is the whole, in the compute   none: full and shard share m
            dtype (one rank; scalars)
 copied     the shard is the whole, in another       one conversion
            dtype or on another device
+common     cut along dimension 0, and ranks share   nothing: the shards *are* the parameter, all
+           memory                                   that is gathered is that all ranks are ready
 direct     cut along dimension 0                    the gather: the gathered buffer *is* the
                                                     parameter, no copy in, none out
 staged     cut along another dimension              the gather, then one copy that interleaves
@@ -28,7 +30,7 @@ from shardwise.sharding.kept import KeptShards
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.precision import Precision
-from shardwise.transport.base import FullBuffers, Label, Work
+from shardwise.transport.base import CommonFull, FullBuffers, Label, Work
 from shardwise.transport.memory import HeapBuffers
 
 
@@ -36,14 +38,27 @@ class GroupMemory:
     """The memory of the full parameters of one group, and the gather that fills it.
 
     Constructing one gives every parameter its full form, without memory yet.
+
+    Args:
+        params: the parameters.
+        mesh: over which they are sharded.
+        precision: in which dtype they are computed with.
+        in_common: let shards be parts of full parameters that ranks have in common, where ranks
+            can. Not where they are kept on fewer ranks between forward and backward.
     """
 
     def __init__(
-        self, params: Sequence[ShardedParam], mesh: DataMesh, precision: Precision
+        self,
+        params: Sequence[ShardedParam],
+        mesh: DataMesh,
+        precision: Precision,
+        *,
+        in_common: bool,
     ) -> None:
         self._transport = mesh.shard
         self._works: list[Work] = []
         self._source: KeptShards | None = None
+        self._common: list[tuple[ShardedParam, CommonFull]] = []
         self._direct: list[ShardedParam] = []
         self._staged: list[ShardedParam] = []
         self._copied: list[ShardedParam] = []
@@ -51,12 +66,15 @@ class GroupMemory:
         for param in params:
             whole_here = param.layout.dim is None or mesh.shard.world_size == 1
             same = precision.compute_dtype(param.dtype) == param.dtype
+            common = find_common(param, mesh, precision) if in_common else None
             if is_extended(param):
                 self._extended.append(Extension(param, mesh, precision))
             elif whole_here and same and param.local.device == mesh.device:
                 param.make_full(param.local.detach().view(-1))
             elif whole_here:
                 self._copied.append(param)
+            elif common is not None:
+                self._common.append((param, common))
             elif param.layout.is_rank_major:
                 self._direct.append(param)
             else:
@@ -70,6 +88,8 @@ class GroupMemory:
             [precision.compute_dtype(param.dtype) for param in owned],
             mesh.device,
         )
+        for param, common in self._common:
+            param.make_full(common.full)
         #: Bytes that an unshard takes.
         self.nbytes = sum(
             tensor.numel() * tensor.itemsize
@@ -94,8 +114,10 @@ class GroupMemory:
         self._owned.allocate()
         self._gathered.allocate()
         self._staging.allocate()
-        gathered = self._direct + self._staged
+        in_common = [param for param, _ in self._common]
+        gathered = self._direct + self._staged + in_common
         buffers = [*self._gathered.tensors, *self._staging.tensors]
+        buffers += [common.full for _, common in self._common]
         if source is None:
             shards = [param.local.view(-1) for param in gathered]
             for extension in self._extended:
@@ -139,8 +161,15 @@ class GroupMemory:
         """Give back what is not shared with the shards."""
         self._gathered.free()
         self._owned.free()
+        for _, common in self._common:
+            common.release()
         for extension in self._extended:
             extension.free()
+
+    @property
+    def is_in_common(self) -> bool:
+        """Whether peers read this rank's shards themselves."""
+        return bool(self._common)
 
     def _gather_buffers(
         self, params: Sequence[ShardedParam], mesh: DataMesh, precision: Precision
@@ -150,3 +179,18 @@ class GroupMemory:
             [precision.compute_dtype(param.dtype) for param in params],
             mesh.device,
         )
+
+
+def find_common(param: ShardedParam, mesh: DataMesh, precision: Precision) -> CommonFull | None:
+    """The full parameter in common memory that the shard is a part of, if that can be."""
+    local = param.local
+    if (
+        mesh.shard.world_size == 1
+        or param.layout.dim != 0
+        or is_extended(param)
+        or precision.compute_dtype(param.dtype) != param.dtype
+        or local.device.type != "cpu"
+        or mesh.device.type != "cpu"
+    ):
+        return None
+    return param.live_in_common(mesh.shard)

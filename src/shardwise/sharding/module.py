@@ -19,6 +19,7 @@ from typing_extensions import deprecated
 from shardwise.sharding.form import COPIED
 from shardwise.sharding.group import GroupState, ParamGroup
 from shardwise.sharding.hooks import FSDPState, state_of
+from shardwise.sharding.root import settle
 from shardwise.transport.custom import AllGather, ReduceScatter
 
 
@@ -84,8 +85,10 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Free the full parameters of this module's own group; it holds the shards again."""
-        for group in self._state().groups:
+        groups = self._state().groups
+        for group in groups:
             group.reshard()
+        settle(groups)
 
     # -- switches ------------------------------------------------------------------------------
 

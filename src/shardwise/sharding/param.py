@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import _torch
 from shardwise.sharding.form import ParamOwner, ShardedForm, copy_owners
 from shardwise.sharding.layout import Layout
+from shardwise.transport.base import CommonFull, Transport
 
 
 class ShardedParam:
@@ -89,6 +90,12 @@ class ShardedParam:
     def dtype(self) -> torch.dtype:
         """Dtype of the shard: the one that the optimizer updates."""
         return self.form.parameter.dtype
+
+    def live_in_common(self, transport: Transport) -> CommonFull | None:
+        """As :meth:`ShardedForm.live_in_common`."""
+        common = self.form.live_in_common(transport)
+        self._seen = self._look()
+        return common
 
     def use_sharded(self) -> None:
         """Put the sharded form into the modules."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -25,6 +26,21 @@ class ModuleState(Protocol):
 State = TypeVar("State", bound=ModuleState)
 
 
+def settle(groups: Iterable[ParamGroup]) -> None:
+    """Wait until no peer reads what these groups gathered: shards may be written to from then on.
+
+    Raises:
+        PeerLostError: a peer died or stalled.
+    """
+    transports = {}
+    for group in groups:
+        if group.is_unsettled:
+            group.is_unsettled = False
+            transports[id(group.mesh.shard)] = group.mesh.shard
+    for transport in transports.values():
+        transport.settle()
+
+
 class Root(Generic[State]):
     """Shared by the states of a module tree; belongs to the outermost one that runs.
 
@@ -46,6 +62,7 @@ class Root(Generic[State]):
         self._pending: list[Reduction] = []
         # Groups that were left unsharded, which the optimizer may outdate.
         self._whole: list[ParamGroup] = []
+        self._unsharded_before: set[ParamGroup] = set()
         self._end_is_queued = False
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Root[State]:
@@ -61,6 +78,9 @@ class Root(Generic[State]):
         """The outermost forward begins."""
         self.forward_root = state
         self.order.begin_forward()
+        self._unsharded_before = {
+            group for group in self._groups() if group.state is not GroupState.SHARDED
+        }
         for group in self._whole:
             group.reshard_if_stale()
         self._whole.clear()
@@ -76,6 +96,8 @@ class Root(Generic[State]):
         self.forward_root = None
         self.order.end_forward()
         self._reshard_unused()
+        # What was unsharded before stays so, and one rank alone may have run.
+        settle(group for group in self._groups() if group not in self._unsharded_before)
 
     def queue_end_of_backward(self) -> None:
         """Have :meth:`end_backward` called when the backward that now runs is over."""
@@ -133,11 +155,15 @@ class Root(Generic[State]):
                 group.phase = Phase.IDLE
                 group.forget()
 
+    def _groups(self) -> Iterator[ParamGroup]:
+        return (group for state in self.states for group in state.groups)
+
     def _deliver(self) -> None:
         if not self.is_last_backward:
             return
         while self._pending:
             self._pending.pop(0).finish()
+        settle(self._groups())
         for state in self.states:
             for group in state.groups:
                 group.wait_for_offload()

@@ -85,6 +85,28 @@ class FullBuffers(Protocol):
         """As :meth:`free`, after a gather that was not waited for: unless it may still write."""
 
 
+class CommonFull(Protocol):
+    """A full parameter of which every rank's shard is a chunk, in memory that all ranks see.
+
+    Gathering it moves nothing. What one rank writes to ``full`` no other rank sees.
+
+    Attributes:
+        full: 1-D, ``world_size * chunk`` elements, the same memory for life. What peers have in
+            their chunks is in it from the end of a gather on, until :meth:`release`.
+    """
+
+    full: torch.Tensor
+
+    def chunk(self, numel: int) -> torch.Tensor:
+        """The first ``numel`` elements of this rank's chunk, 1-D: where its shard lives.
+
+        May be written to after :meth:`Transport.settle`, until the next gather.
+        """
+
+    def release(self) -> None:
+        """Forget what was written to ``full``. Does nothing where nothing was."""
+
+
 @runtime_checkable
 class Transport(Protocol):
     """Moves bytes between the ranks of one mesh dimension.
@@ -104,6 +126,25 @@ class Transport(Protocol):
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> FullBuffers:
         """Make (not yet allocated) memory that :meth:`all_gather` can gather into."""
+
+    def common_full(self, chunk_numel: int, dtype: torch.dtype) -> CommonFull | None:
+        """Make a full parameter that ranks have in common; ``None`` where they cannot, or need not.
+
+        All ranks ask for the same ones in the same order, and get one or none alike.
+
+        Args:
+            chunk_numel: elements of a chunk, padding included.
+            dtype: of the elements, on the CPU.
+        """
+
+    def settle(self) -> None:
+        """Return once no peer reads in common full parameters what was gathered before.
+
+        All ranks call it in the same order, after forward and after backward, say.
+
+        Raises:
+            PeerLostError: a peer died or stalled.
+        """
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL

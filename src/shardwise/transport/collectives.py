@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Work
+from shardwise.transport.base import NO_LABEL, Label, Reduce, Work
 from shardwise.transport.calls import Call, CallLog
 from shardwise.transport.flat import (
     as_bytes,
@@ -27,7 +27,7 @@ from shardwise.transport.flat import (
     fill,
     flat_rows,
 )
-from shardwise.transport.memory import HeapBuffers
+from shardwise.transport.memory import OwnMemory
 from shardwise.transport.parcels import Parcel, pack, parcels, unpack
 from shardwise.transport.peers import naming_lost_peer
 from shardwise.transport.waiting import Launched, Waiter
@@ -37,7 +37,7 @@ from shardwise.transport.work import FinishedWork, PendingWork
 _AVERAGING_BACKENDS = frozenset({"nccl"})
 
 
-class CollectivesTransport:
+class CollectivesTransport(OwnMemory):
     """Public collectives of one process group.
 
     Args:
@@ -66,12 +66,6 @@ class CollectivesTransport:
         self._packs_all = alone_bytes == sys.maxsize
         self._log = CallLog(group) if log is None else log
         self._waiter = Waiter(group, self._log) if backend == "gloo" else None
-
-    def full_buffers(
-        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
-    ) -> FullBuffers:
-        """Make (not yet allocated) memory to gather into."""
-        return HeapBuffers(numels, dtypes, device)
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL

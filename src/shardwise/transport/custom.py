@@ -14,7 +14,15 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Transport, Work
+from shardwise.transport.base import (
+    NO_LABEL,
+    CommonFull,
+    FullBuffers,
+    Label,
+    Reduce,
+    Transport,
+    Work,
+)
 from shardwise.transport.flat import as_bytes, as_rows, copy_chunks, fill
 from shardwise.transport.work import PendingWork
 
@@ -88,6 +96,16 @@ class CustomTransport:
     ) -> FullBuffers:
         """Make (not yet allocated) memory to gather into."""
         return self._inner.full_buffers(numels, dtypes, device)
+
+    def common_full(self, chunk_numel: int, dtype: torch.dtype) -> CommonFull | None:
+        """None where the user's own function gathers."""
+        if self._all_gather is not None:
+            return None
+        return self._inner.common_full(chunk_numel, dtype)
+
+    def settle(self) -> None:
+        """As the inner transport."""
+        self._inner.settle()
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL

@@ -23,7 +23,7 @@ _PARTS = 3
 
 @dataclass
 class Part:
-    """A piece of memory of this rank, or of a peer as this rank sees it.
+    """A piece of memory of this rank.
 
     Attributes:
         at: where in the arena it begins.
@@ -74,8 +74,8 @@ class Exchange:
         self._arena = arena
         self._read_by_all = read_by_all
         self._parts: list[Part] = []
-        # Of each peer the last part: what is mapped counts as this process's memory.
-        self._seen: dict[int, Part] = {}
+        # Of each peer the parts that were read last, by where they begin.
+        self._seen: dict[int, dict[int, Window]] = {}
 
     def part(self, use: int, nbytes: int) -> Part:
         """Take a part of at least ``nbytes`` for this rank's use number ``use``."""
@@ -90,11 +90,15 @@ class Exchange:
     def see(self, rank: int, at: int, nbytes: int) -> Window:
         """The part of a peer that begins at ``at``."""
         length = whole_pages(max(nbytes, 1))
-        seen = self._seen.get(rank)
-        if seen is None or seen.at != at or seen.window.length != length:
-            seen = self._seen[rank] = Part(at, Window(length))
-            seen.window.open(self._arena.fd, at)
-        return seen.window
+        seen = self._seen.setdefault(rank, {})
+        window = seen.pop(at, None)
+        if window is None or window.length < length:
+            window = Window(length)
+            window.open_sparse(self._arena.fd, at)
+        seen[at] = window  # as the last one
+        if len(seen) > _PARTS:
+            del seen[next(iter(seen))]
+        return window
 
     def _make(self, length: int) -> Part:
         over = self._read_by_all()

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Work
+from shardwise.transport.base import NO_LABEL, Label, Reduce, Work
 from shardwise.transport.calls import Call, CallLog
 from shardwise.transport.collectives import CollectivesTransport
 from shardwise.transport.flat import as_rows
-from shardwise.transport.memory import HeapBuffers
+from shardwise.transport.memory import OwnMemory
 from shardwise.transport.messages import MAX_TAG, Exchange, Message
 from shardwise.transport.parcels import Parcel, pack, parcels, unpack
 from shardwise.transport.reduction import Reduction
@@ -31,7 +31,7 @@ SMALL_BYTES = 256 * 1024
 SMALL_ALL_REDUCE_BYTES = 2 * 1024 * 1024
 
 
-class GlooTransport:
+class GlooTransport(OwnMemory):
     """The ranks of one gloo process group, tensors on the CPU.
 
     Args:
@@ -52,12 +52,6 @@ class GlooTransport:
         self._scratch = Scratch()
         self._under_way: list[tuple[weakref.ref[PendingWork], Exchange]] = []
         self._collectives = CollectivesTransport(group, "gloo", SMALL_ALL_REDUCE_BYTES, self._log)
-
-    def full_buffers(
-        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
-    ) -> FullBuffers:
-        """Make (not yet allocated) memory to gather into."""
-        return HeapBuffers(numels, dtypes, device)
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL

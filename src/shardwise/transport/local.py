@@ -6,24 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Work
-from shardwise.transport.memory import HeapBuffers
+from shardwise.transport.base import NO_LABEL, Label, Reduce, Work
+from shardwise.transport.memory import OwnMemory
 from shardwise.transport.work import FinishedWork
 
 
-class LocalTransport:
+class LocalTransport(OwnMemory):
     """World size 1. Needs no process group; works on any device."""
 
     name = "local"
     literal = False
     rank = 0
     world_size = 1
-
-    def full_buffers(
-        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
-    ) -> FullBuffers:
-        """Make (not yet allocated) memory to gather into."""
-        return HeapBuffers(numels, dtypes, device)
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from shardwise.transport.base import CommonFull, FullBuffers
 from shardwise.transport.hugepages import prefer_huge_pages
 
 
@@ -45,3 +46,20 @@ class HeapBuffers:
 
     def abandon(self) -> None:
         """Keep the memory: messages on their way may still be written to it."""
+
+
+class OwnMemory:
+    """What transports have in common that gather into memory of each rank's own."""
+
+    def full_buffers(
+        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> FullBuffers:
+        """Make (not yet allocated) memory to gather into."""
+        return HeapBuffers(numels, dtypes, device)
+
+    def common_full(self, chunk_numel: int, dtype: torch.dtype) -> CommonFull | None:
+        """There is no memory in common."""
+        return None
+
+    def settle(self) -> None:
+        """Return at once: peers read copies."""

@@ -1,8 +1,9 @@
 """Full parameters that live once per host, in memory that all ranks of it see.
 
 The full parameters of a group have addresses of their own, for life. The memory behind them is lent
-from a pool of pieces that all groups have in common: unsharding opens the group's window on
-a piece, freeing closes it, and the piece waits for the next group.
+from a pool of pieces that all groups have in common: unsharding opens the group's window on a
+piece, and once it is freed, the piece waits for the next group. The window stays open: as groups
+come in turns, most find the piece again that they had before, and nothing has to be mapped.
 
 A piece is written to again only when no rank reads it any more. Every rank counts what it frees;
 all free the same things in the same order, so the count at which a piece was freed tells when all
@@ -27,7 +28,7 @@ _SPARE = 1
 _CAPACITY = 2**34
 
 
-@dataclass
+@dataclass(eq=False)
 class Piece:
     """Memory for the full parameters of one group.
 
@@ -63,13 +64,13 @@ class Pool:
         self._free: deque[Piece] = deque()
         self._frees = 0
 
-    def take(self, length: int) -> Piece:
-        """Take a piece of at least ``length`` that no rank uses."""
+    def take(self, length: int, last: Piece | None) -> Piece:
+        """Take a piece of at least ``length`` that no rank uses; ``last`` if it can be had."""
         fitting = [piece for piece in self._free if piece.length >= length]
         if len(fitting) <= _SPARE:
             capacity = max(length, _CAPACITY)
             return Piece(self.arena.take(capacity), capacity)
-        piece = fitting[0]
+        piece = last if last in fitting[:-_SPARE] else fitting[0]
         self._free.remove(piece)
         self._wait_for_frees(piece.freed)
         return piece
@@ -92,6 +93,7 @@ class SharedBuffers:
     def __init__(self, pool: Pool, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
         self._pool = pool
         self._piece: Piece | None = None
+        self._last: Piece | None = None
         self.is_fresh = False
         _, end = lay_out(numels, dtypes)
         self._window = Window(whole_pages(end)) if end else None
@@ -109,16 +111,16 @@ class SharedBuffers:
     def allocate(self) -> None:
         """Give every tensor its memory. Does nothing where it has it already."""
         if self._window is not None and self._piece is None:
-            self._piece = self._pool.take(self._window.length)
-            self._window.open(self._pool.arena.fd, self._piece.at)
+            self._piece = self._pool.take(self._window.length, self._last)
+            if self._piece is not self._last:
+                self._window.open(self._pool.arena.fd, self._piece.at)
             self.is_fresh = True
 
     def free(self) -> None:
         """Give the memory back. Does nothing where it is already given back."""
         if self._window is not None and self._piece is not None:
-            self._window.close()
-            piece, self._piece = self._piece, None
-            self._pool.give_back(piece)
+            self._last, self._piece = self._piece, None
+            self._pool.give_back(self._last)
 
     def abandon(self) -> None:
         """Give the memory back: every rank writes its own part itself, and this one has."""

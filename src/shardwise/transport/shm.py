@@ -1,7 +1,8 @@
 """Ranks on one host, tensors on the CPU: shared memory in place of messages.
 
-    all-gather        the full parameters live once, where all ranks see them: every rank writes
-                      (and converts) its own part in place, and waits until all have
+    all-gather        the full parameters live once, where all ranks see them: a shard is a part of
+                      them already, or is written (and converted) in place by its rank. Every rank
+                      waits until all have come so far
     reduce-scatter    every rank lays out the chunks of its peers, waits until all have, and adds up
                       its own chunk over all ranks, in their order
     all-reduce        the same, with the whole tensor
@@ -21,8 +22,9 @@ import torch.distributed as dist
 from shardwise import _torch
 from shardwise.errors import RanksDivergedError
 from shardwise.transport.arena import Window, ranges
-from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Work
+from shardwise.transport.base import NO_LABEL, CommonFull, FullBuffers, Label, Reduce, Work
 from shardwise.transport.calls import Call, CallLog
+from shardwise.transport.common import Departures, SharedFull, is_worthwhile
 from shardwise.transport.exchange import Exchange, Part, lay_out, tensors_in
 from shardwise.transport.flat import as_rows
 from shardwise.transport.meeting import Meeting
@@ -61,6 +63,7 @@ class ShmTransport:
             lambda frees: self._signals.set(Count.FREED, frees),
             lambda frees: self._wait_for_all(Count.FREED, frees, "memory for the next group"),
         )
+        self._departures = Departures(common, self.rank, self.world_size)
         self._exchange = Exchange(
             own[self.rank],
             lambda: min(self._signals.get(Count.DONE, peer) for peer in self._peers),
@@ -68,7 +71,9 @@ class ShmTransport:
         self._shared: weakref.WeakValueDictionary[int, SharedBuffers] = (
             weakref.WeakValueDictionary()
         )
+        self._common: weakref.WeakValueDictionary[int, SharedFull] = weakref.WeakValueDictionary()
         self._posted = 0
+        self._settled = 0
         self._uses = 0
         self._done: set[int] = set()
         self._done_until = 0
@@ -84,28 +89,36 @@ class ShmTransport:
                 self._shared[tensor.data_ptr()] = buffers
         return buffers
 
+    def common_full(self, chunk_numel: int, dtype: torch.dtype) -> CommonFull | None:
+        """Make a full parameter that all ranks have in common, unless it is small."""
+        if not is_worthwhile(self.world_size * chunk_numel * dtype.itemsize):
+            return None
+        made = SharedFull(
+            self._pool.arena, self._departures, self.rank, self.world_size, chunk_numel, dtype
+        )
+        self._common[made.full.data_ptr()] = made
+        return made
+
+    def settle(self) -> None:
+        """Wait until all ranks have come here as often."""
+        if self._departures.count:
+            self._settled += 1
+            self._signals.set(Count.SETTLED, self._settled)
+            self._wait_for_all(
+                Count.SETTLED, self._settled, f"the wait that follows {self._log.last}"
+            )
+
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
     ) -> Work:
         """Write this rank's chunks where all see them."""
         call = self._log.note("all-gather", fulls, label)
-        shared = [self._shared.get(full.data_ptr()) for full in fulls]
-        if any(buffers is not None and not buffers.is_fresh for buffers in shared):
-            # Peers may still read what an earlier gather left there.
-            self._wait_for_post(self._post(call), call)
-        apart = [i for i, buffers in enumerate(shared) if buffers is None and fulls[i].numel()]
+        places, apart = self._write_in_place(shards, fulls, call)
         laid_out = self._lay_out(
             [fulls[i].numel() // self.world_size for i in apart], [fulls[i].dtype for i in apart]
         )
         for part, i in zip(laid_out.own, apart, strict=True):
             part[: shards[i].numel()].copy_(shards[i])
-        for shard, full, buffers in zip(shards, fulls, shared, strict=True):
-            if buffers is not None:
-                as_rows(full, self.world_size)[self.rank][: shard.numel()].copy_(shard)
-        places = 0
-        for buffers in {id(each): each for each in shared if each is not None}.values():
-            buffers.is_fresh = False
-            places ^= buffers.at
         number = self._post(call, laid_out, places)
 
         def finish() -> None:
@@ -184,6 +197,35 @@ class ShmTransport:
         return group
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _write_in_place(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], call: Call
+    ) -> tuple[int, list[int]]:
+        """Write this rank's chunks to those of ``fulls`` that all ranks see.
+
+        Returns:
+            A number that tells where those are, and which of ``fulls`` only this rank sees.
+        """
+        common = [self._common.get(full.data_ptr()) for full in fulls]
+        shared = [self._shared.get(full.data_ptr()) for full in fulls]
+        if any(buffers is not None and not buffers.is_fresh for buffers in shared):
+            # Peers may still read what an earlier gather left there.
+            self._wait_for_post(self._post(call), call)
+        places, apart = 0, []
+        for i, (shard, full) in enumerate(zip(shards, fulls, strict=True)):
+            own, buffers = common[i], shared[i]
+            if own is not None:
+                chunk = own.chunk(shard.numel())
+                if chunk.data_ptr() != shard.data_ptr():
+                    chunk.copy_(shard)
+                places = _fold(places, own.at)
+            elif buffers is not None:
+                as_rows(full, self.world_size)[self.rank][: shard.numel()].copy_(shard)
+                buffers.is_fresh = False
+                places = _fold(places, buffers.at)
+            elif full.numel():
+                apart.append(i)
+        return places, apart
 
     def _around(self, numel: int, chunk: int) -> list[tuple[int, int]]:
         """The ranges of a full that are not this rank's chunk."""
@@ -314,6 +356,10 @@ class _LaidOut:
         return tensors_in(window, *self._sizes)
 
 
+def _fold(places: int, at: int) -> int:
+    return (places * 31 + (at >> 12)) & 0xFFFFFFFF
+
+
 def _mark(call: Call, places: int) -> int:
     """A 32-bit number that differs where ranks call, or have their full parameters, differently."""
-    return (call.mark ^ places >> 12 ^ places >> 34) & 0xFFFFFFFF
+    return (call.mark ^ places) & 0xFFFFFFFF

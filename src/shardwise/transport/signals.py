@@ -5,6 +5,7 @@ Every rank has a line of its own, which only it writes to:
     posted    collectives of which it has done its part
     done      collectives whose exchange memory it reads no more
     freed     how often it has freed full parameters
+    settled   how often it has been done with all that it reads in common memory
     pulse     changes whenever one of them does; others sleep on it
     marks     what the last collectives were, to see that all ranks call the same
     places    where the rank laid out what peers read in them
@@ -21,7 +22,8 @@ from shardwise.transport.arena import Arena, Window, whole_pages
 #: Collectives that may be under way at once.
 MARKS = 4096
 _LINE = 64
-_MARKS_AT = 4 * _LINE
+_PULSE_AT = 4 * _LINE
+_MARKS_AT = 5 * _LINE
 _PLACES_AT = _MARKS_AT + 4 * MARKS
 _STRIDE = _PLACES_AT + 8 * MARKS
 
@@ -32,6 +34,7 @@ class Count(enum.IntEnum):
     POSTED = 0
     DONE = 1
     FREED = 2
+    SETTLED = 3
 
 
 class Signals:
@@ -51,8 +54,8 @@ class Signals:
         number, small = ctypes.c_uint64.from_address, ctypes.c_uint32.from_address
         lines = [base + _STRIDE * each for each in range(world_size)]
         self._counts = [[number(line + _LINE * count) for count in Count] for line in lines]
-        self._pulses = [small(line + 3 * _LINE) for line in lines]
-        self._pulse_at = [line + 3 * _LINE for line in lines]
+        self._pulses = [small(line + _PULSE_AT) for line in lines]
+        self._pulse_at = [line + _PULSE_AT for line in lines]
         self._marks = [(ctypes.c_uint32 * MARKS).from_address(line + _MARKS_AT) for line in lines]
         self._places = [(ctypes.c_uint64 * MARKS).from_address(line + _PLACES_AT) for line in lines]
         self._rank = rank
