@@ -16,9 +16,10 @@ import torch
 from shardwise.transport.arena import Arena, Window, whole_pages
 
 _ALIGNMENT = 64
-_SMALLEST = 64 * 1024
-# So many parts are kept, even if smaller than what is asked for now.
-_PARTS = 3
+# Addresses of a part. They cost nothing: it takes as much memory as was ever laid out in it.
+_ROOM = 2**32
+# Of each peer so many parts stay mapped.
+_SEEN = 3
 
 
 @dataclass
@@ -79,11 +80,13 @@ class Exchange:
 
     def part(self, use: int, nbytes: int) -> Part:
         """Take a part of at least ``nbytes`` for this rank's use number ``use``."""
-        length = whole_pages(max(nbytes, _SMALLEST))
-        fitting = [part for part in self._parts if length <= part.window.length <= 4 * length]
         over = self._read_by_all()
-        free = [part for part in fitting if part.use <= over and not part.is_open]
-        part = min(free, key=lambda part: part.window.length, default=None) or self._make(length)
+        for part in self._parts:
+            if part.use <= over and not part.is_open and part.window.length >= nbytes:
+                break
+        else:
+            part = self._make(max(whole_pages(nbytes), _ROOM))
+            self._parts.append(part)
         part.use, part.is_open = use, True
         return part
 
@@ -96,18 +99,12 @@ class Exchange:
             window = Window(length)
             window.open_sparse(self._arena.fd, at)
         seen[at] = window  # as the last one
-        if len(seen) > _PARTS:
+        if len(seen) > _SEEN:
             del seen[next(iter(seen))]
         return window
 
     def _make(self, length: int) -> Part:
-        over = self._read_by_all()
-        for part in [part for part in self._parts if part.window.length < length]:
-            if part.use <= over and not part.is_open and len(self._parts) >= _PARTS:
-                part.window.discard()  # smaller ones would be of little use
-                self._parts.remove(part)
         window = Window(length)
         made = Part(self._arena.take(length), window)
-        window.open(self._arena.fd, made.at)
-        self._parts.append(made)
+        window.open_sparse(self._arena.fd, made.at)
         return made

@@ -67,10 +67,13 @@ class Pool:
     def take(self, length: int, last: Piece | None) -> Piece:
         """Take a piece of at least ``length`` that no rank uses; ``last`` if it can be had."""
         fitting = [piece for piece in self._free if piece.length >= length]
-        if len(fitting) <= _SPARE:
+        if last is not None and last in self._free:
+            piece = last
+        elif len(fitting) <= _SPARE:
             capacity = max(length, _CAPACITY)
             return Piece(self.arena.take(capacity), capacity)
-        piece = last if last in fitting[:-_SPARE] else fitting[0]
+        else:
+            piece = fitting[0]
         self._free.remove(piece)
         self._wait_for_frees(piece.freed)
         return piece

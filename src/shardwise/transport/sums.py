@@ -27,10 +27,11 @@ def add_in_order(
     columns = [torch.split(part, block) for part in rest]
     starts = torch.split(first, block)
     for i, total in enumerate(torch.split(out, block)):
-        if first is not out:
-            total.copy_(starts[i])
+        sum_ = starts[i].to(out.dtype)
         for column in columns:
-            total.add_(column[i].to(out.dtype))
+            sum_ = torch.add(sum_, column[i].to(out.dtype), out=total)
+        if sum_ is not total:
+            total.copy_(sum_)
         if divisor is not None:
             total.div_(divisor)
 
