@@ -6,7 +6,8 @@ for the floor, which computes a rank's share of that work and talks to nobody.
 What ``bf16`` means is the same for all: fp32 parameters and optimizer state are what is kept,
 forward and backward run in bf16, gradients are reduced and applied in fp32. The FSDPs have a policy
 for it. DDP and the floor have none that works on the CPU, so they do it by hand: see
-:class:`DistributedDataParallel` and :class:`Floor`.
+:class:`DistributedDataParallel` and :class:`Floor`. ``bf16-params`` means that there is nothing
+else: parameters, gradients, their reduction and optimizer state are bf16.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +30,7 @@ class Case:
     Attributes:
         ranks: world size.
         params: the model, a key of ``_models.PRESETS``.
-        dtype: ``"fp32"`` or ``"bf16"``, see the module's docstring.
+        dtype: ``"fp32"``, ``"bf16"`` or ``"bf16-params"``, see the module's docstring.
         zero: 3 frees a group's parameters after its forward, 2 keeps them until its backward. DDP
             and the floor do not shard parameters and ignore it.
         tokens: on each rank, in each step.
@@ -48,7 +49,7 @@ class Case:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of forward and backward."""
-        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
+        return torch.float32 if self.dtype == "fp32" else torch.bfloat16
 
     def label(self) -> str:
         """Name the case in a table's title."""
@@ -102,6 +103,14 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
+def _model(case: Case) -> nn.Module:
+    model = build(case.params, case.seed, case.device)
+    if case.dtype == "bf16-params":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    return model
+
+
 def _mesh(case: Case) -> DeviceMesh:
     return init_device_mesh(case.device, (case.ranks,), mesh_dim_names=("shard",))
 
@@ -114,7 +123,7 @@ class _ByModule(Contender):
         policy = policy_class()
         if case.dtype == "bf16":
             policy = policy_class(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        model = build(case.params, case.seed, case.device)
+        model = _model(case)
         mesh = _mesh(case)
         *inner, last = groups(model)
         for group in inner:
@@ -173,7 +182,7 @@ class FSDP1(Contender):
         )
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-        model = build(case.params, case.seed)
+        model = _model(case)
         precision = None
         if case.dtype == "bf16":
             precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -203,7 +212,7 @@ class DistributedDataParallel(Contender):
     title = "torch DDP"
 
     def __init__(self, case: Case) -> None:
-        model = build(case.params, case.seed, case.device)
+        model = _model(case)
         self.parameters = list(model.parameters())
         self.masters = narrow(self.parameters) if case.dtype == "bf16" else None
         self.reduced: dict[nn.Parameter, torch.Tensor] = {}
@@ -265,7 +274,7 @@ class Floor(Contender):
     exchanges = False
 
     def __init__(self, case: Case) -> None:
-        self.model = build(case.params, case.seed, case.device)
+        self.model = _model(case)
         self.parameters = list(self.model.parameters())
         self.rows = [_rows_of_rank(p, dist.get_rank(), case.ranks) for p in self.parameters]
         self.narrow = case.dtype == "bf16"

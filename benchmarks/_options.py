@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -43,18 +43,21 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
-def parser(description: str, contenders: str) -> argparse.ArgumentParser:
+def parser(
+    description: str, contenders: str, dtypes: Sequence[str] = ("fp32", "bf16")
+) -> argparse.ArgumentParser:
     """Make a parser with the options that choose cases and contenders.
 
     Args:
         description: first line of the help.
         contenders: the default list of contenders.
+        dtypes: those of the cases that can be asked for.
     """
     made = argparse.ArgumentParser(description=description)
     add = made.add_argument
     add("--ranks", type=positive_ints, default=[2], help="world sizes, e.g. 2 or 2,4")
     add("--params", type=one_of(*PRESETS), default=["34m"], help=f"models: {', '.join(PRESETS)}")
-    add("--dtype", type=one_of("fp32", "bf16"), default=["fp32"], help="fp32, bf16 or both")
+    add("--dtype", type=one_of(*dtypes), default=["fp32"], help=f"some of {', '.join(dtypes)}")
     add("--zero", type=one_of("2", "3"), default=["3"], help="2, 3 or both")
     add("--tokens", type=positive_int, default=256, help="tokens a rank and step (256)")
     add(

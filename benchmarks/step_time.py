@@ -193,7 +193,9 @@ def _fits(case: Case, names: list[str]) -> bool:
 
 
 def _options() -> argparse.Namespace:
-    made = parser(__doc__.splitlines()[0], "ours,fsdp2,fsdp1,ddp,floor")
+    made = parser(
+        __doc__.splitlines()[0], "ours,fsdp2,fsdp1,ddp,floor", ("fp32", "bf16", "bf16-params")
+    )
     made.add_argument("--rounds", type=positive_int, default=5, help="turns of a contender (5)")
     made.add_argument("--steps", type=positive_int, default=3, help="steps in a turn (3)")
     made.add_argument(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,14 +12,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise import PeerLostError
-from shardwise.transport import arena, common, futex, select_transport
-from shardwise.transport.arena import Arena, Window
+from shardwise.transport import common, futex, select_transport
 from shardwise.transport.base import CommonFull, Label
 from shardwise.transport.shm import ShmTransport
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")
-PAGE = 4096
+PAGE = os.sysconf("SC_PAGE_SIZE")
 pytestmark = pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
 
 
@@ -176,38 +174,6 @@ def test_pages_go_back_when_the_last_rank_has_let_go() -> None:
         assert used >= whole
         assert without_full >= whole
         assert left < whole / 10
-
-
-Look = Callable[[int, int, int], bool]
-
-
-def _old_system(pagemap: int, address: int, length: int) -> bool:
-    entries = os.pread(pagemap, 8 * length // PAGE, 8 * address // PAGE)
-    return arena._has_own_entry(entries, length)
-
-
-@pytest.mark.parametrize("look", [arena._has_own_page, _old_system], ids=["scan", "entries"])
-def test_a_page_of_ones_own_is_found_wherever_it_is(look: Look) -> None:
-    pagemap = os.open("/proc/self/pagemap", os.O_RDONLY)
-    fd = Arena.create()
-    length = 64 * PAGE
-    window = Window(length)
-    window.open_private(fd, 0)
-    bytes_ = window.tensor(0, length, torch.uint8)
-    try:
-        for page in (0, 31, 63):
-            assert bytes_.sum() == 0
-            assert not look(pagemap, window.address, length), "pages that were only read"
-            bytes_[page * PAGE + 5] = 1
-            assert look(pagemap, window.address, length)
-            window.forget_writes()
-    finally:
-        os.close(pagemap)
-        os.close(fd)
-
-
-def test_a_system_that_does_not_tell_means_that_pages_may_be_ones_own() -> None:
-    assert arena._has_own_entry(b"", PAGE)
 
 
 def _on_gloo(rank: int, world_size: int) -> Any:

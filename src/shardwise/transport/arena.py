@@ -8,9 +8,7 @@ went.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import functools
 import mmap
 import os
@@ -26,11 +24,6 @@ _PROT_NONE = 0
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
 _MADV_DONTNEED, _MADV_REMOVE = 4, 9
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
-# Bits of an entry of /proc/self/pagemap; the highest one says that the page is there.
-_SWAPPED, _OF_FILE = 1 << 62, 1 << 61
-# The system call that looks through those entries, since Linux 6.7, and kinds of pages to it.
-_PAGEMAP_SCAN = 0xC0606610
-_KIND_OF_FILE, _KIND_PRESENT, _KIND_SWAPPED = 1 << 2, 1 << 3, 1 << 4
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -99,23 +92,7 @@ class Window:
 
     def forget_writes(self) -> None:
         """Have a private window show the file again, where it was written to."""
-        if self._was_written():
-            _libc().madvise(self.address, self.length, _MADV_DONTNEED)
-
-    def discard(self) -> None:
-        """Give what it shows back to the system; it reads as zeros from then on."""
-        _libc().madvise(self.address, self.length, _MADV_REMOVE)
-
-    def _was_written(self) -> bool:
-        """Whether a page is this process's own; true where the system does not tell."""
-        try:
-            pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return True
-        try:
-            return _has_own_page(pagemap, self.address, self.length)
-        finally:
-            os.close(pagemap)
+        _libc().madvise(self.address, self.length, _MADV_DONTNEED)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor on the window's addresses, which keeps the window alive."""
@@ -125,47 +102,6 @@ class Window:
         seen = (ctypes.c_char * nbytes).from_address(self.address + offset)
         seen.__dict__["window"] = self  # the tensor holds what it was made from
         return torch.frombuffer(seen, dtype=dtype)
-
-
-class _Scan(ctypes.Structure):
-    """What to look for: see ``PAGEMAP_SCAN`` in Linux's documentation of pagemap."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in (
-            *("size", "flags", "start", "end", "walk_end", "found", "found_length", "max_pages"),
-            *("inverted", "all_of", "any_of", "returned"),
-        )
-    )
-
-
-def _has_own_page(pagemap: int, address: int, length: int) -> bool:
-    """Whether a page of a private window is not the file's; true where it cannot be read."""
-    found = (ctypes.c_uint64 * 3)()
-    scan = _Scan(
-        size=ctypes.sizeof(_Scan),
-        start=address,
-        end=address + length,
-        found=ctypes.addressof(found),
-        found_length=1,
-        max_pages=1,
-        inverted=_KIND_OF_FILE,
-        all_of=_KIND_OF_FILE,
-        any_of=_KIND_PRESENT | _KIND_SWAPPED,
-        returned=_KIND_OF_FILE,
-    )
-    with contextlib.suppress(OSError):
-        return bool(fcntl.ioctl(pagemap, _PAGEMAP_SCAN, scan) > 0)
-    return _has_own_entry(os.pread(pagemap, 8 * length // _PAGE, 8 * address // _PAGE), length)
-
-
-def _has_own_entry(entries: bytes, length: int) -> bool:
-    """The same, of what /proc/self/pagemap tells, as older systems have it."""
-    if len(entries) * _PAGE != 8 * length:
-        return True
-    numbers = torch.frombuffer(bytearray(entries), dtype=torch.int64)
-    taken = (numbers < 0) | ((numbers & _SWAPPED) != 0)
-    return bool((taken & ((numbers & _OF_FILE) == 0)).any())
 
 
 def punch(fd: int, at: int, length: int) -> None:

@@ -21,6 +21,7 @@ import weakref
 import torch
 
 from shardwise.transport.arena import Arena, Window, punch, whole_pages
+from shardwise.transport.pages import PageMap
 
 #: Smaller full parameters than this, in bytes, would waste much of their last page.
 SMALLEST = 64 * 1024
@@ -77,6 +78,7 @@ class SharedFull:
     Args:
         arena: where it lies; all ranks take the same pieces in the same order.
         departures: to give its pages back.
+        pagemap: of this process.
         rank: of this process.
         world_size: number of chunks.
         chunk_numel: elements of a chunk.
@@ -85,12 +87,14 @@ class SharedFull:
     Attributes:
         at: where in the file it begins.
         full: 1-D, all chunks.
+        chunk_address: where this rank's chunk is.
     """
 
     def __init__(
         self,
         arena: Arena,
         departures: Departures,
+        pagemap: PageMap,
         rank: int,
         world_size: int,
         chunk_numel: int,
@@ -106,12 +110,14 @@ class SharedFull:
         seen.open_private(arena.fd, self.at)
         self.full = seen.tensor(0, world_size * chunk_numel, dtype)
         self._seen = seen
+        self._look = pagemap.look_at(seen.address, length)
         # The chunk begins and ends within pages that neighbours write to as well.
         first = rank * nbytes
         start = whole_pages(first + 1) - whole_pages(1)
         self._own = Window(whole_pages(first + nbytes) - start, keeps=piece)
         self._own.open(arena.fd, self.at + start)
         self._offset = first - start
+        self.chunk_address = self._own.address + self._offset
 
     def chunk(self, numel: int) -> torch.Tensor:
         """The first ``numel`` elements of this rank's chunk, 1-D."""
@@ -119,4 +125,5 @@ class SharedFull:
 
     def release(self) -> None:
         """Forget what was written to the full parameter."""
-        self._seen.forget_writes()
+        if self._look.finds_own_page():
+            self._seen.forget_writes()

@@ -28,6 +28,7 @@ from shardwise.transport.common import Departures, SharedFull, is_worthwhile
 from shardwise.transport.exchange import Exchange, Part, lay_out, tensors_in
 from shardwise.transport.flat import as_rows
 from shardwise.transport.meeting import Meeting
+from shardwise.transport.pages import PageMap
 from shardwise.transport.peers import peer_lost
 from shardwise.transport.shared import Pool, SharedBuffers
 from shardwise.transport.signals import MARKS, Count, Signals
@@ -64,6 +65,7 @@ class ShmTransport:
             lambda frees: self._wait_for_all(Count.FREED, frees, "memory for the next group"),
         )
         self._departures = Departures(common, self.rank, self.world_size)
+        self._pagemap = PageMap()
         self._exchange = Exchange(
             own[self.rank],
             lambda: min(self._signals.get(Count.DONE, peer) for peer in self._peers),
@@ -94,7 +96,13 @@ class ShmTransport:
         if not is_worthwhile(self.world_size * chunk_numel * dtype.itemsize):
             return None
         made = SharedFull(
-            self._pool.arena, self._departures, self.rank, self.world_size, chunk_numel, dtype
+            self._pool.arena,
+            self._departures,
+            self._pagemap,
+            self.rank,
+            self.world_size,
+            chunk_numel,
+            dtype,
         )
         self._common[made.full.data_ptr()] = made
         return made
@@ -215,9 +223,8 @@ class ShmTransport:
         for i, (shard, full) in enumerate(zip(shards, fulls, strict=True)):
             own, buffers = common[i], shared[i]
             if own is not None:
-                chunk = own.chunk(shard.numel())
-                if chunk.data_ptr() != shard.data_ptr():
-                    chunk.copy_(shard)
+                if own.chunk_address != shard.data_ptr():
+                    own.chunk(shard.numel()).copy_(shard)
                 places = _fold(places, own.at)
             elif buffers is not None:
                 as_rows(full, self.world_size)[self.rank][: shard.numel()].copy_(shard)

@@ -1,0 +1,73 @@
+"""Finding the pages that this process has written to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from shardwise.transport import futex
+from shardwise.transport.arena import Arena, Window
+from shardwise.transport.pages import PageMap, has_own_entry
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+LENGTH = 64 * PAGE
+pytestmark = pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
+
+
+@pytest.fixture
+def window() -> Iterator[Window]:
+    fd = Arena.create()
+    made = Window(LENGTH)
+    made.open_private(fd, 0)
+    yield made
+    os.close(fd)
+
+
+def _by_call(window: Window) -> Callable[[], bool]:
+    return PageMap().look_at(window.address, LENGTH).finds_own_page
+
+
+def _by_entries(window: Window) -> Callable[[], bool]:
+    pagemap = PageMap()
+    return lambda: has_own_entry(pagemap.entries(window.address, LENGTH), LENGTH)
+
+
+@pytest.mark.parametrize("how", [_by_call, _by_entries])
+def test_a_page_of_ones_own_is_found_wherever_it_is(
+    window: Window, how: Callable[[Window], Callable[[], bool]]
+) -> None:
+    finds = how(window)
+    values = window.tensor(0, LENGTH, torch.uint8)
+    for page in (0, 31, 63):
+        assert values.sum() == 0
+        assert not finds(), "pages that were only read"
+        values[page * PAGE + 5] = 1
+        assert finds()
+        window.forget_writes()
+
+
+def test_a_page_beyond_the_range_is_not_looked_at(window: Window) -> None:
+    half = LENGTH // 2
+    look = PageMap().look_at(window.address, half)
+    window.tensor(0, LENGTH, torch.uint8)[half] = 1
+    assert not look.finds_own_page()
+
+
+def test_an_older_system_is_asked_for_entries(
+    window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: object) -> bool:
+        raise OSError("inappropriate ioctl")
+
+    monkeypatch.setattr(PageMap, "scan", unknown)
+    look = PageMap().look_at(window.address, LENGTH)
+    assert not look.finds_own_page()
+    window.tensor(0, LENGTH, torch.uint8)[7] = 1
+    assert look.finds_own_page()
+
+
+def test_a_system_that_does_not_tell_means_that_pages_may_be_ones_own() -> None:
+    assert has_own_entry(b"", PAGE)
