@@ -1,0 +1,1 @@
+"""Checkpoints that are whole or not there, never run code, and load on any mesh."""
