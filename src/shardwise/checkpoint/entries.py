@@ -13,6 +13,9 @@ from typing import Any
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.dtypes import itemsize
 
+#: What the state of a training is made of; the first key of every path.
+SECTIONS = ("model", "optimizer", "extra")
+
 PathKey = str | int
 StatePath = tuple[PathKey, ...]
 

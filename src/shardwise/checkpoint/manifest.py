@@ -27,7 +27,7 @@ from typing import Any
 
 from shardwise.checkpoint.boxes import Box, fill
 from shardwise.checkpoint.dtypes import NAMES, itemsize
-from shardwise.checkpoint.entries import Manifest, Piece, StatePath, TensorEntry, Value
+from shardwise.checkpoint.entries import SECTIONS, Manifest, Piece, StatePath, TensorEntry, Value
 from shardwise.checkpoint.strict import Fields, check_number, check_text, open_file, parse, refuse
 from shardwise.checkpoint.values import decode, encode
 from shardwise.errors import CheckpointError
@@ -194,8 +194,8 @@ def _path(fields: Fields) -> StatePath:
         path.append(
             check_text(key, where) if isinstance(key, str) else check_number(key, where, most=10**6)
         )
-    if len(path) < 2 or path[0] not in ("model", "optimizer", "extra"):
-        refuse(f"{fields.where}, 'path'", path, "keys that begin with model, optimizer or extra")
+    if len(path) < 2 or path[0] not in SECTIONS:
+        refuse(f"{fields.where}, 'path'", path, f"keys that begin with one of {SECTIONS}")
     return tuple(path)
 
 
