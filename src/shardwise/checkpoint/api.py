@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 from shardwise.checkpoint import background
 from shardwise.checkpoint.background import Handle
-from shardwise.checkpoint.commit import check_complete
+from shardwise.checkpoint.commit import check_complete, keep_last
 from shardwise.checkpoint.describe import strategy_of
 from shardwise.checkpoint.entries import Manifest, TensorEntry
 from shardwise.checkpoint.manifest import read_manifest
@@ -48,6 +51,7 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
     *,
+    keep_last: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save a checkpoint. Every rank calls it, with the same path.
@@ -67,6 +71,8 @@ def save(
             no ``DTensor``, and plain values: None, bool, int, float, str, bytes, list, tuple, dict.
             Where ranks have different values under one key, the first rank's is kept; so give each
             rank keys of its own for what is its own.
+        keep_last: once it is committed, delete all complete checkpoints named ``step-...`` beside
+            it but the newest so many.
         group: the ranks that save together; all of the default process group, if there is one.
 
     Raises:
@@ -75,8 +81,9 @@ def save(
             name of another.
     """
     background.wait()
-    ranks = Ranks(background.group_for(group))
-    _save(Path(path), lambda: _state_of(model, optimizer, extra), strategy_of(model), ranks)
+    _Saving(Path(path), strategy_of(model), Ranks(background.group_for(group)), keep_last).run(
+        lambda: _state_of(model, optimizer, extra)
+    )
 
 
 def async_save(
@@ -85,6 +92,7 @@ def async_save(
     optimizer: torch.optim.Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
     *,
+    keep_last: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Handle:
     """Save a checkpoint while training goes on. Every rank calls it, with the same path.
@@ -100,6 +108,7 @@ def async_save(
         model: may change as soon as this returns.
         optimizer: may change as well.
         extra: may change as well.
+        keep_last: as for :func:`save`.
         group: as for :func:`save`.
 
     Returns:
@@ -112,7 +121,7 @@ def async_save(
     """
     background.wait()
     ranks = Ranks(background.group_for(group))
-    strategy = strategy_of(model)
+    saving = _Saving(Path(path), strategy_of(model), ranks, keep_last)
     try:
         state = _state_of(model, optimizer, extra)
         state.tensors = background.copies(state.tensors)
@@ -123,9 +132,9 @@ def async_save(
             raise reason
 
         # Other ranks are waiting for this one's part: they are told, and so is the caller here.
-        background.start(lambda: _save(Path(path), refuse, strategy, ranks), Path(path)).forget()
+        background.start(lambda: saving.run(refuse), saving.path).forget()
         raise
-    return background.start(lambda: _save(Path(path), lambda: state, strategy, ranks), Path(path))
+    return background.start(lambda: saving.run(lambda: state), saving.path)
 
 
 def load(
@@ -168,36 +177,60 @@ def load(
     )
 
 
-def _save(path: Path, state: Callable[[], State], strategy: str, ranks: Ranks) -> None:
-    """Plan, write and commit, in the order in which torch's ``dcp.save`` does."""
-    doing = f"saving {path}"
-    writer = Writer(path, strategy=strategy)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    metadata: Any = None
+@dataclass
+class _Saving:
+    """One checkpoint to be saved by all ranks of a group."""
 
-    def plan_part() -> Any:
-        mine = state()
-        writer.describe(mine.origins, mine.values)
-        planner.set_up_planner(mine.tensors, is_coordinator=ranks.coordinates)
-        writer.set_up_storage_writer(ranks.coordinates)
-        return writer.prepare_local_plan(planner.create_local_plan())
+    path: Path
+    strategy: str
+    ranks: Ranks
+    keep_last: int | None
 
-    def plan_all(plans: list[Any]) -> list[Any]:
-        nonlocal metadata
-        plans, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(plans)
+    def __post_init__(self) -> None:
+        if self.keep_last is not None and self.keep_last < 1:
+            raise ValueError(f"keep_last: found {self.keep_last}, expected 1 or more")
 
-    def finish(results: list[Any]) -> list[None]:
-        writer.finish(metadata, results)
-        return [None] * len(results)
+    def run(self, state: Callable[[], State]) -> None:
+        """Plan, write and commit, in the order in which torch's ``dcp.save`` does."""
+        doing = f"saving {self.path}"
+        writer = Writer(self.path, strategy=self.strategy)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        metadata: Any = None
 
-    try:
-        plan = ranks.together(doing, plan_part, plan_all)
-        final = planner.finish_plan(plan)
-        ranks.together(doing, lambda: writer.write_data(final, planner).value(), finish)
-    except BaseException:
-        writer.abandon()
-        raise
+        def plan_part() -> SavePlan:
+            mine = state()
+            writer.describe(mine.origins, mine.values)
+            planner.set_up_planner(mine.tensors, is_coordinator=self.ranks.coordinates)
+            writer.set_up_storage_writer(self.ranks.coordinates)
+            return writer.prepare_local_plan(planner.create_local_plan())
+
+        def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
+            nonlocal metadata
+            plans, metadata = planner.create_global_plan(plans)
+            return writer.prepare_global_plan(plans)
+
+        def finish(results: list[list[WriteResult]]) -> list[None]:
+            writer.finish(metadata, results)
+            self._delete_old()
+            return [None] * len(results)
+
+        try:
+            plan = self.ranks.together(doing, plan_part, plan_all)
+            final = planner.finish_plan(plan)
+            self.ranks.together(doing, lambda: writer.write_data(final, planner).value(), finish)
+        except BaseException:
+            writer.abandon()
+            raise
+
+    def _delete_old(self) -> None:
+        if self.keep_last is None:
+            return
+        try:
+            keep_last(self.path.parent, self.keep_last, spare=self.path)
+        except OSError as error:
+            raise CheckpointError(
+                f"is saved; but an older one cannot be deleted: {error.filename}: {error.strerror}"
+            ) from error
 
 
 def _load(

@@ -71,12 +71,13 @@ def check_complete(folder: Path) -> None:
             raise CheckpointError(f"{path}: found {status.st_size:,} bytes, expected {size:,}")
 
 
-def keep_last(root: Path, count: int) -> None:
+def keep_last(root: Path, count: int, *, spare: Path | None = None) -> None:
     """Delete all but the newest complete checkpoints of a folder.
 
     Args:
         root: the folder.
         count: how many to keep, at least one.
+        spare: one that counts as the newest, whatever its step.
 
     Raises:
         ValueError: the count is not positive.
@@ -84,8 +85,10 @@ def keep_last(root: Path, count: int) -> None:
     """
     if count < 1:
         raise ValueError(f"keep_last: found {count}, expected 1 or more")
-    for step in steps(root)[:-count]:
-        delete(step_folder(root, step))
+    folders = [step_folder(root, step) for step in steps(root)]
+    folders.sort(key=lambda folder: folder == spare)
+    for folder in folders[:-count]:
+        delete(folder)
 
 
 def delete(folder: Path) -> None:
