@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.checkpoint.destination import check_destination, written_beside
 from shardwise.checkpoint.formats import TORCH_SUFFIXES, find_checkpoint, open_source
-from shardwise.checkpoint.hf import DEFAULT_SHARD, model_tensors, write_hf, write_single
+from shardwise.checkpoint.hf import DEFAULT_SHARD, write_hf, write_single
 from shardwise.checkpoint.state import unflatten
 from shardwise.checkpoint.stored import (
     DEFAULT_BUFFER,
@@ -23,6 +23,7 @@ from shardwise.checkpoint.stored import (
     Watch,
     Window,
     dotted,
+    model_tensors,
     unwatched,
 )
 from shardwise.checkpoint.torchfile import Hole, write_tree

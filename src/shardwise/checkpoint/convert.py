@@ -7,9 +7,9 @@ from pathlib import Path
 from shardwise.checkpoint.dcp import write_dcp
 from shardwise.checkpoint.destination import check_destination, written_beside
 from shardwise.checkpoint.formats import Format, find_checkpoint, open_source
-from shardwise.checkpoint.hf import DEFAULT_SHARD, model_tensors, write_hf
+from shardwise.checkpoint.hf import DEFAULT_SHARD, write_hf
 from shardwise.checkpoint.ours import write_shardwise
-from shardwise.checkpoint.stored import DEFAULT_BUFFER, Watch, Window, unwatched
+from shardwise.checkpoint.stored import DEFAULT_BUFFER, Watch, Window, model_tensors, unwatched
 
 
 def convert(
@@ -19,7 +19,7 @@ def convert(
     *,
     force: bool = False,
     buffer: int = DEFAULT_BUFFER,
-    max_shard_size: int = DEFAULT_SHARD,
+    max_shard_size: int | None = None,
     watch: Watch = unwatched,
 ) -> None:
     """Write a checkpoint in another format.
@@ -33,7 +33,7 @@ def convert(
         to: ``SHARDWISE``, ``DCP`` or ``HF``.
         force: replace a checkpoint that is there.
         buffer: bytes that may be in memory; parts of tensors in the result are not larger.
-        max_shard_size: of ``hf``: bytes of a file.
+        max_shard_size: of ``hf``: bytes of a file, 50 GB where it is ``None``.
         watch: told how many bytes there are, and then how many were moved.
 
     Raises:
@@ -56,4 +56,4 @@ def convert(
                 case Format.DCP:
                     write_dcp(folder, opened, window)
                 case _:
-                    write_hf(folder, opened, window, max_shard_size)
+                    write_hf(folder, opened, window, max_shard_size or DEFAULT_SHARD)

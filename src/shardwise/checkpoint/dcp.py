@@ -22,7 +22,7 @@ from shardwise.checkpoint.dcp_metadata import METADATA, Chunk, Item, read_metada
 from shardwise.checkpoint.dtypes import torch_dtype
 from shardwise.checkpoint.entries import StatePath
 from shardwise.checkpoint.extents import Extent, ExtentReader
-from shardwise.checkpoint.stored import Closing, Source, TensorInfo, Window, dotted
+from shardwise.checkpoint.stored import Opened, Source, TensorInfo, Window, dotted
 from shardwise.checkpoint.torchfile import StoredTensor, read_tree
 from shardwise.errors import CheckpointError
 
@@ -31,7 +31,7 @@ _MAX_FILE = 1 << 32  # bytes, after which another file is begun
 _OPTIMIZER = frozenset({"optimizer", "optimizers", "optim"})
 
 
-class DcpSource(Closing):
+class DcpSource(Opened):
     """A checkpoint that ``torch.distributed.checkpoint.save`` made.
 
     What was saved under ``model`` and ``optimizer`` (or ``optim``) is that; a state dict that was

@@ -59,7 +59,7 @@ class ExtentReader:
         for extent in extents:
             common = extent.box.intersection(box)
             if common is not None:
-                target = _narrow(into, common.relative_to(box.offsets))
+                target = narrow(into, common.relative_to(box.offsets))
                 self._fetch(extent, common.relative_to(extent.box.offsets), target)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class ExtentReader:
             # What lies between the elements of the box does not fit either: half at a time.
             dim = max(range(len(steps)), key=lambda d: (box.sizes[d] - 1) * steps[d])
             for half in _halves(box, dim):
-                self._fetch(extent, half, _narrow(into, half.relative_to(box.offsets)))
+                self._fetch(extent, half, narrow(into, half.relative_to(box.offsets)))
 
     def _read_bytes(self, extent: Extent, first: int, into: torch.Tensor) -> None:
         at, view = extent.start + first, into.numpy().data
@@ -153,7 +153,8 @@ def _is_dense(sizes: Sequence[int], steps: Sequence[int]) -> bool:
     return all(n == 1 or a == b for n, a, b in zip(sizes, steps, own, strict=True))
 
 
-def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of a part of a tensor."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor

@@ -24,7 +24,7 @@ from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.entries import StatePath
 from shardwise.checkpoint.extents import ExtentReader, whole_extent
 from shardwise.checkpoint.safefile import Place, read_header, write_safetensors
-from shardwise.checkpoint.stored import Closing, Source, TensorInfo, Window
+from shardwise.checkpoint.stored import Opened, Source, TensorInfo, Window, model_tensors
 from shardwise.checkpoint.strict import Fields, parse, refuse
 from shardwise.errors import CheckpointError
 
@@ -49,7 +49,7 @@ class HfFile:
     tensors: Mapping[str, TensorInfo]
 
 
-class HfSource(Closing):
+class HfSource(Opened):
     """A model in this layout, or in a single safetensors file.
 
     Args:
@@ -132,22 +132,6 @@ def _read_index(folder: Path) -> dict[Path, frozenset[str]]:
 
 def _and_others(names: list[str]) -> str:
     return f", nor {len(names) - 1} others" if len(names) > 1 else ""
-
-
-def model_tensors(source: Source) -> dict[str, StatePath]:
-    """The tensors of the model in a source: name in the model -> path.
-
-    Raises:
-        CheckpointError: there are none.
-    """
-    found = {".".join(map(str, path[1:])): path for path in source.tensors if path[0] == "model"}
-    if not found:
-        raise CheckpointError(f"{source.where}: holds no model, only {_sections(source)}")
-    return found
-
-
-def _sections(source: Source) -> str:
-    return ", ".join(sorted({str(path[0]) for path in source.tensors})) or "plain values"
 
 
 def plan_files(tensors: Mapping[str, TensorInfo], max_shard_size: int) -> list[HfFile]:

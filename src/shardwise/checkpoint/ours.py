@@ -23,11 +23,11 @@ from shardwise.checkpoint.entries import (
 from shardwise.checkpoint.manifest import read_manifest, write_manifest
 from shardwise.checkpoint.pieces import PieceReader, read_box
 from shardwise.checkpoint.shardfile import BLOCK, Part, write_shard
-from shardwise.checkpoint.stored import Closing, Progress, Source, TensorInfo, Window
+from shardwise.checkpoint.stored import Opened, Progress, Source, TensorInfo, Window
 from shardwise.errors import CheckpointError
 
 
-class ShardwiseSource(Closing):
+class ShardwiseSource(Opened):
     """A checkpoint of our own. Whatever is read of it is verified.
 
     Args:
@@ -45,6 +45,8 @@ class ShardwiseSource(Closing):
         self.tensors: Mapping[StatePath, TensorInfo] = {
             path: TensorInfo(entry.dtype, entry.shape) for path, entry in self._entries.items()
         }
+        self.placements = {path: entry.placements for path, entry in self._entries.items()}
+        self.about = _about(self.manifest)
         self.values: Mapping[StatePath, Any] = {
             value.path: value.value for value in self.manifest.values
         }
@@ -56,6 +58,13 @@ class ShardwiseSource(Closing):
     def close(self) -> None:
         """Close all files."""
         self._reader.close()
+
+
+def _about(manifest: Manifest) -> list[str]:
+    saved = f"saved by {manifest.world_size} rank{'' if manifest.world_size == 1 else 's'}"
+    how = [each for each in (manifest.mesh and f"mesh {manifest.mesh}", manifest.strategy) if each]
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    return [", ".join([saved, *how]), f"with {versions}"]
 
 
 def write_shardwise(folder: Path, source: Source, window: Window) -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from shardwise.checkpoint.boxes import Box, boxes_of_span, whole
 from shardwise.checkpoint.dtypes import itemsize, torch_dtype
 from shardwise.checkpoint.entries import StatePath
 from shardwise.checkpoint.pieces import LEAST_BUFFER
+from shardwise.errors import CheckpointError
 
 MIB = 1 << 20
 #: Bytes that reading and writing may keep in memory, unless the caller says otherwise.
@@ -78,6 +79,8 @@ class Source(Protocol):
         tensors: every tensor, by the keys that lead to it in the saved state:
             ``("model", "layers.0.weight")``.
         values: what is stored beside tensors, in the same way.
+        about: lines about the checkpoint, for people.
+        placements: how a tensor was cut, in words, where the format tells.
     """
 
     @property
@@ -86,6 +89,10 @@ class Source(Protocol):
     def tensors(self) -> Mapping[StatePath, TensorInfo]: ...  # noqa: D102
     @property
     def values(self) -> Mapping[StatePath, Any]: ...  # noqa: D102
+    @property
+    def about(self) -> Sequence[str]: ...  # noqa: D102
+    @property
+    def placements(self) -> Mapping[StatePath, str]: ...  # noqa: D102
 
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
         """Read a part of a tensor.
@@ -111,8 +118,11 @@ class Source(Protocol):
     ) -> None: ...
 
 
-class Closing:
-    """What closes itself at the end of a ``with`` statement."""
+class Opened:
+    """What sources have in common: they say nothing more, and close themselves."""
+
+    about: Sequence[str] = ()
+    placements: Mapping[StatePath, str] = MappingProxyType({})
 
     def close(self) -> None:
         """Give back what is held."""
@@ -198,3 +208,19 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 def dotted(path: StatePath) -> str:
     """The keys that lead to something, in one string."""
     return ".".join(map(str, path))
+
+
+def model_tensors(source: Source) -> dict[str, StatePath]:
+    """The tensors of the model in a source: name in the model -> path.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    found = {dotted(path[1:]): path for path in source.tensors if path[0] == "model"}
+    if not found:
+        raise CheckpointError(f"{source.where}: holds no model, only {_sections(source)}")
+    return found
+
+
+def _sections(source: Source) -> str:
+    return ", ".join(sorted({str(path[0]) for path in source.tensors})) or "plain values"

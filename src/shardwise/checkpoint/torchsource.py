@@ -11,14 +11,14 @@ import torch
 from shardwise.checkpoint.boxes import Box, whole
 from shardwise.checkpoint.entries import StatePath
 from shardwise.checkpoint.extents import Extent, ExtentReader
-from shardwise.checkpoint.stored import Closing, TensorInfo
+from shardwise.checkpoint.stored import Opened, TensorInfo
 from shardwise.checkpoint.torchfile import StoredShard, StoredTensor, read_tree
 from shardwise.errors import CheckpointError
 
 _MODEL = ("model", "state_dict", "model_state_dict")
 
 
-class TorchSource(Closing):
+class TorchSource(Opened):
     """The model in a file of ``torch.save``: what it holds under ``model``, or else all of it.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from shardwise.checkpoint.boxes import Box, whole
 from shardwise.checkpoint.entries import StatePath
 from shardwise.checkpoint.extents import Extent, ExtentReader, check_extents
-from shardwise.checkpoint.stored import Closing, TensorInfo, Window, dotted
+from shardwise.checkpoint.stored import Opened, TensorInfo, Window, dotted
 from shardwise.checkpoint.strict import Fields, refuse
 from shardwise.checkpoint.torchfile import Hole, StoredShard, StoredTensor, read_tree
 from shardwise.errors import CheckpointError
@@ -57,7 +57,7 @@ class _RankFile:
     optimizer_parts: Mapping[str, _Part]
 
 
-class RankFiles(Closing):
+class RankFiles(Opened):
     """The files of all ranks.
 
     Args:
