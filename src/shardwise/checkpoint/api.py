@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from shardwise.checkpoint import background
 from shardwise.checkpoint.background import Handle
-from shardwise.checkpoint.commit import check_complete, keep_last
+from shardwise.checkpoint.commit import check_files, keep_last
 from shardwise.checkpoint.describe import strategy_of
 from shardwise.checkpoint.entries import Manifest, TensorEntry
 from shardwise.checkpoint.manifest import read_manifest
@@ -38,7 +38,7 @@ from shardwise.checkpoint.optimizer import (
 )
 from shardwise.checkpoint.pieces import CHUNK, PieceReader, read_tensor
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.state import State, check_tensor, leaves, unflatten
+from shardwise.checkpoint.state import State, check_tensor, leaves, local_of, unflatten
 from shardwise.checkpoint.storage import Reader, Writer
 from shardwise.errors import CheckpointError
 
@@ -242,7 +242,7 @@ def _load(
     buffer: int,
 ) -> dict[str, Any]:
     manifest = read_manifest(path)
-    check_complete(path)
+    check_files(path, manifest)
     saved = get_model_state_dict(model)
     names = parameter_names(model, saved)
     into = _model_tensors(saved)
@@ -260,8 +260,9 @@ def _load(
         ],
         str(path),
     )
-    options = StateDictOptions(strict=strict)
-    set_model_state_dict(model, {**saved, **tree.get("model", {})}, options=options)
+    if not _is_filled_in_place(model, saved):
+        options = StateDictOptions(strict=strict)
+        set_model_state_dict(model, {**saved, **tree.get("model", {})}, options=options)
     if optimizer is not None:
         load_optimizer_tree(optimizer, names, tree.get("optimizer", {}))
     return _read_extra(path, manifest, buffer)
@@ -277,6 +278,22 @@ def _state_of(
         state.add("optimizer", optimizer_tree(optimizer, parameter_names(model, saved)))
     state.add("extra", extra or {})
     return state
+
+
+def _is_filled_in_place(model: nn.Module, saved: Mapping[str, Any]) -> bool:
+    """Whether a state dict is nothing but the memory of the model's own tensors.
+
+    Then what was read is where it belongs. Hooks may have put something else into it.
+    """
+    own = {
+        (local.data_ptr(), local.shape)
+        for tensor in (*model.parameters(), *model.buffers())
+        for local in [local_of(tensor)]
+    }
+    return all(
+        isinstance(value, Tensor) and (local_of(value).data_ptr(), local_of(value).shape) in own
+        for value in saved.values()
+    )
 
 
 def _model_tensors(saved: Mapping[str, Any]) -> dict[str, Tensor]:

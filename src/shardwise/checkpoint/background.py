@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise import _torch
+from shardwise.checkpoint.state import local_of
 from shardwise.errors import CheckpointError
 
 
@@ -138,7 +139,7 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     copied: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, tensor in tensors.items():
-            local = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+            local = local_of(tensor)
             key = (local.data_ptr(), *local.shape, *local.stride(), hash(local.dtype))
             if key not in made or not local.numel():
                 made[key] = _copy(local)

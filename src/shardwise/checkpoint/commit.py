@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardwise.checkpoint.entries import Manifest
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.errors import CheckpointError
 
@@ -61,7 +62,16 @@ def check_complete(folder: Path) -> None:
     Raises:
         CheckpointError: it is not; the message says what is missing.
     """
-    for name, size in read_manifest(folder).files.items():
+    check_files(folder, read_manifest(folder))
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Check that all files of a manifest are there, with their sizes.
+
+    Raises:
+        CheckpointError: the message says what is missing.
+    """
+    for name, size in manifest.files.items():
         path = Path(folder) / name
         try:
             status = os.lstat(path)

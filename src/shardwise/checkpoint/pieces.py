@@ -119,6 +119,8 @@ class PieceReader:
         first, end = inner.span(piece.box.sizes)
         span = (first * entry.itemsize, end * entry.itemsize)
         direct = _bytes_of(destination, entry, contiguous=end - first == box.numel)
+        if direct is not None:
+            direct[:0].zero_()  # for autograd, which does not see what is read past it
         dtype = torch_dtype(entry.dtype)
         for start, chunk in self._chunks(entry, piece, span, direct):
             if chunk is None:  # is where it belongs already

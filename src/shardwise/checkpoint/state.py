@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from shardwise import _torch
 from shardwise.checkpoint.dtypes import dtype_name
 from shardwise.checkpoint.entries import PathKey, StatePath, Value
 from shardwise.checkpoint.values import encode
@@ -114,15 +115,17 @@ def check_tensor(tensor: Tensor, name: str) -> Tensor:
         dtype_name(tensor.dtype)
     except ValueError as error:
         raise TypeError(f"{name}: {error}") from None
-    if isinstance(tensor, DTensor):
-        if any(each.is_partial() for each in tensor.placements):
-            raise TypeError(f"{name}: has placements {tensor.placements}, expected no partial sums")
-        tensor_type = type(tensor.to_local())
-    else:
-        tensor_type = type(tensor)
-    if tensor_type not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        raise TypeError(f"{name}: found a {tensor_type.__name__}, expected plain tensors as shards")
+    if isinstance(tensor, DTensor) and any(each.is_partial() for each in tensor.placements):
+        raise TypeError(f"{name}: has placements {tensor.placements}, expected no partial sums")
+    held = type(local_of(tensor))
+    if held is not Tensor:
+        raise TypeError(f"{name}: found a {held.__name__}, expected plain tensors as shards")
     return tensor
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def origin_of(tensor: Tensor, path: StatePath) -> Origin:
