@@ -16,14 +16,16 @@ class DestinationError(ValueError):
 
 
 @contextlib.contextmanager
-def written_beside(destination: Path, source: Path, *, force: bool = False) -> Iterator[Path]:
+def written_beside(
+    destination: Path, source: Path | None, *, force: bool = False
+) -> Iterator[Path]:
     """A free name beside ``destination``; what is written to it gets that name at the end.
 
     If the block raises, what it wrote is deleted, and what was at ``destination`` is as it was.
 
     Args:
         destination: the file or folder that is to be.
-        source: what is being read, which must not be replaced.
+        source: what is being read, which must not be replaced, if anything is.
         force: replace a file of that name, or a folder in which nothing but a checkpoint is.
 
     Raises:
@@ -52,7 +54,7 @@ def written_beside(destination: Path, source: Path, *, force: bool = False) -> I
         raise
 
 
-def check_destination(destination: Path, source: Path, *, force: bool = False) -> None:
+def check_destination(destination: Path, source: Path | None, *, force: bool = False) -> None:
     """Check that something can be written there, before anything is read.
 
     Raises:
@@ -66,8 +68,7 @@ def check_destination(destination: Path, source: Path, *, force: bool = False) -
         return
     if not force:
         raise DestinationError(f"{destination} exists; give another name, or --force to replace it")
-    real, read = destination.resolve(), source.resolve()
-    if read == real or read.is_relative_to(real):
+    if source is not None and source.resolve().is_relative_to(destination.resolve()):
         raise DestinationError(f"{destination} is, or holds, what is read; give another name")
     if destination.is_dir() and not destination.is_symlink():
         strange = next((p for p in destination.iterdir() if not _belongs(p)), None)

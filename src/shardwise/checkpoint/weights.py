@@ -177,7 +177,7 @@ def save_hf(
             files = plan_files(
                 {name: _info(tensor) for name, tensor in _named(model)}, max_shard_size
             )
-            partial = stack.enter_context(written_beside(target, target))
+            partial = stack.enter_context(written_beside(target, None))
             partial.mkdir()
             for file in files:
                 _make_file(partial / file.name, file)

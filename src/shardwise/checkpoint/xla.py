@@ -125,7 +125,7 @@ def save_rank_checkpoint(
         tree = optimizer_tree(optimizer, parameter_names(model, model_state))
         metadata["optimizer_info"] = _parts(tree)
         state["optimizer"] = _locals(tree)
-    with written_beside(path, path, force=force) as partial:
+    with written_beside(path, None, force=force) as partial:
         torch.save(state, partial)
     return path
 
