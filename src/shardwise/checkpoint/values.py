@@ -119,7 +119,7 @@ def _decode_tagged(tag: str, value: Any, where: str) -> Any:  # noqa: RET503 (re
             return torch_dtype(value)
         case "$items", list():
             return _decode_items(value, where)
-    refuse(where, {tag: value}, "$tuple, $bytes, $float, $dtype or $items with what belongs there")
+    refuse(where, tag, "$tuple, $bytes, $float, $dtype or $items, with what belongs there")
 
 
 def _decode_items(pairs: list[Any], where: str) -> dict[Any, Any]:
