@@ -23,7 +23,7 @@ from shardwise.checkpoint.dtypes import torch_dtype
 from shardwise.checkpoint.entries import StatePath
 from shardwise.checkpoint.extents import Extent, ExtentReader
 from shardwise.checkpoint.stored import Opened, Source, TensorInfo, Window, dotted
-from shardwise.checkpoint.torchfile import StoredTensor, read_tree
+from shardwise.checkpoint.torchfile import StoredTensor, read_tree, save
 from shardwise.errors import CheckpointError
 
 _MAX_VALUE = 1 << 24
@@ -203,7 +203,7 @@ class _Files:
             self._file = (self._folder / f"__0_{self._count}.distcp").open("xb")
             self._count += 1
         offset = self._file.tell()
-        torch.save(value, self._file)
+        save(value, self._file)
         return Path(self._file.name).name, offset, self._file.tell() - offset
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ with holes where the memory belongs, and fills the holes.
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -245,7 +246,7 @@ def write_tree(path: Path, tree: Any, windows: Callable[[str], Iterator[memoryvi
     """
     holes: dict[str, torch.Tensor] = {}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(_with_tensors(tree, holes), path)
+        save(_with_tensors(tree, holes), path)
     places = dict(_places(tree, read_tree(path)))
     sums: dict[int, int] = {}
     with path.open("r+b") as file:
@@ -260,6 +261,21 @@ def write_tree(path: Path, tree: Any, windows: Callable[[str], Iterator[memoryvi
         _write_sums(file, sums)
         file.flush()
         os.fsync(file.fileno())
+
+
+def save(value: Any, file: Path | BinaryIO) -> None:
+    """``torch.save``, which says of a full disk that an assertion of its own failed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        name = str(file if isinstance(file, Path) else file.name)
+        reason = " ".join(str(error).split())[:80]
+        message = f"torch.save could not write it; is the disk full? ({reason})"
+        raise OSError(errno.EIO, message, name) from error
 
 
 def _with_tensors(value: Any, holes: dict[str, torch.Tensor]) -> Any:
