@@ -325,7 +325,9 @@ _LEAVES = st.one_of(
 )
 _ANY = st.recursive(
     _LEAVES,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -374,7 +376,9 @@ _SETTINGS = settings(
 
 @_SETTINGS
 @given(draw=st.data())
-def test_any_manifest_loads_or_is_refused(original: Path, folder: Path, draw: st.DataObject) -> None:
+def test_any_manifest_loads_or_is_refused(
+    original: Path, folder: Path, draw: st.DataObject
+) -> None:
     copied(original, folder)
     write_json(folder, _mutate(read_json(original), draw))
     _loads_or_refuses(folder)

@@ -27,6 +27,7 @@ from shardwise.errors import CheckpointError
 CHUNK = 1 << 20  # bytes that are read and hashed at a time: what a core's own cache holds
 LEAST_BUFFER = 4096
 MAX_HEADER = 1 << 27  # bytes
+_AHEAD = 32 << 20  # bytes that the disk is asked for before they are needed
 _ALIGN = 16  # bytes of the largest element, and a divisor of every block
 
 
@@ -212,6 +213,7 @@ class _ShardFile:
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
+        self._asked = 0  # bytes before this one are on their way
         self._handle, found = open_file(path)
         try:
             if found != size:
@@ -247,6 +249,10 @@ class _ShardFile:
     def read(self, offset: int, into: Tensor) -> None:
         """Fill a tensor of bytes from an offset of the file."""
         view = into.numpy().data
+        if offset + view.nbytes > self._asked - _AHEAD // 2:
+            start = max(offset, self._asked)
+            os.posix_fadvise(self._handle, start, _AHEAD, os.POSIX_FADV_WILLNEED)
+            self._asked = start + _AHEAD
         while view.nbytes:
             try:
                 got = os.preadv(self._handle, [view], offset)
