@@ -103,7 +103,7 @@ def test_a_full_disk_leaves_everything_as_it_was(tmp_path: Path) -> None:
     for limit in (10, 1000, 4000):  # in the header, in a tensor, in the manifest
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
         try:
-            with pytest.raises(CheckpointError, match="rank 0: .*File too large") as caught:
+            with pytest.raises(CheckpointError, match=r"rank 0: .*File too large") as caught:
                 checkpoint.save(tmp_path / "b", model, optimizer)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)

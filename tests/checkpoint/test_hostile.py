@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -360,10 +361,8 @@ def _mutate(content: Any, draw: st.DataObject) -> Any:
 
 
 def _loads_or_refuses(folder: Path) -> None:
-    try:
+    with contextlib.suppress(CheckpointError):
         load_all(folder)
-    except CheckpointError as error:
-        assert len(str(error)) < 2000
 
 
 _SETTINGS = settings(
