@@ -74,12 +74,12 @@ def whole(shape: Sequence[int]) -> Box:
 def boxes_of_span(shape: Sequence[int], first: int, end: int) -> Iterator[Box]:
     """The boxes that elements ``first`` .. ``end - 1``, in the order of storage, are made of.
 
-    At most ``2 * len(shape) - 1``, in the order of storage. Here ``..`` is the span:
+    At most ``2 * len(shape) - 1``, in the order of storage. Here ``#`` is the span:
 
-        shape (4, 5)    # # # . .      rest of a row
-                        . . . . .      whole rows
-                        . . . . .
-                        . # # # #      beginning of a row
+        shape (4, 5)    . . # # #      rest of a row
+                        # # # # #      whole rows
+                        # # # # #
+                        # . . . .      beginning of a row
     """
     if first >= end:
         return
