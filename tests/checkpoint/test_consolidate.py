@@ -235,7 +235,7 @@ def test_a_full_disk_leaves_what_was_there(saved: Path, tmp_path: Path) -> None:
 # ---- with bounded memory ----
 
 _MEASURE = """
-import resource, sys
+import resource, shutil, sys
 from pathlib import Path
 from shardwise.checkpoint.consolidate import consolidate
 from shardwise.checkpoint.convert import convert
@@ -248,8 +248,10 @@ def run(source, to, buffer):
     peak("nothing")
     consolidate(source, to / "a.safetensors", buffer=buffer)
     peak("safetensors")
+    (to / "a.safetensors").unlink()
     consolidate(source, to / "a.pt", buffer=buffer)
     peak("torch")
+    (to / "a.pt").unlink()
     consolidate(source, to / "a", buffer=buffer, max_shard_size=100_000_000)
     peak("folder")
     convert(source, to / "dcp", Format.DCP, buffer=buffer)
@@ -258,6 +260,7 @@ def run(source, to, buffer):
     peak("from dcp")
     convert(to / "a", to / "from-hf", Format.SHARDWISE, buffer=buffer)
     peak("from hf")
+    shutil.rmtree(to / "from-hf")
     with open_source(source) as a, open_source(to / "ours") as b:
         assert not list(differences(a, b, buffer=buffer))
     peak("diff")
@@ -304,9 +307,9 @@ def test_memory_grows_by_the_buffer_and_not_by_the_checkpoint(saved: Path, tmp_p
     assert result.returncode == 0, result.stderr
     growth = dict(line.rsplit(" ", 1) for line in result.stdout.splitlines())
     assert len(growth) == 9
-    # The buffer of 8 MiB, as much again where a part is copied once, and 4 MiB to read into.
+    # The buffer of 8 MiB, and as much again for what allocators keep.
     for name, mib in growth.items():
-        assert int(mib) < 48, f"{name}: grew by {mib} MiB; all: {growth}"
+        assert int(mib) < 32, f"{name}: grew by {mib} MiB; all: {growth}"
 
 
 def test_a_torch_file_beyond_four_gigabytes_has_its_tensors_where_it_says(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def write_dcp(folder: Path, source: Source, window: Window) -> None:
     Args:
         folder: an empty folder.
         source: what to write.
-        window: the memory to use; as much is needed once more.
+        window: the memory to use.
 
     Raises:
         CheckpointError: the source is damaged.
@@ -217,7 +217,7 @@ class _Files:
 
 def _write_tensor(files: _Files, path: StatePath, source: Source, window: Window) -> Item:
     info = source.tensors[path]
-    chunks = [Chunk(*files.append(part.clone()), box) for box, part in window.parts(source, path)]
+    chunks = [Chunk(*files.append(part), box) for box, part in window.parts(source, path)]
     if not info.numel:
         empty = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
         chunks = [Chunk(*files.append(empty), whole(info.shape))]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.boxes import Box
-from shardwise.checkpoint.dtypes import torch_dtype
 from shardwise.checkpoint.entries import (
     Manifest,
     Piece,
@@ -23,7 +22,7 @@ from shardwise.checkpoint.entries import (
 from shardwise.checkpoint.manifest import read_manifest, write_manifest
 from shardwise.checkpoint.pieces import PieceReader, read_box
 from shardwise.checkpoint.shardfile import BLOCK, Part, write_shard
-from shardwise.checkpoint.stored import Opened, Progress, Source, TensorInfo, Window
+from shardwise.checkpoint.stored import Opened, Source, TensorInfo, Window
 from shardwise.errors import CheckpointError
 
 
@@ -89,7 +88,7 @@ def write_shardwise(folder: Path, source: Source, window: Window) -> None:
             entry.key(piece),
             entry.dtype,
             piece.box.sizes,
-            functools.partial(_read, source, path, piece.box, window.progress),
+            functools.partial(window.read, source, path, piece.box),
         )
         for path, entry in entries.items()
         for piece in entry.pieces
@@ -122,10 +121,3 @@ def write_shardwise(folder: Path, source: Source, window: Window) -> None:
 
 def _entry(path: StatePath, info: TensorInfo, pieces: tuple[Piece, ...]) -> TensorEntry:
     return TensorEntry(path, info.shape, info.dtype, "", "", pieces)
-
-
-def _read(source: Source, path: StatePath, box: Box, progress: Progress) -> torch.Tensor:
-    into = torch.empty(box.sizes, dtype=torch_dtype(source.tensors[path].dtype))
-    source.read(path, box, into)
-    progress(into.nbytes)
-    return into

@@ -165,15 +165,21 @@ class Window:
         Yields:
             The part's place in the tensor, and its elements, which the next part overwrites.
         """
-        info = source.tensors[path]
-        dtype = torch_dtype(info.dtype)
-        for part in self.boxes(info, box):
-            if self._memory.nbytes < part.numel * info.itemsize:
-                self._memory = torch.empty(self._bytes, dtype=torch.uint8)
-            into = self._memory.view(dtype)[: part.numel].view(part.sizes)
-            source.read(path, part, into)
-            yield part, into
-            self.progress(part.numel * info.itemsize)
+        for part in self.boxes(source.tensors[path], box):
+            yield part, self.read(source, path, part)
+
+    def read(self, source: Source, path: StatePath, part: Box) -> torch.Tensor:
+        """Read one of the boxes that :meth:`boxes` gives; the next is read over it."""
+        dtype = torch_dtype(source.tensors[path].dtype)
+        nbytes = part.numel * dtype.itemsize
+        if self._memory.nbytes < nbytes:
+            self._memory = torch.empty(self._bytes, dtype=torch.uint8)
+        # A storage of its own, as large as the part: that is what torch.save saves.
+        into = torch.frombuffer(self._memory.numpy(), dtype=dtype, count=part.numel)
+        into = into.view(part.sizes)
+        source.read(path, part, into)
+        self.progress(nbytes)
+        return into
 
     def boxes(self, info: TensorInfo, box: Box | None = None) -> Iterator[Box]:
         """The parts that a tensor, or a box of it, is read in."""
