@@ -52,7 +52,7 @@ def gate() -> Iterator[Gate]:
 
 def test_what_is_saved_is_what_was_when_it_was_asked_for(tmp_path: Path, gate: Gate) -> None:
     model, optimizer = make()
-    extra = {"noise": torch.ones(3), "step": 1}
+    extra: dict[str, Any] = {"noise": torch.ones(3), "seen": [1]}
     before, before_optimizer = make()
     handle = checkpoint.async_save(tmp_path / "a", model, optimizer, extra)
     assert not handle.done()
@@ -61,6 +61,8 @@ def test_what_is_saved_is_what_was_when_it_was_asked_for(tmp_path: Path, gate: G
     for _ in range(2):  # training goes on, in place
         train(model, optimizer)
     extra["noise"].zero_()
+    extra["seen"].append(2)
+    optimizer.param_groups[0]["lr"] = 0.2
     assert gate.reached.wait(60)
     assert not (tmp_path / "a").exists()
     gate.open()
@@ -72,6 +74,8 @@ def test_what_is_saved_is_what_was_when_it_was_asked_for(tmp_path: Path, gate: G
     loaded = checkpoint.load(tmp_path / "a", found, found_optimizer)
     assert same(found, before)
     assert torch.equal(loaded["noise"], torch.ones(3))
+    assert loaded["seen"] == [1]
+    assert found_optimizer.param_groups[0]["lr"] == 0.1
     for each in ((found, found_optimizer), (before, before_optimizer)):
         torch.manual_seed(5)
         train(*each)

@@ -101,7 +101,8 @@ def async_save(
     :func:`save`, and talks to other ranks through a process group of its own.
 
     A process saves one checkpoint at a time: the next save, or load, first waits for this one. If
-    this one failed and nobody has asked the handle, that next call raises the error instead.
+    this one failed and the handle was not asked, that next call raises the error instead; so ask
+    the handle on all ranks or on none.
 
     Args:
         path: as for :func:`save`, and so are the others.

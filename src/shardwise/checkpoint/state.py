@@ -8,6 +8,7 @@ leads to it, and values that are JSON.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +73,8 @@ class State:
                     raise TypeError(f"{name}: is a DTensor, expected a plain tensor in extra")
             else:
                 encode(leaf, name)  # says so if it cannot be saved, before anything is written
-                self.values.append(Value(path, leaf))
+                # A copy, since it may be written when training has gone on.
+                self.values.append(Value(path, copy.deepcopy(leaf)))
 
 
 def leaves(path: StatePath, tree: Any) -> Iterator[tuple[StatePath, Any]]:
