@@ -7,40 +7,22 @@ load: manifest -> memory -> plan (torch's planner) -> every rank reads its parts
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
-from torch.distributed.checkpoint.storage import WriteResult
+from torch import nn
 
 from shardwise.checkpoint import background
 from shardwise.checkpoint.background import Handle
-from shardwise.checkpoint.commit import check_files, keep_last
 from shardwise.checkpoint.describe import strategy_of
-from shardwise.checkpoint.entries import Manifest, TensorEntry
-from shardwise.checkpoint.manifest import read_manifest
-from shardwise.checkpoint.optimizer import (
-    destinations,
-    load_optimizer_tree,
-    optimizer_tree,
-    parameter_names,
-)
-from shardwise.checkpoint.pieces import CHUNK, PieceReader, read_tensor
+from shardwise.checkpoint.loading import load_into
+from shardwise.checkpoint.pieces import CHUNK
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.state import State, check_tensor, leaves, local_of, unflatten
-from shardwise.checkpoint.storage import Reader, Writer
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.saving import Saving, state_of
+from shardwise.checkpoint.state import State
 
 StrPath = str | os.PathLike[str]
 
@@ -81,8 +63,8 @@ def save(
             name of another.
     """
     background.wait()
-    _Saving(Path(path), strategy_of(model), Ranks(background.group_for(group)), keep_last).run(
-        lambda: _state_of(model, optimizer, extra)
+    Saving(Path(path), strategy_of(model), Ranks(background.group_for(group)), keep_last).run(
+        lambda: state_of(model, optimizer, extra)
     )
 
 
@@ -122,9 +104,9 @@ def async_save(
     """
     background.wait()
     ranks = Ranks(background.group_for(group))
-    saving = _Saving(Path(path), strategy_of(model), ranks, keep_last)
+    saving = Saving(Path(path), strategy_of(model), ranks, keep_last)
     try:
-        state = _state_of(model, optimizer, extra)
+        state = state_of(model, optimizer, extra)
         state.tensors = background.copies(state.tensors)
     except Exception as error:
         reason = error
@@ -174,187 +156,5 @@ def load(
     ranks = Ranks(background.group_for(group))
     return ranks.all(
         f"loading {path}",
-        lambda: _load(Path(path), model, optimizer, strict=strict, buffer=buffer),
+        lambda: load_into(Path(path), model, optimizer, strict=strict, buffer=buffer),
     )
-
-
-@dataclass
-class _Saving:
-    """One checkpoint to be saved by all ranks of a group."""
-
-    path: Path
-    strategy: str
-    ranks: Ranks
-    keep_last: int | None
-
-    def __post_init__(self) -> None:
-        if self.keep_last is not None and self.keep_last < 1:
-            raise ValueError(f"keep_last: found {self.keep_last}, expected 1 or more")
-
-    def run(self, state: Callable[[], State]) -> None:
-        """Plan, write and commit, in the order in which torch's ``dcp.save`` does."""
-        doing = f"saving {self.path}"
-        writer = Writer(self.path, strategy=self.strategy)
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        metadata: Any = None
-
-        def plan_part() -> SavePlan:
-            mine = state()
-            writer.describe(mine.origins, mine.values)
-            planner.set_up_planner(mine.tensors, is_coordinator=self.ranks.coordinates)
-            writer.set_up_storage_writer(self.ranks.coordinates)
-            return writer.prepare_local_plan(planner.create_local_plan())
-
-        def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
-            nonlocal metadata
-            plans, metadata = planner.create_global_plan(plans)
-            return writer.prepare_global_plan(plans)
-
-        def finish(results: list[list[WriteResult]]) -> list[None]:
-            writer.finish(metadata, results)
-            self._delete_old()
-            return [None] * len(results)
-
-        try:
-            plan = self.ranks.together(doing, plan_part, plan_all)
-            final = planner.finish_plan(plan)
-            self.ranks.together(doing, lambda: writer.write_data(final, planner).value(), finish)
-        except BaseException:
-            writer.abandon()
-            raise
-
-    def _delete_old(self) -> None:
-        if self.keep_last is None:
-            return
-        try:
-            keep_last(self.path.parent, self.keep_last, spare=self.path)
-        except OSError as error:
-            raise CheckpointError(
-                f"is saved; but an older one cannot be deleted: {error.filename}: {error.strerror}"
-            ) from error
-
-
-def _load(
-    path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    strict: bool,
-    buffer: int,
-) -> dict[str, Any]:
-    manifest = read_manifest(path)
-    check_files(path, manifest)
-    saved = get_model_state_dict(model)
-    names = parameter_names(model, saved)
-    into = _model_tensors(saved)
-    _check_names(manifest, into, saved, strict=strict, where=str(path))
-    if optimizer is not None:
-        into |= destinations(manifest, optimizer, names)
-    known = {entry.fqn for entry in manifest.tensors}
-    into = {name: tensor for name, tensor in into.items() if name in known}
-    _read(path, manifest, into, buffer)
-    entries = {entry.fqn: entry for entry in manifest.tensors}
-    tree = unflatten(
-        [
-            *((value.path, value.value) for value in manifest.values),
-            *((entries[name].path, tensor) for name, tensor in into.items()),
-        ],
-        str(path),
-    )
-    if not _is_filled_in_place(model, saved):
-        options = StateDictOptions(strict=strict)
-        set_model_state_dict(model, {**saved, **tree.get("model", {})}, options=options)
-    if optimizer is not None:
-        load_optimizer_tree(optimizer, names, tree.get("optimizer", {}))
-    return _read_extra(path, manifest, buffer)
-
-
-def _state_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
-) -> State:
-    state = State()
-    saved = get_model_state_dict(model)
-    state.add("model", saved)
-    if optimizer is not None:
-        state.add("optimizer", optimizer_tree(optimizer, parameter_names(model, saved)))
-    state.add("extra", extra or {})
-    return state
-
-
-def _is_filled_in_place(model: nn.Module, saved: Mapping[str, Any]) -> bool:
-    """Whether a state dict is nothing but the memory of the model's own tensors.
-
-    Then what was read is where it belongs. Hooks may have put something else into it.
-    """
-    own = {
-        (local.data_ptr(), local.shape)
-        for tensor in (*model.parameters(), *model.buffers())
-        for local in [local_of(tensor)]
-    }
-    return all(
-        isinstance(value, Tensor) and (local_of(value).data_ptr(), local_of(value).shape) in own
-        for value in saved.values()
-    )
-
-
-def _model_tensors(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a state dict, by the names that they have in a manifest."""
-    found = ((".".join(map(str, path)), leaf) for path, leaf in leaves(("model",), saved))
-    return {name: check_tensor(leaf, name) for name, leaf in found if isinstance(leaf, Tensor)}
-
-
-def _check_names(
-    manifest: Manifest,
-    into: Mapping[str, Tensor],
-    saved: Mapping[str, Any],
-    *,
-    strict: bool,
-    where: str,
-) -> None:
-    """The checkpoint is of this model.
-
-    Raises:
-        CheckpointError: names or shapes differ.
-    """
-    entries: dict[str, TensorEntry] = {entry.fqn: entry for entry in manifest.section("model")}
-    missing = [name for name in into if name not in entries]
-    unexpected = [name for name in entries if name not in into]
-    if strict and (missing or unexpected):
-        raise CheckpointError(
-            f"{where}: is of another model: {_some(missing, 'not in the checkpoint')}"
-            f"{'; ' if missing and unexpected else ''}{_some(unexpected, 'not in the model')}"
-        )
-    for name, tensor in into.items():
-        if name in entries and entries[name].shape != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{where}: {name}: found shape {list(entries[name].shape)}, expected "
-                f"{list(tensor.shape)}"
-            )
-
-
-def _some(names: list[str], what: str) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    verb = "are" if len(names) > 1 else "is"
-    return f"{', '.join(names[:3])}{more} {verb} {what}"
-
-
-def _read(path: Path, manifest: Manifest, into: dict[str, Tensor], buffer: int) -> None:
-    """Fill tensors, each rank by itself: what it needs follows from the manifest alone."""
-    reader = Reader(path, manifest, buffer=buffer)
-    metadata = reader.read_metadata()
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(into, metadata, is_coordinator=False)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    reader.read_data(planner.finish_plan(plan), planner)
-
-
-def _read_extra(path: Path, manifest: Manifest, buffer: int) -> dict[str, Any]:
-    found: list[tuple[Any, Any]] = [(value.path, value.value) for value in manifest.values]
-    with PieceReader(path, manifest, buffer=buffer) as reader:
-        found += [(entry.path, read_tensor(reader, entry)) for entry in manifest.section("extra")]
-    extra = unflatten(found, str(path)).get("extra", {})
-    assert isinstance(extra, dict)
-    return extra
