@@ -83,15 +83,16 @@ def read_manifest(folder: Path) -> Manifest:
 def _lines(fields: dict[str, Any]) -> Iterator[str]:
     """JSON with a line for each field, and for each item of a list, so that people can read it."""
     yield "{\n"
-    for i, (name, value) in enumerate(fields.items()):
-        yield f"{',' if i else ''}{json.dumps(name)}: "
+    for i, (name, value) in enumerate(fields.items(), 1):
+        end = ",\n" if i < len(fields) else "\n"
         if isinstance(value, list):
-            yield "[\n"
-            for j, item in enumerate(value):
-                yield f"{',' if j else ''}{json.dumps(item, allow_nan=False)}\n"
-            yield "]\n"
+            yield f"{json.dumps(name)}: [\n"
+            for j, item in enumerate(value, 1):
+                comma = "," if j < len(value) else ""
+                yield f"{json.dumps(item, allow_nan=False)}{comma}\n"
+            yield f"]{end}"
         else:
-            yield f"{json.dumps(value, allow_nan=False)}\n"
+            yield f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}{end}"
     yield "}\n"
 
 
