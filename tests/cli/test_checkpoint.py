@@ -93,12 +93,12 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Shell:
 def test_ls_tells_which_are_complete(shell: Shell, run: Path) -> None:
     lines = [line.split() for line in shell("ls", run).splitlines()]
 
-    assert lines[0] == ["step", "name", "size", "state", "ranks", "mesh", "strategy", "format"]
-    states = {line[1]: line for line in lines[1:5]}
-    assert states["step-00000010"][4:] == ["complete", "2", "shard=2", "full", "shardwise"]
-    assert states["step-00000020"][4] == "complete"
-    assert states["step-00000030"][4] == "incomplete"
-    assert states[".step-00000040.partial"][4] == "incomplete"
+    assert lines[0] == ["step", "size", "state", "ranks", "mesh", "strategy", "format"]
+    states = {line[0]: line[3:] for line in lines[1:5]}
+    assert states["10"] == ["complete", "2", "shard=2", "full", "shardwise"]
+    assert states["20"] == states["10"]
+    assert states["30"] == ["incomplete", "shardwise"]
+    assert states["40"] == ["incomplete"]
     assert "shard-00000-of-00002.safetensors: is missing" in " ".join(lines[5])
     assert "being written, or was left by a killed process" in " ".join(lines[6])
 
@@ -161,6 +161,11 @@ def test_verify_names_file_parameter_and_piece(shell: Shell, run: Path, tmp_path
     assert "1 piece damaged" in shown
     (damage,) = shell.json("verify", tmp_path / "hurt", code=1)["damaged"]
     assert damage["parameter"] == "1.weight"
+
+    file.write_bytes(data[:-9])
+    shown = shell("verify", tmp_path / "hurt", code=1)
+    assert "parameter 0.weight and 3 others, piece all" in shown
+    assert shown.count("shard-00000-of-00001.safetensors: found") == 1, "a file is named once"
 
     (tmp_path / "hurt" / "manifest.json").write_text("{")
     assert "manifest.json: is no JSON" in shell.refused("verify", tmp_path / "hurt", code=1)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.checkpoint.commit import check_complete, step_folder
+from shardwise.checkpoint.commit import check_complete, check_files, step_folder
+from shardwise.checkpoint.entries import Manifest
 from shardwise.checkpoint.formats import Format, format_of, open_source, steps_root
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.checkpoint.pieces import LEAST_BUFFER, PieceReader
@@ -146,12 +147,30 @@ def verify(
         ValueError: the buffer is too small.
     """
     manifest = read_manifest(path)
+    lost = _lost_files(path, manifest)
+    for file, reason in lost.items():
+        entries = [each for each in manifest.tensors if any(p.file == file for p in each.pieces)]
+        others = f" and {len(entries) - 1} others" if len(entries) > 1 else ""
+        yield Damage(file, f"{entries[0].name}{others}" if entries else "none", "all", reason)
     with PieceReader(path, manifest, buffer=max(buffer, LEAST_BUFFER)) as reader:
         progress = watch(sum(entry.nbytes for entry in manifest.tensors))
         for entry in manifest.tensors:
             for piece in entry.pieces:
+                if piece.file in lost:
+                    continue
                 try:
                     for chunk in reader.stream(entry, piece):
                         progress(chunk.nbytes)
                 except CheckpointError as error:
                     yield Damage(piece.file, entry.name, entry.key(piece), str(error))
+
+
+def _lost_files(path: Path, manifest: Manifest) -> dict[str, str]:
+    """Files that are missing, or have another size than they had, and what is wrong with them."""
+    lost = {}
+    for name, size in manifest.files.items():
+        try:
+            check_files(path, replace(manifest, files={name: size}))
+        except CheckpointError as error:
+            lost[name] = str(error)
+    return lost

@@ -67,17 +67,11 @@ def listing(where: Path, found: Sequence[Listed], *, json: bool) -> None:
     if not found:
         print(f"no checkpoints in {where}")
         return
-    table = _table("step", "name", "size", "state", "ranks", "mesh", "strategy", "format")
+    table = _table("step", "size", "state", "ranks", "mesh", "strategy", "format")
     for each in found:
         table.add_row(
-            *map(
-                Text,
-                (
-                    "" if each.step is None else str(each.step),
-                    each.path.name,
-                    brief_size(each.nbytes),
-                ),
-            ),
+            Text(each.path.name if each.step is None else str(each.step)),
+            Text(brief_size(each.nbytes)),
             Text("incomplete", style="red") if each.problem else Text("complete", style="green"),
             *map(
                 Text,
