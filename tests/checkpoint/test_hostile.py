@@ -24,8 +24,7 @@ from shardwise.checkpoint.pieces import PieceReader, read_tensor
 from tests.checkpoint.small import SHARD, make, read_json, save_small, write_json
 
 Json = dict[str, Any]
-GIB = 2**30
-MORE = 3 * GIB  # of address space, beyond what the tests have: a lie would ask for far more
+MORE = 512 * 2**20  # bytes of address space, beyond what the tests have: a lie would ask for more
 
 
 @pytest.fixture(scope="module")

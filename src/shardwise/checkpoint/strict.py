@@ -101,8 +101,11 @@ class Fields:
 
     def numbers(self, name: str, most_of_them: int) -> tuple[int, ...]:
         """A list of integers, none negative."""
-        where = f"{self.where}, {name!r}"
-        return tuple(check_number(item, where) for item in self.items(name, most_of_them))
+        found = self.items(name, most_of_them)
+        if not all(type(item) is int and 0 <= item <= MAX_INT for item in found):
+            for item in found:
+                check_number(item, f"{self.where}, {name!r}")
+        return tuple(found)
 
     def items(self, name: str, most: int) -> Sequence[Any]:
         """A list of whatever types, not longer than ``most``."""
