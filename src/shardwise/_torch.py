@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -293,3 +293,51 @@ def norms(tensors: list[torch.Tensor], order: float) -> tuple[torch.Tensor, ...]
 def scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply every tensor in place by a 0-dim tensor."""
     torch._foreach_mul_(tensors, factor)
+
+
+def without_memory() -> AbstractContextManager[Any]:
+    """Tensors made inside have a dtype, a shape and a CPU storage without memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # trainings need none of it
+
+    return cast(AbstractContextManager[Any], FakeTensorMode())
+
+
+def offset_in_file(storage: torch.UntypedStorage) -> int | None:
+    """Where a storage lies in the file that it was loaded from, to the meta device, by torch."""
+    return getattr(storage, "_checkpoint_offset", None)
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """How the metadata of ``torch.distributed.checkpoint`` says where a chunk lies.
+
+    It has the attributes ``relative_path``, ``offset``, ``length`` and ``transform_descriptors``.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
+def metadata_classes() -> dict[tuple[str, str], Any]:
+    """What a pickle of that metadata may name, by module and name; none does more than hold values.
+
+    ``_get_layout`` looks a word up in a table. Dtypes are missing: they are ``torch``'s own.
+    """
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    names = (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+    classes: dict[tuple[str, str], Any] = {
+        (metadata.__name__, name): getattr(metadata, name) for name in names
+    }
+    classes[filesystem.__name__, "_StorageInfo"] = filesystem._StorageInfo
+    classes["torch.serialization", "_get_layout"] = torch.serialization._get_layout
+    classes["torch", "Size"] = torch.Size
+    return classes
