@@ -59,6 +59,7 @@ class ShardedForm:
         origin: those of the original parameter, where that was a ``DTensor``.
         layout: how what this rank had of the original is cut.
         owners: every place, in any group, where the parameter is registered.
+        lent: the whole parameter that a user holds for now, if one does.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ShardedForm:
         self.fqn = fqn
         self.mesh = mesh
         self.owners: list[ParamOwner] = []
+        self.lent: nn.Parameter | None = None
         self._offload = offload
         whole = _torch.local_of(param) if isinstance(param, DTensor) else param.detach()
         self.origin = _torch.spec_of(param) if isinstance(param, DTensor) else None
@@ -98,6 +100,7 @@ class ShardedForm:
         memo[id(self)] = made
         made.parameter = memo[id(self.parameter)]
         made.owners = copy_owners(self.owners, memo)
+        made.lent = None
         return made
 
     @property
@@ -148,13 +151,19 @@ class ShardedForm:
         self._register_everywhere(made)
 
     def add_grad(self, shard: torch.Tensor) -> None:
-        """Add a reduced gradient (1-D, at least this rank's elements) to the parameter's."""
+        """Add a reduced gradient (1-D, at least this rank's elements) to the parameter's.
+
+        It may have another dtype than the parameter: then so has the parameter's gradient.
+        """
         shape = self.layout.shard_shape(self.mesh.shard.rank)
         local = shard[: shape.numel()].view(shape)
         grad = self.parameter.grad
         if grad is None:
             local = self._offload.grad_to_host(local, self.parameter)
-            self.parameter.grad = _torch.wrap_local(local, self.spec)
+            if local.dtype != self.parameter.dtype:
+                _torch.allow_grad_of_dtype(self.parameter, local.dtype)
+            spec = _torch.with_dtype(self.spec, local.dtype)
+            self.parameter.grad = _torch.wrap_local(local, spec)
         else:
             into = _torch.local_of(grad)
             into += local.to(into.device)
