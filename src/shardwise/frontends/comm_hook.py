@@ -40,3 +40,6 @@ class HookedReduceScatter:
     ) -> None:
         """Have the hook reduce ``input_tensor`` into ``output_tensor``."""
         self._hook(self._state, input_tensor, output_tensor)
+        if op == dist.ReduceOp.SUM:
+            # The runtime divides a sum afterwards, here and for scalars, which no hook sees.
+            output_tensor.mul_(group.size())

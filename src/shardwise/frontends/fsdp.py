@@ -194,6 +194,7 @@ class FullyShardedDataParallel(ShardedUnit):
             state: passed to the hook.
             hook: is given this rank's gradients of a unit as one flat tensor, and the flat tensor
                 to put this rank's part of the result into. It divides by the number of ranks too.
+                Scalars, which are not cut, are averaged without it.
 
         Raises:
             RuntimeError: this is not the outermost wrapper.
@@ -214,7 +215,6 @@ class FullyShardedDataParallel(ShardedUnit):
             inner = unit.module
             assert isinstance(inner, FSDPModule)
             inner.set_custom_reduce_scatter(HookedReduceScatter(hook, state))
-            inner.set_gradient_divide_factor(1.0)
 
     # -- whole parameters ----------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class FullyShardedDataParallel(ShardedUnit):
         with lent_whole(groups, loan):
             yield
 
-    def apply(self, fn: Callable[[nn.Module], object]) -> FullyShardedDataParallel:
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call ``fn`` on every module inside, children first, with its whole parameters.
 
         One unit at a time is whole, beside those that it is nested in.
