@@ -128,8 +128,8 @@ def _what_does_not_fit(rank: int, world_size: int) -> None:
         FullyShardedDataParallel(FullyShardedDataParallel(nn.Linear(2, 2)).module)
     with pytest.raises(ValueError, match="has no forward of its own"):
         FullyShardedDataParallel(nn.ModuleList([nn.Linear(2, 2)]))
+    layer = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="found the Linear itself"):
-        layer = nn.Linear(2, 2)
         FullyShardedDataParallel(layer, ignored_modules=[layer])
 
 

@@ -30,7 +30,7 @@ from shardwise.frontends.settings import (
     say_what_has_no_meaning,
 )
 from shardwise.frontends.strategies import Strategy
-from shardwise.frontends.unit import ShardedUnit, groups_in
+from shardwise.frontends.unit import ShardedUnit, states_in
 from shardwise.frontends.units import Ignored, auto_wrap
 from shardwise.sharding.grad import clip_grad_norm_
 from shardwise.sharding.lending import Loan, lent_whole
@@ -157,7 +157,8 @@ class FullyShardedDataParallel(ShardedUnit):
         self._require_root("no_sync")
         before = [
             (group, group.options.requires_gradient_sync, group.options.requires_all_reduce)
-            for group in groups_in(self)
+            for state in states_in(self)
+            for group in state.groups
         ]
         for group, _, _ in before:
             group.options.requires_gradient_sync = False
@@ -249,15 +250,14 @@ class FullyShardedDataParallel(ShardedUnit):
                 "summon_full_params(writeback=True, rank0_only=True): ranks that do not hold the "
                 "parameters do not learn of changes; pass writeback=False, or rank0_only=False"
             )
-        own = module.groups if isinstance(module, ShardedUnit) else []
-        groups = groups_in(module) if recurse else own
+        own = [module.sharding_state] if isinstance(module, ShardedUnit) else []
         loan = Loan(
             writeback=writeback,
             first_rank_only=rank0_only,
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
         )
-        with lent_whole(groups, loan):
+        with lent_whole(states_in(module) if recurse else own, loan):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:

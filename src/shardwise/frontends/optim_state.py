@@ -228,11 +228,12 @@ def _name_of(key: Any, names: Mapping[int, str]) -> str:
 
 
 def _place(what: str, value: Any, param: ShardedParam | None, settings: StateDictSettings) -> Any:
-    """A value of a state dict as the optimizer is to have it."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or param is None:
+    """A value of a state dict as the optimizer is to have it, which will write to it."""
+    if not isinstance(value, torch.Tensor):
         return value
-    if value.ndim == 0 and param.sharded.ndim > 0:
-        return value  # a step
+    is_step = value.ndim == 0 and param is not None and param.sharded.ndim > 0
+    if isinstance(value, DTensor) or param is None or is_step:
+        return value.clone()
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     expected = param.local.shape if is_local else param.sharded.shape
     if value.shape != expected:

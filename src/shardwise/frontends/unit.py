@@ -26,8 +26,7 @@ from shardwise.frontends.saving import SavingModule
 from shardwise.frontends.settings import UnitSettings, state_dict_settings
 from shardwise.frontends.units import Ignored
 from shardwise.sharding.api import fully_shard
-from shardwise.sharding.group import ParamGroup
-from shardwise.sharding.hooks import state_of
+from shardwise.sharding.hooks import FSDPState, state_of
 from shardwise.sharding.module import FSDPModule
 
 
@@ -77,7 +76,7 @@ class ShardedUnit(SavingModule):
         self._buffer_dtypes: dict[str, torch.dtype] | None = None
         for nested in units_in(module):
             nested._has_parent = True
-        for group in self.groups:
+        for group in self.sharding_state.groups:
             group.options.keep_low_precision_grads = (
                 settings.mixed_precision.keep_low_precision_grads
             )
@@ -104,11 +103,11 @@ class ShardedUnit(SavingModule):
         return not self._has_parent
 
     @property
-    def groups(self) -> list[ParamGroup]:
-        """Its own parameters, not those of units inside."""
+    def sharding_state(self) -> FSDPState:
+        """What ``fully_shard`` knows of it."""
         state = state_of(self.module)
         assert state is not None
-        return state.groups
+        return state
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
@@ -156,7 +155,7 @@ def units_in(module: nn.Module) -> list[ShardedUnit]:
     return [each for each in module.modules() if isinstance(each, ShardedUnit)]
 
 
-def groups_in(module: nn.Module) -> list[ParamGroup]:
-    """All parameter groups in ``module``, also of modules that were sharded without a wrapper."""
+def states_in(module: nn.Module) -> list[FSDPState]:
+    """The states of all that is sharded in ``module``, with a wrapper or without."""
     states = [state for each in module.modules() if (state := state_of(each)) is not None]
-    return [group for state in dict.fromkeys(states) for group in state.groups]
+    return list(dict.fromkeys(states))

@@ -25,6 +25,7 @@ from shardwise.frontends.units import Ignored, auto_wrap
 from shardwise.wrap import Policy
 
 _COMPILED = "a matter of the XLA compiler; there is none here"
+_PACKED = "what travels together is for the transport to choose here"
 _WHEN = "modules are sharded as they are wrapped, always"
 _FLAT = "parameters are never flattened here; each stays a parameter of its own"
 
@@ -105,6 +106,9 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
             else _COMPILED,
             mark_step_on_finalization=_COMPILED if mark_step_on_finalization else None,
             pin_layout_in_collective_ops=None if pin_layout_in_collective_ops else _COMPILED,
+            coalesce_all_gather_ops=_PACKED if coalesce_all_gather_ops else None,
+            reduce_scatter_bucket_size_mb=_PACKED if reduce_scatter_bucket_size_mb else None,
+            all_gather_bucket_size_mb=_PACKED if all_gather_bucket_size_mb else None,
         )
         group = process_group or _sharding_group(
             sharding_groups, sharding_rank, sharding_world_size

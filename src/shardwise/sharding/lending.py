@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise import _torch
 from shardwise.errors import MisuseError
 from shardwise.sharding.group import GroupState, ParamGroup
+from shardwise.sharding.hooks import FSDPState
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.phase import Phase
 
@@ -41,22 +42,25 @@ class Loan:
 
 
 @contextmanager
-def lent_whole(groups: Iterable[ParamGroup], loan: Loan) -> Iterator[None]:
-    """Let the modules of ``groups`` hold whole parameters inside. Every rank enters.
+def lent_whole(states: Iterable[FSDPState], loan: Loan) -> Iterator[None]:
+    """Let the modules of ``states`` hold whole parameters inside. Every rank enters.
 
     Raises:
-        MisuseError: a group is in use by a forward or backward, or lent already.
+        MisuseError: they are in a forward or backward, or lent already.
         RuntimeError: a parameter is on the meta device.
     """
+    states = list(states)
+    for state in states:
+        _check_idle(state)
     with ExitStack() as stack:
-        for group in groups:
-            stack.enter_context(_lent(group, loan))
+        for state in states:
+            for group in state.groups:
+                stack.enter_context(_lent(group, loan))
         yield
 
 
 @contextmanager
 def _lent(group: ParamGroup, loan: Loan) -> Iterator[None]:
-    _check_idle(group)
     group.refresh()
     group.reshard()
     own = [param for param in group.params if param.form.lent is None]  # others are tied
@@ -157,12 +161,13 @@ def _rows(param: ShardedParam, full: torch.Tensor) -> torch.Tensor:
     return param.layout.cut(whole.detach(), param.form.mesh.shard.rank).contiguous()
 
 
-def _check_idle(group: ParamGroup) -> None:
-    where = f"group {group.fqn or 'of the root'} on rank {dist.get_rank()}"
-    if group.state is GroupState.LENT:
+def _check_idle(state: FSDPState) -> None:
+    where = f"{type(state.modules[0]).__name__} on rank {dist.get_rank()}"
+    if any(group.state is GroupState.LENT for group in state.groups):
         raise MisuseError(f"{where}: its whole parameters are lent already; do not nest")
-    if group.phase is not Phase.IDLE or _torch.in_backward():
+    in_forward = state.phase is Phase.FORWARD or state.root.forward_root is not None
+    if in_forward or _torch.in_backward():
         raise MisuseError(
-            f"{where} is in {group.phase.name.lower()}; whole parameters can be lent between "
-            "steps only, not inside forward or backward"
+            f"{where} is in {'forward' if in_forward else 'backward'}; whole parameters can be "
+            "lent between steps only"
         )

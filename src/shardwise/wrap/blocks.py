@@ -61,7 +61,7 @@ def _members(module: nn.Module, in_list: bool | None = None) -> Iterator[tuple[n
 
 
 def _can_be_block(module: nn.Module, *, in_list: bool, composite: bool) -> bool:
-    if isinstance(module, nn.Sequential) and not in_list:
+    if type(module) is nn.Sequential and not in_list:
         return False  # the name of a part of the model, like layer1 and layer2 of a ResNet
     if composite:
         return _is_composite(module)

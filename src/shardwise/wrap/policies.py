@@ -76,7 +76,8 @@ def _any_policy(
 class SizeBasedPolicy(WrapPolicy):
     """The policy by size, with the sets that scripts change."""
 
-    #: Modules whose children are never units: they use their children's parameters themselves.
+    #: Modules that stay whole with what they are in: they use their children's parameters
+    #: themselves.
     FORCE_LEAF_MODULES: frozenset[type[nn.Module]] = frozenset({nn.MultiheadAttention})
     #: Modules that are never units: they have no forward that could gather.
     EXCLUDE_WRAP_MODULES: frozenset[type[nn.Module]] = frozenset({nn.ModuleList, nn.ModuleDict})
@@ -97,7 +98,7 @@ def _size_based(
         recurse: whether to go on into its children, or to make it a unit.
         nonwrapped_numel: its parameters that no unit has yet.
         min_num_params: the number from which on it becomes a unit.
-        force_leaf_modules: classes whose children stay with them.
+        force_leaf_modules: classes that are not gone into, and stay with what they are in.
         exclude_wrap_modules: classes that never become units themselves.
     """
     large = nonwrapped_numel >= min_num_params
