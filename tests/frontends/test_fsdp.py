@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import shardwise
 from shardwise import (
     BackwardPrefetch,
     CPUOffload,
@@ -32,6 +35,40 @@ from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, 
 Ranks = Callable[..., list[Any]]
 
 HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def test_arguments_are_torchs_in_torchs_order() -> None:
+    theirs = list(inspect.signature(torch_fsdp.FullyShardedDataParallel.__init__).parameters)
+    ours = list(inspect.signature(FullyShardedDataParallel.__init__).parameters)
+
+    assert ours[: len(theirs)] == theirs
+    assert ours[len(theirs) :] == ["reshard_after_forward", "auto_wrapper_callable", "transport"]
+
+
+def test_every_public_method_of_torchs_is_our_own() -> None:
+    theirs = {name for name in vars(torch_fsdp.FullyShardedDataParallel) if name[0] != "_"}
+    ours = {name for each in FullyShardedDataParallel.__mro__ for name in vars(each)}
+
+    assert theirs <= ours
+
+
+def test_policies_and_enums_are_torchs() -> None:
+    names = [name for name in shardwise.__all__ if hasattr(torch_fsdp, name)]
+    shared = {name for name in names if getattr(shardwise, name) is getattr(torch_fsdp, name)}
+
+    assert {"ShardingStrategy", "StateDictType", "MixedPrecision", "CPUOffload"} <= shared
+    assert set(names) - shared == {
+        "FSDPModule",
+        "FullyShardedDataParallel",
+        "UnshardHandle",
+        "fully_shard",
+        "register_fsdp_forward_method",
+        "share_comm_ctx",
+        "wrap",
+    }
 
 
 # -- strategies and meshes -------------------------------------------------------------------------
