@@ -31,6 +31,7 @@ from shardwise import (
     StateDictType,
     XlaFullyShardedDataParallel,
 )
+from shardwise.frontends.saving import sharded_state_dict
 from tests.frontends.training import (
     STRATEGIES,
     assert_bits,
@@ -156,6 +157,9 @@ def _what_is_wrong(rank: int, world_size: int) -> None:
     inner = model.state_dict()
     assert isinstance(inner["blocks.0.up.weight"], DTensor), "each unit makes its own kind"
     assert not isinstance(inner["blocks.1.up.weight"], DTensor)
+    sharded = sharded_state_dict(nn.Sequential(model))
+    assert all(isinstance(value, DTensor) for value in sharded.values())
+    assert not isinstance(model.state_dict()["blocks.1.up.weight"], DTensor), "set as before"
 
 
 def _kinds_come_and_go(rank: int, world_size: int) -> None:

@@ -122,8 +122,13 @@ def _what_has_no_meaning(rank: int, world_size: int) -> None:
 
 
 def _metadata(rank: int, world_size: int) -> None:
-    model = XlaFullyShardedDataParallel(seeded(Net))
-    assert model.get_shard_metadata()
+    model = XlaFullyShardedDataParallel(seeded(Net), auto_wrap_policy=by_class)
+    parts = model.get_shard_metadata()["shard_info"]
+    assert list(parts) == list(Net().state_dict())
+    for name, rows in model.state_dict().items():
+        assert parts[name]["shape"] == list(model.get_parameter(name).shape), name
+        assert parts[name]["sizes"] == list(rows.shape), name
+    assert parts["head.weight"]["offsets"] == [3 * rank, 0]
 
 
 def test_it_trains_as_one_process_does(ranks: Ranks) -> None:

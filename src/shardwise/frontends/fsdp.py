@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
+    StateDictType,
 )
 
 from shardwise.frontends.comm_hook import CommHook, HookedReduceScatter
@@ -287,7 +288,8 @@ class FullyShardedDataParallel(ShardedUnit):
     def get_shard_metadata(self) -> dict[str, Any]:
         """How this rank's shards are cut, to be saved beside them and to consolidate them by."""
         home = import_module("shardwise.checkpoint.xla")  # which stands above this layer
-        metadata: dict[str, Any] = home.get_shard_metadata(self)
+        with self.state_dict_type(self, StateDictType.SHARDED_STATE_DICT):  # to see how they lie
+            metadata: dict[str, Any] = home.get_shard_metadata(self)
         return metadata
 
     # -- inside --------------------------------------------------------------------------------

@@ -306,6 +306,23 @@ class SavingModule(TransparentModule):
         return rekey(optim_state_dict, optim_state_key_type, model, optim)
 
 
+def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state of ``model`` with its shards as ``DTensor``s, whatever kind is set.
+
+    Args:
+        model: wrapped, with wrapped modules in it, or sharded without a wrapper.
+    """
+    units = [each for each in model.modules() if isinstance(each, SavingModule)]
+    before = [unit._settings_of_state_dicts for unit in units]
+    for unit in units:
+        unit._settings_of_state_dicts = state_dict_settings(StateDictType.SHARDED_STATE_DICT)
+    try:
+        return model.state_dict()
+    finally:
+        for unit, settings in zip(units, before, strict=True):
+            unit._settings_of_state_dicts = settings
+
+
 def _to_load(
     model: nn.Module,
     optim: torch.optim.Optimizer | None,
