@@ -160,6 +160,11 @@ def _what_is_wrong(rank: int, world_size: int) -> None:
     sharded = sharded_state_dict(nn.Sequential(model))
     assert all(isinstance(value, DTensor) for value in sharded.values())
     assert not isinstance(model.state_dict()["blocks.1.up.weight"], DTensor), "set as before"
+    with kind(model, LOCAL):
+        assert FullyShardedDataParallel.get_state_dict_type(model).state_dict_type is LOCAL
+    assert isinstance(model.state_dict()["blocks.0.up.weight"], DTensor), "each as before"
+    FullyShardedDataParallel.set_state_dict_type(model, FULL)
+    assert FullyShardedDataParallel.get_state_dict_type(model).state_dict_type is FULL
 
 
 def _kinds_come_and_go(rank: int, world_size: int) -> None:

@@ -20,9 +20,9 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise import _torch
+from shardwise.frontends.optim_saving import OptimSavingModule
 from shardwise.frontends.precision import cast_buffers, cast_inputs, policy_of
 from shardwise.frontends.prepare import ParamInit, broadcast_states, materialise_unit
-from shardwise.frontends.saving import SavingModule
 from shardwise.frontends.settings import UnitSettings, state_dict_settings
 from shardwise.frontends.units import Ignored
 from shardwise.sharding.api import fully_shard
@@ -30,7 +30,7 @@ from shardwise.sharding.hooks import FSDPState, state_of
 from shardwise.sharding.module import FSDPModule
 
 
-class ShardedUnit(SavingModule):
+class ShardedUnit(OptimSavingModule):
     """A wrapper around a module that is sharded."""
 
     _buffer_dtypes: dict[str, torch.dtype] | None
