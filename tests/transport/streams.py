@@ -25,6 +25,13 @@ _MOST_GATHERED = 4
 _MOST_TENSORS = 7
 
 
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 class Params:
     """What a group of parameters is to a transport: items that are gathered again and again.
 

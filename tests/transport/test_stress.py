@@ -1,4 +1,4 @@
-"""Thousands of random collectives over shared memory: no difference to gloo, no leak, no hang.
+"""Thousands of random collectives over shared memory: no difference to gloo, no hang.
 
     python -m tests.transport.test_stress --rounds 20000 --kills 200 --seed 7    # for longer
 
@@ -8,7 +8,6 @@ What differs from run to run is only who waits for whom. A failure names the see
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import random
 import re
@@ -19,13 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import PeerLostError, _torch
 from shardwise.transport import futex
+from shardwise.transport.base import Label, Reduce
 from tests.harness import Outcome, run_ranks
-from tests.transport.streams import Stream
+from tests.transport.streams import CPU, Stream, world_group
 
 pytestmark = pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
 
@@ -34,17 +35,11 @@ SHAPES: list[tuple[int, ...]] = [(2,), (3,), (2, 2), (4, 2)]
 ROUNDS = {(2,): 1200, (3,): 800, (2, 2): 600, (4, 2): 250}
 
 
-def _world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 # -- no difference -----------------------------------------------------------------------------
 
 
 def _compare(rank: int, world_size: int, shape: tuple[int, ...], rounds: int, seed: int) -> int:
-    streams = [Stream(_world(), f"{seed}, world")]
+    streams = [Stream(world_group(), f"{seed}, world")]
     if len(shape) > 1:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("columns", "rows"))
         streams += [Stream(mesh.get_group(name), f"{seed}, {name}") for name in ("columns", "rows")]
@@ -67,83 +62,6 @@ def compare(shape: tuple[int, ...], rounds: int, seed: int) -> int:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_random_collectives_give_the_bits_that_gloo_gives(shape: tuple[int, ...]) -> None:
     assert compare(shape, ROUNDS[shape], seed=20) >= ROUNDS[shape]
-
-
-# -- no leak -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a process holds.
-
-    Attributes:
-        in_common: bytes that the file in common takes.
-        descriptors: number of open ones.
-        windows: mappings of the file.
-        mappings: all.
-    """
-
-    in_common: int
-    descriptors: int
-    windows: int
-    mappings: int
-
-    @staticmethod
-    def now(fd: int | None = None) -> Held:
-        """What this process holds, with file ``fd``."""
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        return Held(
-            512 * os.fstat(fd).st_blocks if fd is not None else 0,
-            len(os.listdir("/proc/self/fd")),
-            sum("memfd:shardwise" in line for line in maps),
-            len(maps),
-        )
-
-
-def _repeat(rank: int, world_size: int, rounds: int, repeats: int) -> list[Held]:
-    """Return what is held after each of several repeats of the very same collectives."""
-    stream = Stream(_world(), "leaks", compared=False, largest=20_000)
-    seen = []
-    for _ in range(repeats):
-        stream.rewind()
-        for number in range(rounds):
-            stream.start()
-            if number % 4 == 3:  # in step, so that each takes the same memory every time
-                stream.finish()
-                dist.barrier()
-        gc.collect()
-        seen.append(Held.now(stream.transport._meeting.fd))
-        dist.barrier()
-    return seen
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_what_is_held_does_not_grow_with_the_number_of_collectives(world_size: int) -> None:
-    for first, *later in run_ranks(_repeat, world_size, 200, 3):
-        for each in later:
-            assert each.in_common == first.in_common
-            assert each.descriptors == first.descriptors
-            assert each.windows == first.windows
-            # The allocator and the threads of gloo have mappings of their own.
-            assert each.mappings <= first.mappings + 10
-
-
-def _drop_all(rank: int, world_size: int) -> tuple[Held, Held]:
-    before = Held.now()
-    stream = Stream(_world(), "dropped", compared=False)
-    for _ in range(30):
-        stream.step()  # some of it is not waited for, some not freed
-    dist.barrier()
-    del stream
-    dist.destroy_process_group()
-    gc.collect()
-    return before, Held.now()
-
-
-def test_nothing_stays_mapped_when_all_is_dropped() -> None:
-    for before, after in run_ranks(_drop_all, 3):
-        assert after.windows == 0
-        assert after.descriptors <= before.descriptors
 
 
 # -- no hang -----------------------------------------------------------------------------------
@@ -182,7 +100,7 @@ def _send_later(which: signal.Signals, seconds: float) -> None:
 
 
 def _lose(rank: int, world_size: int, victim: int, seconds: float, seed: int) -> Loss:
-    stream = Stream(_world(), str(seed), compared=False, largest=100_000)
+    stream = Stream(world_group(), str(seed), compared=False, largest=100_000)
     dist.barrier()
     if rank == victim:
         _send_later(signal.SIGKILL, seconds)
@@ -228,16 +146,38 @@ def test_survivors_name_a_rank_that_is_killed_at_any_moment() -> None:
     assert longest < 5  # the aim is one, the machine may be busy
 
 
+def _waits_to_be_freed(rank: int, world_size: int) -> Loss | None:
+    """Rank 1 never frees what rank 0 needs the memory of."""
+    transport = Stream(world_group(), "unfreed", compared=False).transport
+    buffers = transport.full_buffers([1000 * world_size], [torch.float32], CPU)
+    buffers.allocate()
+    transport.all_gather([torch.ones(1000)], buffers.tensors, Label("blocks.3")).wait()
+    if rank == 1:
+        return None
+    buffers.free()
+    start = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        buffers.allocate()
+    return Loss(str(caught.value), time.monotonic() - start, "")
+
+
+def test_a_rank_that_is_late_to_free_is_named_and_so_is_the_group() -> None:
+    found = run_ranks(_waits_to_be_freed, 2, pg_timeout=1)[0]
+    expected = "rank 0 lost rank 1 during the wait for memory that follows the all-gather of blocks"
+    assert found.message.startswith(f"{expected}.3: no answer in time")
+    assert 0.9 < found.seconds < 10
+
+
 def _stop_one(rank: int, world_size: int, victim: int, seconds: float) -> Loss:
     pids: list[int] = [0] * world_size
     dist.all_gather_object(pids, os.getpid())
-    stream = Stream(_world(), "stopped", compared=False)
+    stream = Stream(world_group(), "stopped", compared=False)
     dist.barrier()
     if rank == victim:
         _send_later(signal.SIGSTOP, seconds)
     found = _until_lost(stream)
     if rank != victim:
-        store = _torch.store_of(_world())
+        store = _torch.store_of(world_group())
         if store.add("raised", 1) == world_size - 1:  # the last one lets it go on, and find out
             os.kill(pids[victim], signal.SIGCONT)
     return found
@@ -251,6 +191,31 @@ def test_survivors_name_a_stopped_rank_and_the_group_after_the_timeout(seconds: 
         message = losses[rank].message
         assert re.match(rf"rank {rank} lost rank {victim} during .*blocks\.\d+: no answer", message)
         assert 1.9 < losses[rank].seconds < 10
+
+
+def _give_up_or_wait(rank: int, world_size: int) -> Loss | None:
+    """Rank 2 is killed; rank 1 gives up, and stays; rank 0 has begun what rank 1 never will."""
+    stream = Stream(world_group(), "given up", compared=False)
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    works = [
+        stream.transport.all_reduce([torch.ones(3)], Reduce.SUM, Label(f"blocks.{i}"))
+        for i in range(2 - rank)
+    ]
+    start = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        works[-1].wait()
+    return Loss(str(caught.value), time.monotonic() - start, "")
+
+
+def test_a_rank_that_waits_for_one_that_gave_up_is_told_of_the_cause() -> None:
+    outcomes = run_ranks(_give_up_or_wait, 3, pg_timeout=600, expect_failures=True)
+    for rank in (0, 1):
+        assert outcomes[rank].ok, outcomes[rank].describe(3)
+        found = outcomes[rank].result
+        assert found.message.startswith(f"rank {rank} lost rank 2 during the all-reduce of blocks.")
+        assert found.seconds < 5
 
 
 # -- for longer --------------------------------------------------------------------------------

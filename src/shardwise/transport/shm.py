@@ -24,7 +24,8 @@ from shardwise.errors import RanksDivergedError
 from shardwise.transport.arena import Window, ranges
 from shardwise.transport.base import NO_LABEL, CommonFull, FullBuffers, Label, Reduce, Work
 from shardwise.transport.calls import Call, CallLog
-from shardwise.transport.common import Departures, SharedFull, is_worthwhile
+from shardwise.transport.common import SharedFull, is_worthwhile
+from shardwise.transport.departures import Departures
 from shardwise.transport.exchange import Exchange, Part, lay_out, tensors_in
 from shardwise.transport.flat import as_rows
 from shardwise.transport.meeting import Meeting
@@ -58,12 +59,15 @@ class ShmTransport:
         self._log = CallLog(group)
         common, *own = ranges(meeting.fd, 1 + self.world_size)
         self._signals = Signals(common, self.rank, self.world_size)
+        self._departures = Departures(common, self.rank, self.world_size)
         self._pool = Pool(
             common,
+            self._departures,
             lambda frees: self._signals.set(Count.FREED, frees),
-            lambda frees: self._wait_for_all(Count.FREED, frees, "memory for the next group"),
+            lambda frees: self._wait_for_all(
+                Count.FREED, frees, f"the wait for memory that follows {self._log.last}"
+            ),
         )
-        self._departures = Departures(common, self.rank, self.world_size)
         self._exchange = Exchange(
             own[self.rank],
             lambda: min(self._signals.get(Count.DONE, peer) for peer in self._peers),
@@ -73,6 +77,7 @@ class ShmTransport:
         )
         self._common: weakref.WeakValueDictionary[int, SharedFull] = weakref.WeakValueDictionary()
         self._posted = 0
+        self._has_common = False
         self._settled = 0
         self._uses = 0
         self._done: set[int] = set()
@@ -93,6 +98,7 @@ class ShmTransport:
         """Make a full parameter that all ranks have in common, unless it is small."""
         if not is_worthwhile(self.world_size * chunk_numel * dtype.itemsize):
             return None
+        self._has_common = True
         made = SharedFull(
             self._pool.arena, self._departures, self.rank, self.world_size, chunk_numel, dtype
         )
@@ -101,7 +107,7 @@ class ShmTransport:
 
     def settle(self) -> None:
         """Wait until all ranks have come here as often."""
-        if self._departures.count:
+        if self._has_common:
             self._settled += 1
             self._signals.set(Count.SETTLED, self._settled)
             self._wait_for_all(
@@ -307,7 +313,9 @@ class ShmTransport:
         while not self._signals.sleep(count, peer, value, _LOOK_SECONDS):
             now = time.monotonic()
             gone = self._meeting.gone()
-            if peer in gone and self._signals.get(count, peer) < value:
+            # Whoever is gone before it came so far never will; another may stay where it waits
+            # for that one.
+            if any(self._signals.get(count, each) < value for each in gone):
                 self._log.compare_if_possible()
                 cause = RuntimeError("its socket is closed")
                 raise peer_lost(self._group, doing, cause, gone)
