@@ -80,8 +80,7 @@ class ShmTransport:
         self._has_common = False
         self._settled = 0
         self._uses = 0
-        self._done: set[int] = set()
-        self._done_until = 0
+        self._open: set[int] = set()
         weakref.finalize(self, meeting.close).atexit = False
 
     def full_buffers(
@@ -243,8 +242,10 @@ class ShmTransport:
         _, nbytes = lay_out(numels, dtypes)
         if nbytes == 0:
             return _LaidOut(self, numels, dtypes, 0, None)
-        self._uses += 1
-        return _LaidOut(self, numels, dtypes, nbytes, self._exchange.part(self._uses, nbytes))
+        use = self._uses + 1
+        self._open.add(use)
+        self._uses = use
+        return _LaidOut(self, numels, dtypes, nbytes, self._exchange.part(use, nbytes))
 
     def _pending(self, finish: Callable[[], None], laid_out: _LaidOut) -> Work:
         work = PendingWork(finish)
@@ -257,14 +258,10 @@ class ShmTransport:
         return work
 
     def _finish_use(self, use: int, part: Part) -> None:
+        """Note that this rank reads no more of a use; a garbage collector may call it any time."""
         part.is_open = False
-        self._done.add(use)
-        before = self._done_until
-        while self._done_until + 1 in self._done:
-            self._done_until += 1
-            self._done.remove(self._done_until)
-        if self._done_until != before:
-            self._signals.set(Count.DONE, self._done_until)
+        self._open.discard(use)
+        self._signals.set(Count.DONE, min(self._open, default=self._uses + 1) - 1)
 
     def _post(self, call: Call, laid_out: _LaidOut | None = None, places: int = 0) -> int:
         """Tell that this rank has done its part of a collective; return its number."""
@@ -288,11 +285,11 @@ class ShmTransport:
     def _check_room(self, number: int, peer: int) -> None:
         """Raise where ``peer`` may have overwritten what it told of collective ``number``."""
         behind = self._signals.get(Count.POSTED, peer) - number
-        if behind >= MARKS:
+        if behind >= MARKS - 1:  # the next one may be about to overwrite it
             raise RuntimeError(
                 f"rank {self.rank} waits for a collective that is {behind} behind those of rank "
-                f"{peer}; shared memory has room for {MARKS} under way. Wait for them earlier, as "
-                "with a smaller set_reduce_scatter_max_input_buffers"
+                f"{peer}; shared memory has room for {MARKS - 1} under way. Wait for them earlier, "
+                "as with a smaller set_reduce_scatter_max_input_buffers"
             )
 
     def _wait_for_all(self, count: Count, value: int, doing: str) -> None:
