@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from _checkpoint_tables import checkpoint_tables
 from _memory_tables import memory_tables
 from _overhead_tables import overhead_tables
 from _report import ROOT, Table, machine_line
@@ -32,6 +33,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "memory": memory_tables,
     "transport": transport_tables,
     "overhead": overhead_tables,
+    "checkpoint": checkpoint_tables,
 }
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL

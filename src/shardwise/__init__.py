@@ -4,11 +4,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import (
+        BackwardPrefetch,
+        CPUOffload,
+        CPUOffloadPolicy,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        LocalOptimStateDictConfig,
+        LocalStateDictConfig,
+        MixedPrecision,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        OptimStateDictConfig,
+        OptimStateKeyType,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        ShardingStrategy,
+        StateDictConfig,
+        StateDictSettings,
+        StateDictType,
+    )
 
+    from shardwise import wrap
     from shardwise._torch import DataParallelMeshDims
     from shardwise.compat.patch import patch_torch
     from shardwise.errors import PeerLostError, RanksDivergedError, ShardwiseError
+    from shardwise.frontends.activation import checkpoint_module
+    from shardwise.frontends.fsdp import FullyShardedDataParallel
+    from shardwise.frontends.xla import XlaFullyShardedDataParallel
     from shardwise.sharding.api import fully_shard
     from shardwise.sharding.grad import clip_grad_norm_
     from shardwise.sharding.init import materialize
@@ -20,35 +43,72 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "PeerLostError",
     "RanksDivergedError",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
     "ShardwiseError",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "UnshardHandle",
+    "XlaFullyShardedDataParallel",
+    "checkpoint_module",
     "clip_grad_norm_",
     "fully_shard",
     "materialize",
     "patch_torch",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "wrap",
 ]
 
 # Importing torch takes seconds, and the command line answers `--help` without it: names are
 # fetched when they are first used.
 _HOME = {
+    "BackwardPrefetch": "torch.distributed.fsdp",
+    "CPUOffload": "torch.distributed.fsdp",
     "CPUOffloadPolicy": "torch.distributed.fsdp",
     "DataParallelMeshDims": "shardwise._torch",
     "FSDPModule": "shardwise.sharding.module",
+    "FullOptimStateDictConfig": "torch.distributed.fsdp",
+    "FullStateDictConfig": "torch.distributed.fsdp",
+    "FullyShardedDataParallel": "shardwise.frontends.fsdp",
+    "LocalOptimStateDictConfig": "torch.distributed.fsdp",
+    "LocalStateDictConfig": "torch.distributed.fsdp",
+    "MixedPrecision": "torch.distributed.fsdp",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
+    "OptimStateDictConfig": "torch.distributed.fsdp",
+    "OptimStateKeyType": "torch.distributed.fsdp",
     "PeerLostError": "shardwise.errors",
     "RanksDivergedError": "shardwise.errors",
+    "ShardedOptimStateDictConfig": "torch.distributed.fsdp",
+    "ShardedStateDictConfig": "torch.distributed.fsdp",
+    "ShardingStrategy": "torch.distributed.fsdp",
     "ShardwiseError": "shardwise.errors",
+    "StateDictConfig": "torch.distributed.fsdp",
+    "StateDictSettings": "torch.distributed.fsdp",
+    "StateDictType": "torch.distributed.fsdp",
     "UnshardHandle": "shardwise.sharding.module",
+    "XlaFullyShardedDataParallel": "shardwise.frontends.xla",
+    "checkpoint_module": "shardwise.frontends.activation",
     "clip_grad_norm_": "shardwise.sharding.grad",
     "fully_shard": "shardwise.sharding.api",
     "materialize": "shardwise.sharding.init",
@@ -59,6 +119,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "wrap":
+        return import_module("shardwise.wrap")
     if name not in _HOME:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -22,9 +22,14 @@ from torch._C._dynamo.eval_frame import (
 )
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    _CHECKPOINT_WRAPPED_MODULE,
+    ActivationWrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
 from torch.distributed.fsdp import _fully_shard
+from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
@@ -186,6 +191,11 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
     return cast(nn.Parameter, module._parameters[name])
 
 
+def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The module's own children by name, one that is registered twice twice."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
+
+
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The module's own buffers, by name, as the mutable dictionary that the module uses."""
     return module._buffers
@@ -232,6 +242,11 @@ def run_post_accumulate_hooks(parameter: torch.Tensor) -> None:
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     for hook in (hooks or {}).values():
         hook(parameter)
+
+
+def allow_grad_of_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let ``parameter.grad`` have ``dtype``, which is not the parameter's."""
+    parameter.grad_dtype = dtype
 
 
 def has_post_accumulate_hooks(parameter: torch.Tensor) -> bool:
@@ -293,3 +308,80 @@ def norms(tensors: list[torch.Tensor], order: float) -> tuple[torch.Tensor, ...]
 def scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply every tensor in place by a 0-dim tensor."""
     torch._foreach_mul_(tensors, factor)
+
+
+def without_memory() -> AbstractContextManager[Any]:
+    """Tensors made inside have a dtype, a shape and a CPU storage without memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # trainings need none of it
+
+    return cast(AbstractContextManager[Any], FakeTensorMode())
+
+
+def offset_in_file(storage: torch.UntypedStorage) -> int | None:
+    """Where a storage lies in the file that it was loaded from, to the meta device, by torch."""
+    return getattr(storage, "_checkpoint_offset", None)
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """How the metadata of ``torch.distributed.checkpoint`` says where a chunk lies.
+
+    It has the attributes ``relative_path``, ``offset``, ``length`` and ``transform_descriptors``.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
+def metadata_classes() -> dict[tuple[str, str], Any]:
+    """What a pickle of that metadata may name, by module and name; none does more than hold values.
+
+    ``_get_layout`` looks a word up in a table. Dtypes are missing: they are ``torch``'s own.
+    """
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    names = (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+    classes: dict[tuple[str, str], Any] = {
+        (metadata.__name__, name): getattr(metadata, name) for name in names
+    }
+    classes[filesystem.__name__, "_StorageInfo"] = filesystem._StorageInfo
+    classes["torch.serialization", "_get_layout"] = torch.serialization._get_layout
+    classes["torch", "Size"] = torch.Size
+    return classes
+
+
+def is_wrap_policy(policy: object) -> bool:
+    """Whether ``policy`` is one of torch's policy objects, which choose modules all at once."""
+    return isinstance(policy, _Policy)
+
+
+def run_wrap_policy(
+    policy: object, model: nn.Module, ignored: set[nn.Module]
+) -> dict[nn.Module, dict[str, Any]]:
+    """The modules that a policy object of torch's chooses, with their keyword arguments."""
+    return cast(_Policy, policy)._run_policy(model, ignored, {})
+
+
+def without_checkpointing(module: nn.Module) -> nn.Module:
+    """The module inside torch's activation checkpointing wrapper; any other as it is."""
+    while isinstance(module, ActivationWrapper):
+        module = module._checkpoint_wrapped_module
+    return module
+
+
+def without_checkpoint_prefix(name: str) -> str:
+    """A name without the parts that torch's activation checkpointing wrapper adds."""
+    return ".".join(part for part in name.split(".") if part != _CHECKPOINT_WRAPPED_MODULE)
+
+
+def module_classes_to_ignore(mixed_precision: object) -> tuple[type[nn.Module], ...]:
+    """The classes that a ``MixedPrecision`` leaves in full precision: batch norms, by default."""
+    return tuple(cast(Any, mixed_precision)._module_classes_to_ignore)

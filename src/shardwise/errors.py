@@ -2,7 +2,8 @@
 
     ShardwiseError (RuntimeError)
     ├── PeerLostError       a peer died, departed or stalled: a collective could not finish
-    └── RanksDivergedError  ranks disagree about what they are about to do
+    ├── RanksDivergedError  ranks disagree about what they are about to do
+    └── CheckpointError     a checkpoint is damaged, is of another model, or could not be written
 
 Wrong use of the library is a plain ``ValueError``, ``TypeError`` or ``NotImplementedError``,
 as it is in torch; the classes above are for what goes wrong while a correct program runs. Where
@@ -26,6 +27,13 @@ class PeerLostError(ShardwiseError):
 
 class RanksDivergedError(ShardwiseError):
     """Ranks disagree: on the order of groups, on shapes or dtypes, or on the configuration."""
+
+
+class CheckpointError(ShardwiseError):
+    """A checkpoint is damaged, hostile, of another model, or could not be written.
+
+    The message names the file, the entry in it, what was found and what was expected.
+    """
 
 
 class MisuseError(ValueError, AssertionError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -176,6 +177,25 @@ def test_a_finished_run_can_go_on_with_more_steps_on_another_world(
     assert found.position(5).examples == 5 * 4, "the position in the data went on"
 
 
+def test_a_run_goes_on_over_another_world_with_the_same_data(ranks: Ranks, tmp_path: Path) -> None:
+    # 4 sequences a step, however they are dealt out.
+    model = str(write_model(tmp_path, attention_dropout=0.0))
+
+    def config(name: str, **settings: Any) -> LmConfig:
+        return small_config(tmp_path, name, model=model, steps=6, checkpoint_every=3, **settings)
+
+    whole = config("whole")
+    ranks(train, 2, whole)
+    for world, size in ((1, 4), (4, 1)):
+        resumed = config(f"over-{world}", batch_size=size, resume=True)
+        shutil.copytree(whole.train.output.out, resumed.train.output.out)
+        shutil.rmtree(resumed.files.checkpoints / "step-00000006")
+        ranks(train, world, resumed)
+        assert [s["from_step"] for s in resumed.files.read()["sessions"]] == [0, 3]
+        for mine, expected in zip(losses(resumed), losses(whole), strict=True):
+            assert mine == pytest.approx(expected, rel=1e-5), f"over {world} ranks"
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
@@ -207,7 +227,8 @@ def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_whole(
 ) -> None:
     config = small_config(tmp_path, steps=4, checkpoint_every=1)
     for told in ranks(train_on_a_full_disk, 2, config):
-        assert "checkpoint of step 2: rank 1:" in told
+        assert "checkpoint of step 2: saving" in told
+        assert "rank 1:" in told
         assert "File too large" in told
         assert "step 1 is the last that is saved" in told
     assert Checkpoints(config.files.checkpoints).steps() == [1]
@@ -216,19 +237,16 @@ def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_whole(
     assert not list(config.files.checkpoints.glob(".*")), "half a checkpoint was left behind"
 
 
-def test_what_is_not_whole_is_no_checkpoint(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    assert checkpoints.steps() == []
-    for name, files in {
-        "step-00000001": (".metadata", "state.json"),
-        "step-00000002": ("state.json",),
-        "step-00000003": (".metadata",),
-        ".step-00000004.partial": (".metadata", "state.json"),
-        "step-x": (".metadata", "state.json"),
-    }.items():
-        (tmp_path / name).mkdir()
-        for file in files:
-            (tmp_path / name / file).touch()
+def test_what_is_not_whole_is_no_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    config = small_config(tmp_path, steps=5, checkpoint_every=1, keep_last=5)
+    ranks(train, 2, config)
+    checkpoints = Checkpoints(config.files.checkpoints)
+    assert checkpoints.steps() == [1, 2, 3, 4, 5]
+    shard = sorted(checkpoints.path(2).glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    (checkpoints.path(3) / "manifest.json").unlink()
+    checkpoints.path(4).rename(config.files.checkpoints / ".step-00000004.partial")
+    checkpoints.path(5).rename(config.files.checkpoints / "step-x")
     assert checkpoints.steps() == [1]
 
 
@@ -236,12 +254,15 @@ def test_a_damaged_checkpoint_is_named(ranks: Ranks, tmp_path: Path) -> None:
     config = small_config(tmp_path, steps=1)
     ranks(train, 2, config)
     [folder] = config.files.checkpoints.iterdir()
-    shard = sorted(folder.glob("*.distcp"))[0]
-    shard.write_bytes(shard.read_bytes()[:100])
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
     again = small_config(tmp_path, steps=2, resume=True)
-    outcomes = ranks(train, 2, again, expect_failures=True)
-    assert all("UserError: --resume: " in outcome.error for outcome in outcomes)
-    assert all(str(folder) in outcome.error for outcome in outcomes)
+    for outcome in ranks(train, 2, again, expect_failures=True):
+        assert "UserError: --resume: " in outcome.error
+        assert f"{shard}, " in outcome.error
+        assert "is damaged" in outcome.error
 
 
 # -- refusals --------------------------------------------------------------------------------------

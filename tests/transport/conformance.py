@@ -108,7 +108,7 @@ class AllGather:
         self._values = []
         for i, item in enumerate(items):
             rows = checks.draw(item.chunk, item.stored, seed, i)
-            ends = [_held(item, rank, world_size) for rank in range(world_size)]
+            ends = [held(item, rank, world_size) for rank in range(world_size)]
             self._values.append([row[:end] for row, end in zip(rows, ends, strict=True)])
         self._shards = [values[checks.rank].clone() for values in self._values]
         self._buffers = checks.transport.full_buffers(
@@ -187,7 +187,7 @@ class AllReduce:
             Checks(self._checks.transport, exact=False).compare(self._tensors[i], expected, what)
 
 
-def _held(item: Item, rank: int, world_size: int) -> int:
+def held(item: Item, rank: int, world_size: int) -> int:
     """Elements of a rank's chunk that are not missing from the tail."""
     return max(0, min(item.chunk, item.chunk * world_size - item.missing - rank * item.chunk))
 
@@ -205,7 +205,7 @@ def fuzz(checks: Checks, rounds: int, seed: int, largest: int) -> None:
     gathers: list[AllGather] = []
     under_way: list[AllGather | ReduceScatter | AllReduce] = []
     for number in range(rounds):
-        items = [_random_item(same, checks.world_size, largest) for _ in range(same.randrange(8))]
+        items = [random_item(same, checks.world_size, largest) for _ in range(same.randrange(8))]
         op = same.choice(list(Reduce))
         kind = same.choice(["gather", "scatter", "reduce"])
         if kind == "gather":
@@ -225,7 +225,7 @@ def fuzz(checks: Checks, rounds: int, seed: int, largest: int) -> None:
         each.finish()
 
 
-def _random_item(random: random.Random, world_size: int, largest: int) -> Item:
+def random_item(random: random.Random, world_size: int, largest: int) -> Item:
     chunk = random.choice([0, 1, 2, random.randrange(100), random.randrange(largest)])
     result, stored = random.choice(REDUCTIONS)
     missing = random.choice([0, 0, random.randrange(chunk * world_size + 1)])

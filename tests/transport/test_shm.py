@@ -129,13 +129,30 @@ def _too_many_under_way(rank: int, world_size: int) -> str:
         transport = _transport()
         works = [transport.all_reduce([torch.ones(1)], Reduce.SUM) for _ in range(20)]
         dist.barrier()
-        with pytest.raises(RuntimeError, match="shared memory has room for 8 under way") as caught:
+        with pytest.raises(RuntimeError, match="shared memory has room for 7 under way") as caught:
             works[0].wait()
         return str(caught.value)
 
 
 def test_more_than_there_is_room_for_is_an_error_not_a_wrong_sum() -> None:
     run_ranks(_too_many_under_way, 2)
+
+
+def _about_to_overwrite(rank: int, world_size: int) -> None:
+    with patch.multiple(signals, MARKS=8), patch.multiple(shm, MARKS=8):
+        transport = _transport()
+        works = [transport.all_reduce([torch.ones(1)], Reduce.SUM) for _ in range(8)]
+        if rank == 1:  # as it is in the midst of the next one
+            transport._signals.describe(9, 0, 2**20)
+        dist.barrier()
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="is 7 behind those of rank 1"):
+                works[0].wait()
+        dist.barrier()
+
+
+def test_a_place_that_is_about_to_be_overwritten_is_not_read() -> None:
+    run_ranks(_about_to_overwrite, 2)
 
 
 def _new_groups(rank: int, world_size: int) -> list[int]:

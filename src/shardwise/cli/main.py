@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from shardwise.cli import train_lm
+from shardwise.cli import checkpoint, train_lm
 from shardwise.cli.errors import UsageError, describe
 from shardwise.launch.errors import UserError
 
@@ -24,6 +24,7 @@ train = typer.Typer(
     name="train", help="Train a model over several processes.", invoke_without_command=True
 )
 cli.add_typer(train)
+cli.add_typer(checkpoint.commands)
 train.command("lm", epilog=train_lm.EXAMPLES)(train_lm.train_lm)
 
 
@@ -31,6 +32,11 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"shardwise {metadata.version('shardwise')}")
         raise typer.Exit
+
+
+@checkpoint.commands.callback()
+def _checkpoint(context: typer.Context) -> None:
+    _help_if_alone(context)
 
 
 @train.callback()

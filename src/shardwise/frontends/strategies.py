@@ -23,13 +23,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import ShardingStrategy
 
 REPLICATE = "dp_replicate"
 SHARD = "dp_shard"
 
 
 class Strategy(enum.Enum):
-    """How parameters, gradients and optimizer state are spread over ranks."""
+    """How parameters, gradients and optimizer state are spread over ranks.
+
+    Torch's ``ShardingStrategy`` and ZeRO-1, as the command line writes them; :meth:`of` reads the
+    former.
+    """
 
     FULL_SHARD = "full"
     SHARD_GRAD_OP = "grad-op"
@@ -37,6 +42,21 @@ class Strategy(enum.Enum):
     HYBRID_SHARD = "hybrid"
     HYBRID_SHARD_ZERO2 = "hybrid-zero2"
     ZERO1 = "zero1"
+
+    @classmethod
+    def of(cls, strategy: ShardingStrategy) -> Strategy:
+        """Torch's enum, which scripts for FSDP1 use, in the words of the command line.
+
+        Raises:
+            TypeError: something else.
+        """
+        name = getattr(strategy, "name", "").lstrip("_")
+        if type(strategy).__name__ != "ShardingStrategy" or name not in cls.__members__:
+            raise TypeError(
+                f"sharding_strategy: expected a ShardingStrategy, found {strategy!r}; import it "
+                "from shardwise"
+            )
+        return cls[name]
 
     @property
     def is_hybrid(self) -> bool:

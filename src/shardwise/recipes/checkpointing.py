@@ -1,33 +1,24 @@
-"""Checkpoints that are whole or not there.
+"""The checkpoints of a run: what a training adds to :mod:`shardwise.checkpoint`.
 
-    checkpoints/.step-00000040.partial/     every rank writes its shards here, and syncs them
-    checkpoints/step-00000040/              then one rename, by rank 0
-
-What lies in the folder is the business of this file alone: ``torch.distributed.checkpoint`` for
-shards, optimizer state and random states, and ``state.json`` for the position.
+checkpoints/step-00000040/    model, optimizer, and in `extra`: position, random states
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.checkpoint.commit import delete, step_folder, steps
+from shardwise.checkpoint.manifest import Manifest, read_manifest
+from shardwise.errors import CheckpointError
 from shardwise.launch.errors import UserError
-from shardwise.recipes.rundir import write_text
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_NAME = re.compile(r"step-(\d{8,})")
-_STATE = "state.json"
-_METADATA = ".metadata"  # torch writes it last, when every rank's files are complete
+_POSITION, _RANDOM = "position", "random"
 
 
 @dataclass(frozen=True)
@@ -63,14 +54,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, oldest first."""
-        if not self._folder.is_dir():
-            return []
-        found = [(_NAME.fullmatch(path.name), path) for path in self._folder.iterdir()]
-        return sorted(int(m[1]) for m, path in found if m and _is_complete(path))
+        return steps(self._folder)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""
-        return self._folder / f"step-{step:08}"
+        return step_folder(self._folder, step)
 
     def position(self, step: int) -> Position:
         """How far the run was.
@@ -78,47 +66,35 @@ class Checkpoints:
         Raises:
             UserError: the file that says so is damaged.
         """
-        file = self.path(step) / _STATE
+        path = self.path(step)
         try:
-            fields = json.loads(file.read_text(encoding="utf-8"))
-            return Position(int(fields["step"]), int(fields["examples"]))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(f"--resume: {file} is damaged ({error!r})") from None
+            return _position(_extra_values(read_manifest(path)), path)
+        except CheckpointError as error:
+            raise UserError(f"--resume: {error}") from None
 
     def save(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
         """Save everything that training goes on from. Every rank calls it.
 
         When it returns, the checkpoint is complete and on the disk. If it raises, or the process
         is killed, all earlier checkpoints are as they were.
+
+        Raises:
+            SaveError: a rank could not write; every rank raises it.
         """
         import torch.distributed as dist
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        from shardwise.checkpoint import save
 
         target = self.path(position.step)
         if position.step in self.steps():
             return target
-        partial = self._folder / f".{target.name}.partial"
-        leader = dist.get_rank() == 0
-        if leader:
-            self._remove(self._leftovers(target))
-            partial.mkdir(parents=True)
-        dist.barrier()
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        everything = {"model": model_state, "optimizer": optimizer_state, "random": _random_state()}
+        extra = {_POSITION: asdict(position), _RANDOM: _random_state()}
         try:
-            dcp.save(everything, checkpoint_id=partial)  # type: ignore[attr-defined]
-        except CheckpointException as error:
-            raise SaveError(self._lost(position.step, error.failures)) from error
-        if leader:
-            fields = {**asdict(position), "world_size": dist.get_world_size()}
-            write_text(partial / _STATE, json.dumps(fields) + "\n")
-            _sync_folder(partial)
-            partial.rename(target)
-            _sync_folder(self._folder)
-            self._remove([self.path(step) for step in self.steps()[: -self._keep_last]])
-        dist.barrier()
+            if dist.get_rank() == 0 and target.exists():
+                delete(target)  # it is not complete
+            save(target, model, optimizer, extra, keep_last=self._keep_last)
+        except (CheckpointError, OSError) as error:
+            raise SaveError(self._lost(position.step, error)) from error
         return target
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
@@ -130,66 +106,40 @@ class Checkpoints:
             UserError: the checkpoint is damaged, or is of another model.
         """
         import torch.distributed as dist
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+        from shardwise.checkpoint import load
 
         path = self.path(step)
-        position = self.position(step)
-        saved_world = json.loads((path / _STATE).read_text(encoding="utf-8")).get("world_size")
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        everything: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-        if saved_world == dist.get_world_size():
-            everything["random"] = _random_state()
         try:
-            dcp.load(everything, checkpoint_id=path)  # type: ignore[attr-defined]
-        except CheckpointException as error:
-            raise UserError(f"--resume: {path}: {_first(error.failures)}") from error
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=everything["model"],
-            optim_state_dict=everything["optimizer"],
-        )
-        if "random" in everything:
-            _set_random_state(everything["random"])
+            extra = load(path, model, optimizer)
+            position = _position(extra, path)
+            if read_manifest(path).world_size == dist.get_world_size():
+                _set_random_state(extra, path)
+        except CheckpointError as error:
+            raise UserError(f"--resume: {error}") from error
         return position
 
-    def _lost(self, step: int, failures: Mapping[int, Any]) -> str:
+    def _lost(self, step: int, error: Exception) -> str:
         kept = self.steps()
         since = f"step {kept[-1]} is the last that is saved" if kept else "none was saved before"
-        return f"checkpoint of step {step}: {_first(failures)}; {since}"
-
-    def _leftovers(self, target: Path) -> list[Path]:
-        """What a run that was killed while saving left behind, and what is in the way."""
-        partial = list(self._folder.glob(".step-*.partial")) if self._folder.is_dir() else []
-        return [*partial, target] if target.exists() else partial
-
-    @staticmethod
-    def _remove(folders: Sequence[Path]) -> None:
-        for folder in folders:
-            # Renamed first, so that a deletion that is cut short leaves no half checkpoint.
-            doomed = folder.with_name(f".{folder.name.strip('.')}.partial")
-            if folder != doomed:
-                folder.rename(doomed)
-            shutil.rmtree(doomed)
+        return f"checkpoint of step {step}: {error}; {since}"
 
 
-def _first(failures: Mapping[int, Any]) -> str:
-    rank, (error, _) = min(failures.items())
-    return f"rank {rank}: {type(error).__name__}: {error}"
+def _extra_values(manifest: Manifest) -> dict[str, Any]:
+    """The plain values of ``extra``, as far as its first keys lead to dicts."""
+    found: dict[str, Any] = {}
+    for value in manifest.values:
+        if value.path[0] == "extra" and len(value.path) == 3:
+            found.setdefault(str(value.path[1]), {})[value.path[2]] = value.value
+    return found
 
 
-def _is_complete(path: Path) -> bool:
-    return (path / _METADATA).is_file() and (path / _STATE).is_file()
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _position(extra: dict[str, Any], path: Path) -> Position:
+    found = extra.get(_POSITION)
+    match found:
+        case {"step": int(step), "examples": int(examples)}:
+            return Position(step, examples)
+    raise CheckpointError(f"{path}: found {found!r} as extra.{_POSITION}, expected step, examples")
 
 
 def _random_state() -> dict[str, dict[str, torch.Tensor]]:
@@ -203,11 +153,17 @@ def _random_state() -> dict[str, dict[str, torch.Tensor]]:
     return {f"rank{dist.get_rank()}": states}
 
 
-def _set_random_state(states: dict[str, dict[str, torch.Tensor]]) -> None:
+def _set_random_state(extra: dict[str, Any], path: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    own = states[f"rank{dist.get_rank()}"]
-    torch.set_rng_state(own["cpu"])
-    if "cuda" in own:
-        torch.cuda.set_rng_state(own["cuda"])
+    own = f"rank{dist.get_rank()}"
+    try:
+        states = extra[_RANDOM][own]
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path}: extra.{_RANDOM}.{own} holds no random states ({error!r})"
+        ) from None

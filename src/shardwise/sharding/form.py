@@ -61,6 +61,7 @@ class ShardedForm:
         layout: how what this rank had of the original is cut.
         owners: every place, in any group, where the parameter is registered.
         common: the full parameter that this rank's rows are a part of, if ranks have it in common.
+        lent: the whole parameter that a user holds for now, if one does.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ShardedForm:
         self.owners: list[ParamOwner] = []
         self.common: CommonFull | None = None
         self._common_of: tuple[object, ...] = ()
+        self.lent: nn.Parameter | None = None
         self._offload = offload
         whole = _torch.local_of(param) if isinstance(param, DTensor) else param.detach()
         self.origin = _torch.spec_of(param) if isinstance(param, DTensor) else None
@@ -103,6 +105,7 @@ class ShardedForm:
         made.parameter = memo[id(self.parameter)]
         made.owners = copy_owners(self.owners, memo)
         made.common, made._common_of = None, ()
+        made.lent = None
         return made
 
     @property
@@ -173,13 +176,19 @@ class ShardedForm:
         self._register_everywhere(made)
 
     def add_grad(self, shard: torch.Tensor) -> None:
-        """Add a reduced gradient (1-D, at least this rank's elements) to the parameter's."""
+        """Add a reduced gradient (1-D, at least this rank's elements) to the parameter's.
+
+        It may have another dtype than the parameter: then so has the parameter's gradient.
+        """
         shape = self.layout.shard_shape(self.mesh.shard.rank)
         local = shard[: shape.numel()].view(shape)
         grad = self.parameter.grad
         if grad is None:
             local = self._offload.grad_to_host(local, self.parameter)
-            self.parameter.grad = _torch.wrap_local(local, self.spec)
+            if local.dtype != self.parameter.dtype:
+                _torch.allow_grad_of_dtype(self.parameter, local.dtype)
+            spec = _torch.with_dtype(self.spec, local.dtype)
+            self.parameter.grad = _torch.wrap_local(local, spec)
         else:
             into = _torch.local_of(grad)
             into += local.to(into.device)

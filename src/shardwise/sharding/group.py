@@ -12,7 +12,8 @@
 ``KEPT`` is the form between forward and backward under an integer ``reshard_after_forward``. A
 small group that is freed between them is so for its modules only: its memory stays filled, and the
 group goes from ``SHARDED`` to ``UNSHARDED`` at once, unless a shard was written to meanwhile. A
-gather that fails leads from ``UNSHARDING`` back to ``SHARDED``.
+gather that fails leads from ``UNSHARDING`` back to ``SHARDED``. Between steps a user may borrow
+whole parameters: ``SHARDED`` to ``LENT`` and back (``lending.py``).
 
 Its gradients leave it as a :class:`~shardwise.sharding.reduce.Reduction`, which runs on while the
 group is already sharded again.
@@ -51,6 +52,7 @@ class GroupState(enum.Enum):
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
     KEPT = "kept on fewer ranks"
+    LENT = "lent whole to a user"
 
 
 #: A group of at most so many bytes keeps its memory from forward to backward, though it is sharded.
@@ -65,6 +67,8 @@ _MOVES = {
     (GroupState.UNSHARDED, GroupState.KEPT),
     (GroupState.KEPT, GroupState.UNSHARDING),
     (GroupState.KEPT, GroupState.SHARDED),
+    (GroupState.SHARDED, GroupState.LENT),
+    (GroupState.LENT, GroupState.SHARDED),
 }
 
 
@@ -82,6 +86,7 @@ class GroupOptions:
     reduce_scatter_unused_params: bool = False
     reduce_scatter_max_input_buffers: int = 1
     all_reduce_hook: AllReduceHook | None = None
+    keep_low_precision_grads: bool = False
 
 
 def _no_root_yet() -> NoReturn:
@@ -172,7 +177,15 @@ class ParamGroup:
 
         Args:
             for_backward: the values are those that a forward had; what is left of them will do.
+
+        Raises:
+            RuntimeError: the parameters are lent, or on the meta device.
         """
+        if self._state is GroupState.LENT:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: the whole parameters of group {self.fqn!r} are lent; run "
+                "forward and backward outside of summon_full_params"
+            )
         if self._state is not GroupState.SHARDED and self._state is not GroupState.KEPT:
             return
         if self._spared is not None:
@@ -223,11 +236,28 @@ class ParamGroup:
                     find_common(param, self.mesh, self._precision)
 
     def reshard(self) -> None:
-        """Put the shards back into the modules and free the full parameters."""
+        """Put the shards back into the modules and free the full parameters.
+
+        Parameters that are lent stay so: whoever lent them takes them back.
+        """
+        if self._state is GroupState.LENT:
+            return
         self.wait_for_unshard()
         if self._state is not GroupState.SHARDED:
             self._use_sharded()
         self._free()
+
+    def lend(self) -> None:
+        """Let the modules hold what the parameters' forms say is lent, until :meth:`take_back`."""
+        self.reshard()
+        for param in self.params:
+            assert param.form.lent is not None
+            param.register(param.form.lent)
+        self._move(GroupState.LENT)
+
+    def take_back(self) -> None:
+        """End what :meth:`lend` began."""
+        self._use_sharded()
 
     def reshard_after_forward(self) -> None:
         """Free the full parameters until backward, if that is what was asked for."""
@@ -331,6 +361,7 @@ class ParamGroup:
             force_sum=options.force_sum_reduction,
             all_reduce=options.requires_all_reduce,
             hook=options.all_reduce_hook,
+            keep_dtype=options.keep_low_precision_grads,
             partial=self._partial,
         )
 

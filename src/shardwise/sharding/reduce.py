@@ -101,10 +101,12 @@ class Reduction:
         force_sum: bool = False,
         all_reduce: bool,
         hook: AllReduceHook | None = None,
+        keep_dtype: bool = False,
         partial: Partial,
     ) -> None:
         self._label = label
         self._hook = hook
+        self._keep_dtype = keep_dtype
         self._params = list(params)
         self._mesh = mesh
         self._all_reduce = all_reduce and mesh.replicate is not None
@@ -223,4 +225,4 @@ class Reduction:
             shard = self._shards.pop(0)
             if scaling.after != 1.0:
                 shard /= scaling.after
-            param.form.add_grad(shard.to(param.dtype))
+            param.form.add_grad(shard if self._keep_dtype else shard.to(param.dtype))

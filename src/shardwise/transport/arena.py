@@ -63,11 +63,14 @@ class Window:
     Args:
         length: in bytes, whole pages.
         keeps: what lives as long as the window.
+
+    Attributes:
+        keeps: the same; may be replaced when the window is opened elsewhere.
     """
 
     def __init__(self, length: int, keeps: object = None) -> None:
         self.length = length
-        self._keeps = keeps
+        self.keeps = keeps
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self.address = _map(None, length, _PROT_NONE, flags, -1, 0)
         weakref.finalize(self, _libc().munmap, self.address, length).atexit = False

@@ -8,64 +8,24 @@ To gather is then to wait until all ranks have come so far, and to free is nothi
 parameter takes no memory beside the shards. It is seen through private pages. What a module writes
 to its full parameter stays with the rank that wrote it, and is forgotten when it is freed.
 
-The pages go back to the system when the last rank has let go of them. A rank cannot know that of
-another that died, so what a dead rank had stays until all have gone.
+The pages go back to the system when the last rank has let go of them.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import weakref
-
 import torch
 
-from shardwise.transport.arena import Arena, Window, punch, whole_pages
+from shardwise.transport.arena import Arena, Window, whole_pages
+from shardwise.transport.departures import Departures
 from shardwise.transport.pages import PageMap
 
 #: Smaller full parameters than this, in bytes, would waste much of their last page.
 SMALLEST = 64 * 1024
-# So many can be told apart for giving back their pages; what is beyond keeps them.
-_MOST = 65536
 
 
 def is_worthwhile(nbytes: int) -> bool:
     """Whether a full parameter of so many bytes should be common."""
     return nbytes >= max(SMALLEST, 1)
-
-
-class Departures:
-    """Which rank has let go of which piece of the file.
-
-    Args:
-        arena: where the table lies; all ranks have it in the same place.
-        rank: of this process.
-        world_size: number of ranks.
-
-    Attributes:
-        count: how many pieces there have been.
-    """
-
-    def __init__(self, arena: Arena, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
-        self._window = Window(whole_pages(_MOST * world_size))
-        self._window.open_sparse(arena.fd, arena.take(self._window.length))
-        self._left = (ctypes.c_uint8 * (_MOST * world_size)).from_address(self._window.address)
-        self.count = 0
-        self._fd = os.dup(arena.fd)
-        weakref.finalize(self, os.close, self._fd).atexit = False
-
-    def enter(self, piece: object, at: int, length: int) -> None:
-        """Note a piece of the file, which this rank has let go of once ``piece`` is gone."""
-        number, self.count = self.count, self.count + 1
-        if number < _MOST:
-            weakref.finalize(piece, self._leave, number, at, length).atexit = False
-
-    def _leave(self, number: int, at: int, length: int) -> None:
-        first = number * self._world_size
-        self._left[first + self._rank] = 1
-        if all(self._left[first : first + self._world_size]):
-            punch(self._fd, at, length)
 
 
 class _Piece:

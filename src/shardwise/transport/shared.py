@@ -9,6 +9,10 @@ A piece is written to again only when no rank reads it any more. Every rank coun
 all free the same things in the same order, so the count at which a piece was freed tells when all
 have freed it. The rank that takes it next waits for that; as one piece is kept to spare, it seldom
 has to.
+
+Where full parameters are dropped without having been freed (a model that is deleted after an
+evaluation, say), nobody takes their piece again: its memory goes back to the system when all ranks
+have dropped them.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.transport.arena import Arena, Window, whole_pages
+from shardwise.transport.departures import Departures
 from shardwise.transport.exchange import lay_out, tensors_in
 
 # So many free pieces are left alone, so that nobody waits for the last one freed.
@@ -48,6 +53,7 @@ class Pool:
 
     Args:
         arena: where they lie.
+        departures: to give back the memory of pieces that are dropped.
         announce: called with the number of frees so far, each time.
         wait_for_frees: returns when all ranks have freed so often.
     """
@@ -55,10 +61,12 @@ class Pool:
     def __init__(
         self,
         arena: Arena,
+        departures: Departures,
         announce: Callable[[int], None],
         wait_for_frees: Callable[[int], None],
     ) -> None:
         self.arena = arena
+        self._departures = departures
         self._announce = announce
         self._wait_for_frees = wait_for_frees
         self._free: deque[Piece] = deque()
@@ -70,12 +78,16 @@ class Pool:
         if last is not None and last in self._free:
             piece = last
         elif len(fitting) <= _SPARE:
-            capacity = max(length, _CAPACITY)
-            return Piece(self.arena.take(capacity), capacity)
+            return self._make(max(length, _CAPACITY))
         else:
             piece = fitting[0]
         self._free.remove(piece)
         self._wait_for_frees(piece.freed)
+        return piece
+
+    def _make(self, length: int) -> Piece:
+        piece = Piece(self.arena.take(length), length)
+        self._departures.enter(piece, piece.at, length)
         return piece
 
     def give_back(self, piece: Piece) -> None:
@@ -117,6 +129,7 @@ class SharedBuffers:
             self._piece = self._pool.take(self._window.length, self._last)
             if self._piece is not self._last:
                 self._window.open(self._pool.arena.fd, self._piece.at)
+                self._window.keeps = self._piece  # whose memory is there as long as views of it
             self.is_fresh = True
 
     def free(self) -> None:

@@ -24,7 +24,8 @@ from shardwise.errors import RanksDivergedError
 from shardwise.transport.arena import Window, ranges
 from shardwise.transport.base import NO_LABEL, CommonFull, FullBuffers, Label, Reduce, Work
 from shardwise.transport.calls import Call, CallLog
-from shardwise.transport.common import Departures, SharedFull, is_worthwhile
+from shardwise.transport.common import SharedFull, is_worthwhile
+from shardwise.transport.departures import Departures
 from shardwise.transport.exchange import Exchange, Part, lay_out, tensors_in
 from shardwise.transport.flat import as_rows
 from shardwise.transport.meeting import Meeting
@@ -59,12 +60,15 @@ class ShmTransport:
         self._log = CallLog(group)
         common, *own = ranges(meeting.fd, 1 + self.world_size)
         self._signals = Signals(common, self.rank, self.world_size)
+        self._departures = Departures(common, self.rank, self.world_size)
         self._pool = Pool(
             common,
+            self._departures,
             lambda frees: self._signals.set(Count.FREED, frees),
-            lambda frees: self._wait_for_all(Count.FREED, frees, "memory for the next group"),
+            lambda frees: self._wait_for_all(
+                Count.FREED, frees, f"the wait for memory that follows {self._log.last}"
+            ),
         )
-        self._departures = Departures(common, self.rank, self.world_size)
         self._pagemap = PageMap()
         self._exchange = Exchange(
             own[self.rank],
@@ -75,10 +79,10 @@ class ShmTransport:
         )
         self._common: weakref.WeakValueDictionary[int, SharedFull] = weakref.WeakValueDictionary()
         self._posted = 0
+        self._has_common = False
         self._settled = 0
         self._uses = 0
-        self._done: set[int] = set()
-        self._done_until = 0
+        self._open: set[int] = set()
         weakref.finalize(self, meeting.close).atexit = False
 
     def full_buffers(
@@ -95,6 +99,7 @@ class ShmTransport:
         """Make a full parameter that all ranks have in common, unless it is small."""
         if not is_worthwhile(self.world_size * chunk_numel * dtype.itemsize):
             return None
+        self._has_common = True
         made = SharedFull(
             self._pool.arena,
             self._departures,
@@ -109,7 +114,7 @@ class ShmTransport:
 
     def settle(self) -> None:
         """Wait until all ranks have come here as often."""
-        if self._departures.count:
+        if self._has_common:
             self._settled += 1
             self._signals.set(Count.SETTLED, self._settled)
             self._wait_for_all(
@@ -244,8 +249,10 @@ class ShmTransport:
         _, nbytes = lay_out(numels, dtypes)
         if nbytes == 0:
             return _LaidOut(self, numels, dtypes, 0, None)
-        self._uses += 1
-        return _LaidOut(self, numels, dtypes, nbytes, self._exchange.part(self._uses, nbytes))
+        use = self._uses + 1
+        self._open.add(use)
+        self._uses = use
+        return _LaidOut(self, numels, dtypes, nbytes, self._exchange.part(use, nbytes))
 
     def _pending(self, finish: Callable[[], None], laid_out: _LaidOut) -> Work:
         work = PendingWork(finish)
@@ -258,14 +265,10 @@ class ShmTransport:
         return work
 
     def _finish_use(self, use: int, part: Part) -> None:
+        """Note that this rank reads no more of a use; a garbage collector may call it any time."""
         part.is_open = False
-        self._done.add(use)
-        before = self._done_until
-        while self._done_until + 1 in self._done:
-            self._done_until += 1
-            self._done.remove(self._done_until)
-        if self._done_until != before:
-            self._signals.set(Count.DONE, self._done_until)
+        self._open.discard(use)
+        self._signals.set(Count.DONE, min(self._open, default=self._uses + 1) - 1)
 
     def _post(self, call: Call, laid_out: _LaidOut | None = None, places: int = 0) -> int:
         """Tell that this rank has done its part of a collective; return its number."""
@@ -289,11 +292,11 @@ class ShmTransport:
     def _check_room(self, number: int, peer: int) -> None:
         """Raise where ``peer`` may have overwritten what it told of collective ``number``."""
         behind = self._signals.get(Count.POSTED, peer) - number
-        if behind >= MARKS:
+        if behind >= MARKS - 1:  # the next one may be about to overwrite it
             raise RuntimeError(
                 f"rank {self.rank} waits for a collective that is {behind} behind those of rank "
-                f"{peer}; shared memory has room for {MARKS} under way. Wait for them earlier, as "
-                "with a smaller set_reduce_scatter_max_input_buffers"
+                f"{peer}; shared memory has room for {MARKS - 1} under way. Wait for them earlier, "
+                "as with a smaller set_reduce_scatter_max_input_buffers"
             )
 
     def _wait_for_all(self, count: Count, value: int, doing: str) -> None:
@@ -314,7 +317,9 @@ class ShmTransport:
         while not self._signals.sleep(count, peer, value, _LOOK_SECONDS):
             now = time.monotonic()
             gone = self._meeting.gone()
-            if peer in gone and self._signals.get(count, peer) < value:
+            # Whoever is gone before it came so far never will; another may stay where it waits
+            # for that one.
+            if any(self._signals.get(count, each) < value for each in gone):
                 self._log.compare_if_possible()
                 cause = RuntimeError("its socket is closed")
                 raise peer_lost(self._group, doing, cause, gone)

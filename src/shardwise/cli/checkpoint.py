@@ -1,0 +1,218 @@
+"""``shardwise checkpoint``: options in, one call, and what it found to the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from shardwise.cli import checkpoint_show as show
+from shardwise.cli.sizes import read_size
+from shardwise.errors import CheckpointError
+from shardwise.launch.errors import UserError
+
+commands = typer.Typer(
+    name="checkpoint",
+    help="Look at checkpoints, verify them, and turn them into other formats.",
+    invoke_without_command=True,
+)
+
+Checkpoint = Annotated[
+    Path,
+    Argument(
+        metavar="SRC",
+        help="A checkpoint of any format, or a run: its newest complete one.",
+        show_default=False,
+    ),
+]
+Buffer = Annotated[
+    int, Option(parser=read_size, metavar="SIZE", help="Memory for what is moved: 8MiB, 1GB.")
+]
+Json = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
+Force = Annotated[bool, Option("--force", help="Replace the checkpoint that is at DST.")]
+_BUFFER: Any = "32MiB"
+
+
+class DamagedError(UserError):
+    """The data is at fault, not the command line."""
+
+    exit_code = 1
+
+
+def _example(arguments: str) -> str:
+    return f"[bold]Example[/bold]\n\n  [cyan]shardwise checkpoint {arguments}[/cyan]"
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What goes wrong, as one line: exit code 2 for a bad command line, 1 for bad data."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise DamagedError(str(error)) from error
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise DamagedError(f"{where}{error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _existing(path: Path) -> Path:
+    if not path.exists():
+        raise UserError(f"found nothing at {path}, expected a checkpoint")
+    return path
+
+
+@commands.command(epilog=_example("ls runs/lm"))
+def ls(
+    directory: Annotated[
+        Path,
+        Argument(metavar="DIR", help="A run, or a folder of checkpoints.", show_default=False),
+    ],
+    json: Json = False,
+) -> None:
+    """List checkpoints: step, size, complete or not, and the mesh that saved them."""
+    from shardwise.checkpoint.survey import list_checkpoints
+
+    with _told():
+        found = list_checkpoints(_existing(directory))
+    show.listing(directory, found, json=json)
+
+
+@commands.command(epilog=_example("verify runs/lm/checkpoints/step-00000300"))
+def verify(path: Checkpoint, buffer: Buffer = _BUFFER, json: Json = False) -> None:
+    """Read a checkpoint, and compare every checksum. Exit code 1: something is damaged."""
+    from shardwise.checkpoint.formats import Format, find_checkpoint, format_of
+    from shardwise.checkpoint.survey import verify as run
+
+    with _told():
+        path = find_checkpoint(_existing(path))
+        if format_of(path) is not Format.SHARDWISE:
+            raise UserError(f"{path} has no checksums; found another format than shardwise")
+        with show.progress("verifying") as watch:
+            damages = list(run(path, buffer=buffer, watch=watch))
+    show.damages(path, damages, json=json)
+    if damages:
+        raise typer.Exit(1)
+
+
+@commands.command("show", epilog=_example("show runs/lm"))
+def show_(
+    path: Checkpoint,
+    values: Annotated[
+        bool, Option("--values", help="Plain values too: options of the optimizer, step.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Show what a checkpoint holds: parameters with shapes, dtypes and placements."""
+    from shardwise.checkpoint.formats import open_source
+
+    with _told(), open_source(_existing(path)) as source:
+        show.contents(source, values=values, json=json)
+
+
+@commands.command(epilog=_example("diff runs/lm/checkpoints/step-00000200 runs/lm"))
+def diff(
+    first: Annotated[Path, Argument(metavar="A", show_default=False)],
+    second: Annotated[Path, Argument(metavar="B", show_default=False)],
+    buffer: Buffer = _BUFFER,
+    json: Json = False,
+) -> None:
+    """Compare two checkpoints: names, shapes, dtypes, values. Exit code 1: they differ."""
+    from shardwise.checkpoint.diff import differences
+    from shardwise.checkpoint.formats import open_source
+
+    with (
+        _told(),
+        open_source(_existing(first)) as a,
+        open_source(_existing(second)) as b,
+        show.progress("comparing") as watch,
+    ):
+        found = list(differences(a, b, buffer=buffer, watch=watch))
+    show.differences(a.where, b.where, found, json=json)
+    if found:
+        raise typer.Exit(1)
+
+
+@commands.command(epilog=_example("consolidate runs/lm lm.safetensors --buffer 8MiB"))
+def consolidate(
+    src: Checkpoint,
+    dst: Annotated[
+        Path,
+        Argument(
+            metavar="DST",
+            help="file.safetensors; file.pt, .pth or .bin; or a folder of safetensors files.",
+            show_default=False,
+        ),
+    ],
+    max_shard_size: Annotated[
+        int | None,
+        Option(
+            parser=read_size,
+            metavar="SIZE",
+            help="Of a folder: size of a file.",
+            show_default="50GB",
+        ),
+    ] = None,
+    everything: Annotated[
+        bool, Option("--everything", help="Of a torch file: optimizer and the rest too.")
+    ] = False,
+    force: Force = False,
+    buffer: Buffer = _BUFFER,
+) -> None:
+    """Write full tensors into plain files, however large the checkpoint, with little memory.
+
+    safetensors, torch.load and from_pretrained read them. No process group is needed.
+    """
+    from shardwise.checkpoint.consolidate import consolidate as run
+
+    with _told(), show.progress("consolidating") as watch:
+        run(
+            _existing(src),
+            dst,
+            everything=everything,
+            force=force,
+            buffer=buffer,
+            max_shard_size=max_shard_size,
+            watch=watch,
+        )
+    show.written(dst)
+
+
+@commands.command(epilog=_example("convert runs/lm lm-hf --to hf --max-shard-size 5GB"))
+def convert(
+    src: Checkpoint,
+    dst: Annotated[Path, Argument(metavar="DST", help="The folder to make.", show_default=False)],
+    to: Annotated[str, Option(metavar="FORMAT", help="shardwise, dcp or hf.", show_default=False)],
+    max_shard_size: Annotated[
+        int | None,
+        Option(
+            parser=read_size, metavar="SIZE", help="Of hf: size of a file.", show_default="50GB"
+        ),
+    ] = None,
+    force: Force = False,
+    buffer: Buffer = _BUFFER,
+) -> None:
+    """Turn a checkpoint into another format: shardwise, dcp (torch's) or hf (Hugging Face's)."""
+    if to not in ("shardwise", "dcp", "hf"):
+        raise UserError(f"--to: found {to!r}, expected one of 'shardwise', 'dcp', 'hf'")
+    if max_shard_size is not None and to != "hf":
+        raise UserError(f"--max-shard-size: found with --to {to}, expected with --to hf only")
+    from shardwise.checkpoint.convert import convert as run
+    from shardwise.checkpoint.formats import Format
+
+    with _told(), show.progress("converting") as watch:
+        run(
+            _existing(src),
+            dst,
+            Format(to),
+            force=force,
+            buffer=buffer,
+            max_shard_size=max_shard_size,
+            watch=watch,
+        )
+    show.written(dst)

@@ -1,0 +1,173 @@
+"""Lending modules their whole parameters, for a user to look at and to change between steps.
+
+What is lent is made for the loan, in the dtype and of the values that are stored, and is not the
+full form that forward computes with: that one may have another dtype, and its memory is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardwise import _torch
+from shardwise.errors import MisuseError
+from shardwise.sharding.group import GroupState, ParamGroup
+from shardwise.sharding.hooks import FSDPState
+from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.phase import Phase
+
+
+@dataclass(frozen=True)
+class Loan:
+    """How parameters are lent.
+
+    Attributes:
+        writeback: whether what was changed is kept when the loan ends.
+        first_rank_only: whether only the first rank of the mesh gets whole parameters; the others
+            take part in gathering them, and hold their shards meanwhile.
+        offload_to_cpu: whether they are put on the host.
+        with_grads: whether gradients are lent with them.
+    """
+
+    writeback: bool = True
+    first_rank_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+
+@contextmanager
+def lent_whole(states: Iterable[FSDPState], loan: Loan) -> Iterator[None]:
+    """Let the modules of ``states`` hold whole parameters inside. Every rank enters.
+
+    Raises:
+        MisuseError: they are in a forward or backward, or lent already.
+        RuntimeError: a parameter is on the meta device.
+    """
+    states = list(states)
+    for state in states:
+        _check_idle(state)
+    with ExitStack() as stack:
+        for state in states:
+            for group in state.groups:
+                stack.enter_context(_lent(group, loan))
+        yield
+
+
+@contextmanager
+def _lent(group: ParamGroup, loan: Loan) -> Iterator[None]:
+    group.refresh()
+    group.reshard()
+    own = [param for param in group.params if param.form.lent is None]  # others are tied
+    with torch.inference_mode(False), torch.no_grad():
+        fulls = [_whole_parameter(param, loan) for param in own]
+    if loan.first_rank_only and not is_first(group):
+        yield
+        return
+    for param, full in zip(own, fulls, strict=True):
+        param.form.lent = full
+    group.lend()
+    try:
+        yield
+    finally:
+        group.take_back()
+        for param in own:
+            param.form.lent = None
+        if loan.writeback:
+            with torch.inference_mode(False), torch.no_grad():
+                for param, full in zip(own, fulls, strict=True):
+                    _write_back(param, full, with_grads=loan.with_grads)
+
+
+def is_first(group: ParamGroup) -> bool:
+    """Whether this is the first rank of the group's mesh."""
+    return dist.get_rank() == int(group.mesh.mesh.mesh.flatten()[0])
+
+
+def whole_value(param: ShardedParam, sharded: torch.Tensor) -> torch.Tensor:
+    """The whole of ``sharded``, cut as ``param`` is: in memory of its own, on every rank.
+
+    Args:
+        param: the parameter.
+        sharded: its sharded form, its sharded gradient, or a ``DTensor`` on the same mesh.
+
+    Returns:
+        A plain tensor; what this rank has of it, where tensor parallelism had cut it before.
+    """
+    assert isinstance(sharded, DTensor)
+    local = _torch.local_of(sharded)
+    device = param.form.mesh.device
+    if local.device != device:  # offloaded: collectives run where computing does
+        local = local.to(device)
+        sharded = _torch.wrap_local(local, _torch.spec_of(sharded))
+    origin = param.form.origin
+    if origin is None:
+        whole = sharded.full_tensor()
+    else:
+        outer = sharded.device_mesh.ndim - origin.mesh.ndim
+        own = param.form.mesh.own_dims or frozenset(range(outer))
+        wanted = [
+            Replicate() if dim in own else placement
+            for dim, placement in enumerate(sharded.placements)
+        ]
+        whole = sharded.redistribute(placements=wanted).to_local()
+    whole = _torch.wait_tensor(whole)
+    shared = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    return whole.clone() if shared else whole
+
+
+def _whole_parameter(param: ShardedParam, loan: Loan) -> nn.Parameter:
+    if param.local.is_meta:
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: {param.fqn} is on the meta device and has no values to lend; "
+            "materialise it first, with shardwise.materialize(model)"
+        )
+    full = _lendable(param, param.sharded, loan)
+    parameter = nn.Parameter(full, requires_grad=param.sharded.requires_grad)
+    if loan.with_grads and param.sharded.grad is not None:
+        parameter.grad = _lendable(param, param.sharded.grad, loan)
+    return parameter
+
+
+def _lendable(param: ShardedParam, sharded: torch.Tensor, loan: Loan) -> torch.Tensor:
+    whole = whole_value(param, sharded)
+    if loan.offload_to_cpu:
+        whole = whole.cpu()
+    origin = param.form.origin
+    if origin is None:
+        return whole
+    return _torch.wrap_local(whole, _torch.with_dtype(origin, whole.dtype))
+
+
+def _write_back(param: ShardedParam, full: nn.Parameter, *, with_grads: bool) -> None:
+    param.local.copy_(_rows(param, full))
+    if not with_grads:
+        return
+    if full.grad is None:
+        param.sharded.grad = None
+    elif param.sharded.grad is None:
+        param.form.add_grad(_rows(param, full.grad).flatten().to(param.local.device))
+    else:
+        _torch.local_of(param.sharded.grad).copy_(_rows(param, full.grad))
+
+
+def _rows(param: ShardedParam, full: torch.Tensor) -> torch.Tensor:
+    whole = _torch.local_of(full) if isinstance(full, DTensor) else full
+    return param.layout.cut(whole.detach(), param.form.mesh.shard.rank).contiguous()
+
+
+def _check_idle(state: FSDPState) -> None:
+    where = f"{type(state.modules[0]).__name__} on rank {dist.get_rank()}"
+    if any(group.state is GroupState.LENT for group in state.groups):
+        raise MisuseError(f"{where}: its whole parameters are lent already; do not nest")
+    in_forward = state.phase is Phase.FORWARD or state.root.forward_root is not None
+    if in_forward or _torch.in_backward():
+        raise MisuseError(
+            f"{where} is in {'forward' if in_forward else 'backward'}; whole parameters can be "
+            "lent between steps only"
+        )

@@ -1,0 +1,205 @@
+"""Saving and loading in one process: what comes back, what is refused, what other readers see."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+
+from shardwise import checkpoint
+from shardwise.checkpoint import CheckpointError
+from shardwise.checkpoint.manifest import read_manifest
+from shardwise.checkpoint.storage import Reader, Writer
+from tests.checkpoint.small import SHARD, make, same, save_small, train
+
+
+def test_a_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    model, optimizer = save_small(tmp_path / "a")
+    other, other_optimizer = make(seed=1, steps=3)
+    other_optimizer.param_groups[0]["lr"] = 3.0
+
+    extra = checkpoint.load(tmp_path / "a", other, other_optimizer)
+
+    assert extra["step"] == 1
+    assert torch.equal(extra["noise"], torch.ones(3))
+    assert other.note == "saved", "extra state of a module"
+    for each in ((model, optimizer), (other, other_optimizer)):
+        torch.manual_seed(5)
+        train(*each)
+    assert same(other, model)
+
+
+def test_an_optimizer_that_never_stepped_is_saved_as_it_is(tmp_path: Path) -> None:
+    model, optimizer = make(steps=0)
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    assert not optimizer.state, "saving takes no step"
+    other, stepped = make(seed=1, steps=2)
+    checkpoint.load(tmp_path / "a", other, stepped)
+    assert not stepped.state
+
+
+PLAIN = {
+    "none": None,
+    "truth": True,
+    "count": -(2**70),
+    "real": 0.1,
+    "edge": [math.inf, -math.inf],
+    "text": "a \u20ac \ud800 \x00",
+    "bytes": b"\x00\xff",
+    "pair": (1, (2.5, "x")),
+    "numbered": {1: "a", (2, 3): {"b": None}},
+    "dollar": {"$tuple": [1]},
+    "dtype": torch.bfloat16,
+    "empty": [{}, [], ()],
+    "nothing": {},
+}
+
+
+def test_plain_values_come_back_exactly(tmp_path: Path) -> None:
+    model, _ = make()
+    checkpoint.save(tmp_path / "a", model, extra={**PLAIN, "nan": math.nan})
+    extra = checkpoint.load(tmp_path / "a", model)
+    assert math.isnan(extra.pop("nan"))
+    assert extra == PLAIN
+    assert all(type(extra[key]) is type(value) for key, value in PLAIN.items())
+
+
+def test_tensors_of_every_kind_come_back_exactly(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(0, 255, (6, 4, 8), generator=generator, dtype=torch.uint8)
+    dtypes = [torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint32]
+    dtypes += [torch.complex64, torch.float8_e4m3fn, torch.int64]
+    tensors = {str(dtype): noise.view(dtype) for dtype in dtypes}
+    tensors |= {
+        "bool": noise > 99,
+        "transposed": noise.transpose(0, 2),
+        "strided": noise[::2, :, ::3],
+        "conjugate": noise.view(torch.complex64).conj(),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(3, 0, 2),
+        "large": torch.arange(3_000_000).view(3, -1).t(),
+    }
+    model, _ = make()
+    checkpoint.save(tmp_path / "a", model, extra={"in": {"a list": [1, tensors]}})
+    found = checkpoint.load(tmp_path / "a", model)["in"]["a list"]
+    assert found[0] == 1
+    for name, value in tensors.items():
+        assert found[1][name].dtype == value.dtype, name
+        assert found[1][name].shape == value.shape, name
+        mine, theirs = (t.resolve_conj().contiguous() for t in (found[1][name], value))
+        assert (
+            mine.numpy(force=True).tobytes() == theirs.numpy(force=True).tobytes()
+            if (mine.dtype not in (torch.bfloat16, torch.float8_e4m3fn))
+            else torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+        ), name
+
+
+@pytest.mark.parametrize(
+    ("extra", "complaint"),
+    [
+        ({"a": {"b": object()}}, r"extra\.a\.b: found builtins\.object"),
+        ({"a": [1, {2}]}, r"extra\.a\[1\]: found builtins\.set"),
+        ({"a": lambda: 0}, r"extra\.a: found builtins\.function"),
+        ({"a": (torch.ones(1),)}, r"extra\.a\[0\]: found torch\.Tensor"),
+        ({"a": torch.ones(2, device="meta")}, r"extra\.a: is on the meta device"),
+        ({"a": torch.eye(2).to_sparse()}, r"extra\.a: found layout"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, r"extra\.a\.b: two tensors"),
+        ({"a\n": 1}, r"expected a name of printable characters"),
+        ([1], r"extra: found list, expected a dict"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_and_nothing_is_written(
+    tmp_path: Path, extra: Any, complaint: str
+) -> None:
+    model, optimizer = make()
+    with pytest.raises(CheckpointError, match=complaint):
+        checkpoint.save(tmp_path / "a", model, optimizer, extra)
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    save_small(tmp_path / "a")
+    model, optimizer = make()
+    model.layers[2] = nn.Linear(5, 4)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.weight: found shape \[3, 5\]"):
+        checkpoint.load(tmp_path / "a", model)
+    model.layers[2] = nn.Identity()
+    model.more = nn.Linear(1, 1)
+    with pytest.raises(CheckpointError, match=r"model\.more\.weight.* not in the checkpoint"):
+        checkpoint.load(tmp_path / "a", model)
+    checkpoint.load(tmp_path / "a", model, strict=False)
+    other = torch.optim.AdamW(model.more.parameters())
+    with pytest.raises(CheckpointError, match="the optimizer has no parameter of this name"):
+        checkpoint.load(tmp_path / "a", model, other, strict=False)
+    stranger = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    with pytest.raises(CheckpointError, match="is no parameter of the model"):
+        checkpoint.save(tmp_path / "b", model, stranger)
+    del optimizer
+
+
+def test_a_checkpoint_of_a_model_alone_says_that_it_has_no_optimizer(tmp_path: Path) -> None:
+    model, optimizer = make()
+    checkpoint.save(tmp_path / "a", model)
+    with pytest.raises(CheckpointError, match="param_groups are missing in the checkpoint"):
+        checkpoint.load(tmp_path / "a", model, optimizer)
+
+
+def test_a_model_on_the_meta_device_is_told_what_to_do(tmp_path: Path) -> None:
+    save_small(tmp_path / "a")
+    with torch.device("meta"):
+        model = type(make()[0])()
+    with pytest.raises(CheckpointError, match="is on the meta device; materialise it first"):
+        checkpoint.load(tmp_path / "a", model)
+
+
+def test_files_are_safetensors_that_any_reader_opens(tmp_path: Path) -> None:
+    model, _ = save_small(tmp_path / "a")
+    found = load_file(tmp_path / "a" / SHARD)
+    for name, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[f"model.{name}"], value), name
+    assert torch.equal(found["extra.noise"], torch.ones(3))
+
+
+def test_a_folder_that_is_there_is_never_replaced(tmp_path: Path) -> None:
+    save_small(tmp_path / "a")
+    before = read_manifest(tmp_path / "a")
+    model, _ = make(seed=1)
+    with pytest.raises(CheckpointError, match="is there already, expected a new name"):
+        checkpoint.save(tmp_path / "a", model)
+    assert read_manifest(tmp_path / "a") == before
+
+
+def test_no_pickle_is_written_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pickle
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("pickle was used")
+
+    for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(torch, "save", refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    save_small(tmp_path / "a")
+    checkpoint.load(tmp_path / "a", *make(seed=1))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_storage_serves_plain_dcp_too(tmp_path: Path) -> None:
+    model, _ = make()
+    state = {"model": {n: v for n, v in model.state_dict().items() if "extra" not in n}}
+    dcp.save(state, storage_writer=Writer(tmp_path / "a"))
+    found = {"model": {name: torch.zeros_like(value) for name, value in state["model"].items()}}
+    dcp.load(found, storage_reader=Reader(tmp_path / "a"))
+    for name, value in state["model"].items():
+        assert torch.equal(found["model"][name], value), name
+    with pytest.raises(dcp.api.CheckpointException, match=r"model\.x: is not a tensor"):
+        dcp.save({"model": {"x": 1}}, storage_writer=Writer(tmp_path / "b"))
+    with pytest.raises(dcp.api.CheckpointException, match="expected state under model"):
+        dcp.save({"x": torch.ones(1)}, storage_writer=Writer(tmp_path / "b"))

@@ -1,0 +1,303 @@
+"""Building a wrapped model: from the meta device, from rank 0's values, in mixed precision."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shardwise import (
+    CPUOffload,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+    checkpoint_module,
+)
+from shardwise.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
+from tests.frontends.training import assert_bits, train, trained_twin, whole, wrapped
+from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
+
+Ranks = Callable[..., list[Any]]
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's too, in another unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 6)
+        self.block = Block()
+        self.head = nn.Sequential(nn.Linear(6, 5, bias=False))
+        self.head[0].weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embed(tokens)))
+
+
+class Normed(nn.Module):
+    """A convolution, a batch norm, and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 4, 1)
+        self.norm = nn.BatchNorm1d(4)
+        self.seen: list[torch.dtype] = []
+        self.register_buffer("scale", torch.full((1,), 1 / 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x)
+        self.seen.append(x.dtype)
+        x = self.norm(x)
+        self.seen += [x.dtype, self.scale.dtype]
+        return x * self.scale
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def _rank_0s_values(rank: int, world_size: int) -> None:
+    expected = seeded(Net)
+    replicas = [{}, {"sharding_strategy": ShardingStrategy.NO_SHARD}]
+    for strategy in (ShardingStrategy.HYBRID_SHARD,):
+        for shape in [(2, 1), (1, 2)]:
+            mesh = init_device_mesh("cpu", shape)
+            replicas.append({"sharding_strategy": strategy, "device_mesh": mesh})
+    for arguments in replicas:
+        model = wrapped(seeded(Net, seed=rank), sync_module_states=True, **arguments)
+        assert_bits(model, expected, str(arguments))
+    normed = seeded(Normed, seed=rank)
+    normed.norm.running_mean.fill_(rank + 1)
+    FullyShardedDataParallel(normed, sync_module_states=True)
+    assert normed.norm.running_mean.tolist() == [1, 1, 1, 1], "buffers too"
+
+    different = wrapped(seeded(Net, seed=rank))
+    ignored = seeded(Net, seed=rank)
+    wrapped(ignored, sync_module_states=True, ignored_modules=[ignored.head])
+    assert torch.equal(ignored.head.weight, seeded(Net, seed=rank).head.weight)
+    if rank == 1:
+        row = different.head.weight.to_local()
+        assert not torch.equal(row, expected.head.weight[3:]), "without it every rank has its own"
+
+
+def _from_meta(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        plain, tied, alone = Net(), Tied(), nn.Sequential(nn.Linear(3, 3), Net())
+    plain.gain = nn.Parameter(torch.tensor(1.5))
+    torch.manual_seed(rank)
+    whole_at_once = []
+
+    def init(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+        whole_at_once.append(sum(p.numel() for p in plain.parameters() if not _is_shard(p)))
+
+    total = sum(p.numel() for p in plain.parameters())
+    model = wrapped(plain, param_init_fn=init, sync_module_states=True)
+    assert max(whole_at_once) <= total, "one unit after the other"
+    assert not any(param.is_meta for param in model.parameters())
+    values = [whole(param.detach()) for param in model.parameters()]
+    assert all(value.isfinite().all() for value in values)
+    loss_of(model, batches(world_size)[rank]).backward()
+
+    # Rank 0 has read a checkpoint, the others wait for it.
+    source = seeded(Net) if rank == 0 else alone[1]
+    fill: Any = None if rank == 0 else lambda m: m.to_empty(device="cpu", recurse=False)
+    model = wrapped(source, param_init_fn=fill, sync_module_states=True)
+    assert_bits(model, seeded(Net))
+
+    model = FullyShardedDataParallel(tied, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+    assert model.module.head.module[0].weight is model.module.embed.weight, "still tied"
+    model(torch.arange(4)).sum().backward()
+
+    with torch.device("meta"):
+        strange = Net()
+    with pytest.raises(ValueError, match=r"\(Net\) has gain on the meta device and no reset_param"):
+        FullyShardedDataParallel(strange)
+    with pytest.raises(ValueError, match="param_init_fn left gain on the meta device on rank"):
+        FullyShardedDataParallel(strange, param_init_fn=lambda module: None)
+
+
+def _is_shard(param: torch.Tensor) -> bool:
+    return isinstance(param, DTensor) or param.is_meta
+
+
+def _by_hand(rank: int, world_size: int) -> None:
+    expected, _ = trained_twin(world_size)
+    net = seeded(Net)
+    untouched = wrap(net.head)
+    assert untouched is net.head
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, reshard_after_forward=False):
+        for index, block in enumerate(net.blocks):
+            net.blocks[index] = wrap(block)
+        net.head = wrap(net.head, sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert not net.blocks[0].settings.reshard_after_forward
+    model = FullyShardedDataParallel(net)
+    train(model, rank, world_size)
+    assert_bits(model, expected)
+
+    head = {"reshard_after_forward": False}
+    policy = CustomPolicy(lambda m: head if isinstance(m, nn.Linear) else isinstance(m, Block))
+    model = wrapped(auto_wrap_policy=policy)
+    assert model.head.settings.reshard_after_forward is False
+    assert model.blocks[0].settings.reshard_after_forward is None
+    train(model, rank, world_size)
+    assert_bits(model, expected)
+
+
+def _checkpointed(rank: int, world_size: int) -> None:
+    expected, _ = trained_twin(world_size)
+    runs = []
+
+    class Counted(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            runs.append(1)
+            return super().forward(x)
+
+    def wrapper(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        return FullyShardedDataParallel(checkpoint_module(module), *args, **kwargs)
+
+    net = seeded(Net)
+    for block in net.blocks:
+        block.__class__ = Counted
+    names = list(net.state_dict())
+    model = wrapped(net, auto_wrapper_callable=wrapper)
+    assert isinstance(model.blocks[0].module, Counted)
+    assert list(model.state_dict()) == names
+    twin = copy.deepcopy(model)
+    train(model, rank, world_size)
+    assert_bits(model, expected)
+    assert len(runs) == 2 * 2 * 3, "two steps, three blocks, each forward twice"
+    train(twin, rank, world_size)
+    assert_bits(twin, expected, "a copy")
+
+    outside = checkpoint_module(wrapped())
+    train(outside, rank, world_size)
+    assert_bits(outside, expected, "around the wrapper")
+
+
+def test_all_ranks_get_rank_0s_parameters_and_buffers(ranks: Ranks) -> None:
+    ranks(_rank_0s_values, 2)
+
+
+def test_models_on_the_meta_device_are_materialised_unit_by_unit(ranks: Ranks) -> None:
+    ranks(_from_meta, 2)
+
+
+def test_units_wrapped_by_hand_and_with_arguments_of_their_own(ranks: Ranks) -> None:
+    ranks(_by_hand, 2)
+
+
+def test_checkpointed_modules_compute_forward_again(ranks: Ranks) -> None:
+    ranks(_checkpointed, 2)
+
+
+# -- dtypes ----------------------------------------------------------------------------------------
+
+
+def _mixed_precision(rank: int, world_size: int) -> None:
+    low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    model = FullyShardedDataParallel(
+        Normed(), mixed_precision=low, auto_wrap_policy=ModuleWrapPolicy({nn.Conv1d})
+    )
+    out = model(torch.randn(2, 3, 5))
+    assert out.dtype == torch.bfloat16
+    assert model.module.seen == [torch.bfloat16, torch.bfloat16, torch.bfloat16]
+    assert isinstance(model.norm, FullyShardedDataParallel), "a unit of its own"
+    assert model.norm.module.running_mean.dtype == torch.float32, "and in full precision"
+    assert model.norm.weight.dtype == torch.float32
+    out.float().sum().backward()
+    assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+    assert model.scale.dtype == torch.bfloat16
+    assert all(value.dtype != torch.bfloat16 for value in model.state_dict().values())
+
+    _inputs_are_cast_where_asked_for()
+    _gradients_stay_low_where_asked_for(rank, world_size)
+
+
+class Watching(nn.Module):
+    def __init__(self, seen: list[torch.dtype]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.seen = seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.dtype)
+        return (x * self.weight.to(x.dtype)).float()
+
+
+def _inputs_are_cast_where_asked_for() -> None:
+    low, full = torch.bfloat16, torch.float32
+    for inner, root, expected in (
+        (False, True, [low, full]),
+        (True, True, [low, low]),
+        (False, False, [full, full]),
+        (True, False, [full, low]),
+    ):
+        seen: list[torch.dtype] = []
+        precision = MixedPrecision(
+            param_dtype=low, cast_forward_inputs=inner, cast_root_forward_inputs=root
+        )
+        net = nn.Sequential(Watching(seen), Watching(seen))
+        net[1] = FullyShardedDataParallel(net[1], mixed_precision=precision)
+        FullyShardedDataParallel(net, mixed_precision=precision)(torch.ones(4))
+        assert seen == expected, (inner, root)
+
+
+def _gradients_stay_low_where_asked_for(rank: int, world_size: int) -> None:
+    for keep, reduce, expected in (
+        (True, None, torch.bfloat16),
+        (True, torch.float32, torch.float32),
+        (False, None, torch.float32),
+    ):
+        precision = MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=reduce, keep_low_precision_grads=keep
+        )
+        model = wrapped(mixed_precision=precision)
+        for step in range(2):
+            model(batches(world_size, step)[rank]).float().square().mean().backward()
+        assert {param.grad.dtype for param in model.parameters()} == {expected}
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+
+
+def test_mixed_precision_says_what_is_computed_in_which_dtype(ranks: Ranks) -> None:
+    ranks(_mixed_precision, 2)
+
+
+# -- what torch's own cannot do on a CPU -----------------------------------------------------------
+
+
+def _on_a_cpu(rank: int, world_size: int) -> None:
+    """Together: rank 0's values, offloading, and a hybrid mesh that only replicates."""
+    mesh = init_device_mesh("cpu", (world_size, 1))
+    model = wrapped(
+        seeded(Net, seed=rank),
+        sync_module_states=True,
+        cpu_offload=CPUOffload(offload_params=True),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=mesh,
+    )
+    loss_of(model, batches(world_size)[rank]).backward()
+    expected = seeded(Net)
+    average_backward(expected, batches(world_size))
+    for name, param in model.named_parameters():
+        wanted = expected.get_parameter(name).grad
+        assert torch.equal(whole(param.grad), wanted), f"{name} is the average over all replicas"
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        state = model.state_dict()
+    assert bool(state) == (rank == 0)
+    dist.barrier()
+
+
+def test_everything_that_works_on_a_gpu_works_on_a_cpu(ranks: Ranks) -> None:
+    ranks(_on_a_cpu, 2)

@@ -1,0 +1,141 @@
+"""What the ranks of a host hold in common does not grow, and is let go of."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.transport import futex
+from tests.harness import run_ranks
+from tests.transport.streams import CPU, Stream, world_group
+
+pytestmark = pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds.
+
+    Attributes:
+        in_common: bytes that the file in common takes.
+        descriptors: number of open ones.
+        windows: mappings of the file.
+        mappings: all.
+    """
+
+    in_common: int
+    descriptors: int
+    windows: int
+    mappings: int
+
+    @staticmethod
+    def now(fd: int | None = None) -> Held:
+        """What this process holds, with file ``fd``."""
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return Held(
+            512 * os.fstat(fd).st_blocks if fd is not None else 0,
+            len(os.listdir("/proc/self/fd")),
+            sum("memfd:shardwise" in line for line in maps),
+            len(maps),
+        )
+
+
+def _repeat(rank: int, world_size: int, rounds: int, repeats: int) -> list[Held]:
+    """Return what is held after each of several repeats of the very same collectives."""
+    stream = Stream(world_group(), "leaks", compared=False, largest=20_000)
+    seen = []
+    for _ in range(repeats):
+        stream.rewind()
+        for number in range(rounds):
+            stream.start()
+            if number % 4 == 3:  # in step, so that each takes the same memory every time
+                stream.finish()
+                dist.barrier()
+        gc.collect()
+        seen.append(Held.now(stream.transport._meeting.fd))
+        dist.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_held_does_not_grow_with_the_number_of_collectives(world_size: int) -> None:
+    for first, *later in run_ranks(_repeat, world_size, 200, 3):
+        for each in later:
+            assert each.in_common == first.in_common
+            assert each.descriptors == first.descriptors
+            assert each.windows == first.windows
+            # The allocator and the threads of gloo have mappings of their own.
+            assert each.mappings <= first.mappings + 10
+
+
+def _drop_unfreed(rank: int, world_size: int) -> list[int]:
+    """Return what the file takes after each of several models that were dropped as they were."""
+    transport = Stream(world_group(), "unfreed", compared=False).transport
+    numel, taken = 250_000, []
+    for _ in range(5):
+        buffers = transport.full_buffers([numel * world_size], [torch.float32], CPU)
+        buffers.allocate()
+        transport.all_gather([torch.full((numel,), rank + 1.0)], buffers.tensors).wait()
+        view = buffers.tensors[0].view(world_size, numel)
+        dist.barrier()
+        del buffers
+        dist.barrier()
+        assert view.sum(1).tolist() == [numel * (each + 1.0) for each in range(world_size)]
+        dist.barrier()
+        del view
+        dist.barrier()
+        taken.append(Held.now(transport._meeting.fd).in_common)
+        dist.barrier()
+    return taken
+
+
+def test_parameters_that_are_dropped_without_being_freed_are_given_back() -> None:
+    for first, *later in run_ranks(_drop_unfreed, 2):
+        assert first < 4 * 250_000, "their pages have gone back"
+        assert max(later) <= first
+
+
+def _drop_in_a_child(rank: int, world_size: int) -> float:
+    """Let go of a parameter in a child process, as a data loader's worker may."""
+    transport = Stream(world_group(), "child", compared=False).transport
+    made = transport.common_full(1000, torch.float32)
+    assert made is not None
+    shard = made.chunk(1000).fill_(1.0)
+    transport.all_gather([shard], [made.full]).wait()
+    child = os.fork()
+    if child == 0:
+        del made, shard
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    dist.barrier()
+    made.release()
+    return float(made.full.sum())
+
+
+def test_what_a_child_process_lets_go_of_is_not_given_back() -> None:
+    assert run_ranks(_drop_in_a_child, 2) == [2000.0, 2000.0]
+
+
+def _drop_all(rank: int, world_size: int) -> tuple[Held, Held]:
+    before = Held.now()
+    stream = Stream(world_group(), "dropped", compared=False)
+    for _ in range(30):
+        stream.step()  # some of it is not waited for, some not freed
+    dist.barrier()
+    del stream
+    dist.destroy_process_group()
+    gc.collect()
+    return before, Held.now()
+
+
+def test_nothing_stays_mapped_when_all_is_dropped() -> None:
+    for before, after in run_ranks(_drop_all, 3):
+        assert after.windows == 0
+        assert after.descriptors <= before.descriptors
