@@ -58,6 +58,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--data empty.txt", "--data: found an empty file: empty.txt"),
         ("--data short.txt", "--data: found 5 bytes in 1 file"),
         ("--resume", "--resume: found no run in runs/lm"),
+        ("--resume --auto-resume", "--auto-resume: found --resume too, expected one of the two"),
         ("--resume --overwrite", "--resume: found --overwrite too"),
         ("--out taken", "--out: found other files in taken, expected an empty or new folder"),
         ("notes.txt", "arguments: found notes.txt, expected options"),

@@ -209,8 +209,8 @@ def test_killed_then_stopped_then_resumed_a_run_ends_as_if_undisturbed(
         assert int(match[1]) in Checkpoints(folder / "run" / "checkpoints").steps()
         assert stopped.err.rstrip().endswith("--nproc 2 --out run --resume")
 
-        # Resumed once more, to the end.
-        finished = Ended.of(folder, start(folder, *command, "--resume"))
+        # Started again as a job that is started by itself, to the end.
+        finished = Ended.of(folder, start(folder, *command, "--auto-resume"))
         assert (finished.code, finished.err) == (0, "")
 
     assert metrics(folder) == metrics(whole.folder), "bit for bit"

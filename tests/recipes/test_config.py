@@ -11,6 +11,7 @@ import pytest
 
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.world import World
+from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import (
     OptimizerConfig,
     OptionError,
@@ -23,6 +24,7 @@ from shardwise.recipes.config import (
     flatten,
     resolve_sharding,
 )
+from shardwise.recipes.lm_config import go_on_if_possible
 from shardwise.recipes.presets import PRESETS, defaults_for, longest_sequence, model_settings
 
 
@@ -189,3 +191,17 @@ def test_what_is_no_model_is_named(tmp_path: Path, content: str | None, message:
 def test_a_near_miss_is_corrected() -> None:
     with pytest.raises(OptionError, match="did you mean llama-tiny"):
         model_settings("lama-tiny")
+
+
+def test_a_job_that_is_started_again_goes_on_where_there_is_something_to_go_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = OutputConfig(out=tmp_path / "run")
+    assert go_on_if_possible(output) == output, "nothing is there"
+    output.out.mkdir()
+    (output.out / "run.json").write_text("{}")
+    began_anew = go_on_if_possible(output)
+    assert (began_anew.resume, began_anew.overwrite) == (False, True), "no checkpoint: none is lost"
+    monkeypatch.setattr(Checkpoints, "steps", lambda _: [4])
+    goes_on = go_on_if_possible(output)
+    assert (goes_on.resume, goes_on.overwrite) == (True, False)

@@ -19,7 +19,7 @@ from shardwise.recipes.config import (
     TrainConfig,
     TransportName,
 )
-from shardwise.recipes.lm_config import LmConfig
+from shardwise.recipes.lm_config import LmConfig, go_on_if_possible
 from shardwise.recipes.lm_job import LmJob
 from shardwise.recipes.presets import PRESETS, defaults_for
 
@@ -191,6 +191,15 @@ def train_lm(
         bool,
         Option("--resume", help="Go on from the newest checkpoint in --out.", rich_help_panel=_OUT),
     ] = False,
+    auto_resume: Annotated[
+        bool,
+        Option(
+            "--auto-resume",
+            help="Go on if --out has a complete checkpoint, else begin anew. For jobs that are "
+            "started again by themselves.",
+            rich_help_panel=_OUT,
+        ),
+    ] = False,
     overwrite: Annotated[
         bool,
         Option("--overwrite", help="Delete the run that is in --out.", rich_help_panel=_OUT),
@@ -218,6 +227,15 @@ def train_lm(
     if more_data and not data:
         raise OptionError("arguments", " ".join(more_data), "options; text goes behind --data")
     defaults = defaults_for(model)
+    output = OutputConfig(
+        out=out,
+        checkpoint_every=checkpoint_every,
+        keep_last=keep_last,
+        eval_every=eval_every,
+        tensorboard=tensorboard,
+        resume=resume,
+        overwrite=overwrite,
+    )
     config = LmConfig(
         model=model,
         data=(*(data or ()), *(more_data or ())),
@@ -247,15 +265,7 @@ def train_lm(
                 transport=transport,
                 activation_checkpointing=activation_checkpointing,
             ),
-            output=OutputConfig(
-                out=out,
-                checkpoint_every=checkpoint_every,
-                keep_last=keep_last,
-                eval_every=eval_every,
-                tensorboard=tensorboard,
-                resume=resume,
-                overwrite=overwrite,
-            ),
+            output=go_on_if_possible(output) if auto_resume else output,
         ),
     )
     run(LmJob(config), nproc)

@@ -243,5 +243,7 @@ def _title(run: _Run) -> str:
 def _how_to_resume() -> str:
     if not launched_here():
         return "To go on, start the same with --resume."
+    if "--auto-resume" in sys.argv:
+        return "To go on:\n  " + journal.command_line(sys.argv[1:])
     arguments = [a for a in sys.argv[1:] if a not in ("--overwrite", "--resume")]
     return "To go on:\n  " + journal.command_line([*arguments, "--resume"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.launch.errors import UserError
@@ -12,6 +12,7 @@ from shardwise.launch.world import World
 from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import (
     OptionError,
+    OutputConfig,
     TrainConfig,
     as_json,
     check_train,
@@ -107,6 +108,20 @@ def check_lm(config: LmConfig, world: World) -> LmInputs:
     inputs = LmInputs(settings, load_text(config.data, config.seq_length))
     _check_extras(config.train.output.tensorboard)
     return inputs
+
+
+def go_on_if_possible(output: OutputConfig) -> OutputConfig:
+    """Resume the run in ``output.out`` if it has a complete checkpoint, else begin it anew.
+
+    Raises:
+        OptionError: ``resume`` or ``overwrite`` is asked for as well.
+    """
+    for option, given in (("--resume", output.resume), ("--overwrite", output.overwrite)):
+        require(not given, "--auto-resume", f"{option} too", "one of the two")
+    files = RunDir(output.out)
+    if Checkpoints(files.checkpoints).steps():
+        return replace(output, resume=True)
+    return replace(output, overwrite=files.run_json.is_file())
 
 
 def check_folder(config: LmConfig, inputs: LmInputs) -> int:
