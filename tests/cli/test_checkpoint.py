@@ -158,7 +158,7 @@ def test_verify_names_file_parameter_and_piece(shell: Shell, run: Path, tmp_path
     assert (
         "file shard-00000-of-00001.safetensors, parameter 1.weight, piece model.1.weight" in shown
     )
-    assert "1 piece damaged" in shown
+    assert "damaged in 1 place" in shown
     (damage,) = shell.json("verify", tmp_path / "hurt", code=1)["damaged"]
     assert damage["parameter"] == "1.weight"
 

@@ -113,8 +113,8 @@ def damages(where: Path, found: Sequence[Damage], *, json: bool) -> None:
     if not found:
         print(f"{where}: every checksum is right")
     else:
-        pieces = "1 piece" if len(found) == 1 else f"{len(found)} pieces"
-        print(f"{where}: {pieces} damaged; an older checkpoint may be whole, see: ls")
+        places = "1 place" if len(found) == 1 else f"{len(found)} places"
+        print(f"{where}: damaged in {places}; an older checkpoint may be whole, see: ls")
 
 
 def contents(source: Source, *, values: bool, json: bool) -> None:
