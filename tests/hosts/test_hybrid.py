@@ -1,0 +1,17 @@
+"""Hybrid sharding over hosts: memory inside each of them, the network across."""
+
+from __future__ import annotations
+
+import json
+
+from shardwise.transport import futex
+from tests.hosts.network import needs_hosts, run_over, two_hosts
+
+
+@needs_hosts
+def test_every_mesh_dimension_gets_the_transport_of_its_ranks() -> None:
+    with two_hosts() as hosts:
+        printed = run_over(hosts, 2, "tests.hosts.hybrid")
+    inside = "shm" if futex.is_available() else "gloo"
+    for out in printed:
+        assert json.loads(out) == {"shard": inside, "replicate": "gloo", "all": "gloo"}
