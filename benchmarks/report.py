@@ -23,6 +23,7 @@ from typing import Any
 from _memory_tables import memory_tables
 from _overhead_tables import overhead_tables
 from _report import ROOT, Table, machine_line
+from _scaling_tables import scaling_tables
 from _step_tables import step_tables
 from _transport_tables import transport_tables
 
@@ -32,6 +33,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "memory": memory_tables,
     "transport": transport_tables,
     "overhead": overhead_tables,
+    "scaling": scaling_tables,
 }
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
