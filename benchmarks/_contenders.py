@@ -1,6 +1,6 @@
 """The contenders: one class for each way to train the same model on several ranks.
 
-All of them take one AdamW step on the mean of the ranks' gradients, with the same settings, but
+All of them take one optimizer step on the mean of the ranks' gradients, with the same settings, but
 for the floor, which computes a rank's share of that work and talks to nobody.
 
 What ``bf16`` means is the same for all: fp32 parameters and optimizer state are what is kept,
@@ -11,9 +11,9 @@ else: parameters, gradients, their reduction and optimizer state are bf16.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ class Case:
         tokens: on each rank, in each step.
         device: ``"cpu"`` or ``"cuda"``.
         seed: of weights and tokens.
+        optimizer: ``"adamw"``, or ``"sgd"``, which keeps no state.
     """
 
     ranks: int
@@ -45,17 +46,23 @@ class Case:
     tokens: int = 256
     device: str = "cpu"
     seed: int = 0
+    optimizer: str = "adamw"
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of forward and backward."""
         return torch.float32 if self.dtype == "fp32" else torch.bfloat16
 
+    @classmethod
+    def stored(cls, case: Mapping[str, Any]) -> Self:
+        """Find the case among the raw numbers of a document, which may be older than a field."""
+        return cls(**{name: case[name] for name in cls.__dataclass_fields__ if name in case})
+
     def label(self) -> str:
         """Name the case in a table's title."""
         return (
             f"{self.params} parameters, {self.ranks} ranks, {self.dtype}, ZeRO-{self.zero}, "
-            f"{self.tokens} tokens a rank"
+            f"{self.tokens} tokens a rank{', SGD' if self.optimizer == 'sgd' else ''}"
         )
 
 
@@ -94,12 +101,15 @@ class Contender(ABC):
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    """Make the optimizer of every contender: torch's fused AdamW.
+def make_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make the optimizer of every contender: torch's fused AdamW, or SGD.
 
     Fused is the fastest that torch has, on the CPU too, and makes no temporaries: what is left of
-    a step's time and memory is then the contender's own.
+    a step's time and memory is then the contender's own. SGD is one addition a parameter; its
+    fused form takes no ``DTensor``.
     """
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=0.01, foreach=True)
     return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
@@ -132,7 +142,7 @@ class _ByModule(Contender):
         fully_shard(last, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         self.model = model
-        self.optimizer = adamw(model.parameters())
+        self.optimizer = make_optimizer(case, model.parameters())
 
     @staticmethod
     @abstractmethod
@@ -197,7 +207,7 @@ class FSDP1(Contender):
             device_id=torch.device(case.device),
             use_orig_params=True,
         )
-        self.optimizer = adamw(self.model.parameters())
+        self.optimizer = make_optimizer(case, self.model.parameters())
 
 
 class DistributedDataParallel(Contender):
@@ -220,7 +230,9 @@ class DistributedDataParallel(Contender):
         if self.masters is not None:
             ddp.register_comm_hook(self, _all_reduce_wide)
         self.model = ddp
-        self.optimizer = adamw(self.parameters if self.masters is None else self.masters)
+        self.optimizer = make_optimizer(
+            case, self.parameters if self.masters is None else self.masters
+        )
 
     def update(self) -> None:
         """Step, in bf16 on the masters, and write what they became back into the model."""
@@ -284,7 +296,7 @@ class Floor(Contender):
             for parameter in self.parameters:
                 parameter.data = parameter.data.bfloat16()
         self.shards = [nn.Parameter(rows) for rows in own]
-        self.optimizer = adamw(self.shards)
+        self.optimizer = make_optimizer(case, self.shards)
 
     def update(self) -> None:
         """Step on the shards, which are views of the parameters in fp32 and masters in bf16."""

@@ -73,7 +73,7 @@ def _row(case: dict[str, Any], name: str) -> list[str]:
 
 
 def _table(case: dict[str, Any]) -> Table:
-    what = Case(**{name: case[name] for name in Case.__dataclass_fields__})
+    what = Case.stored(case)
     expected = Formula(**case["formula"])
     total = ["formula", _mib(expected.total), "1.00", _ratio(expected.total, peak(case, "fsdp2"))]
     total += [""] * (len(COLUMNS) - len(total))

@@ -48,6 +48,13 @@ PRESETS = {
     "tiny": Preset(hidden=64, intermediate=176, layers=3, heads=4, vocab=256),  # 0.2 M: for tests
     "34m": Preset(hidden=512, intermediate=1376, layers=8, heads=8, vocab=8192),  # 33.7 M
     "150m": Preset(hidden=768, intermediate=2048, layers=14, heads=12, vocab=32000),  # 148.3 M
+    "10m": Preset(hidden=320, intermediate=864, layers=6, heads=5, vocab=4096),  # 10.1 M
+    "400m": Preset(hidden=1152, intermediate=3200, layers=20, heads=18, vocab=32000),  # 401.1 M
+    # As many parameters, 12.8 M, in more and more groups: what scaling.py asks for.
+    "4-groups": Preset(hidden=640, intermediate=1792, layers=2, heads=10, vocab=2048),
+    "16-groups": Preset(hidden=264, intermediate=704, layers=14, heads=4, vocab=2048),
+    "64-groups": Preset(hidden=128, intermediate=344, layers=62, heads=2, vocab=2048),
+    "256-groups": Preset(hidden=64, intermediate=172, layers=254, heads=1, vocab=2048),
 }
 
 

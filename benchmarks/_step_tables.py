@@ -96,7 +96,7 @@ def _row(case: dict[str, Any], name: str) -> list[str]:
 
 
 def _table(case: dict[str, Any]) -> Table:
-    what = Case(**{name: case[name] for name in Case.__dataclass_fields__})
+    what = Case.stored(case)
     turns = case["contenders"]
     counts = {len(turns[name]) * len(turn["steps"]) for name in turns for turn in turns[name][:1]}
     rounds = len(next(iter(turns.values())))

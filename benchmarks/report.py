@@ -24,6 +24,7 @@ from _checkpoint_tables import checkpoint_tables
 from _memory_tables import memory_tables
 from _overhead_tables import overhead_tables
 from _report import ROOT, Table, machine_line
+from _scaling_tables import scaling_tables
 from _step_tables import step_tables
 from _transport_tables import transport_tables
 
@@ -34,6 +35,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "transport": transport_tables,
     "overhead": overhead_tables,
     "checkpoint": checkpoint_tables,
+    "scaling": scaling_tables,
 }
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL

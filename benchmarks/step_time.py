@@ -185,8 +185,9 @@ def _fits(case: Case, names: list[str]) -> bool:
     if case.device != "cpu":
         return False
     whole = 4 * PRESETS[case.params].numel  # bytes in fp32
-    asleep = {"ddp": 4 * case.ranks, "floor": case.ranks + 2}  # with optimizer state; FSDPs: 3
-    at_rest = sum(asleep.get(name, 3) for name in names) * whole
+    state = 2 if case.optimizer == "adamw" else 0
+    asleep = {"ddp": (2 + state) * case.ranks, "floor": case.ranks + state}
+    at_rest = sum(asleep.get(name, 1 + state) for name in names) * whole
     awake = 2 * case.ranks * whole  # a model being built, or parameters and gradients of a step
     processes = len(names) * case.ranks * 400 * 2**20
     return bool(at_rest + awake + processes < 0.6 * psutil.virtual_memory().available)

@@ -220,6 +220,24 @@ def test_a_second_gather_waits_for_those_who_still_read_the_first() -> None:
     run_ranks(_gathered_again, 3)
 
 
+def _lent_again(rank: int, world_size: int) -> None:
+    transport = _transport()
+    buffers = transport.full_buffers([world_size * 1000], [torch.float32], CPU)
+    for step in range(50):
+        buffers.allocate()
+        value = float(step * world_size + rank)
+        transport.all_gather([torch.full((1000,), value)], buffers.tensors).wait()
+        if rank == 0:
+            time.sleep(0.001)  # a slow reader
+        expected = [float(step * world_size + each) for each in range(world_size)]
+        assert buffers.tensors[0][::1000].tolist() == expected
+        buffers.free()
+
+
+def test_memory_is_lent_again_when_all_have_freed_it() -> None:
+    run_ranks(_lent_again, 3)
+
+
 # -- who may -----------------------------------------------------------------------------------
 
 

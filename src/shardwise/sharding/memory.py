@@ -1,6 +1,6 @@
 """What full parameters of a group are made of: memory, and the way that shards reach it.
 
-Each parameter goes one of five ways, decided once:
+Each parameter goes one of six ways, decided once:
 
 =========  =======================================  ============================================
 way        when                                     cost of an unshard
