@@ -276,7 +276,8 @@ def _whole_state_on_the_first_rank(rank: int, world_size: int) -> None:
             else:
                 assert state == {}
             _goes_on(model, state, rank, world_size)
-        train(model, rank, world_size)
+        loss_of(model, batches(world_size)[rank]).backward()
+        optimizer.step()  # the very optimizer that was saved
         if rank == 0:
             assert_same(state, saved)  # what lies on the host is a copy, also on a CPU
 
