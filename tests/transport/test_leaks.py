@@ -131,7 +131,8 @@ def _drop_all(rank: int, world_size: int) -> tuple[Held, Held]:
     dist.barrier()
     del stream
     dist.destroy_process_group()
-    gc.collect()
+    gc.collect()  # of the works under way, which hold the transport,
+    gc.collect()  # and then of that
     return before, Held.now()
 
 
