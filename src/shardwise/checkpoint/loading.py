@@ -23,6 +23,7 @@ from shardwise.checkpoint.pieces import PieceReader, read_tensor
 from shardwise.checkpoint.state import check_tensor, leaves, local_of, unflatten
 from shardwise.checkpoint.storage import Reader
 from shardwise.errors import CheckpointError
+from shardwise.frontends.saving import sharded_state_dicts
 
 
 def load_into(
@@ -51,7 +52,8 @@ def load_into(
     """
     manifest = read_manifest(path)
     check_files(path, manifest)
-    saved = get_model_state_dict(model)
+    with sharded_state_dicts(model):
+        saved = get_model_state_dict(model)
     names = parameter_names(model, saved)
     into = _model_tensors(saved)
     _check_names(manifest, into, saved, strict=strict, where=str(path))
@@ -70,7 +72,8 @@ def load_into(
     )
     if not _is_filled_in_place(model, saved):
         options = StateDictOptions(strict=strict)
-        set_model_state_dict(model, {**saved, **tree.get("model", {})}, options=options)
+        with sharded_state_dicts(model):
+            set_model_state_dict(model, {**saved, **tree.get("model", {})}, options=options)
     if optimizer is not None:
         load_optimizer_tree(optimizer, names, tree.get("optimizer", {}))
     return _read_extra(path, manifest, buffer)

@@ -20,6 +20,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.state import State
 from shardwise.checkpoint.storage import Writer
 from shardwise.errors import CheckpointError
+from shardwise.frontends.saving import sharded_state_dicts
 
 
 @dataclass
@@ -105,7 +106,8 @@ def state_of(
         ValueError: something is on the meta device, or has the name of another.
     """
     state = State()
-    saved = get_model_state_dict(model)
+    with sharded_state_dicts(model):
+        saved = get_model_state_dict(model)
     state.add("model", saved)
     if optimizer is not None:
         state.add("optimizer", optimizer_tree(optimizer, parameter_names(model, saved)))

@@ -36,6 +36,7 @@ from shardwise.checkpoint.stored import (
     model_tensors,
 )
 from shardwise.errors import CheckpointError
+from shardwise.frontends.saving import sharded_state_dict
 
 
 def load_weights(
@@ -69,7 +70,7 @@ def load_weights(
 
 
 def _load(path: Path, model: nn.Module, *, strict: bool, buffer: int) -> None:
-    state = {name: each for name, each in model.state_dict().items() if _is_tensor(each)}
+    state = {name: each for name, each in sharded_state_dict(model).items() if _is_tensor(each)}
     ties = _ties(model)
     window = Window(buffer)
     with open_source(path) as source, torch.no_grad():
@@ -192,7 +193,7 @@ def save_hf(
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a state dict, tied ones under their first name only."""
     ties = _ties(model)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in sharded_state_dict(model).items():
         if isinstance(tensor, torch.Tensor) and ties.get(name, [name])[0] == name:
             yield name, check_tensor(tensor, name)
 

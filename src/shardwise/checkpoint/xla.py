@@ -33,6 +33,7 @@ from shardwise.checkpoint.stored import DEFAULT_BUFFER, Watch, Window, unwatched
 from shardwise.checkpoint.torchfile import write_tree
 from shardwise.checkpoint.xla_files import FORMAT, VERSION, RankFiles
 from shardwise.errors import CheckpointError
+from shardwise.frontends.saving import sharded_state_dict, sharded_state_dicts
 
 SUFFIX = "_rank-*-of-*.pth"
 
@@ -56,7 +57,7 @@ def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
         "version": VERSION,
         "rank": _rank(),
         "world_size": _world_size(),
-        "shard_info": _parts(model.state_dict()),
+        "shard_info": _parts(sharded_state_dict(model)),
     }
 
 
@@ -119,7 +120,7 @@ def save_rank_checkpoint(
         ValueError: the file is there already, or its folder is not.
     """
     path = rank_file(ckpt_prefix, _rank(), _world_size())
-    model_state, metadata = model.state_dict(), get_shard_metadata(model)
+    model_state, metadata = sharded_state_dict(model), get_shard_metadata(model)
     state = {"model": _locals(model_state), "shard_metadata": metadata}
     if optimizer is not None:
         tree = optimizer_tree(optimizer, parameter_names(model, model_state))
@@ -152,10 +153,11 @@ def load_rank_checkpoint(
             f"{path}: {name}: found {found.get(name)}, expected {expected.get(name)}; consolidate "
             "the files to load them on another mesh"
         )
-    model_state = model.state_dict()
-    model.load_state_dict(
-        {name: _whole_of(local, model_state.get(name)) for name, local in state["model"].items()}
-    )
+    model_state = sharded_state_dict(model)
+    with sharded_state_dicts(model):
+        model.load_state_dict(
+            {name: _whole_of(each, model_state.get(name)) for name, each in state["model"].items()}
+        )
     if optimizer is not None:
         if "optimizer" not in state:
             raise CheckpointError(f"{path}: holds no optimizer")

@@ -171,11 +171,18 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     Args:
         model: wrapped, with wrapped modules in it, or sharded without a wrapper.
     """
+    with sharded_state_dicts(model):
+        return model.state_dict()
+
+
+@contextmanager
+def sharded_state_dicts(model: nn.Module) -> Iterator[None]:
+    """Inside, state dicts of ``model`` hold its shards as ``DTensor``s, whatever kind is set."""
     units = [each for each in model.modules() if isinstance(each, SavingModule)]
     with _restored(units):
         for unit in units:
             unit._settings_of_state_dicts = state_dict_settings(StateDictType.SHARDED_STATE_DICT)
-        return model.state_dict()
+        yield
 
 
 @contextmanager
