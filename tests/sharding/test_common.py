@@ -99,12 +99,10 @@ def _moved(rank: int, world_size: int, how: str) -> None:
         net.load_state_dict(state, assign=True)
     elif how == "dtype":
         net.to(torch.float64).to(torch.float32)
-    elif how == "deepcopy":
-        net = copy.deepcopy(net)
     elif how == "materialize":
         with torch.device("meta"):
             net = nn.Linear(6, 6)
-        fully_shard(net)
+        fully_shard(net, reshard_after_forward=True)
         torch.manual_seed(0)
         materialize(net)
         whole = seeded(lambda: nn.Linear(6, 6))
@@ -112,7 +110,7 @@ def _moved(rank: int, world_size: int, how: str) -> None:
     assert _in_common(net), "they move there at the first gather"
 
 
-@pytest.mark.parametrize("how", ["meta", "assign", "dtype", "deepcopy", "materialize"])
+@pytest.mark.parametrize("how", ["meta", "assign", "dtype", "materialize"])
 def test_shards_that_came_later_move_there(ranks: Ranks, how: str) -> None:
     ranks(_moved, 2, how)
 
@@ -217,3 +215,140 @@ def _hybrid(rank: int, world_size: int) -> None:
 
 def test_replicas_have_their_own(ranks: Ranks) -> None:
     ranks(_hybrid, 4)
+
+
+class _Late(torch.autograd.Function):
+    """The identity, which takes its time in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grads[0], None
+
+
+class _LateNet(Net):
+    """A net that is slow in forward and backward, block by block, on one rank."""
+
+    forward_seconds = backward_seconds = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            time.sleep(self.forward_seconds)
+            x = _Late.apply(block(x), self.backward_seconds)
+        return self.head(x) * self.gain
+
+
+def _zero(net: nn.Module) -> None:
+    with torch.no_grad():
+        for param in net.parameters():
+            param.zero_()
+
+
+def _input_gradient(net: nn.Module, x: torch.Tensor, how: str) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    if how == "grad":
+        return torch.autograd.grad(net(x).sum(), x)[0]
+    net.requires_grad_(how != "frozen")
+    net(x).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def _reads_on(rank: int, world_size: int, how: str, reshard: bool | None) -> None:
+    x = batches(world_size)[rank]
+    net, whole = _sharded(_LateNet, reshard_after_forward=reshard), seeded(_LateNet)
+    if how == "no sync":
+        net.set_requires_gradient_sync(False)
+    if how == "evaluations":
+        with torch.no_grad():
+            expected = whole(x)
+            net(x)
+            net.forward_seconds = 0.02 * rank
+            found = net(x)
+            _zero(net)
+    else:
+        expected = _input_gradient(whole, x, how)
+        _input_gradient(net, x, how)
+        net.backward_seconds = 0.02 * rank
+        found = _input_gradient(net, x, how)
+        _zero(net)
+    torch.testing.assert_close(found, expected, msg="another rank wrote while this one read")
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+def test_no_rank_writes_while_another_reads_however_it_reads(
+    ranks: Ranks, reshard: bool | None
+) -> None:
+    ranks(_read_in_every_way, 2, reshard)
+
+
+def _read_in_every_way(rank: int, world_size: int, reshard: bool | None) -> None:
+    for how in ("evaluations", "grad", "frozen", "no sync"):
+        _reads_on(rank, world_size, how, reshard)
+
+
+def _writes_before_backward(rank: int, world_size: int, transport: str) -> list[torch.Tensor]:
+    """A step that comes between a forward and its backward, and one past autograd's sight."""
+    found = []
+    for reshard in (None, False):
+        net = _sharded(_LateNet, reshard_after_forward=reshard, transport=transport)
+        shards = list(net.parameters())
+        x = batches(world_size)[rank].requires_grad_()
+        out = net(x)
+        with torch.no_grad():
+            for param in shards:
+                param.mul_(2.0)
+        out.sum().backward()
+        found.append(x.grad)
+        with torch.no_grad():
+            net(x)
+            for param in shards:
+                param.data.mul_(1.0 + rank)
+            found.append(net(x))
+    net = _sharded(_LateNet, transport=transport)
+    for module in net.modules():
+        if state_of(module) is not None:
+            module.unshard()
+    weight = net.blocks[0].up.weight
+    _zero_shards(net)
+    found.append(weight.detach().clone())
+    return found
+
+
+def _zero_shards(net: nn.Module) -> None:
+    for module in net.modules():
+        state = state_of(module)
+        for group in state.groups if state is not None else ():
+            for param in group.params:
+                param.local.zero_()
+
+
+def test_what_stays_unsharded_keeps_its_values_as_with_memory_of_its_own(ranks: Ranks) -> None:
+    for shared, own in zip(
+        ranks(_writes_before_backward, 2, "shm"),
+        ranks(_writes_before_backward, 2, "c10d"),
+        strict=True,
+    ):
+        for mine, theirs in zip(shared, own, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def _copied(rank: int, world_size: int) -> None:
+    net = copy.deepcopy(_sharded())
+    views = [param.to_local() for param in net.parameters()]
+    with torch.no_grad():
+        x = batches(world_size)[rank]
+        net(x)
+        for view in views:
+            view.zero_()
+        net.reshard()
+        assert net(x).abs().max() == 0, "views of a copied model are of its parameters"
+
+
+def test_views_of_a_copied_model_stay_valid(ranks: Ranks) -> None:
+    ranks(_copied, 2)

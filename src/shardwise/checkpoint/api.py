@@ -51,8 +51,8 @@ def save(
         optimizer: over the model's parameters.
         extra: what else belongs to it: step, random states, position in the data. Tensors that are
             no ``DTensor``, and plain values: None, bool, int, float, str, bytes, list, tuple, dict.
-            Where ranks have different values under one key, the first rank's is kept; so give each
-            rank keys of its own for what is its own.
+            Ranks should have the same under one key: of plain values the first rank's is kept, of
+            tensors any rank's. So give each rank keys of its own for what is its own.
         keep_last: once it is committed, delete all complete checkpoints named ``step-...`` beside
             it but the newest so many.
         group: the ranks that save together; all of the default process group, if there is one.

@@ -135,12 +135,15 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     What several names share is copied once.
     """
-    made: dict[tuple[int, ...], Tensor] = {}
+    made: dict[tuple[object, ...], Tensor] = {}
     copied: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, tensor in tensors.items():
             local = local_of(tensor)
-            key = (local.data_ptr(), *local.shape, *local.stride(), hash(local.dtype))
+            key = (
+                *(local.data_ptr(), local.shape, local.stride(), local.dtype),
+                *(local.is_conj(), local.is_neg()),
+            )
             if key not in made or not local.numel():
                 made[key] = _copy(local)
             spec = _torch.spec_of(tensor) if isinstance(tensor, DTensor) else None

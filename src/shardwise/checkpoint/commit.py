@@ -108,10 +108,11 @@ def delete(folder: Path) -> None:
         OSError: it cannot be deleted.
     """
     doomed = partial_of(folder)
-    if doomed.exists():
+    with contextlib.suppress(FileNotFoundError):  # another job may be deleting it too
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        folder.rename(doomed)
         shutil.rmtree(doomed)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
 
 
 def partial_of(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ class Saving:
     keep_last: int | None
 
     def __post_init__(self) -> None:
+        # The thread of async_save gets there later, when the process may be in another folder.
+        self.path = Path(os.path.abspath(self.path))
         if self.keep_last is not None and self.keep_last < 1:
             raise ValueError(f"keep_last: found {self.keep_last}, expected 1 or more")
 

@@ -195,7 +195,7 @@ def train_lm(
         bool,
         Option(
             "--auto-resume",
-            help="Go on if --out has a complete checkpoint, else begin anew. For jobs that are "
+            help="Go on if --out has checkpoints, else begin anew. For jobs that are "
             "started again by themselves.",
             rich_help_panel=_OUT,
         ),

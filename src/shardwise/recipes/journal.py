@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Protocol
 
 from shardwise.recipes.metrics import MetricsFile, StepMetrics, read_metrics
@@ -130,13 +128,8 @@ def surroundings() -> dict[str, Any]:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as one would type it, also where it is not on the path."""
-    program = [sys.argv[0]]
-    if Path(sys.argv[0]).name == "__main__.py":
-        program = [sys.executable, "-m", "shardwise"]
-    elif shutil.which("shardwise") or Path(sys.argv[0]).name != "shardwise":
-        program = ["shardwise"]
-    return shlex.join([*program, *arguments])
+    """The command as one would type it."""
+    return shlex.join(["shardwise", *arguments])
 
 
 def draw(files: RunDir, title: str) -> None:

@@ -111,7 +111,7 @@ def check_lm(config: LmConfig, world: World) -> LmInputs:
 
 
 def go_on_if_possible(output: OutputConfig) -> OutputConfig:
-    """Resume the run in ``output.out`` if it has a complete checkpoint, else begin it anew.
+    """Resume the run in ``output.out`` if it has checkpoints, else begin it anew.
 
     Raises:
         OptionError: ``resume`` or ``overwrite`` is asked for as well.
@@ -119,8 +119,8 @@ def go_on_if_possible(output: OutputConfig) -> OutputConfig:
     for option, given in (("--resume", output.resume), ("--overwrite", output.overwrite)):
         require(not given, "--auto-resume", f"{option} too", "one of the two")
     files = RunDir(output.out)
-    if Checkpoints(files.checkpoints).steps():
-        return replace(output, resume=True)
+    if files.checkpoints.is_dir() and any(files.checkpoints.iterdir()):
+        return replace(output, resume=True)  # which says so where none of them is complete
     return replace(output, overwrite=files.run_json.is_file())
 
 

@@ -77,6 +77,7 @@ class ShardedForm:
         self.owners: list[ParamOwner] = []
         self.common: CommonFull | None = None
         self._common_of: tuple[object, ...] = ()
+        self._is_copy = False
         self.lent: nn.Parameter | None = None
         self._offload = offload
         whole = _torch.local_of(param) if isinstance(param, DTensor) else param.detach()
@@ -104,7 +105,7 @@ class ShardedForm:
         memo[id(self)] = made
         made.parameter = memo[id(self.parameter)]
         made.owners = copy_owners(self.owners, memo)
-        made.common, made._common_of = None, ()
+        made.common, made._common_of, made._is_copy = None, (), True
         made.lent = None
         return made
 
@@ -116,11 +117,14 @@ class ShardedForm:
     def live_in_common(self, transport: Transport) -> CommonFull | None:
         """Have this rank's rows live in a full parameter that all ranks have in common.
 
-        Only their memory changes: views that were taken of it before do not follow.
+        Only their memory changes: views that were taken of it before do not follow. So those of a
+        copied model, which exists already, stay where they are.
 
         Returns:
             The full parameter; ``None`` where ``transport`` makes none.
         """
+        if self._is_copy:
+            return None
         local = self.local
         wanted = (transport, self.layout.chunk_numel, local.dtype)
         if self._common_of != wanted:

@@ -195,14 +195,15 @@ class ParamGroup:
                 return
             self._free()
         with torch.inference_mode(False), torch.no_grad():  # the former alone enables gradients
+            if self._memory is not None and self._memory.is_in_common and not self._may_be_common:
+                self._memory = None
             if self._memory is None:
                 self._check_materialised()
                 self._memory = GroupMemory(
-                    self.params, self.mesh, self._precision, in_common=self.kept is None
+                    self.params, self.mesh, self._precision, in_common=self._may_be_common
                 )
             source = self.kept if self._state is GroupState.KEPT else None
             self._memory.start(self.label, source)
-            self.is_unsettled = self._memory.is_in_common
             self._move(GroupState.UNSHARDING)  # unless that raised
 
     def wait_for_unshard(self) -> None:
@@ -225,12 +226,22 @@ class ParamGroup:
             self.kept.release()
         self._use_full()
 
+    def keep_values(self) -> None:
+        """Have the full parameters keep their values, though shards change, until they are freed.
+
+        Every rank calls it, of an unsharded group.
+        """
+        if self.is_unsettled and self._memory is not None:
+            self._memory.keep_values()
+            self.is_unsettled = False
+            self.mesh.shard.settle()
+
     def move_to_common(self) -> None:
         """Have shards live where all ranks see them, if they can, before anybody has views of them.
 
         Later ones, as of a model that was on the meta device, move there at the first gather.
         """
-        if self.kept is None and not any(param.local.is_meta for param in self.params):
+        if self._may_be_common and not any(param.local.is_meta for param in self.params):
             with torch.no_grad():
                 for param in self.params:
                     find_common(param, self.mesh, self._precision)
@@ -271,7 +282,9 @@ class ParamGroup:
             self._move(GroupState.KEPT)
             return
         # The memory of a small group is worth less than another gather.
-        small = self._memory.nbytes <= SMALL_BYTES and not self.mesh.shard.literal
+        memory = self._memory
+        small = memory.nbytes <= SMALL_BYTES and not memory.is_in_common
+        small = small and not self.mesh.shard.literal
         if small and torch.is_grad_enabled():
             self._use_sharded()
             self._spared = self._versions()
@@ -350,7 +363,6 @@ class ParamGroup:
         taken.clear()
         if not params:
             return None
-        self.is_unsettled = self._memory is not None and self._memory.is_in_common
         return Reduction(
             self.label,
             params,
@@ -385,7 +397,20 @@ class ParamGroup:
 
     # -- inside --------------------------------------------------------------------------------
 
+    @property
+    def _may_be_common(self) -> bool:
+        """Whether full parameters may be the shards themselves.
+
+        What is kept beyond a forward or a backward has to keep its values, though shards change.
+        """
+        options = self.options
+        return (
+            self.kept is None and options.reshard_after_forward and options.reshard_after_backward
+        )
+
     def _use_full(self) -> None:
+        assert self._memory is not None
+        self.is_unsettled = self._memory.is_in_common
         for param in self.params:
             param.use_full()
         self._move(GroupState.UNSHARDED)

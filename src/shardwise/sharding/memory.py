@@ -166,6 +166,11 @@ class GroupMemory:
         for extension in self._extended:
             extension.free()
 
+    def keep_values(self) -> None:
+        """Have full parameters in common memory keep their values until they are freed."""
+        for _, common in self._common:
+            common.keep_values()
+
     @property
     def is_in_common(self) -> bool:
         """Whether peers read this rank's shards themselves."""

@@ -37,7 +37,7 @@ class UnshardHandle(TorchUnshardHandle):
         """
         while self._groups:
             self._groups[0].wait_for_unshard()
-            self._groups.pop(0)
+            self._groups.pop(0).keep_values()
 
 
 class FSDPModule(TorchFSDPModule):

@@ -62,7 +62,6 @@ class Root(Generic[State]):
         self._pending: list[Reduction] = []
         # Groups that were left unsharded, which the optimizer may outdate.
         self._whole: list[ParamGroup] = []
-        self._unsharded_before: set[ParamGroup] = set()
         self._end_is_queued = False
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Root[State]:
@@ -78,9 +77,6 @@ class Root(Generic[State]):
         """The outermost forward begins."""
         self.forward_root = state
         self.order.begin_forward()
-        self._unsharded_before = {
-            group for group in self._groups() if group.state is not GroupState.SHARDED
-        }
         for group in self._whole:
             group.reshard_if_stale()
         self._whole.clear()
@@ -96,8 +92,7 @@ class Root(Generic[State]):
         self.forward_root = None
         self.order.end_forward()
         self._reshard_unused()
-        # What was unsharded before stays so, and one rank alone may have run.
-        settle(group for group in self._groups() if group not in self._unsharded_before)
+        settle(self._groups())
 
     def queue_end_of_backward(self) -> None:
         """Have :meth:`end_backward` called when the backward that now runs is over."""
@@ -141,6 +136,7 @@ class Root(Generic[State]):
             state.phase = Phase.IDLE
         if self.is_last_backward:
             self._complete()
+        settle(self._groups())
 
     def reset(self) -> None:
         """Go back to the state between steps after an exception; that step's gradients are lost."""
@@ -163,7 +159,6 @@ class Root(Generic[State]):
             return
         while self._pending:
             self._pending.pop(0).finish()
-        settle(self._groups())
         for state in self.states:
             for group in state.groups:
                 group.wait_for_offload()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 #: Length of the file. It takes no memory until it is written to.
-LENGTH = 2**46
+LENGTH = 2**62
 _PAGE = mmap.PAGESIZE
 _PROT_NONE = 0
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
@@ -92,6 +92,11 @@ class Window:
         """
         flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
         _map(self.address, self.length, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, at)
+
+    def touch(self) -> None:
+        """Write to every page what is in it."""
+        pages = self.tensor(0, self.length, torch.uint8)[::_PAGE]
+        pages.copy_(pages.clone())
 
     def forget_writes(self) -> None:
         """Have a private window show the file again, where it was written to."""

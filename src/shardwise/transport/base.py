@@ -103,6 +103,9 @@ class CommonFull(Protocol):
         May be written to after :meth:`Transport.settle`, until the next gather.
         """
 
+    def keep_values(self) -> None:
+        """Have ``full`` keep its values until :meth:`release`, whatever is done to chunks."""
+
     def release(self) -> None:
         """Forget what was written to ``full``. Does nothing where nothing was."""
 

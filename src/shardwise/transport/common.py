@@ -83,6 +83,10 @@ class SharedFull:
         """The first ``numel`` elements of this rank's chunk, 1-D."""
         return self._own.tensor(self._offset, numel, self._dtype)
 
+    def keep_values(self) -> None:
+        """Have ``full`` keep its values: what is written to becomes this rank's own."""
+        self._seen.touch()
+
     def release(self) -> None:
         """Forget what was written to the full parameter."""
         if self._look.finds_own_page():

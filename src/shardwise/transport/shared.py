@@ -2,7 +2,8 @@
 
 The full parameters of a group have addresses of their own, for life. The memory behind them is lent
 from a pool of pieces that all groups have in common: unsharding opens the group's window on a
-piece, and once it is freed, the piece waits for the next group. The window stays open: as groups
+piece, through private pages, so that what a module writes to its full parameters stays with its
+rank; and once it is freed, the piece waits for the next group. The window stays open: as groups
 come in turns, most find the piece again that they had before, and nothing has to be mapped.
 
 A piece is written to again only when no rank reads it any more. Every rank counts what it frees;
@@ -26,6 +27,7 @@ import torch
 from shardwise.transport.arena import Arena, Window, whole_pages
 from shardwise.transport.departures import Departures
 from shardwise.transport.exchange import lay_out, tensors_in
+from shardwise.transport.pages import PageMap
 
 # So many free pieces are left alone, so that nobody waits for the last one freed.
 _SPARE = 1
@@ -105,18 +107,26 @@ class SharedBuffers:
         is_fresh: whether nothing has been gathered since :meth:`allocate`: no rank reads it.
     """
 
-    def __init__(self, pool: Pool, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        pagemap: PageMap,
+        numels: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+    ) -> None:
         self._pool = pool
         self._piece: Piece | None = None
         self._last: Piece | None = None
         self.is_fresh = False
         _, end = lay_out(numels, dtypes)
         self._window = Window(whole_pages(end)) if end else None
-        self.tensors: list[torch.Tensor] = (
-            [torch.empty(0, dtype=dtype) for dtype in dtypes]
-            if self._window is None
-            else tensors_in(self._window, numels, dtypes)
+        self._written = Window(whole_pages(end)) if end else None
+        self._look = (
+            pagemap.look_at(self._window.address, whole_pages(end)) if self._window else None
         )
+        self.tensors = _tensors_in(self._window, numels, dtypes)
+        self._for_all = _tensors_in(self._written, numels, dtypes)
+        self._index = {tensor.data_ptr(): i for i, tensor in enumerate(self.tensors)}
 
     @property
     def at(self) -> int:
@@ -128,16 +138,36 @@ class SharedBuffers:
         if self._window is not None and self._piece is None:
             self._piece = self._pool.take(self._window.length, self._last)
             if self._piece is not self._last:
-                self._window.open(self._pool.arena.fd, self._piece.at)
+                assert self._written is not None
+                self._written.open_sparse(self._pool.arena.fd, self._piece.at)
+                self._window.open_private(self._pool.arena.fd, self._piece.at)
                 self._window.keeps = self._piece  # whose memory is there as long as views of it
             self.is_fresh = True
 
     def free(self) -> None:
         """Give the memory back. Does nothing where it is already given back."""
         if self._window is not None and self._piece is not None:
+            self.forget_writes()
             self._last, self._piece = self._piece, None
             self._pool.give_back(self._last)
+
+    def for_all(self, full: torch.Tensor) -> torch.Tensor:
+        """The same as ``full``, one of the tensors; what is written to it, all ranks see."""
+        return self._for_all[self._index[full.data_ptr()]]
+
+    def forget_writes(self) -> None:
+        """Forget what this rank has written to the tensors themselves."""
+        if self._window is not None and self._look is not None and self._look.finds_own_page():
+            self._window.forget_writes()
 
     def abandon(self) -> None:
         """Give the memory back: every rank writes its own part itself, and this one has."""
         self.free()
+
+
+def _tensors_in(
+    window: Window | None, numels: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> list[torch.Tensor]:
+    if window is None:
+        return [torch.empty(0, dtype=dtype) for dtype in dtypes]
+    return tensors_in(window, numels, dtypes)

@@ -89,7 +89,7 @@ class ShmTransport:
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> FullBuffers:
         """Make (not yet allocated) memory to gather into, which all ranks have in common."""
-        buffers = SharedBuffers(self._pool, numels, dtypes)
+        buffers = SharedBuffers(self._pool, self._pagemap, numels, dtypes)
         for tensor in buffers.tensors:
             if tensor.numel():
                 self._shared[tensor.data_ptr()] = buffers
@@ -224,6 +224,9 @@ class ShmTransport:
         if any(buffers is not None and not buffers.is_fresh for buffers in shared):
             # Peers may still read what an earlier gather left there.
             self._wait_for_post(self._post(call), call)
+            for each in shared:
+                if each is not None:
+                    each.forget_writes()
         places, apart = 0, []
         for i, (shard, full) in enumerate(zip(shards, fulls, strict=True)):
             own, buffers = common[i], shared[i]
@@ -232,7 +235,8 @@ class ShmTransport:
                     own.chunk(shard.numel()).copy_(shard)
                 places = _fold(places, own.at)
             elif buffers is not None:
-                as_rows(full, self.world_size)[self.rank][: shard.numel()].copy_(shard)
+                row = as_rows(buffers.for_all(full), self.world_size)[self.rank]
+                row[: shard.numel()].copy_(shard)
                 buffers.is_fresh = False
                 places = _fold(places, buffers.at)
             elif full.numel():
