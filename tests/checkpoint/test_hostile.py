@@ -418,3 +418,16 @@ def test_a_damaged_byte_is_never_loaded(original: Path, folder: Path) -> None:
         (folder / SHARD).write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"is damaged: bytes 0 \.\. \d+ have checksum"):
             load_all(folder)
+
+
+def test_a_changed_byte_of_the_manifest_is_always_noticed(original: Path, folder: Path) -> None:
+    read_manifest(folder)
+    path = folder / NAME
+    whole = path.read_bytes()
+    last_line = whole.rindex(b",\n")
+    for at in range(0, last_line, 41):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"checksum|found|expected|damaged|JSON"):
+            read_manifest(folder)

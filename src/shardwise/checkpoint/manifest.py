@@ -25,6 +25,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from shardwise.checkpoint.boxes import Box, fill
 from shardwise.checkpoint.dtypes import NAMES, itemsize
 from shardwise.checkpoint.entries import SECTIONS, Manifest, Piece, StatePath, TensorEntry, Value
@@ -46,6 +48,8 @@ MAX_BLOCK = 1 << 30
 _DIGITS = 16  # of a checksum
 _FILE = re.compile(r"shard-\d{5,9}-of-\d{5,9}\.safetensors", re.ASCII)
 _CHECKSUMS = re.compile(r"[0-9a-f]*", re.ASCII)
+# The last line of a manifest as it was written; one that a person has edited may go without.
+_OF_ALL_ABOVE = re.compile(rb',\n"of_all_above": "([0-9a-f]{16})"\n}\n\Z')
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -54,8 +58,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: the disk is full, or the folder has gone.
     """
-    with open(Path(folder) / NAME, "x", encoding="ascii") as file:
-        file.writelines(_lines(_to_json(manifest)))
+    text = "".join(_lines(_to_json(manifest))).encode("ascii")
+    above = text.removesuffix(b"\n}\n")
+    with open(Path(folder) / NAME, "xb") as file:
+        file.write(above + b',\n"of_all_above": "%s"\n}\n' % _checksum(above))
         file.flush()
         os.fsync(file.fileno())
 
@@ -75,9 +81,17 @@ def read_manifest(folder: Path) -> Manifest:
     if len(text) > MAX_BYTES:
         refuse(str(path), "more bytes than it had when it was opened", f"{size:,}")
     try:
-        return _from_json(parse(text, str(path)), str(path))
+        manifest = _from_json(parse(text, str(path)), str(path))
     except RecursionError:
         raise CheckpointError(f"{path}: is nested too deeply") from None
+    found = _OF_ALL_ABOVE.search(text)
+    if found is not None and found[1] != _checksum(text[: found.start()]):
+        raise CheckpointError(f"{path}: is damaged: its checksum is not that of what it says")
+    return manifest
+
+
+def _checksum(text: bytes) -> bytes:
+    return xxhash.xxh3_64(text).hexdigest().encode("ascii")
 
 
 def _lines(fields: dict[str, Any]) -> Iterator[str]:
