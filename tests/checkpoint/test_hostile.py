@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from shardwise import checkpoint
 from shardwise.checkpoint import CheckpointError
+from shardwise.checkpoint.formats import Format, format_of, open_source
 from shardwise.checkpoint.manifest import MAX_BYTES, NAME, read_manifest
 from shardwise.checkpoint.pieces import PieceReader, read_tensor
 from tests.checkpoint.small import SHARD, make, read_json, save_small, write_json
@@ -431,3 +432,10 @@ def test_a_changed_byte_of_the_manifest_is_always_noticed(original: Path, folder
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"checksum|found|expected|damaged|JSON"):
             read_manifest(folder)
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_said_to_have_lost_it(folder: Path) -> None:
+    (folder / NAME).unlink()
+    assert format_of(folder) is Format.SHARDWISE
+    with pytest.raises(CheckpointError, match=NAME), open_source(folder):
+        pass

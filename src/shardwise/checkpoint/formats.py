@@ -58,8 +58,8 @@ def format_of(path: Path) -> Format | None:
         if path.suffix == ".safetensors":
             return Format.HF
         return Format.TORCH if path.suffix in TORCH_SUFFIXES else None
-    if (path / MANIFEST).exists():
-        return Format.SHARDWISE
+    if (path / MANIFEST).exists() or any(path.glob("shard-*-of-*.safetensors")):
+        return Format.SHARDWISE  # also where the manifest is lost, for messages to say so
     if (path / _DCP).exists():
         return Format.DCP
     if (path / _INDEX).exists() or any(path.glob("*.safetensors")):
