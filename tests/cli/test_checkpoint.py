@@ -143,9 +143,18 @@ def test_show_names_parameters_shapes_dtypes_and_placements(shell: Shell, run: P
     assert found["values"]["extra.step"] == "20"
 
 
+def test_verify_of_a_run_tells_of_a_newer_checkpoint_that_is_damaged(
+    shell: Shell, run: Path
+) -> None:
+    warning = shell("verify", run, code=1)
+    assert "step-00000030, which is newer, is not complete: " in warning
+    assert "shard-00000-of-00002.safetensors" in warning
+
+
 def test_verify_names_file_parameter_and_piece(shell: Shell, run: Path, tmp_path: Path) -> None:
-    assert "every checksum is right" in shell("verify", run)
-    assert shell.json("verify", run)["damaged"] == []
+    whole = run / "checkpoints" / "step-00000020"
+    assert "every checksum is right" in shell("verify", whole)
+    assert shell.json("verify", whole)["damaged"] == []
 
     model = nn.Sequential(nn.Linear(50, 40), nn.Linear(40, 3))
     checkpoint.save(tmp_path / "hurt", model)

@@ -65,6 +65,21 @@ def list_checkpoints(path: Path) -> list[Listed]:
     return []
 
 
+def newer_incomplete(path: Path, checkpoint: Path) -> list[Listed]:
+    """What of the checkpoints in ``path`` is newer than ``checkpoint``, and not complete.
+
+    One that is being written, or that a killed run was writing, does not count.
+    """
+    step = _step_of(checkpoint)
+    if path == checkpoint or step is None:
+        return []
+    return [
+        each
+        for each in list_checkpoints(path)
+        if each.problem and not each.path.name.startswith(".") and (each.step or 0) > step
+    ]
+
+
 def _is_listed(folder: Path) -> bool:
     partial = folder.name.startswith(".") and folder.name.endswith(".partial")
     return partial or _step_of(folder) is not None or format_of(folder) is not None

@@ -85,18 +85,28 @@ def ls(
 
 @commands.command(epilog=_example("verify runs/lm/checkpoints/step-00000300"))
 def verify(path: Checkpoint, buffer: Buffer = _BUFFER, json: Json = False) -> None:
-    """Read a checkpoint, and compare every checksum. Exit code 1: something is damaged."""
+    """Read a checkpoint, and compare every checksum.
+
+    Exit code 1: something is damaged, or a newer one than the newest complete one is.
+    """
     from shardwise.checkpoint.formats import Format, find_checkpoint, format_of
+    from shardwise.checkpoint.survey import newer_incomplete
     from shardwise.checkpoint.survey import verify as run
 
     with _told():
-        path = find_checkpoint(_existing(path))
+        given = _existing(path)
+        path = find_checkpoint(given)
+        skipped = newer_incomplete(given, path)
         if format_of(path) is not Format.SHARDWISE:
             raise UserError(f"{path} has no checksums; found another format than shardwise")
         with show.progress("verifying") as watch:
             damages = list(run(path, buffer=buffer, watch=watch))
     show.damages(path, damages, json=json)
-    if damages:
+    for each in skipped:
+        typer.echo(
+            f"warning: {each.path}, which is newer, is not complete: {each.problem}", err=True
+        )
+    if damages or skipped:
         raise typer.Exit(1)
 
 
