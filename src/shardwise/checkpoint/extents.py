@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.boxes import Box, fill, whole
+from shardwise.checkpoint.pieces import narrow
 from shardwise.checkpoint.stored import MIB, TensorInfo
 from shardwise.errors import CheckpointError
 
@@ -151,13 +152,6 @@ def _is_dense(sizes: Sequence[int], steps: Sequence[int]) -> bool:
     """Whether a box lies row after row, without gaps."""
     own = row_major(sizes)
     return all(n == 1 or a == b for n, a, b in zip(sizes, steps, own, strict=True))
-
-
-def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The view of a part of a tensor."""
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
 
 
 def _halves(box: Box, dim: int) -> Iterator[Box]:

@@ -135,8 +135,8 @@ class PieceReader:
                     continue
                 offset = part.span(piece.box.sizes)[0] - at
                 source = elements[offset : offset + part.numel].view(part.sizes)
-                _narrow(destination, common.relative_to(inner.offsets)).copy_(
-                    _narrow(source, common.relative_to(part.offsets))
+                narrow(destination, common.relative_to(inner.offsets)).copy_(
+                    narrow(source, common.relative_to(part.offsets))
                 )
 
     def stream(self, entry: TensorEntry, piece: Piece) -> Iterator[memoryview]:
@@ -294,8 +294,8 @@ def _bytes_of(destination: Tensor, entry: TensorEntry, *, contiguous: bool) -> T
     return destination.view(-1).view(torch.uint8) if fits else None
 
 
-def _narrow(tensor: Tensor, box: Box) -> Tensor:
-    """A view of a part."""
+def narrow(tensor: Tensor, box: Box) -> Tensor:
+    """The view of a part of a tensor."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
@@ -329,5 +329,5 @@ def read_box(reader: PieceReader, entry: TensorEntry, box: Box, destination: Ten
     for piece in entry.pieces:
         common = piece.box.intersection(box)
         if common is not None:
-            target = _narrow(destination, common.relative_to(box.offsets))
+            target = narrow(destination, common.relative_to(box.offsets))
             reader.read_into(entry, piece, common, target)

@@ -21,9 +21,9 @@ from shardwise.checkpoint import background
 from shardwise.checkpoint.boxes import Box, whole
 from shardwise.checkpoint.destination import written_beside
 from shardwise.checkpoint.dtypes import dtype_name, torch_dtype
-from shardwise.checkpoint.extents import narrow
 from shardwise.checkpoint.formats import open_source
 from shardwise.checkpoint.hf import DEFAULT_SHARD, HfFile, plan_files, write_index
+from shardwise.checkpoint.pieces import narrow
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.safefile import make_header
 from shardwise.checkpoint.state import check_tensor

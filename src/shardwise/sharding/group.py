@@ -282,9 +282,9 @@ class ParamGroup:
             self._move(GroupState.KEPT)
             return
         # The memory of a small group is worth less than another gather.
-        memory = self._memory
-        small = memory.nbytes <= SMALL_BYTES and not memory.is_in_common
-        small = small and not self.mesh.shard.literal
+        # One in common takes none, and is gathered again so that shards may change meanwhile.
+        spares = not (self._memory.is_in_common or self.mesh.shard.literal)
+        small = spares and self._memory.nbytes <= SMALL_BYTES
         if small and torch.is_grad_enabled():
             self._use_sharded()
             self._spared = self._versions()

@@ -8,7 +8,6 @@ import os
 import weakref
 
 import torch
-from torch import Tensor
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # Bits of an entry of /proc/self/pagemap; the highest one says that the page is there.
@@ -101,6 +100,6 @@ def has_own_entry(entries: bytes, length: int) -> bool:
     """Whether a page of ``length`` bytes of them is this process's own, by their entries."""
     if len(entries) * _PAGE != 8 * length:
         return True
-    numbers: Tensor = torch.frombuffer(bytearray(entries), dtype=torch.int64)
+    numbers = torch.frombuffer(bytearray(entries), dtype=torch.int64)
     taken = (numbers < 0) | ((numbers & _SWAPPED) != 0)
     return bool((taken & ((numbers & _OF_FILE) == 0)).any())
