@@ -91,11 +91,14 @@ def random_box(width: int, height: int, draw: random.Random) -> Box:
             left, upper = draw.randint(0, width - w), draw.randint(0, height - h)
             return left, upper, left + w, upper + h
     # A very long picture: what of its middle has a shape that is allowed.
-    w, h = min(width, height * RATIO[1]), min(height, width / RATIO[0])
-    return (width - w) / 2, (height - h) / 2, (width + w) / 2, (height + h) / 2
+    return _centred(width, height, min(width, height * RATIO[1]), min(height, width / RATIO[0]))
 
 
 def centre_box(width: int, height: int) -> Box:
     """The square in the middle of a picture: left, upper, right, lower."""
     side = min(width, height) * CENTRE
-    return (width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2
+    return _centred(width, height, side, side)
+
+
+def _centred(width: int, height: int, w: float, h: float) -> Box:
+    return (width - w) / 2, (height - h) / 2, (width + w) / 2, (height + h) / 2
