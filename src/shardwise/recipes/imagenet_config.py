@@ -27,7 +27,7 @@ from shardwise.recipes.span import Span
 if TYPE_CHECKING:
     from shardwise.recipes.task import Place, Task
 
-# --fake-data stands in for ImageNet, but for its validation set: nobody waits for noise to be judged.
+# --fake-data stands in for ImageNet, with few pictures to be judged by: nobody waits for noise.
 FAKE_TRAINING, FAKE_VALIDATION, FAKE_CLASSES = 1_281_167, 256, 1000
 
 
