@@ -196,6 +196,9 @@ def test_a_run_goes_on_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path
     assert refusal(weight_decay=0.3).startswith("--weight-decay: found 0.3, expected 0.1, as the")
     write_digits(tmp_path / "mnist", training=204)
     assert refusal().startswith("--data-dir: found ")
+    files = small_mnist(tmp_path).files
+    files.write({**files.read(), "recipe": "lm"})
+    assert refusal().startswith("--resume: found a run of train lm in ")
 
 
 # -- the order of pictures -------------------------------------------------------------------------
