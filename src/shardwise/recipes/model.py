@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwise import MixedPrecisionPolicy, fully_shard, materialize
@@ -56,11 +57,27 @@ def build(settings: dict[str, Any], vocab_size: int, separator: int) -> PreTrain
 
 
 def shard(
-    model: PreTrainedModel, config: ShardingConfig, plan: ShardingPlan, mesh: DeviceMesh, seed: int
+    model: PreTrainedModel,
+    config: ShardingConfig,
+    plan: ShardingPlan,
+    mesh: DeviceMesh,
+    seed: int,
+    *,
+    units: Sequence[nn.Module] | None = None,
+    placement: Callable[[nn.Parameter], Shard | None] | None = None,
 ) -> None:
-    """Shard every decoder layer, then the rest, and give the shards their initial values.
+    """Shard the units, then the rest, and give the shards their initial values.
 
     The values depend on the seed alone, not on the mesh.
+
+    Args:
+        model: on the meta device.
+        config: dtypes, activation checkpointing, transport.
+        plan: what becomes of full parameters between forward and backward.
+        mesh: over which ranks.
+        seed: of the initial values.
+        units: modules that become groups of their own, inner ones first; None: the decoder layers.
+        placement: along which dimension a parameter is cut; None: the first.
     """
     if config.activation_checkpointing:
         # The newer name of transformers 5.x, or the older one.
@@ -70,13 +87,14 @@ def shard(
         param_dtype=DTYPES[config.param_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
     )
     transport = None if config.transport is None else config.transport.value
-    for module in (*decoder_layers(model), model):
+    for module in (*(decoder_layers(model) if units is None else units), model):
         # The root's own parameters (embedding, head) are needed at both ends of the forward.
         reshard = plan.reshard_after_forward and module is not model
         fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=reshard,
+            shard_placement_fn=placement,
             mp_policy=precision,
             transport=transport,
         )
