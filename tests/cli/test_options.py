@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.cli import main, train_lm
 from shardwise.cli.main import app
-from shardwise.recipes.lm_job import LmJob
+from shardwise.recipes.job import Job
 
 Capture = pytest.CaptureFixture[str]
 
@@ -118,7 +118,7 @@ def test_a_missing_extra_says_what_to_install(
 
 
 def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[LmJob] = []
+    jobs: list[Job] = []
     monkeypatch.setattr(train_lm, "run", lambda job, nproc: jobs.append(job))
     arguments = (
         "--model llama-34m --data a.txt b.txt --data c.txt --steps 7 --batch-size 3 "
@@ -131,9 +131,10 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
     assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
     from shardwise.recipes.config import as_json, flatten
 
-    assert flatten(as_json(jobs[0]._config)) == {
+    assert flatten(as_json(jobs[0].recipe)) == {
         "model": "llama-34m", "data": ["a.txt", "c.txt", "b.txt"], "seq_length": 512,
-        "prompt": "x", "sample_tokens": 3, "temperature": 0.0, "steps": 7, "batch_size": 3,
+        "prompt": "x", "sample_tokens": 3, "temperature": 0.0, "steps": 7, "epochs": None,
+        "batch_size": 3,
         "accumulate": 2, "seed": 9, "device": "cpu", "lr": 0.5, "betas": [0.9, 0.5],
         "weight_decay": 0.0, "warmup": 1, "clip_grad": 0.0, "strategy": "hybrid", "replicas": 2,
         "mesh": None, "param_dtype": "bf16", "reduce_dtype": "bf16", "transport": "collectives",

@@ -22,11 +22,13 @@ from shardwise.launch.errors import Stopped
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World
 from shardwise.recipes import lm, text
+from shardwise.recipes.begin import check_folder
 from shardwise.recipes.checkpointing import Checkpoints, SaveError
 from shardwise.recipes.config import OptionError, Precision
-from shardwise.recipes.lm_config import LmConfig, check_folder, check_lm
+from shardwise.recipes.lm_config import LmConfig, check_lm
 from shardwise.recipes.loop import DivergedError
 from shardwise.recipes.sample import sample_tokens
+from shardwise.recipes.training import place_for, train_connected
 from tests.recipes.small import losses, small_config, validation, write_model
 
 Ranks = Callable[..., list[Any]]
@@ -43,9 +45,9 @@ def _train_one(rank: int, world_size: int, config: LmConfig, at: Any = None) -> 
     signals.install()
     inputs = check_lm(config, world)
     if rank == 0:
-        check_folder(config, inputs)
+        check_folder(inputs)
     try:
-        lm.train_connected(config, inputs, world, torch.device("cpu"), signals)
+        train_connected(inputs, world, torch.device("cpu"), signals)
     except (Stopped, DivergedError, SaveError) as error:
         return f"{type(error).__name__}: {error}"
     return "finished"
@@ -167,14 +169,19 @@ def test_a_run_that_was_killed_drops_what_came_after_its_checkpoint(
 
 
 def test_a_finished_run_can_go_on_with_more_steps_on_another_world(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ranks(train, 2, small_config(tmp_path, steps=3, batch_size=2))
     longer = small_config(tmp_path, steps=5, batch_size=1, resume=True)
+    capfd.readouterr()
     assert ranks(train, 4, longer) == [["finished"]] * 4
+    assert "warning" not in capfd.readouterr().out, "a step has as many examples as before"
     assert [step for step, _, _ in losses(longer)] == [1, 2, 3, 4, 5]
     found = Checkpoints(longer.files.checkpoints)
     assert found.position(5).examples == 5 * 4, "the position in the data went on"
+    ranks(train, 2, small_config(tmp_path, steps=6, batch_size=1, resume=True))
+    [warning] = [w for w in capfd.readouterr().out.splitlines() if w.startswith("warning")]
+    assert warning.startswith("warning    a step has 2 examples from here on, and had 4 before")
 
 
 def test_a_run_goes_on_over_another_world_with_the_same_data(ranks: Ranks, tmp_path: Path) -> None:
@@ -286,10 +293,14 @@ def test_a_run_is_resumed_only_with_what_it_began_with(ranks: Ranks, tmp_path: P
     def refusal(**changes: Any) -> str:
         config = small_config(tmp_path, steps=2, resume=True, **changes)
         with pytest.raises(OptionError) as caught:
-            check_folder(config, check_lm(config, world))
+            check_folder(check_lm(config, world))
         return str(caught.value)
 
     assert refusal(seed=5).startswith("--seed: found 5, expected 0, as the run began")
+    # These come back with the optimizer's state, whatever is asked for.
+    assert refusal(weight_decay=0.5).startswith("--weight-decay: found 0.5, expected 0.1, as the")
+    betas = refusal(betas=(0.5, 0.9))
+    assert betas.startswith("--beta1 and --beta2: found [0.5, 0.9], expected [0.9, 0.95], as the")
     model = str(write_model(other, hidden_size=12))
     assert refusal(model=model).startswith(f"--model: found {model}, another model")
     (tmp_path / "words.txt").write_text("other text " * 100)
@@ -329,17 +340,18 @@ def test_other_models_of_transformers_train_too(ranks: Ranks, tmp_path: Path) ->
 def draw(rank: int, world_size: int, config: LmConfig, variants: Sequence[Any]) -> list[Any]:
     """Sample from an untrained model in several ways."""
     world = World(rank, world_size, rank, world_size)
-    run = lm._assemble(config, check_lm(config, world), world, torch.device("cpu"))
+    place = place_for(config.train, world, torch.device("cpu"))
+    task = lm.assemble(check_lm(config, world), place)
     return [
         sample_tokens(
-            run.model,
+            task.model,
             [1, 2, 3],
             count,
             vocab_size=256,
             temperature=temperature,
             window=window,
             seed=seed,
-            device=run.device,
+            device=place.device,
         )
         for count, temperature, seed, window in variants
     ]
@@ -371,21 +383,22 @@ def test_a_sample_is_the_same_on_every_rank_and_as_long_as_asked(
 def draw_with_and_without_cache(rank: int, world_size: int, config: LmConfig) -> tuple[Any, Any]:
     """The likeliest tokens by a model that remembers, and by one that reads all anew."""
     world = World(rank, world_size, rank, world_size)
-    run = lm._assemble(config, check_lm(config, world), world, torch.device("cpu"))
+    place = place_for(config.train, world, torch.device("cpu"))
+    task = lm.assemble(check_lm(config, world), place)
     tokens = [1, 2, 3]
     with torch.no_grad():
         for _ in range(20):
-            logits = run.model(input_ids=torch.tensor([tokens])).logits[0, -1, :256]
+            logits = task.module(input_ids=torch.tensor([tokens])).logits[0, -1, :256]
             tokens.append(int(logits.argmax()))
     cached = sample_tokens(
-        run.model,
+        task.model,
         [1, 2, 3],
         20,
         vocab_size=256,
         temperature=0.0,
         window=64,
         seed=0,
-        device=run.device,
+        device=place.device,
     )
     return tokens[3:], cached
 

@@ -1,4 +1,4 @@
-"""The loss curve as a picture."""
+"""A run in pictures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 BLUE, LIGHT, RED = "#1f5fa8", "#a9c6e6", "#c0392b"
 
 
-def plot_loss(records: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+def plot_loss(records: Sequence[dict[str, Any]], title: str, unit: str, path: Path) -> None:
     """Draw training and validation loss over steps into a PNG.
 
     Args:
         records: lines of a ``metrics.jsonl``.
         title: above the picture.
+        unit: of the loss, ``nats per token``.
         path: the file; replaced when it is whole.
     """
     # The object interface: no pyplot, so no global state and no display.
@@ -43,7 +44,7 @@ def plot_loss(records: Sequence[dict[str, Any]], title: str, path: Path) -> None
         )
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(f"loss ({unit})")
     axes.grid(visible=True, color="#e6e6e6", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
