@@ -52,6 +52,7 @@ def _table(case: dict[str, Any]) -> Table:
     build, step = expected["build"], Formula(**expected["step"])
     wrong = too_high(case)
     kept = "computed again" if case["checkpointing"] else "kept"
+    pictures = f"{case['batch']} {'picture' if case['batch'] == 1 else 'pictures'} a rank"
     return Table(
         title=f"{case['model']} with {case['layers']} blocks, {expected['numel']:,} parameters, "
         f"{case['ranks']} ranks, {case['dtype']}",
@@ -63,9 +64,10 @@ def _table(case: dict[str, Any]) -> Table:
             f"the whole parameters are {_mib(expected['whole'])}",
             f"a step: shards {_mib(step.shards)} + unsharded {_mib(step.unsharded)} + full "
             f"gradients {_mib(step.gradients)} + activations {_mib(step.activations)} "
-            f"({case['batch']} pictures a rank, activations {kept})",
+            f"({pictures}, "
+            f"activations {kept})",
             f"all ranks together held at most {_mib(case['ranks'] * measured['step'])}; groups: "
-            f"{case['units']}; transport: {case['transport']}; losses "
+            f"{'blocks' if case['nested'] else 'one'}; transport: {case['transport']}; losses "
             f"{', '.join(f'{loss:.3f}' for loss in measured['losses'])}",
         ],
     )

@@ -32,18 +32,17 @@ from _report import document, machine, machine_line, save, wide_console
 from _vit_build_tables import too_high, vit_build_tables
 from _worlds import World
 from shardwise.recipes.config import (
-    OptimizerConfig,
+    AdamWConfig,
     Precision,
     ShardingConfig,
     TransportName,
     resolve_sharding,
 )
 from shardwise.recipes.dry_run import COPIES, STORED, Outlook
-from shardwise.recipes.model import shard
+from shardwise.recipes.model import compute_activations_again
 from shardwise.recipes.optim import make_adamw
-from shardwise.recipes.vit_model import Units, build, classification_loss, placement, units_of
+from shardwise.recipes.vit_model import born, build, classification_loss, shares
 from shardwise.recipes.vit_presets import VIT_PRESETS
-from shardwise.sharding.shares import shares_of
 
 CLASSES = 1000
 STEPS = 2  # the first makes the optimizer's state
@@ -60,7 +59,7 @@ class VitCase:
         ranks: world size.
         batch: pictures a rank.
         dtype: ``"fp32"`` or ``"bf16"``: to compute in.
-        units: which modules are groups of their own.
+        nested: every block is a group of its own.
         checkpointing: compute activations again in backward.
         transport: who moves bytes.
     """
@@ -70,7 +69,7 @@ class VitCase:
     ranks: int
     batch: int
     dtype: str
-    units: str
+    nested: bool
     checkpointing: bool
     transport: str
 
@@ -117,7 +116,7 @@ class VitWorker:
 
     def prepare(self) -> None:
         """Make the optimizer, and its state at the first step."""
-        self._optimizer = make_adamw(self._model, OptimizerConfig(lr=1e-4))
+        self._optimizer = make_adamw(self._model, AdamWConfig(lr=1e-4))
 
     def step(self) -> float:
         """Take an optimizer step; return the loss."""
@@ -136,15 +135,7 @@ class VitWorker:
     def _built(self, case: VitCase) -> Any:
         plan = resolve_sharding(case.sharding, case.ranks)
         model = case.on_meta()
-        shard(
-            model,
-            case.sharding,
-            plan,
-            plan.make_mesh("cpu"),
-            seed=0,
-            units=units_of(model, Units(case.units)),
-            placement=placement,
-        )
+        born(model, case.sharding, plan, plan.make_mesh("cpu"), 0, nested=case.nested)
         return model.train()
 
 
@@ -157,12 +148,12 @@ class ActivationsWorker:
     def measure(self) -> int:
         """Return the peak in bytes."""
         with Trace("cpu") as trace:
-            model: nn.Module = self._case.on_meta().to_empty(device="cpu").train()
+            model = self._case.on_meta().to_empty(device="cpu").train()
             for parameter in model.parameters():
                 nn.init.normal_(parameter, std=0.02)
                 parameter.data = parameter.data.to(_dtype(self._case))
             if self._case.checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+                compute_activations_again(model)
             pictures, labels = self._case.batch_of(0)
             with trace.phase("start"):
                 pass
@@ -198,7 +189,7 @@ def activations(case: VitCase) -> int:
 def predict(case: VitCase) -> dict[str, Any]:
     """The formulas, in bytes."""
     model = case.on_meta()
-    groups = shares_of(model, units_of(model, Units(case.units)), case.ranks, placement)
+    groups = shares(model, case.ranks, nested=case.nested)
     outlook = Outlook(
         case.model, groups, resolve_sharding(case.sharding, case.ranks), case.sharding
     )
@@ -267,7 +258,7 @@ def _options() -> argparse.Namespace:
     add("--ranks", type=positive_int, default=4, help="world size (4)")
     add("--batch", type=positive_int, default=1, help="pictures a rank (1)")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="to compute in (fp32)")
-    add("--units", choices=[u.value for u in Units], default="blocks", help="groups (blocks)")
+    add("--no-nested-fsdp", action="store_true", help="one group, not one for each block")
     add("--transport", choices=TRANSPORTS, default="auto", help="who moves bytes (auto)")
     add("--no-checkpointing", action="store_true", help="keep activations")
     add("--json", type=Path, metavar="FILE", help="write raw numbers here")
@@ -285,7 +276,7 @@ def main() -> int:
         ranks=options.ranks,
         batch=options.batch,
         dtype=options.dtype,
-        units=options.units,
+        nested=not options.no_nested_fsdp,
         checkpointing=not options.no_checkpointing,
         transport=options.transport,
     )

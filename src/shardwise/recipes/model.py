@@ -80,9 +80,7 @@ def shard(
         placement: along which dimension a parameter is cut; None: the first.
     """
     if config.activation_checkpointing:
-        # The newer name of transformers 5.x, or the older one.
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        compute_activations_again(model)
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[config.param_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
     )
@@ -111,6 +109,13 @@ def shard(
 
     torch.manual_seed(seed)
     materialize(model, init=init)
+
+
+def compute_activations_again(model: PreTrainedModel) -> None:
+    """Keep the inputs of every layer only, and compute the rest again in backward."""
+    # The newer name of transformers 5.x, or the older one.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -1,42 +1,30 @@
 """A Vision Transformer from ``transformers``, built block by block: nobody ever holds it whole.
 
-It comes into being in three moves, so that neither a host nor a device needs room for more than a
+It comes into being in two moves, so that neither a host nor a device needs room for more than a
 rank's shards and one layer:
 
     build       on the meta device: shapes only, no memory
-    shard       group by group, still without memory: every rank learns which rows will be its own
-    materialize layer by layer: memory, initial values, cut; the next layer takes the place of the
-                one before
+    born        sharded group by group, still without memory: a rank learns which rows will be its
+                own; then layer by layer: memory, initial values, cut, and the whole layer is gone
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from transformers import ViTConfig, ViTForImageClassification
 from transformers.models.vit.modeling_vit import ViTLayer
 
-from shardwise.recipes.config import OptionError
-
-
-class Units(enum.Enum):
-    """Which modules are groups of their own: what is whole at a time.
-
-    Attributes:
-        BLOCKS: every block of the transformer.
-        HALF_BLOCKS: the attention and the MLP of every block, inside the block's own group.
-        NONE: nothing: the model is one group.
-    """
-
-    BLOCKS = "blocks"
-    HALF_BLOCKS = "half-blocks"
-    NONE = "none"
+from shardwise.frontends.strategies import ShardingPlan
+from shardwise.recipes.config import OptionError, ShardingConfig
+from shardwise.recipes.model import shard
+from shardwise.sharding.shares import Shares, shares_of
 
 
 def build(settings: Mapping[str, Any], classes: int) -> ViTForImageClassification:
@@ -65,16 +53,9 @@ def build(settings: Mapping[str, Any], classes: int) -> ViTForImageClassificatio
         ) from error
 
 
-def units_of(model: ViTForImageClassification, units: Units) -> list[nn.Module]:
-    """The modules to shard before the model itself, inner ones first."""
-    blocks = [module for module in model.modules() if isinstance(module, ViTLayer)]
-    match units:
-        case Units.NONE:
-            return []
-        case Units.BLOCKS:
-            return list(blocks)
-        case Units.HALF_BLOCKS:
-            return [part for block in blocks for part in (block.attention, block.mlp, block)]
+def units_of(model: ViTForImageClassification, *, nested: bool) -> list[nn.Module]:
+    """The modules to shard before the model itself: every block, or none."""
+    return [m for m in model.modules() if isinstance(m, ViTLayer)] if nested else []
 
 
 def placement(param: nn.Parameter) -> Shard | None:
@@ -87,6 +68,38 @@ def placement(param: nn.Parameter) -> Shard | None:
     if param.ndim < 2 or param.shape[0] > 1:
         return None
     return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))
+
+
+def shares(
+    model: ViTForImageClassification, world_size: int, *, nested: bool = True
+) -> list[Shares]:
+    """What every rank will hold of each group, the model's own last."""
+    return shares_of(model, units_of(model, nested=nested), world_size, placement)
+
+
+def born(
+    model: ViTForImageClassification,
+    config: ShardingConfig,
+    plan: ShardingPlan,
+    mesh: DeviceMesh,
+    seed: int,
+    *,
+    nested: bool = True,
+) -> None:
+    """Shard a model that is on the meta device, and give the shards their initial values.
+
+    With one seed the values are the same on any mesh; see :func:`shardwise.recipes.model.shard`.
+
+    Args:
+        model: as :func:`build` made it.
+        config: dtypes, activation checkpointing, transport.
+        plan: what becomes of full parameters between forward and backward.
+        mesh: over which ranks.
+        seed: of the initial values.
+        nested: every block is a group of its own; else the model is one group.
+    """
+    units = units_of(model, nested=nested)
+    shard(model, config, plan, mesh, seed, units=units, placement=placement)
 
 
 def classification_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
