@@ -30,22 +30,28 @@ from _memory import PROMPT_MALLOC, Formula, PssSampler, Trace, pss
 from _options import TRANSPORTS, positive_int
 from _report import document, machine, machine_line, save, wide_console
 from _vit_build_tables import too_high, vit_build_tables
-from _worlds import World
+from _worlds import World as Processes
+from shardwise.launch.world import World
+from shardwise.recipes.classify import classification_loss
 from shardwise.recipes.config import (
     AdamWConfig,
+    OutputConfig,
     Precision,
     ShardingConfig,
+    TrainConfig,
     TransportName,
     resolve_sharding,
 )
 from shardwise.recipes.dry_run import COPIES, STORED, Outlook
-from shardwise.recipes.model import compute_activations_again
+from shardwise.recipes.model import checkpoint_layers
 from shardwise.recipes.optim import make_adamw
-from shardwise.recipes.vit_model import born, build, classification_loss, shares
+from shardwise.recipes.training import place_for
+from shardwise.recipes.vit_model import born, build, shares
 from shardwise.recipes.vit_presets import VIT_PRESETS
 
 CLASSES = 1000
 STEPS = 2  # the first makes the optimizer's state
+OPTIMIZER = AdamWConfig(lr=1e-4)
 SAMPLED_EVERY = 0.01  # seconds; to read the PSS of a large process takes milliseconds
 
 
@@ -82,6 +88,17 @@ class VitCase:
             activation_checkpointing=self.checkpointing,
         )
 
+    @property
+    def train(self) -> TrainConfig:
+        """As the recipe is told it."""
+        return TrainConfig(
+            steps=STEPS,
+            batch_size=self.batch,
+            optimizer=OPTIMIZER,
+            output=OutputConfig(out=Path("unused")),
+            sharding=self.sharding,
+        )
+
     def on_meta(self) -> Any:
         """The model without memory."""
         settings = VIT_PRESETS[self.model].settings()
@@ -116,7 +133,7 @@ class VitWorker:
 
     def prepare(self) -> None:
         """Make the optimizer, and its state at the first step."""
-        self._optimizer = make_adamw(self._model, AdamWConfig(lr=1e-4))
+        self._optimizer = make_adamw(self._model, OPTIMIZER)
 
     def step(self) -> float:
         """Take an optimizer step; return the loss."""
@@ -133,9 +150,10 @@ class VitWorker:
         return pss("self")
 
     def _built(self, case: VitCase) -> Any:
-        plan = resolve_sharding(case.sharding, case.ranks)
+        world = World(dist.get_rank(), case.ranks, dist.get_rank(), case.ranks)
         model = case.on_meta()
-        born(model, case.sharding, plan, plan.make_mesh("cpu"), 0, nested=case.nested)
+        place = place_for(case.train, world, torch.device("cpu"))
+        born(model, case.sharding, place, 0, nested=case.nested)
         return model.train()
 
 
@@ -153,7 +171,7 @@ class ActivationsWorker:
                 nn.init.normal_(parameter, std=0.02)
                 parameter.data = parameter.data.to(_dtype(self._case))
             if self._case.checkpointing:
-                compute_activations_again(model)
+                checkpoint_layers(model)
             pictures, labels = self._case.batch_of(0)
             with trace.phase("start"):
                 pass
@@ -239,8 +257,8 @@ def measure(case: VitCase) -> dict[str, Any]:
     }
 
 
-def _world(case: VitCase, worker: type, *args: object) -> World:
-    return World(
+def _world(case: VitCase, worker: type, *args: object) -> Processes:
+    return Processes(
         case.model,
         case.ranks,
         worker,

@@ -20,25 +20,24 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise import fully_shard
 from shardwise.frontends.strategies import Strategy
+from shardwise.launch.world import World
+from shardwise.recipes.classify import classification_loss
 from shardwise.recipes.config import (
     AdamWConfig,
     OptionError,
+    OutputConfig,
     Precision,
     ShardingConfig,
+    TrainConfig,
     TransportName,
     resolve_sharding,
 )
 from shardwise.recipes.dry_run import COPIES, STORED, Outlook, show
-from shardwise.recipes.model import shard_bytes
 from shardwise.recipes.optim import make_adamw
-from shardwise.recipes.vit_model import (
-    born,
-    build,
-    classification_loss,
-    placement,
-    shares,
-    units_of,
-)
+from shardwise.recipes.sharded import shard_bytes
+from shardwise.recipes.task import Place
+from shardwise.recipes.training import place_for
+from shardwise.recipes.vit_model import born, build, placement, shares, units_of
 from shardwise.recipes.vit_presets import VIT_PRESETS
 from tests.checkpoint.test_memory import MIB, extra_memory
 
@@ -46,6 +45,7 @@ Ranks = Callable[..., list[Any]]
 
 #: Nothing of it is divided evenly by 4 ranks, or by 2.
 UNEVEN = {
+    "model_type": "vit",
     "hidden_size": 21,
     "intermediate_size": 45,
     "num_hidden_layers": 3,
@@ -72,6 +72,18 @@ def _whole(settings: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
+def _place(config: ShardingConfig, rank: int, world_size: int) -> Place:
+    world = World(rank, world_size, rank, world_size)
+    train = TrainConfig(
+        steps=1,
+        batch_size=1,
+        optimizer=AdamWConfig(lr=1e-3),
+        output=OutputConfig(out=Path("out")),
+        sharding=config,
+    )
+    return place_for(train, world, torch.device("cpu"))
+
+
 def _build_on_meshes(rank: int, world_size: int) -> None:
     expected = _whole(UNEVEN, seed=3)
     pictures = torch.randn(2, 3, 15, 15, generator=torch.Generator().manual_seed(rank))
@@ -82,7 +94,7 @@ def _build_on_meshes(rank: int, world_size: int) -> None:
         plan = resolve_sharding(config, world_size)
         model = build(UNEVEN, CLASSES)
         told = shares(model, plan.shape[-1], nested=nested)
-        born(model, config, plan, plan.make_mesh("cpu"), seed=3, nested=nested)
+        born(model, config, _place(config, rank, world_size), 3, nested=nested)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.full_tensor(), expected[name]), f"{name} over {plan}"
         position = rank % plan.shape[-1]
@@ -132,7 +144,7 @@ def _measure(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]
     # Over gloo each rank has its memory to itself, so that resident memory can be counted.
     config = ShardingConfig(transport=TransportName.C10D)
     plan = resolve_sharding(config, world_size)
-    mesh = plan.make_mesh("cpu")
+    place = _place(config, rank, world_size)
     pictures = torch.zeros(1, 3, 15, 15), torch.zeros(1, dtype=torch.int64)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -141,7 +153,7 @@ def _measure(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]
         optimizer.zero_grad()
 
     small = build(UNEVEN, CLASSES)  # imports, connections and threads are not counted
-    born(small, config, plan, mesh, seed=0)
+    born(small, config, place, 0)
     step(small, make_adamw(small, AdamWConfig(lr=1e-3)))
     gc.collect()
     model = build(WIDE, CLASSES)
@@ -149,7 +161,7 @@ def _measure(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]
     outlook = Outlook("wide", shares(model, world_size), plan, config)
     at_rest = outlook.at_rest(rank)
     found = {
-        "build": extra_memory(lambda: born(model, config, plan, mesh, seed=0)),
+        "build": extra_memory(lambda: born(model, config, place, 0)),
     }
     optimizer = make_adamw(model, AdamWConfig(lr=1e-3))
     gc.collect()

@@ -10,11 +10,18 @@ from shardwise import FSDPModule
 from shardwise.recipes.config import AdamWConfig
 from shardwise.recipes.data import SEPARATOR, VOCAB_SIZE, decode
 from shardwise.recipes.lm_config import LmInputs
-from shardwise.recipes.model import build, next_token_loss, shard
+from shardwise.recipes.model import (
+    build,
+    checkpoint_layers,
+    decoder_layers,
+    initialise,
+    next_token_loss,
+)
 from shardwise.recipes.optim import make_adamw, warmup_cosine
 from shardwise.recipes.progress import brief, printable
 from shardwise.recipes.rundir import write_text
 from shardwise.recipes.sample import sample_tokens
+from shardwise.recipes.sharded import shard
 from shardwise.recipes.task import Place, Task, no_more
 from shardwise.recipes.text import TextBatches, ValidationLoss
 
@@ -24,15 +31,17 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
     config, train = inputs.config, inputs.train
     assert isinstance(train.optimizer, AdamWConfig)
     model = build(inputs.settings, VOCAB_SIZE, SEPARATOR)
-    shard(model, train.sharding, place.plan, place.mesh, train.seed)
-    assert isinstance(model, FSDPModule)
+    if train.sharding.activation_checkpointing:
+        checkpoint_layers(model)
+    sharded = shard(model, decoder_layers(model), train.sharding, place)
+    initialise(model, train.seed)
     curve = warmup_cosine(
         train.optimizer, inputs.span.steps_in_all(train.examples_per_step(place.world.size))
     )
     return Task(
         title=f"{config.model} on {inputs.text.name}",
         model_name=config.model,
-        model=model,
+        model=sharded,
         optimizer=make_adamw(model, train.optimizer),
         schedule=lambda position: curve(position.step),
         data=TextBatches(inputs.text, config, place.device),
@@ -43,7 +52,7 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
         example=f"sequences x {config.seq_length} tokens",
         loss_unit="nats per token",
         introduction=[("data", _about(inputs))],
-        finish=functools.partial(_write_sample, inputs, place, model),
+        finish=functools.partial(_write_sample, inputs, place, sharded),
     )
 
 

@@ -21,10 +21,10 @@ from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import TrainConfig, resolve_sharding
 from shardwise.recipes.device import backend_for, choose_device
 from shardwise.recipes.loop import Loop
-from shardwise.recipes.model import shard_bytes, transport_name
 from shardwise.recipes.optim import count
 from shardwise.recipes.progress import make_display
 from shardwise.recipes.rundir import RunDir
+from shardwise.recipes.sharded import shard_bytes, transport_name
 from shardwise.recipes.span import Position
 from shardwise.recipes.task import Place, Task
 

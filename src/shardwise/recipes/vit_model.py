@@ -10,24 +10,27 @@ rank's shards and one layer:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from transformers import ViTConfig, ViTForImageClassification
-from transformers.models.vit.modeling_vit import ViTLayer
+from transformers import PreTrainedModel
 
-from shardwise.frontends.strategies import ShardingPlan
-from shardwise.recipes.config import OptionError, ShardingConfig
-from shardwise.recipes.model import shard
+from shardwise import FSDPModule, materialize
+from shardwise.recipes.config import ShardingConfig
+from shardwise.recipes.model import (
+    build_classifier,
+    checkpoint_layers,
+    decoder_layers,
+    initialise,
+)
+from shardwise.recipes.sharded import shard
+from shardwise.recipes.task import Place
 from shardwise.sharding.shares import Shares, shares_of
 
 
-def build(settings: Mapping[str, Any], classes: int) -> ViTForImageClassification:
+def build(settings: dict[str, Any], classes: int) -> PreTrainedModel:
     """Build the model on the meta device.
 
     Args:
@@ -35,27 +38,15 @@ def build(settings: Mapping[str, Any], classes: int) -> ViTForImageClassificatio
         classes: rows of the classifier, whatever the settings say.
 
     Raises:
-        OptionError: ``transformers`` cannot make a Vision Transformer of the settings.
+        OptionError: ``transformers`` cannot make an image classifier of the settings.
     """
-    own = {"num_labels": classes, "dtype": "float32"}
-    left_out = ("model_type", "torch_dtype", "id2label", "label2id")
-    rest = {name: value for name, value in settings.items() if name not in left_out}
-    try:
-        config = ViTConfig(**{**rest, **own})
-        with torch.device("meta"):
-            return ViTForImageClassification(config)
-    except Exception as error:  # it checks in several ways
-        reason = " ".join(str(error).split())[:200]
-        raise OptionError(
-            "--model",
-            f"settings that transformers cannot use ({reason})",
-            "those of a Vision Transformer",
-        ) from error
+    with torch.device("meta"):
+        return build_classifier(settings, classes)
 
 
-def units_of(model: ViTForImageClassification, *, nested: bool) -> list[nn.Module]:
+def units_of(model: PreTrainedModel, *, nested: bool) -> list[nn.Module]:
     """The modules to shard before the model itself: every block, or none."""
-    return [m for m in model.modules() if isinstance(m, ViTLayer)] if nested else []
+    return decoder_layers(model) if nested else []
 
 
 def placement(param: nn.Parameter) -> Shard | None:
@@ -70,44 +61,36 @@ def placement(param: nn.Parameter) -> Shard | None:
     return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))
 
 
-def shares(
-    model: ViTForImageClassification, world_size: int, *, nested: bool = True
-) -> list[Shares]:
+def shares(model: PreTrainedModel, world_size: int, *, nested: bool = True) -> list[Shares]:
     """What every rank will hold of each group, the model's own last."""
     return shares_of(model, units_of(model, nested=nested), world_size, placement)
 
 
 def born(
-    model: ViTForImageClassification,
+    model: PreTrainedModel,
     config: ShardingConfig,
-    plan: ShardingPlan,
-    mesh: DeviceMesh,
-    seed: int,
+    place: Place,
+    seed: int | None,
     *,
     nested: bool = True,
-) -> None:
+) -> FSDPModule:
     """Shard a model that is on the meta device, and give the shards their initial values.
-
-    With one seed the values are the same on any mesh; see :func:`shardwise.recipes.model.shard`.
 
     Args:
         model: as :func:`build` made it.
         config: dtypes, activation checkpointing, transport.
-        plan: what becomes of full parameters between forward and backward.
-        mesh: over which ranks.
-        seed: of the initial values.
+        place: over which ranks, by which strategy.
+        seed: of the initial values, which depend on nothing else; None: no values, only memory.
         nested: every block is a group of its own; else the model is one group.
+
+    Returns:
+        ``model``.
     """
-    units = units_of(model, nested=nested)
-    shard(model, config, plan, mesh, seed, units=units, placement=placement)
-
-
-def classification_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Mean cross-entropy, a float32 scalar, in nats.
-
-    Args:
-        model: maps pictures to ``.logits`` of shape (batch, classes).
-        batch: pictures (batch, 3, height, width), and labels (batch,) int64.
-    """
-    pictures, labels = batch
-    return F.cross_entropy(model(pixel_values=pictures).logits.float(), labels)
+    if config.activation_checkpointing:
+        checkpoint_layers(model)
+    sharded = shard(model, units_of(model, nested=nested), config, place, placement)
+    if seed is None:
+        materialize(model, init=lambda module: None)
+    else:
+        initialise(model, seed)
+    return sharded

@@ -23,7 +23,6 @@ class VitPreset:
         patch: edge of a patch, in pixels.
         image: edge of a picture, in pixels.
         batch_size: pictures per rank, unless told otherwise.
-        lr: peak learning rate, unless told otherwise.
     """
 
     hidden: int
@@ -33,7 +32,6 @@ class VitPreset:
     patch: int = 16
     image: int = 224
     batch_size: int = 32
-    lr: float = 1e-3
 
     def settings(self) -> dict[str, Any]:
         """As ``transformers`` names them."""
