@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import io
+import json
+import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import ViTConfig, ViTForImageClassification
 
 from shardwise import fully_shard
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.world import World
+from shardwise.recipes.begin import check_folder
 from shardwise.recipes.classify import classification_loss
 from shardwise.recipes.config import (
     AdamWConfig,
@@ -37,9 +43,13 @@ from shardwise.recipes.optim import make_adamw
 from shardwise.recipes.sharded import shard_bytes
 from shardwise.recipes.task import Place
 from shardwise.recipes.training import place_for
+from shardwise.recipes.vit_config import VitConfig
 from shardwise.recipes.vit_model import born, build, placement, shares, units_of
 from shardwise.recipes.vit_presets import VIT_PRESETS
 from tests.checkpoint.test_memory import MIB, extra_memory
+from tests.recipes.running import train
+from tests.recipes.small import losses, train_config
+from tests.recipes.snapshots import write_snapshots
 
 Ranks = Callable[..., list[Any]]
 
@@ -54,6 +64,15 @@ UNEVEN = {
     "patch_size": 5,
 }
 CLASSES = 7
+
+LEARNING = {
+    "model_type": "vit",
+    "hidden_size": 24,
+    "intermediate_size": 46,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "patch_size": 8,
+}
 
 on_linux = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="peaks come from Linux's /proc"
@@ -278,3 +297,87 @@ def test_the_peak_is_told_by_what_is_kept_and_in_which_dtype() -> None:
     assert "16 copies of the model" in text
     whole, _ = _told(128, nested=False)
     assert whole.unsharded == 4 * whole.whole.padded_numel
+
+
+# -- what is learnt --------------------------------------------------------------------------------
+
+
+def small_vit(folder: Path, name: str = "run", **changes: Any) -> VitConfig:
+    """A configuration of one epoch in a few steps, on pictures that are written if they are not."""
+    data = folder / "snapshots"
+    if not data.exists():
+        write_snapshots(data)
+    if not (folder / "config.json").exists():
+        (folder / "config.json").write_text(json.dumps(LEARNING))
+    given = {"epochs": 2, "batch_size": 8, "eval_every": 1, **changes}
+    train = train_config(folder / name, given, AdamWConfig(lr=5e-3, warmup=2))
+    own = {"model": str(folder / "config.json"), "image_size": 32, "threads": 2}
+    return VitConfig(**{"data_dir": data, **own, **given}, train=train)
+
+
+def _train_all(rank: int, world_size: int, runs: list[VitConfig], resumed: VitConfig) -> list[str]:
+    """Train; and go on with the first run, as if it had ended after its third step."""
+    ends = train(rank, world_size, *runs)
+    if rank == 0:
+        shutil.copytree(runs[0].files.root, resumed.files.root)
+        shutil.rmtree(resumed.files.checkpoints / "step-00000006")
+        resumed.files.weights.unlink()
+    dist.barrier()
+    return [*ends, *train(rank, world_size, resumed)]
+
+
+def test_a_transformer_learns_and_goes_on_and_its_file_alone_knows_as_much(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    plain = small_vit(tmp_path, "plain", steps=6, checkpoint_every=3)
+    variants: dict[str, dict[str, Any]] = {
+        "one-group": {"nested": False},
+        "checkpointed": {"activation_checkpointing": True},
+    }
+    same = [small_vit(tmp_path, name, steps=6, **each) for name, each in variants.items()]
+    bf16 = small_vit(tmp_path, "bf16", steps=1, param_dtype=Precision.BF16)
+    fake = small_vit(tmp_path, "fake", data_dir=None, fake_data=True, steps=1, layers=1)
+    resumed = small_vit(tmp_path, "resumed", steps=6, checkpoint_every=3, resume=True)
+    runs = [plain, *same, bf16, fake]
+    assert ranks(_train_all, 2, runs, resumed) == [["finished"] * 6] * 2
+
+    assert [step for step, *_ in losses(plain)] == list(range(1, 7))
+    assert [session["from_step"] for session in resumed.files.read()["sessions"]] == [0, 3]
+    session = plain.files.read()["sessions"][-1]
+    assert session["accuracy"] == session["accuracy_of_file"] > 0.8
+    whole = load_file(plain.files.weights)
+    for config in (*same, resumed):
+        for found, expected in zip(losses(config), losses(plain), strict=True):
+            assert found == pytest.approx(expected, rel=1e-6), config.train.output.out.name
+        for name, found in load_file(config.files.weights).items():
+            torch.testing.assert_close(found, whole[name], msg=f"{name} of {config.files.root}")
+    assert losses(resumed) == losses(plain)
+    assert losses(bf16)[0][1] == pytest.approx(losses(plain)[0][1], rel=2e-2)
+    assert losses(bf16)[0][1] != losses(plain)[0][1]
+    assert losses(fake)[0][1] == pytest.approx(math.log(1000), rel=0.1)
+
+    # What was written is what others load, without any shards.
+    model = ViTForImageClassification(ViTConfig(**plain.settings(), num_labels=3))
+    model.load_state_dict(whole)
+
+
+def test_a_run_goes_on_only_with_the_model_it_began_with(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(train, 1, small_vit(tmp_path, steps=1))
+    other = small_vit(tmp_path, steps=2, layers=3, resume=True)
+    with pytest.raises(OptionError, match=r"--model: found .*, another model"):
+        check_folder(other.check(World(0, 1, 0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"patch_size": 7}, "--image-size: found 32, expected a multiple of 7, a patch's size"),
+        ({"patch_size": 0}, "--patch-size: found 0, expected a number from 1"),
+        ({"layers": 0}, "--layers: found 0, expected 1 or more"),
+        ({"model": "vit-10"}, "--model: found vit-10, expected .*; did you mean vit-10b?"),
+        ({"data_dir": None}, "--data-dir: found none, expected a folder with train and val, or"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        small_vit(tmp_path, **changes).check(World(0, 1, 0, 1))
