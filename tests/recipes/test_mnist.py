@@ -81,11 +81,12 @@ def test_however_it_is_sharded_it_learns_the_same(ranks: Ranks, tmp_path: Path) 
         "nested": {"nested": True},
         "checkpointed": {"nested": True, "activation_checkpointing": True},
         "grad-op": {"nested": True, "strategy": Strategy.SHARD_GRAD_OP},
-        "no-shard": {"strategy": Strategy.NO_SHARD},
     }
     configs = [small_mnist(tmp_path, name, **changes) for name, changes in variants.items()]
     bf16 = {"param_dtype": Precision.BF16, "nested": True}
     rounded = [
+        # AdamW rounds an element by its place in the tensor, and tensors are whole here.
+        small_mnist(tmp_path, "no-shard", strategy=Strategy.NO_SHARD),
         small_mnist(tmp_path, "bf16", **bf16),
         small_mnist(tmp_path, "bf16-checkpointed", activation_checkpointing=True, **bf16),
     ]
@@ -94,11 +95,11 @@ def test_however_it_is_sharded_it_learns_the_same(ranks: Ranks, tmp_path: Path) 
     for config in configs:
         # With checkpointing too: running statistics have counted every picture once.
         same_weights(config, plain)
+    assert losses(rounded[1]) != losses(plain)
     for config in rounded:
-        assert losses(config) != losses(plain)
         for found, expected in zip(losses(config), losses(plain), strict=True):
             assert found[1] == pytest.approx(expected[1], rel=0.1, abs=0.1)
-    same_weights(rounded[1], rounded[0])
+    same_weights(rounded[2], rounded[1])
 
 
 # -- running statistics ----------------------------------------------------------------------------
@@ -195,6 +196,9 @@ def test_a_run_goes_on_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path
     assert refusal(weight_decay=0.3).startswith("--weight-decay: found 0.3, expected 0.1, as the")
     write_digits(tmp_path / "mnist", training=204)
     assert refusal().startswith("--data-dir: found ")
+    files = small_mnist(tmp_path).files
+    files.write({**files.read(), "recipe": "lm"})
+    assert refusal().startswith("--resume: found a run of train lm in ")
 
 
 # -- the order of pictures -------------------------------------------------------------------------
