@@ -139,10 +139,11 @@ def _memory(outlook: Outlook) -> list[str]:
 
     # The first rank has no fewer rows of anything than any other, and the last has no more.
     first, last = outlook.at_rest(0), outlook.at_rest(outlook.whole.world_size - 1)
-    rest = f"{gib(first)} a rank" if first == last else f"{gib(last)} to {gib(first)} a rank"
+    least, most = gib(last), gib(first)
+    rest = f"{most} a rank" if least == most else f"{least} to {most} a rank"
     dtype = outlook.config.param_dtype.value
     return [
         f"at rest    {rest}: parameters, gradients and two states of AdamW, fp32",
-        f"at peak    beside it {gib(outlook.unsharded)} of full parameters and "
-        f"{gib(outlook.gradients)} of full gradients, {dtype}, and activations",
+        f"at peak    {gib(outlook.unsharded)} of full parameters and {gib(outlook.gradients)} of "
+        f"full gradients beside it, {dtype}, and activations",
     ]
