@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
 import torch
 
 from shardwise.launch.errors import Stopped
@@ -31,3 +37,25 @@ def train_one(rank: int, world_size: int, recipe: Recipe) -> str:
     except (Stopped, DivergedError, SaveError) as error:
         return f"{type(error).__name__}: {error}"
     return "finished"
+
+
+def run_from_guide(number: int, replace: dict[str, str]) -> tuple[str, dict[str, Any]]:
+    """Run a program of docs/vision.md that has none of our code.
+
+    Args:
+        number: which one.
+        replace: texts to put in the place of others: paths.
+
+    Returns:
+        What it printed, and its names.
+    """
+    guide = (Path(__file__).parents[2] / "docs" / "vision.md").read_text()
+    code = re.findall(r"```py\n(.*?)```", guide, re.DOTALL)[number]
+    assert "shardwise" not in code
+    for old, new in replace.items():
+        assert old in code
+        code = code.replace(old, new)
+    shown, names = io.StringIO(), dict[str, Any]()
+    with contextlib.redirect_stdout(shown):
+        exec(compile(code, "vision.md", "exec"), names)
+    return shown.getvalue(), names

@@ -20,7 +20,7 @@ from shardwise.recipes.begin import check_folder
 from shardwise.recipes.config import OptionError, Precision
 from shardwise.recipes.imagefolder import Lookup, find_pictures
 from shardwise.recipes.metrics import read_metrics
-from tests.recipes.running import train
+from tests.recipes.running import run_from_guide, train
 from tests.recipes.small import losses
 from tests.recipes.snapshots import COLOURS, small_imagenet, write_snapshots
 
@@ -55,6 +55,9 @@ def test_a_net_learns_however_it_is_sharded(ranks: Ranks, tmp_path: Path) -> Non
         assert losses(config) == losses(plain), config.train.output.out.name
         found = load_file(config.files.weights)
         assert all(torch.equal(found[name], weights[name]) for name in weights)
+    _, names = run_from_guide(1, {"runs/imagenet": str(plain.train.output.out)})
+    loaded = names["model"].state_dict()
+    assert all(torch.equal(loaded[name], weights[name]) for name in loaded)
     assert losses(bf16) != losses(plain)
     assert bf16.files.read()["sessions"][-1]["accuracy"] > 0.9
     assert [step for step, *_ in losses(fake)] == [1, 2]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -27,12 +24,10 @@ from shardwise.recipes.mnist_config import MnistConfig
 from shardwise.recipes.pictures import TrainingPictures
 from shardwise.recipes.running_stats import RunningStatistics
 from tests.recipes.digits import small_mnist, write_digits
-from tests.recipes.running import train, train_one
+from tests.recipes.running import run_from_guide, train, train_one
 from tests.recipes.small import losses
 
 Ranks = Callable[..., list[Any]]
-
-ROOT = Path(__file__).parents[2]
 
 
 def accuracies(config: MnistConfig) -> list[tuple[int, float]]:
@@ -60,19 +55,8 @@ def test_a_net_learns_and_its_file_alone_knows_as_much(ranks: Ranks, tmp_path: P
     session = config.files.read()["sessions"][-1]
     assert session["accuracy"] == session["accuracy_of_file"] == accuracy
     assert config.files.confusion.read_bytes().startswith(b"\x89PNG")
-    assert _shown_by_the_guide(tmp_path) == f"accuracy {accuracy:.4f}\n"
-
-
-def _shown_by_the_guide(folder: Path) -> str:
-    """What the program prints by which docs/vision.md loads the file: it has none of our code."""
-    guide = (ROOT / "docs" / "vision.md").read_text()
-    [code] = re.findall(r"```py\n(.*?)```", guide, re.DOTALL)
-    assert "shardwise" not in code.replace("runs/mnist", "")
-    shown = io.StringIO()
-    run = code.replace("runs/mnist", str(folder / "run")).replace('"mnist', f'"{folder}/mnist')
-    with contextlib.redirect_stdout(shown):
-        exec(compile(run, "vision.md", "exec"), {})
-    return shown.getvalue()
+    paths = {"runs/mnist": str(tmp_path / "run"), '"mnist/': f'"{tmp_path}/mnist/'}
+    assert run_from_guide(0, paths)[0] == f"accuracy {accuracy:.4f}\n"
 
 
 def test_however_it_is_sharded_it_learns_the_same(ranks: Ranks, tmp_path: Path) -> None:
