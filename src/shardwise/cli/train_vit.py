@@ -98,14 +98,14 @@ def train_vit(
     clip_grad: options.ClipGrad = 1.0,
     seed: options.Seed = 0,
     device: options.OnDevice = Device.AUTO,
-    use_nested_fsdp: Annotated[
+    no_nested_fsdp: Annotated[
         bool,
         Option(
-            "--use-nested-fsdp/--no-nested-fsdp",
-            help="Shard each block by itself, then the rest; or the model as one group.",
+            "--no-nested-fsdp",
+            help="Shard the model as one group, not each block by itself.",
             rich_help_panel=options.SHARD,
         ),
-    ] = True,
+    ] = False,
     use_gradient_checkpointing: options.GradientCheckpointing = False,
     strategy: options.StrategyName = Strategy.FULL_SHARD,
     replicas: options.Replicas = None,
@@ -157,7 +157,7 @@ def train_vit(
         image_size=image_size_of(model) if image_size is None else image_size,
         patch_size=patch_size,
         threads=workers,
-        nested=use_nested_fsdp,
+        nested=not no_nested_fsdp,
         train=TrainConfig(
             epochs=epochs,
             steps=steps,
