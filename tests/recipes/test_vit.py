@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import ViTConfig, ViTForImageClassification
 
 from shardwise import fully_shard
+from shardwise.cli.main import app
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.world import World
 from shardwise.recipes.begin import check_folder
@@ -272,6 +274,20 @@ def test_what_is_told_of_128_ranks_is_what_the_runtime_gives_them(ranks: Ranks) 
     [held] = ranks(_sharded_for, 1, [0, 1, 124, 125, 127], backend=None)
     assert held == {rank: outlook.whole.held_by(rank) for rank in held}
     assert held[0] > held[127], "the classifier's 1000 rows are not divided evenly"
+
+
+def test_the_guide_shows_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "vision.md").read_text()
+    [(command, expected)] = re.findall(r"```console\n\$ (shardwise .*)\n([^`]*)```", guide)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", command.split())
+    with pytest.raises(SystemExit) as ended:
+        app()
+    assert ended.value.code == 0
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == expected.splitlines()
+    assert not list(tmp_path.iterdir()), "nothing was written"
 
 
 def test_one_row_is_not_left_to_one_rank() -> None:

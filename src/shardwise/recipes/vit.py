@@ -84,7 +84,6 @@ def show_shares(config: VitConfig, world_size: int) -> None:
     plan = resolve_sharding(sharding, world_size)
     model = build(config.settings(), FAKE_CLASSES)
     groups = shares(model, plan.shape[-1], nested=config.nested)
-    console = Console()
-    # To a file or a pipe, no line is cut off to fit a window.
-    wide = console if console.is_terminal else Console(width=200)
-    show(Outlook(config.model, groups, plan, sharding), wide)
+    # No figure is cut off to fit a narrow window.
+    console = Console(width=max(Console().width, 120))
+    show(Outlook(config.model, groups, plan, sharding), console)
