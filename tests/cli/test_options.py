@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import main, train_imagenet, train_lm, train_mnist
+from shardwise.cli import main, train_imagenet, train_lm, train_mnist, train_vit
 from shardwise.cli.main import app
 from shardwise.recipes.job import Job
 
@@ -106,6 +106,13 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: str, me
         ("imagenet --fake-data --lr-drop-epochs -1", "--lr-drop-epochs: found -1"),
         ("imagenet --fake-data --image-size 8", "--image-size: found 8, expected 32 or more"),
         ("imagenet --fake-data --workers 0", "--workers: found 0, expected 1 or more"),
+        ("vit", "--data-dir: found none, expected a folder with train and val, or --fake-data"),
+        ("vit --fake-data --model vit-10", "did you mean vit-10b?"),
+        ("vit --fake-data --image-size 100", "--image-size: found 100, expected a multiple of 16"),
+        ("vit --fake-data --layers 0", "--layers: found 0, expected 1 or more"),
+        ("vit --fake-data --world-size 4", "--world-size: found 4 without --dry-run, expected"),
+        ("vit --dry-run --world-size 0", "--world-size: found 0, expected 1 or more"),
+        ("vit --dry-run --nproc 6 --strategy hybrid", "one that divides the 6 ranks; say"),
         ("imagenet --fake-data --resume", "--resume: found no run in runs/imagenet"),
     ],
 )
@@ -183,7 +190,7 @@ def test_options_for_pictures_become_a_configuration(monkeypatch: pytest.MonkeyP
     from shardwise.recipes.config import as_json, flatten
 
     jobs: list[Job] = []
-    for command in (train_mnist, train_imagenet):
+    for command in (train_mnist, train_imagenet, train_vit):
         monkeypatch.setattr(command, "run", lambda job, nproc: jobs.append(job))
     common = "--epochs 3 --steps 9 --batch-size 5 --use-gradient-checkpointing --eval-interval 7 "
     mnist = "--data-dir d --use-nested-fsdp --lr 0.5 --warmup 4 --weight-decay 0"
@@ -194,7 +201,13 @@ def test_options_for_pictures_become_a_configuration(monkeypatch: pytest.MonkeyP
     assert call(monkeypatch, "train", "mnist", *common.split(), *mnist.split()) == 0
     assert call(monkeypatch, "train", "imagenet", *common.split(), *imagenet.split()) == 0
     assert call(monkeypatch, "train", "imagenet", "--fake-data") == 0
-    first, second, default = (flatten(as_json(job.recipe)) for job in jobs)
+    vit = (
+        "--data-dir d --model vit-huge --layers 3 --image-size 28 --patch-size 7 --workers 3 "
+        "--no-nested-fsdp --lr 0.5 --warmup 4 --weight-decay 0"
+    )
+    assert call(monkeypatch, "train", "vit", *common.split(), *vit.split()) == 0
+    assert call(monkeypatch, "train", "vit", "--fake-data", "--model", "vit-10b") == 0
+    first, second, default, third, huge = (flatten(as_json(job.recipe)) for job in jobs)
     asked = {
         "data_dir": "d", "epochs": 3, "steps": 9, "batch_size": 5, "eval_every": 7,
         "activation_checkpointing": True,
@@ -213,6 +226,17 @@ def test_options_for_pictures_become_a_configuration(monkeypatch: pytest.MonkeyP
         "drop_factor": 10.0, "epochs": 100, "momentum": 0.9, "weight_decay": 1e-4, "steps": None,
     }  # fmt: skip
     assert default.items() >= published.items()
+    assert third.items() >= asked.items()
+    own = {
+        "model": "vit-huge", "layers": 3, "image_size": 28, "patch_size": 7, "threads": 3,
+        "nested": False, "lr": 0.5, "warmup": 4, "weight_decay": 0.0,
+    }  # fmt: skip
+    assert third.items() >= own.items()
+    published = {
+        "layers": None, "image_size": 224, "nested": True, "epochs": 300, "lr": 1e-3,
+        "weight_decay": 0.1, "clip_grad": 1.0, "warmup": 10_000, "batch_size": 8,
+    }  # fmt: skip
+    assert huge.items() >= published.items()
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["train"], ["train", "lm", "--help"]])
@@ -226,7 +250,7 @@ def test_help_is_shown(
         assert "shardwise train lm --nproc 2" in shown, "an example"
 
 
-@pytest.mark.parametrize("recipe", ["lm", "mnist", "imagenet"])
+@pytest.mark.parametrize("recipe", ["lm", "mnist", "imagenet", "vit"])
 def test_every_option_is_explained_and_legible_in_80_columns(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, recipe: str
 ) -> None:

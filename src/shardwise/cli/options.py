@@ -28,6 +28,18 @@ Nproc = Annotated[
         show_default="1",
     ),
 ]
+PictureFolder = Annotated[
+    Path | None,
+    Option(
+        help="Folder with train/CLASS/ and val/CLASS/.", rich_help_panel=MODEL, show_default=False
+    ),
+]
+FakeData = Annotated[
+    bool, Option("--fake-data", help="Noise, to measure speed.", rich_help_panel=MODEL)
+]
+Workers = Annotated[
+    int, Option(help="Threads that decode pictures, per rank.", rich_help_panel=MODEL)
+]
 Accumulate = Annotated[
     int, Option(help="Microbatches per step; gradients are reduced once.", rich_help_panel=STEP)
 ]
@@ -89,7 +101,6 @@ GradientCheckpointing = Annotated[
     bool,
     Option(
         "--use-gradient-checkpointing",
-        "--activation-checkpointing",
         help="Compute activations again in backward instead of keeping them.",
         rich_help_panel=SHARD,
     ),

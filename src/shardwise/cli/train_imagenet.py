@@ -40,18 +40,8 @@ How fast it is without reading pictures:
 def train_imagenet(
     *,
     nproc: options.Nproc = None,
-    data_dir: Annotated[
-        Path | None,
-        Option(
-            help="Folder with train/CLASS/ and val/CLASS/.",
-            rich_help_panel=options.MODEL,
-            show_default=False,
-        ),
-    ] = None,
-    fake_data: Annotated[
-        bool,
-        Option("--fake-data", help="Noise, to measure speed.", rich_help_panel=options.MODEL),
-    ] = False,
+    data_dir: options.PictureFolder = None,
+    fake_data: options.FakeData = False,
     model: Annotated[
         str,
         Option(
@@ -62,10 +52,7 @@ def train_imagenet(
     image_size: Annotated[
         int, Option(help="Height and width that the model sees.", rich_help_panel=options.MODEL)
     ] = 224,
-    workers: Annotated[
-        int,
-        Option(help="Threads that decode pictures, per rank.", rich_help_panel=options.MODEL),
-    ] = 4,
+    workers: options.Workers = 4,
     epochs: options.Epochs = 100,
     steps: options.MaxSteps = None,
     batch_size: options.PerRank = 128,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise.recipes.config import Precision, ShardingConfig
@@ -17,7 +17,11 @@ DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
 
 
 def shard(
-    model: nn.Module, units: Sequence[nn.Module], config: ShardingConfig, place: Place
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    config: ShardingConfig,
+    place: Place,
+    placement: Callable[[nn.Parameter], Shard | None] | None = None,
 ) -> FSDPModule:
     """Shard every unit, then the rest.
 
@@ -28,6 +32,7 @@ def shard(
         units: modules of it that are to be gathered one at a time, inner ones first.
         config: dtypes and transport.
         place: mesh and strategy.
+        placement: along which dimension a parameter is cut; by default the first.
 
     Returns:
         ``model``.
@@ -52,6 +57,7 @@ def shard(
                 part,
                 mesh=place.mesh,
                 reshard_after_forward=reshard,
+                shard_placement_fn=placement,
                 mp_policy=policy,
                 transport=transport,
             )

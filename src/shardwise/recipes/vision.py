@@ -13,15 +13,34 @@ from torch import nn
 from shardwise import FSDPModule
 from shardwise.checkpoint.consolidate import consolidate
 from shardwise.errors import CheckpointError
+from shardwise.recipes.augment import FolderPictures
 from shardwise.recipes.begin import Inputs
 from shardwise.recipes.checkpointing import SaveError
 from shardwise.recipes.classify import Evaluation, Scores, classification_loss
 from shardwise.recipes.optim import Schedule
-from shardwise.recipes.pictures import Pictures, TrainingPictures
+from shardwise.recipes.picture_config import FAKE_TRAINING, FAKE_VALIDATION, PictureInputs
+from shardwise.recipes.pictures import FakePictures, Pictures, TrainingPictures
 from shardwise.recipes.plot import plot_confusion
 from shardwise.recipes.rundir import RunDir
 from shardwise.recipes.running_stats import RunningStatistics
 from shardwise.recipes.task import Place, Task
+
+
+def pictures_of(inputs: PictureInputs) -> tuple[Pictures, Pictures]:
+    """Pictures to learn from, and to be judged by."""
+    config = inputs.config
+    if inputs.folders is None:
+        classes, size = len(inputs.classes), config.image_size
+        return (
+            FakePictures(FAKE_TRAINING, classes, size),
+            FakePictures(FAKE_VALIDATION, classes, size),
+        )
+    training, validation = inputs.folders
+    size, threads = config.image_size, config.threads
+    return (
+        FolderPictures(training, size, augment=True, threads=threads),
+        FolderPictures(validation, size, augment=False, threads=threads),
+    )
 
 
 def vision_task(

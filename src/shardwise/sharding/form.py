@@ -82,7 +82,7 @@ class ShardedForm:
         self._offload = offload
         whole = _torch.local_of(param) if isinstance(param, DTensor) else param.detach()
         self.origin = _torch.spec_of(param) if isinstance(param, DTensor) else None
-        self.layout = Layout(whole.shape, _shard_dim(whole, mesh, placement), mesh.shard.world_size)
+        self.layout = _layout(whole.shape, mesh, placement)
         with torch.no_grad():
             self.spec = sharded_spec(param, mesh, self.layout)
             self.parameter = nn.Parameter(
@@ -235,8 +235,8 @@ def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[Para
     ]
 
 
-def _shard_dim(whole: torch.Tensor, mesh: DataMesh, placement: Shard | None) -> int | None:
-    if whole.ndim == 0 or not mesh.shards:
-        return None
-    dim = 0 if placement is None else placement.dim
-    return dim + whole.ndim if dim < 0 else dim
+def _layout(shape: torch.Size, mesh: DataMesh, placement: Shard | None) -> Layout:
+    ranks = mesh.shard.world_size
+    if not mesh.shards:
+        return Layout(shape, None, ranks)
+    return Layout.of(shape, ranks, 0 if placement is None else placement.dim)

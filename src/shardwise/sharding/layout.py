@@ -38,6 +38,11 @@ class Layout:
                 f"expected 0 to {len(self.shape) - 1}"
             )
 
+    @classmethod
+    def of(cls, shape: torch.Size, world_size: int, dim: int = 0) -> Layout:
+        """The cut along ``dim``, which may count from the end; a scalar is not cut."""
+        return cls(shape, (dim + len(shape) if dim < 0 else dim) if shape else None, world_size)
+
     @cached_property
     def chunk_rows(self) -> int:
         """Length of every rank's chunk along ``dim``, padding included."""

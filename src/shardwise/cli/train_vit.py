@@ -1,0 +1,201 @@
+"""``shardwise train vit``: options in, a configuration out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from shardwise.cli import options
+from shardwise.cli.run import run
+from shardwise.frontends.strategies import Strategy
+from shardwise.recipes.config import (
+    AdamWConfig,
+    Device,
+    OptionError,
+    OutputConfig,
+    Precision,
+    ShardingConfig,
+    TrainConfig,
+)
+from shardwise.recipes.job import Job
+from shardwise.recipes.vit_config import VitConfig, defaults_for, image_size_of
+from shardwise.recipes.vit_presets import VIT_PRESETS
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+Who would hold what, of 10 billion parameters over 128 ranks; nothing is trained:
+  [cyan]shardwise train vit --model vit-10b --dry-run --world-size 128[/cyan]
+
+ImageNet, on 8 GPUs; the folder has train/CLASS/ and val/CLASS/:
+  [cyan]shardwise train vit --data-dir imagenet --model vit-huge --nproc 8
+    --param-dtype bf16 --use-gradient-checkpointing[/cyan]
+
+How fast it is without reading pictures, on two CPUs:
+  [cyan]shardwise train vit --fake-data --nproc 2 --batch-size 4 --steps 10[/cyan]
+"""
+
+
+def train_vit(
+    *,
+    nproc: options.Nproc = None,
+    data_dir: options.PictureFolder = None,
+    fake_data: options.FakeData = False,
+    model: Annotated[
+        str,
+        Option(
+            help=f"{', '.join(VIT_PRESETS)}, or the path of a config.json of transformers.",
+            rich_help_panel=options.MODEL,
+        ),
+    ] = "vit-tiny",
+    layers: Annotated[
+        int | None,
+        Option(
+            help="Number of blocks.", rich_help_panel=options.MODEL, show_default=options.BY_MODEL
+        ),
+    ] = None,
+    image_size: Annotated[
+        int | None,
+        Option(
+            help="Height and width that the model sees.",
+            rich_help_panel=options.MODEL,
+            show_default=options.BY_MODEL,
+        ),
+    ] = None,
+    patch_size: Annotated[
+        int | None,
+        Option(
+            help="Height and width of a patch.",
+            rich_help_panel=options.MODEL,
+            show_default=options.BY_MODEL,
+        ),
+    ] = None,
+    workers: options.Workers = 4,
+    epochs: options.Epochs = 300,
+    steps: options.MaxSteps = None,
+    batch_size: Annotated[
+        int | None,
+        Option(
+            help="Pictures per rank and microbatch.",
+            rich_help_panel=options.STEP,
+            show_default=options.BY_MODEL,
+        ),
+    ] = None,
+    accumulate: options.Accumulate = 1,
+    lr: options.PeakLr = 1e-3,
+    warmup: Annotated[
+        int,
+        Option(
+            help="Steps over which the learning rate rises, at most half of all; a cosine follows.",
+            rich_help_panel=options.STEP,
+        ),
+    ] = 10_000,
+    weight_decay: Annotated[
+        float, Option(help="On weights, not on norms.", rich_help_panel=options.STEP)
+    ] = 0.1,
+    clip_grad: options.ClipGrad = 1.0,
+    seed: options.Seed = 0,
+    device: options.OnDevice = Device.AUTO,
+    no_nested_fsdp: Annotated[
+        bool,
+        Option(
+            "--no-nested-fsdp",
+            help="Shard the model as one group, not each block by itself.",
+            rich_help_panel=options.SHARD,
+        ),
+    ] = False,
+    use_gradient_checkpointing: options.GradientCheckpointing = False,
+    strategy: options.StrategyName = Strategy.FULL_SHARD,
+    replicas: options.Replicas = None,
+    mesh: options.MeshText = None,
+    param_dtype: options.ParamDtype = Precision.FP32,
+    reduce_dtype: options.ReduceDtype = Precision.FP32,
+    transport: options.Transport = None,
+    dry_run: Annotated[
+        bool,
+        Option(
+            "--dry-run",
+            help="Show what every rank would hold, and end.",
+            rich_help_panel=options.SHARD,
+        ),
+    ] = False,
+    world_size: Annotated[
+        int | None,
+        Option(
+            help="Ranks of the --dry-run.", rich_help_panel=options.SHARD, show_default="--nproc"
+        ),
+    ] = None,
+    out: options.Out = Path("runs/vit"),
+    checkpoint_every: options.CheckpointEvery = 1000,
+    keep_last: options.KeepLast = 2,
+    eval_interval: options.EvalInterval = 10,
+    tensorboard: options.Tensorboard = False,
+    resume: options.Resume = False,
+    auto_resume: options.AutoResume = False,
+    overwrite: options.Overwrite = False,
+) -> None:
+    """Train a Vision Transformer on pictures in folders, built block by block.
+
+    Neither a host nor a device ever holds the model whole. The defaults are those of PyTorch/XLA's
+    example with 10 billion parameters, for 1,024 pictures a step. At the end the model is written
+    as one safetensors file, loaded into new shards, and judged again.
+    """
+    output = OutputConfig(
+        out=out,
+        checkpoint_every=checkpoint_every,
+        keep_last=keep_last,
+        eval_every=eval_interval,
+        tensorboard=tensorboard,
+    )
+    config = VitConfig(
+        data_dir=data_dir,
+        fake_data=fake_data,
+        model=model,
+        layers=layers,
+        image_size=image_size_of(model) if image_size is None else image_size,
+        patch_size=patch_size,
+        threads=workers,
+        nested=not no_nested_fsdp,
+        train=TrainConfig(
+            epochs=epochs,
+            steps=steps,
+            batch_size=defaults_for(model).batch_size if batch_size is None else batch_size,
+            accumulate=accumulate,
+            seed=seed,
+            device=device,
+            optimizer=AdamWConfig(
+                lr=lr,
+                betas=(0.9, 0.999),
+                weight_decay=weight_decay,
+                warmup=warmup,
+                clip_grad=clip_grad,
+            ),
+            sharding=ShardingConfig(
+                strategy=strategy,
+                replicas=replicas,
+                mesh=mesh,
+                param_dtype=param_dtype,
+                reduce_dtype=reduce_dtype,
+                transport=transport,
+                activation_checkpointing=use_gradient_checkpointing,
+            ),
+            output=options.Restart(resume, auto_resume, overwrite).of(output),
+        ),
+    )
+    if dry_run:
+        _show_shares(config, nproc or 1 if world_size is None else world_size)
+        return
+    if world_size is not None:
+        raise OptionError(
+            "--world-size", f"{world_size} without --dry-run", "--nproc, or a world of torchrun"
+        )
+    run(Job(config), nproc)
+
+
+def _show_shares(config: VitConfig, world_size: int) -> None:
+    config.check_dry_run(world_size)
+    from shardwise.recipes.vit import show_shares  # imports torch and transformers
+
+    show_shares(config, world_size)

@@ -1,0 +1,401 @@
+"""A Vision Transformer is built block by block: the same on any mesh, and never whole anywhere."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import io
+import json
+import math
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import ViTConfig, ViTForImageClassification
+
+from shardwise import fully_shard
+from shardwise.cli.main import app
+from shardwise.frontends.strategies import Strategy
+from shardwise.launch.world import World
+from shardwise.recipes.begin import check_folder
+from shardwise.recipes.classify import classification_loss
+from shardwise.recipes.config import (
+    AdamWConfig,
+    OptionError,
+    OutputConfig,
+    Precision,
+    ShardingConfig,
+    TrainConfig,
+    TransportName,
+    resolve_sharding,
+)
+from shardwise.recipes.dry_run import COPIES, STORED, Outlook, show
+from shardwise.recipes.optim import make_adamw
+from shardwise.recipes.sharded import shard_bytes
+from shardwise.recipes.task import Place
+from shardwise.recipes.training import place_for
+from shardwise.recipes.vit_config import VitConfig
+from shardwise.recipes.vit_model import born, build, placement, shares, units_of
+from shardwise.recipes.vit_presets import VIT_PRESETS
+from tests.checkpoint.test_memory import MIB, extra_memory
+from tests.recipes.running import train
+from tests.recipes.small import losses, train_config
+from tests.recipes.snapshots import write_snapshots
+
+Ranks = Callable[..., list[Any]]
+
+#: Nothing of it is divided evenly by 4 ranks, or by 2.
+UNEVEN = {
+    "model_type": "vit",
+    "hidden_size": 21,
+    "intermediate_size": 45,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "image_size": 15,
+    "patch_size": 5,
+}
+CLASSES = 7
+
+LEARNING = {
+    "model_type": "vit",
+    "hidden_size": 24,
+    "intermediate_size": 46,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "patch_size": 8,
+}
+
+on_linux = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="peaks come from Linux's /proc"
+)
+
+
+# -- what is built ---------------------------------------------------------------------------------
+
+
+def _whole(settings: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """The parameters of the model that one process builds whole, by its own rules."""
+    model = build(settings, CLASSES).to_empty(device="cpu")
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        model.apply(model._init_weights)
+    return dict(model.named_parameters())
+
+
+def _place(config: ShardingConfig, rank: int, world_size: int) -> Place:
+    world = World(rank, world_size, rank, world_size)
+    train = TrainConfig(
+        steps=1,
+        batch_size=1,
+        optimizer=AdamWConfig(lr=1e-3),
+        output=OutputConfig(out=Path("out")),
+        sharding=config,
+    )
+    return place_for(train, world, torch.device("cpu"))
+
+
+def _build_on_meshes(rank: int, world_size: int) -> None:
+    expected = _whole(UNEVEN, seed=3)
+    pictures = torch.randn(2, 3, 15, 15, generator=torch.Generator().manual_seed(rank))
+    losses = set()
+    for replicas, nested in ((4, True), (2, False), (1, True)):
+        strategy = Strategy.FULL_SHARD if replicas == 1 else Strategy.HYBRID_SHARD
+        config = ShardingConfig(strategy=strategy, replicas=replicas)
+        plan = resolve_sharding(config, world_size)
+        model = build(UNEVEN, CLASSES)
+        told = shares(model, plan.shape[-1], nested=nested)
+        born(model, config, _place(config, rank, world_size), 3, nested=nested)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.full_tensor(), expected[name]), f"{name} over {plan}"
+        position = rank % plan.shape[-1]
+        assert shard_bytes(model) == STORED * sum(each.held_by(position) for each in told), plan
+        losses.add(classification_loss(model, (pictures, torch.tensor([1, 5]))).item())
+    assert len(losses) == 1, "cut as it may be, it is one model"
+
+
+def test_what_is_built_over_one_two_and_four_ranks_is_the_model_built_whole(ranks: Ranks) -> None:
+    ranks(_build_on_meshes, 4)
+
+
+def test_presets_have_the_sizes_that_they_are_called_by() -> None:
+    sizes = {
+        name: sum(p.numel() for p in build(preset.settings(), 1000).parameters())
+        for name, preset in VIT_PRESETS.items()
+    }
+    # As published, for 1000 classes.
+    assert sizes["vit-tiny"] == 5_717_416
+    assert sizes["vit-small"] == 22_050_664
+    assert sizes["vit-base"] == 86_567_656
+    assert sizes["vit-large"] == 304_326_632
+    assert sizes["vit-huge"] == 632_045_800
+    assert round(sizes["vit-1b"] / 1e9, 1) == 1.0
+    assert round(sizes["vit-2b"] / 1e9, 1) == 1.8
+    # XLA's example has the mean of all patches in place of a class token and its position.
+    assert sizes["vit-10b"] - 2 * 5120 == 10_077_917_160
+
+
+def test_settings_that_transformers_refuses_are_named() -> None:
+    with pytest.raises(OptionError, match="--model: found settings that transformers cannot use"):
+        build({**UNEVEN, "hidden_size": "wide"}, CLASSES)
+
+
+# -- what is held ----------------------------------------------------------------------------------
+
+WIDE = {**UNEVEN, "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
+WIDE |= {"num_hidden_layers": 8}
+EXTRA = 16 * MIB  # what threads, hooks and messages may take
+
+
+def _measure(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that a rank held at most in building and in a step; and what it may hold."""
+    libc = ctypes.CDLL(None)
+    for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: what is freed is given back
+        libc.mallopt(option, 65536)
+    # Over gloo each rank has its memory to itself, so that resident memory can be counted.
+    config = ShardingConfig(transport=TransportName.C10D)
+    plan = resolve_sharding(config, world_size)
+    place = _place(config, rank, world_size)
+    pictures = torch.zeros(1, 3, 15, 15), torch.zeros(1, dtype=torch.int64)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        classification_loss(model, pictures).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    small = build(UNEVEN, CLASSES)  # imports, connections and threads are not counted
+    born(small, config, place, 0)
+    step(small, make_adamw(small, AdamWConfig(lr=1e-3)))
+    gc.collect()
+    model = build(WIDE, CLASSES)
+    layer = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
+    outlook = Outlook("wide", shares(model, world_size), plan, config)
+    at_rest = outlook.at_rest(rank)
+    found = {
+        "build": extra_memory(lambda: born(model, config, place, 0)),
+    }
+    optimizer = make_adamw(model, AdamWConfig(lr=1e-3))
+    step(model, optimizer)  # makes the optimizer's state
+    gc.collect()
+    without_gradients = at_rest - at_rest // COPIES
+    found["step"] = without_gradients + extra_memory(lambda: step(model, optimizer))
+    allowed = {
+        "build": at_rest // COPIES + layer * STORED,
+        "step": at_rest + outlook.unsharded + outlook.gradients,
+        "whole": outlook.whole.numel * STORED,
+    }
+    return found, allowed
+
+
+@on_linux
+def test_a_rank_holds_its_shards_and_a_layer_while_building_and_two_blocks_in_a_step(
+    ranks: Ranks,
+) -> None:
+    for found, allowed in ranks(_measure, 4):
+        assert found["build"] < allowed["build"] + EXTRA < allowed["whole"] / 1.5
+        assert found["step"] < allowed["step"] + EXTRA
+        # Else the limits would say nothing: all blocks unsharded, and all their gradients.
+        assert allowed["step"] + 2 * EXTRA < allowed["whole"] * 3
+
+
+# -- what is told of any number of ranks -----------------------------------------------------------
+
+
+def _told(world_size: int, nested: bool = True, **changes: Any) -> tuple[Outlook, str]:
+    config = ShardingConfig(**changes)
+    model = build(VIT_PRESETS["vit-10b"].settings(), 1000)
+    plan = resolve_sharding(config, world_size)
+    outlook = Outlook("vit-10b", shares(model, plan.shape[-1], nested=nested), plan, config)
+    text = io.StringIO()
+    show(outlook, Console(file=text, width=200))
+    return outlook, text.getvalue()
+
+
+_ROW = re.compile(
+    r"^(?:(?P<name>\S.*?) +(?P<groups>\d+) +(?P<numel>[\d,]+) +(?P<padding>[\d,]+))? +"
+    r"(?P<first>\d+)(?:-(?P<last>\d+))? +(?P<held>[\d,]+) +[\d.,]+ *$"
+)
+
+
+def _rows(text: str) -> dict[str, dict[str, int]]:
+    """Of every row of the table: its groups, its parameters, and what all ranks hold of them."""
+    rows: dict[str, dict[str, int]] = {}
+    name = ""
+    for line in text.splitlines():
+        if match := _ROW.match(line):
+            found = {
+                k: int(v.replace(",", ""))
+                for k, v in match.groupdict().items()
+                if v and k != "name"
+            }
+            if match["name"]:
+                name = match["name"]
+                rows[name] = {"groups": found["groups"], "numel": found["numel"], "held": 0}
+            count = found.get("last", found["first"]) - found["first"] + 1
+            rows[name]["held"] += count * found["held"]
+    return rows
+
+
+@pytest.mark.parametrize("world_size", [1, 96, 128])
+def test_what_is_printed_adds_up_to_the_model(world_size: int) -> None:
+    _, text = _told(world_size)
+    rows = _rows(text)
+    whole = rows.pop("together")
+    assert whole["numel"] == whole["held"] == 10_077_927_400
+    assert sum(row["groups"] * row["numel"] for row in rows.values()) == whole["numel"]
+    assert all(row["held"] == row["numel"] for row in rows.values()), rows
+    assert len(text.splitlines()) < 30, "of 128 ranks and 33 groups, equal ones share a row"
+
+
+def _sharded_for(rank: int, world_size: int, of: list[int]) -> dict[int, int]:
+    """Elements that the runtime itself gives to some ranks of a world that is only pretended."""
+    held = {}
+    for each in of:
+        dist.init_process_group("fake", rank=each, world_size=128, store=FakeStore())
+        mesh = init_device_mesh("cpu", (128,))
+        model = build(VIT_PRESETS["vit-10b"].settings(), 1000)
+        for module in (*units_of(model, nested=True), model):
+            fully_shard(module, mesh=mesh, shard_placement_fn=placement, transport="collectives")
+        held[each] = shard_bytes(model) // STORED
+        dist.destroy_process_group()
+    return held
+
+
+def test_what_is_told_of_128_ranks_is_what_the_runtime_gives_them(ranks: Ranks) -> None:
+    outlook, _ = _told(128)
+    [held] = ranks(_sharded_for, 1, [0, 1, 124, 125, 127], backend=None)
+    assert held == {rank: outlook.whole.held_by(rank) for rank in held}
+    assert held[0] > held[127], "the classifier's 1000 rows are not divided evenly"
+
+
+def test_the_guide_shows_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "vision.md").read_text()
+    [(command, expected)] = re.findall(r"```console\n\$ (shardwise .*)\n([^`]*)```", guide)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", command.split())
+    with pytest.raises(SystemExit) as ended:
+        app()
+    assert ended.value.code == 0
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == expected.splitlines()
+    assert not list(tmp_path.iterdir()), "nothing was written"
+
+
+def test_one_row_is_not_left_to_one_rank() -> None:
+    """Class token and positions, (1, n, hidden), would be gathered into 128 times their size."""
+    outlook, _ = _told(128)
+    for name in ("cls_token", "position_embeddings"):
+        layout = outlook.groups[-1].layouts[f"vit.embeddings.{name}"]
+        assert layout.padded_numel == layout.numel
+        assert layout.shard_shape(0) == layout.shard_shape(127)
+
+
+def test_the_peak_is_told_by_what_is_kept_and_in_which_dtype() -> None:
+    full, _ = _told(128)
+    block, root = full.groups[0].padded_numel, full.groups[-1].padded_numel
+    assert full.unsharded == full.gradients == 4 * (2 * block + root)
+    narrow, _ = _told(128, param_dtype=Precision.BF16)
+    assert narrow.unsharded == full.unsharded / 2
+    kept, _ = _told(128, strategy=Strategy.SHARD_GRAD_OP)
+    assert kept.unsharded == 4 * (32 * block + root)
+    assert kept.gradients == full.gradients
+    hybrid, text = _told(128, strategy=Strategy.HYBRID_SHARD, replicas=16)
+    assert hybrid.at_rest(0) == pytest.approx(16 * full.at_rest(0), rel=1e-3)
+    assert "16 copies of the model" in text
+    whole, _ = _told(128, nested=False)
+    assert whole.unsharded == 4 * whole.whole.padded_numel
+
+
+# -- what is learnt --------------------------------------------------------------------------------
+
+
+def small_vit(folder: Path, name: str = "run", **changes: Any) -> VitConfig:
+    """A configuration of one epoch in a few steps, on pictures that are written if they are not."""
+    data = folder / "snapshots"
+    if not data.exists():
+        write_snapshots(data)
+    if not (folder / "config.json").exists():
+        (folder / "config.json").write_text(json.dumps(LEARNING))
+    given = {"epochs": 2, "batch_size": 8, "eval_every": 1, **changes}
+    train = train_config(folder / name, given, AdamWConfig(lr=5e-3, warmup=2))
+    own = {"model": str(folder / "config.json"), "image_size": 32, "threads": 2}
+    return VitConfig(**{"data_dir": data, **own, **given}, train=train)
+
+
+def _train_all(rank: int, world_size: int, runs: list[VitConfig], resumed: VitConfig) -> list[str]:
+    """Train; and go on with the first run, as if it had ended after its third step."""
+    ends = train(rank, world_size, *runs)
+    if rank == 0:
+        shutil.copytree(runs[0].files.root, resumed.files.root)
+        shutil.rmtree(resumed.files.checkpoints / "step-00000006")
+        resumed.files.weights.unlink()
+    dist.barrier()
+    return [*ends, *train(rank, world_size, resumed)]
+
+
+def test_a_transformer_learns_and_goes_on_and_its_file_alone_knows_as_much(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    plain = small_vit(tmp_path, "plain", steps=6, checkpoint_every=3)
+    variants: dict[str, dict[str, Any]] = {
+        "one-group": {"nested": False},
+        "checkpointed": {"activation_checkpointing": True},
+    }
+    same = [small_vit(tmp_path, name, steps=6, **each) for name, each in variants.items()]
+    bf16 = small_vit(tmp_path, "bf16", steps=1, param_dtype=Precision.BF16)
+    fake = small_vit(tmp_path, "fake", data_dir=None, fake_data=True, steps=1, layers=1)
+    resumed = small_vit(tmp_path, "resumed", steps=6, checkpoint_every=3, resume=True)
+    runs = [plain, *same, bf16, fake]
+    assert ranks(_train_all, 2, runs, resumed) == [["finished"] * 6] * 2
+
+    assert [step for step, *_ in losses(plain)] == list(range(1, 7))
+    assert [session["from_step"] for session in resumed.files.read()["sessions"]] == [0, 3]
+    session = plain.files.read()["sessions"][-1]
+    assert session["accuracy"] == session["accuracy_of_file"] > 0.8
+    whole = load_file(plain.files.weights)
+    for config in (*same, resumed):
+        for found, expected in zip(losses(config), losses(plain), strict=True):
+            assert found == pytest.approx(expected, rel=1e-6), config.train.output.out.name
+        for name, found in load_file(config.files.weights).items():
+            torch.testing.assert_close(found, whole[name], msg=f"{name} of {config.files.root}")
+    assert losses(resumed) == losses(plain)
+    assert losses(bf16)[0][1] == pytest.approx(losses(plain)[0][1], rel=2e-2)
+    assert losses(bf16)[0][1] != losses(plain)[0][1]
+    assert losses(fake)[0][1] == pytest.approx(math.log(1000), rel=0.1)
+
+    # What was written is what others load, without any shards.
+    model = ViTForImageClassification(ViTConfig(**plain.settings(), num_labels=3))
+    model.load_state_dict(whole)
+
+
+def test_a_run_goes_on_only_with_the_model_it_began_with(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(train, 1, small_vit(tmp_path, steps=1))
+    other = small_vit(tmp_path, steps=2, layers=3, resume=True)
+    with pytest.raises(OptionError, match=r"--model: found .*, another model"):
+        check_folder(other.check(World(0, 1, 0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"patch_size": 7}, "--image-size: found 32, expected a multiple of 7, a patch's size"),
+        ({"patch_size": 0}, "--patch-size: found 0, expected a number from 1"),
+        ({"layers": 0}, "--layers: found 0, expected 1 or more"),
+        ({"model": "vit-10"}, "--model: found vit-10, expected .*; did you mean vit-10b?"),
+        ({"data_dir": None}, "--data-dir: found none, expected a folder with train and val, or"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        small_vit(tmp_path, **changes).check(World(0, 1, 0, 1))
