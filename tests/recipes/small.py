@@ -70,7 +70,11 @@ def small_config(folder: Path, name: str = "run", **changes: Any) -> LmConfig:
             sharding=ShardingConfig(
                 **take("strategy", "replicas", "param_dtype", "activation_checkpointing")
             ),
-            **{"steps": 4, "batch_size": 2, **take("steps", "batch_size", "accumulate", "seed")},
+            **{
+                "steps": 4,
+                "batch_size": 2,
+                **take("steps", "batch_size", "accumulate", "seed", "diloco"),
+            },
         ),
     )
     assert not given, f"unknown settings: {sorted(given)}"

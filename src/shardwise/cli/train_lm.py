@@ -7,7 +7,10 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from shardwise.cli.diloco import PANEL as _DILOCO
+from shardwise.cli.diloco import diloco_config
 from shardwise.cli.run import run
+from shardwise.diloco.settings import WireFormat
 from shardwise.frontends.strategies import Strategy
 from shardwise.recipes.config import (
     Device,
@@ -31,6 +34,9 @@ Two processes on this machine, about a minute:
 
 Your own text, four processes, two copies of the model with two shards each:
   [cyan]shardwise train lm --nproc 4 --data 'notes/**/*.md' --strategy hybrid --replicas 2[/cyan]
+
+Two replicas that meet every 50 steps, as over a slow link:
+  [cyan]shardwise train lm --nproc 2 --strategy diloco --replicas 2 --local-steps 50[/cyan]
 
 Go on with a run that was stopped, or train a finished one for longer:
   [cyan]shardwise train lm --nproc 2 --out runs/lm --resume --steps 900[/cyan]
@@ -131,7 +137,7 @@ def train_lm(
     replicas: Annotated[
         int | None,
         Option(
-            help="Hybrid strategies: copies of the model.",
+            help="Hybrid strategies and diloco: copies of the model.",
             rich_help_panel=_SHARD,
             show_default="one per host",
         ),
@@ -166,6 +172,65 @@ def train_lm(
             help=f"Who moves bytes between ranks: {', '.join(t.value for t in TransportName)}.",
             rich_help_panel=_SHARD,
             show_default="auto",
+        ),
+    ] = None,
+    local_steps: Annotated[
+        int | None,
+        Option(
+            help="Steps of each replica between two exchanges.",
+            rich_help_panel=_DILOCO,
+            show_default="500",
+        ),
+    ] = None,
+    outer_lr: Annotated[
+        float | None,
+        Option(
+            help="Learning rate of the outer step.", rich_help_panel=_DILOCO, show_default="0.7"
+        ),
+    ] = None,
+    outer_momentum: Annotated[
+        float | None,
+        Option(help="Its Nesterov momentum.", rich_help_panel=_DILOCO, show_default="0.9"),
+    ] = None,
+    diloco_wire: Annotated[
+        WireFormat | None,
+        Option(
+            metavar="NAME",
+            help=f"What is sent: {', '.join(w.value for w in WireFormat)}.",
+            rich_help_panel=_DILOCO,
+            show_default="fp32",
+        ),
+    ] = None,
+    diloco_error_feedback: Annotated[
+        bool,
+        Option(
+            "--diloco-error-feedback",
+            help="Send what rounding has lost with the next exchange.",
+            rich_help_panel=_DILOCO,
+        ),
+    ] = False,
+    diloco_fragments: Annotated[
+        int | None,
+        Option(
+            help="Parts of the model, exchanged one after another.",
+            rich_help_panel=_DILOCO,
+            show_default="1",
+        ),
+    ] = None,
+    diloco_overlap: Annotated[
+        int | None,
+        Option(
+            help="Steps that an exchange may take while training goes on.",
+            rich_help_panel=_DILOCO,
+            show_default="0",
+        ),
+    ] = None,
+    diloco_alpha: Annotated[
+        float | None,
+        Option(
+            help="What a replica keeps of its own parameters at an exchange, 0 to 1.",
+            rich_help_panel=_DILOCO,
+            show_default="0",
         ),
     ] = None,
     out: Annotated[Path, Option(help="Folder of the run.", rich_help_panel=_OUT)] = Path("runs/lm"),
@@ -266,6 +331,17 @@ def train_lm(
                 activation_checkpointing=activation_checkpointing,
             ),
             output=go_on_if_possible(output) if auto_resume else output,
+            diloco=diloco_config(
+                strategy,
+                local_steps=local_steps,
+                outer_lr=outer_lr,
+                outer_momentum=outer_momentum,
+                diloco_wire=diloco_wire,
+                diloco_error_feedback=diloco_error_feedback or None,
+                diloco_fragments=diloco_fragments,
+                diloco_overlap=diloco_overlap,
+                diloco_alpha=diloco_alpha,
+            ),
         ),
     )
     run(LmJob(config), nproc)

@@ -16,9 +16,10 @@ from shardwise.launch.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from torch import nn
 
-_POSITION, _RANDOM = "position", "random"
+_POSITION, _RANDOM, _REPLICAS = "position", "random", "replicas"
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,22 @@ class Checkpoints:
     Args:
         folder: where they lie; made when the first is saved.
         keep_last: how many to keep; older ones are deleted once a newer one is complete.
+        group: the ranks whose checkpoints they are; ``None``: all.
+        replicas: how many replicas train apart, each with checkpoints of its own.
     """
 
-    def __init__(self, folder: Path, keep_last: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int = 2,
+        *,
+        group: dist.ProcessGroup | None = None,
+        replicas: int = 1,
+    ) -> None:
         self._folder = folder
         self._keep_last = keep_last
+        self._group = group
+        self._replicas = replicas
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, oldest first."""
@@ -59,6 +71,17 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""
         return step_folder(self._folder, step)
+
+    def replicas(self, step: int) -> int:
+        """How many replicas trained apart when the checkpoint of a step was saved.
+
+        Raises:
+            UserError: the file that says so is damaged.
+        """
+        try:
+            return _replicas(_extra_values(read_manifest(self.path(step))))
+        except CheckpointError as error:
+            raise UserError(f"--resume: {error}") from None
 
     def position(self, step: int) -> Position:
         """How far the run was.
@@ -88,11 +111,15 @@ class Checkpoints:
         target = self.path(position.step)
         if position.step in self.steps():
             return target
-        extra = {_POSITION: asdict(position), _RANDOM: _random_state()}
+        extra = {
+            _POSITION: asdict(position),
+            _RANDOM: _random_state(),
+            _REPLICAS: {"count": self._replicas},
+        }
         try:
-            if dist.get_rank() == 0 and target.exists():
+            if dist.get_rank(self._group) == 0 and target.exists():
                 delete(target)  # it is not complete
-            save(target, model, optimizer, extra, keep_last=self._keep_last)
+            save(target, model, optimizer, extra, keep_last=self._keep_last, group=self._group)
         except (CheckpointError, OSError) as error:
             raise SaveError(self._lost(position.step, error)) from error
         return target
@@ -111,9 +138,10 @@ class Checkpoints:
 
         path = self.path(step)
         try:
-            extra = load(path, model, optimizer)
+            extra = load(path, model, optimizer, group=self._group)
             position = _position(extra, path)
-            if read_manifest(path).world_size == dist.get_world_size():
+            before = (read_manifest(path).world_size, _replicas(extra))
+            if before == (dist.get_world_size(self._group), self._replicas):
                 _set_random_state(extra, path)
         except CheckpointError as error:
             raise UserError(f"--resume: {error}") from error
@@ -140,6 +168,13 @@ def _position(extra: dict[str, Any], path: Path) -> Position:
         case {"step": int(step), "examples": int(examples)}:
             return Position(step, examples)
     raise CheckpointError(f"{path}: found {found!r} as extra.{_POSITION}, expected step, examples")
+
+
+def _replicas(extra: dict[str, Any]) -> int:
+    match extra.get(_REPLICAS):
+        case {"count": int(count)} if count > 0:
+            return count
+    return 1  # as before there were replicas that train apart
 
 
 def _random_state() -> dict[str, dict[str, torch.Tensor]]:

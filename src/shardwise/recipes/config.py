@@ -9,10 +9,11 @@ import enum
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat
 from shardwise.frontends.strategies import (
     REPLICATE,
     SHARD,
@@ -106,6 +107,25 @@ class ShardingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DilocoConfig:
+    """How replicas that train apart meet; see :class:`shardwise.diloco.DiLoCo`.
+
+    Attributes:
+        local_steps: inner steps of a round.
+        outer: the outer optimizer.
+        wire: what pseudo-gradients are on the wire.
+        error_feedback: send what encoding has lost the next time.
+        streaming: fragments, and the overlap of their exchange with inner steps.
+    """
+
+    local_steps: int = 500
+    outer: OuterSGD = field(default_factory=OuterSGD)
+    wire: WireFormat = WireFormat.FP32
+    error_feedback: bool = False
+    streaming: Streaming = field(default_factory=Streaming)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OutputConfig:
     """What is kept, and where.
 
@@ -138,12 +158,14 @@ class TrainConfig:
         accumulate: microbatches per step.
         seed: of initial weights, order of data and dropout.
         device: where to train.
+        diloco: with the strategy of that name, and with no other.
     """
 
     steps: int
     batch_size: int
     optimizer: OptimizerConfig
     output: OutputConfig
+    diloco: DilocoConfig | None = None
     sharding: ShardingConfig = ShardingConfig()
     accumulate: int = 1
     seed: int = 0
@@ -179,6 +201,23 @@ def check_train(config: TrainConfig) -> None:
         "--replicas too",
         "one of the two",
     )
+    _check_diloco(config)
+
+
+def _check_diloco(config: TrainConfig) -> None:
+    apart = config.sharding.strategy is Strategy.DILOCO
+    strategy = config.sharding.strategy.value
+    require(
+        apart == (config.diloco is not None),
+        "--strategy",
+        f"{strategy} with{'out' if apart else ''} settings of DiLoCo",
+        f"{Strategy.DILOCO.value} with them, or another without",
+    )
+    if config.diloco is not None:
+        try:
+            config.diloco.streaming.check(config.diloco.local_steps)
+        except ValueError as error:
+            raise OptionError("--local-steps", config.diloco.local_steps, str(error)) from None
 
 
 def _check_optimizer(config: OptimizerConfig) -> None:

@@ -27,6 +27,7 @@ from shardwise.recipes.loop import Loop, Task
 from shardwise.recipes.model import build, next_token_loss, shard, shard_bytes, transport_name
 from shardwise.recipes.optim import count, make_adamw, warmup_cosine
 from shardwise.recipes.progress import Display, brief, make_display, printable
+from shardwise.recipes.replicas import ReplicaCheckpoints, Replicas, make_diloco
 from shardwise.recipes.rundir import write_text
 from shardwise.recipes.sample import sample_tokens
 from shardwise.recipes.text import TextBatches, ValidationLoss
@@ -45,6 +46,7 @@ class _Run:
     optimizer: torch.optim.Optimizer
     checkpoints: Checkpoints
     display: Display
+    replicas: Replicas | None
 
 
 def train_lm(config: LmConfig, inputs: LmInputs, world: World, signals: StopSignals) -> None:
@@ -78,9 +80,16 @@ def _assemble(config: LmConfig, inputs: LmInputs, world: World, device: torch.de
     plan = resolve_sharding(config.train.sharding, world.size, world.hosts)
     mesh = plan.make_mesh(device.type)
     model = build(inputs.settings, VOCAB_SIZE, SEPARATOR)
-    shard(model, config.train.sharding, plan, mesh, config.train.seed)
+    shard(model, config.train.sharding, plan, plan.sharding_mesh(mesh), config.train.seed)
     # From here on every rank has random numbers of its own, for dropout.
     torch.manual_seed(config.train.seed * world.size + world.rank)
+    optimizer: torch.optim.Optimizer = make_adamw(model, config.train.optimizer)
+    folder, keep_last = config.files.checkpoints, config.train.output.keep_last
+    checkpoints, replicas = Checkpoints(folder, keep_last), None
+    if config.train.diloco is not None:
+        optimizer = diloco = make_diloco(model, optimizer, mesh, config.train.diloco)
+        checkpoints = ReplicaCheckpoints(folder, keep_last, mesh)
+        replicas = Replicas(diloco, mesh, config.train.diloco)
     return _Run(
         config=config,
         inputs=inputs,
@@ -88,9 +97,10 @@ def _assemble(config: LmConfig, inputs: LmInputs, world: World, device: torch.de
         device=device,
         plan=plan,
         model=model,
-        optimizer=make_adamw(model, config.train.optimizer),
-        checkpoints=Checkpoints(config.files.checkpoints, config.train.output.keep_last),
+        optimizer=optimizer,
+        checkpoints=checkpoints,
         display=make_display(world.rank),
+        replicas=replicas,
     )
 
 
@@ -153,6 +163,7 @@ def _train(
         ),
         unit="tokens",
         units_per_example=config.seq_length,
+        replicas=run.replicas,
     )
     loop = Loop(
         task,
@@ -207,6 +218,11 @@ def _introduce(run: _Run, position: Position) -> None:
         f"sharding   {sharding.strategy.value} over {run.plan}, transport "
         f"{transport_name(run.model)}; {mine:.1f} of {whole:.1f} MiB of parameters on this rank"
     )
+    if train.diloco is not None:
+        say(
+            f"replicas   meet every {train.diloco.local_steps} steps, "
+            f"{train.diloco.wire.value} on the wire"
+        )
     say(
         f"precision  {sharding.param_dtype.value} compute, {sharding.reduce_dtype.value} "
         f"reduction, fp32 shards"

@@ -14,6 +14,7 @@ One step, on every rank:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import sys
@@ -38,6 +39,7 @@ from shardwise.recipes.journal import Journal
 from shardwise.recipes.metrics import StepMetrics
 from shardwise.recipes.optim import Schedule, set_lr
 from shardwise.recipes.progress import Display
+from shardwise.recipes.replicas import Replicas
 
 RECENT = 20  # steps over which speed is averaged
 
@@ -62,6 +64,7 @@ class Task:
         evaluate: judges the model by data it has not seen; every rank calls it.
         unit: what speed counts: ``tokens``, ``images``.
         units_per_example: how many there are in an example.
+        replicas: how replicas meet, where they train apart.
     """
 
     model: FSDPModule
@@ -72,6 +75,7 @@ class Task:
     evaluate: Callable[[], dict[str, float]]
     unit: str
     units_per_example: int
+    replicas: Replicas | None = None
 
 
 class DivergedError(UserError):
@@ -154,6 +158,8 @@ class Loop:
                     self._durations.append(time.perf_counter() - started)
                     position = outcome.position
                     self._write(outcome)
+                    if self._task.replicas is not None and position.step == self._config.steps:
+                        self._task.replicas.end()
                     judged = self._evaluate_if_due(position)
                     self._save_if_due(position, outcome.stop)
                     if outcome.stop:
@@ -172,7 +178,7 @@ class Loop:
         loss = self._accumulate(before)
         limit = config.optimizer.clip_grad or math.inf
         norm = _item(clip_grad_norm_(_parameters(task.model), limit))
-        mean, memory_mib, stop = self._exchange(loss)
+        mean, memory_mib, stop = self._exchange(loss, position.step)
         if not (math.isfinite(mean) and math.isfinite(norm)):
             raise DivergedError(self._divergence(position.step, mean, norm))
         task.optimizer.step()
@@ -194,16 +200,23 @@ class Loop:
             total += loss.detach().float() / count
         return total
 
-    def _exchange(self, loss: torch.Tensor) -> tuple[float, float, int]:
-        """Tell all ranks, and hear from all: mean loss, largest memory, who was asked to stop."""
+    def _exchange(self, loss: torch.Tensor, step: int) -> tuple[float, float, int]:
+        """Tell all ranks, and hear from all: mean loss, largest memory, who was asked to stop.
+
+        Where replicas train apart these are mostly the replica's, which does not stop alone.
+        """
+        replicas = self._task.replicas
+        apart = replicas is not None and not replicas.meet_after(step)
+        group = replicas.own_group if replicas is not None and apart else None
+        size = dist.get_world_size(group)
         mine = torch.tensor(
             [loss.item(), peak_memory_mib(self._device), self._signals.noted], dtype=torch.float64
         )
-        everyone = [torch.empty_like(mine) for _ in range(self._world.size)]
-        dist.all_gather(everyone, mine)
+        everyone = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(everyone, mine, group=group)
         losses, memory, asked = torch.stack(everyone, dim=1).tolist()
         # Summed in the order of ranks: the same bits on every rank, every time.
-        return sum(losses) / self._world.size, max(memory), int(max(asked))
+        return sum(losses) / size, max(memory), 0 if apart else int(max(asked))
 
     def _write(self, outcome: _Outcome) -> None:
         seconds = sum(self._durations) / len(self._durations)
@@ -226,7 +239,9 @@ class Loop:
         return self._evaluate(position) if due else {}
 
     def _evaluate(self, position: Position) -> dict[str, float]:
-        values = self._task.evaluate()
+        replicas = self._task.replicas
+        with contextlib.nullcontext() if replicas is None else replicas.outer_parameters():
+            values = self._task.evaluate()
         self._journal.evaluated(position.step, values)
         shown = " ".join(f"{name}={value:.4f}" for name, value in values.items())
         self._display.say(f"evaluation step={position.step} {shown}")

@@ -1,0 +1,221 @@
+"""What replicas that meet seldom learn and send, beside ones that meet at every step.
+
+    python benchmarks/diloco.py --steps 1500 --every 50
+
+Both train the model of ``make train`` on the text of ``make train``, two replicas, from the same
+weights, on the same sequences, by the same schedule: "synchronous" as hybrid sharding, which
+all-reduces gradients at every step, the others as DiLoCo. After as many tokens the loss on text
+that was held back is compared, and the bytes that have crossed between replicas. Exit code 1 where
+DiLoCo's loss is more than 2 % above, or bytes fall by less than 40 times (int8: 150 times).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from _diloco_tables import SYNCHRONOUS, bytes_ratio, diloco_tables, loss_ratio
+from _options import one_of, positive_int
+from _report import document, machine, machine_line, save, wide_console
+from _wire import metered
+from _worlds import World, stop_server
+from shardwise import clip_grad_norm_
+from shardwise.diloco import DiLoCo, Streaming, WireFormat
+from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
+from shardwise.recipes.config import OptimizerConfig, ShardingConfig, TransportName
+from shardwise.recipes.data import SEPARATOR, VOCAB_SIZE, Sequences, load_text
+from shardwise.recipes.model import build, next_token_loss, shard
+from shardwise.recipes.optim import make_adamw, set_lr, warmup_cosine
+from shardwise.recipes.presets import PRESETS
+
+#: Contenders beside it: format on the wire, and how the exchange overlaps with steps.
+CONTENDERS = {
+    "fp32": (WireFormat.FP32, Streaming()),
+    "bf16": (WireFormat.BF16, Streaming()),
+    "int8": (WireFormat.INT8, Streaming()),
+    "streaming-int8": (WireFormat.INT8, Streaming(fragments=2, overlap=5, alpha=0.5)),
+}
+#: The largest loss beside synchronous training's, and by how much bytes have to fall.
+MOST_LOSS, LEAST_RATIO, LEAST_RATIO_INT8 = 1.02, 40, 150
+JUDGED = 512  # sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What all contenders have in common.
+
+    Attributes:
+        model: a preset of the recipes.
+        ranks: processes, spread evenly over the replicas.
+        replicas: copies that meet.
+        steps: of each replica.
+        every: inner steps of a round.
+        batch: sequences of a rank and step.
+        length: tokens of a sequence.
+        lr: peak learning rate of AdamW.
+        seed: of weights and order of text.
+    """
+
+    model: str
+    ranks: int
+    replicas: int
+    steps: int
+    every: int
+    batch: int
+    length: int
+    lr: float
+    seed: int
+
+
+class DilocoWorker:
+    """One rank of a contender."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self._settings = settings
+        strategy = Strategy.HYBRID_SHARD if name == SYNCHRONOUS else Strategy.DILOCO
+        plan = resolve(strategy, settings.ranks, replicas=settings.replicas)
+        mesh = plan.make_mesh("cpu")
+        self._model: Any = build(PRESETS[settings.model].settings(), VOCAB_SIZE, SEPARATOR)
+        # Messages between replicas, as between hosts; ranks of one machine would share memory.
+        sharding = ShardingConfig(strategy=strategy, transport=TransportName.C10D)
+        shard(self._model, sharding, plan, plan.sharding_mesh(mesh), settings.seed)
+        config = OptimizerConfig(lr=settings.lr)
+        self._schedule = warmup_cosine(config, settings.steps)
+        self._clip = config.clip_grad
+        self._optimizer: torch.optim.Optimizer = make_adamw(self._model, config)
+        self._group = mesh.get_group(REPLICATE)
+        self._diloco: DiLoCo | None = None
+        if name != SYNCHRONOUS:
+            wire, streaming = CONTENDERS[name]
+            self._optimizer = self._diloco = DiLoCo(
+                self._model,
+                self._optimizer,
+                every=settings.every,
+                group=self._group,
+                wire=wire,
+                streaming=streaming,
+            )
+        text = load_text((), settings.length)
+        self._train = Sequences(text.train, settings.length, settings.seed)
+        self._held_back = text.validation
+
+    def train(self) -> dict[str, Any]:
+        """Make all steps; return bytes, seconds and losses."""
+        settings = self._settings
+        losses = []
+        started = time.perf_counter()
+        with metered(self._group) as meter:
+            for step in range(settings.steps):
+                set_lr(self._optimizer, self._schedule(step + 1))
+                first = (step * settings.ranks + dist.get_rank()) * settings.batch
+                batch = torch.from_numpy(self._train.read(first, settings.batch))
+                loss = next_token_loss(self._model, batch)
+                loss.backward()
+                clip_grad_norm_(list(self._model.parameters()), self._clip)
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+                losses.append(loss.item())
+            in_rounds = meter.sent
+            if self._diloco is not None:
+                self._diloco.flush()
+        return {
+            "sent": in_rounds,
+            "sent_at_end": meter.sent - in_rounds,
+            "seconds": time.perf_counter() - started,
+            "losses": losses,
+            "judged": self._judge(),
+        }
+
+    @torch.no_grad()
+    def _judge(self) -> float:
+        """The mean loss of all ranks on text that was held back."""
+        settings = self._settings
+        self._model.eval()
+        room = len(self._held_back) - settings.length - 1
+        mine = range(dist.get_rank(), JUDGED, settings.ranks)
+        total = torch.zeros(1, dtype=torch.float64)
+        for i in range(0, len(mine), 16):
+            starts = [room * each // (JUDGED - 1) for each in mine[i : i + 16]]
+            rows = [self._held_back.read(start, settings.length + 1) for start in starts]
+            batch = torch.stack([torch.from_numpy(row) for row in rows])
+            total += next_token_loss(self._model, batch).double() * len(rows)
+        dist.all_reduce(total)
+        return total.item() / JUDGED
+
+
+def play(name: str, settings: Settings) -> dict[str, Any]:
+    """Train a contender; return its figures."""
+    with World(name, settings.ranks, DilocoWorker, name, settings) as world:
+        by_rank = world.call("train")
+    steps = list(zip(*(each["losses"] for each in by_rank), strict=True))
+    tenth = max(1, len(steps) // 10)
+    return {
+        "sent": sum(each["sent"] for each in by_rank),
+        "sent_at_end": sum(each["sent_at_end"] for each in by_rank),
+        "seconds": max(each["seconds"] for each in by_rank),
+        "judged": by_rank[0]["judged"],
+        "last_losses": sum(map(sum, steps[-tenth:])) / (tenth * settings.ranks),
+    }
+
+
+def keeps_promises(case: dict[str, Any]) -> bool:
+    """Whether losses and bytes are what the first lines of this file say."""
+    kept = True
+    for name in case["contenders"]:
+        if name == SYNCHRONOUS:
+            continue
+        least = LEAST_RATIO_INT8 if "int8" in name else LEAST_RATIO
+        kept = kept and loss_ratio(case, name) <= MOST_LOSS and bytes_ratio(case, name) >= least
+    return kept
+
+
+def _options() -> argparse.Namespace:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = made.add_argument
+    add("--model", choices=tuple(PRESETS), default="llama-tiny", help="of the recipes (llama-tiny)")
+    add("--ranks", type=positive_int, default=2, help="processes (2)")
+    add("--replicas", type=positive_int, default=2, help="that meet (2)")
+    add("--steps", type=positive_int, default=1500, help="of each replica (1500)")
+    add("--every", type=positive_int, default=50, help="inner steps of a round (50)")
+    add("--batch", type=positive_int, default=4, help="sequences of a rank and step (4)")
+    add("--length", type=positive_int, default=128, help="tokens of a sequence (128)")
+    add("--lr", type=float, default=2e-3, help="peak learning rate of AdamW (2e-3)")
+    add("--seed", type=int, default=0, help="of weights and order of text (0)")
+    contenders = one_of(*CONTENDERS)
+    add("--contenders", type=contenders, default=["fp32", "int8"], help=", ".join(CONTENDERS))
+    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
+    return made.parse_args()
+
+
+def main() -> int:
+    options = _options()
+    console = wide_console()
+    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
+    fields = [field.name for field in dataclasses.fields(Settings)]
+    settings = Settings(**{name: getattr(options, name) for name in fields})
+    case: dict[str, Any] = {"settings": dataclasses.asdict(settings), "contenders": {}}
+    for name in (SYNCHRONOUS, *options.contenders):
+        case["contenders"][name] = play(name, settings)
+    content = document("diloco", [case])
+    for table in diloco_tables(content):
+        table.show(console)
+    console.print(content["command"], highlight=False, soft_wrap=True)
+    if options.json:
+        save(options.json, content)
+    return 0 if keeps_promises(case) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    finally:
+        with contextlib.suppress(OSError):
+            stop_server()

@@ -1,0 +1,51 @@
+"""The options of ``--strategy diloco``, as a configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from shardwise.diloco.settings import OuterSGD, Streaming
+from shardwise.frontends.strategies import Strategy
+from shardwise.recipes.config import DilocoConfig, OptionError, require
+
+PANEL = "DiLoCo"
+
+
+def diloco_config(strategy: Strategy, **options: Any) -> DilocoConfig | None:
+    """The configuration; ``None`` for other strategies.
+
+    Args:
+        strategy: that was asked for.
+        options: by the names of the command line; ``None`` where not given.
+
+    Raises:
+        OptionError: a number out of range, or an option that another strategy would ignore.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if strategy is not Strategy.DILOCO:
+        for name in given:
+            option = "--" + name.replace("_", "-")
+            raise OptionError(option, f"strategy {strategy.value}", "--strategy diloco with it")
+        return None
+    take = given.pop
+    steps, lr = take("local_steps", 500), take("outer_lr", OuterSGD.lr)
+    momentum, alpha = take("outer_momentum", OuterSGD.momentum), take("diloco_alpha", 0.0)
+    fragments, overlap = take("diloco_fragments", 1), take("diloco_overlap", 0)
+    # Written so that NaN fails every one of them.
+    require(steps >= 1, "--local-steps", steps, "1 or more")
+    require(0 < lr < math.inf, "--outer-lr", lr, "a number above 0")
+    require(0 <= momentum < 1, "--outer-momentum", momentum, "0 to 1, without 1")
+    require(0 <= alpha < 1, "--diloco-alpha", alpha, "0 to 1, without 1")
+    require(
+        1 <= fragments <= steps, "--diloco-fragments", fragments, f"1 to {steps}, the local steps"
+    )
+    require(
+        0 <= overlap < steps, "--diloco-overlap", overlap, f"0 or more, less than {steps} steps"
+    )
+    return DilocoConfig(
+        local_steps=steps,
+        outer=OuterSGD(lr=lr, momentum=momentum),
+        streaming=Streaming(fragments=fragments, overlap=overlap, alpha=alpha),
+        **{name.removeprefix("diloco_"): value for name, value in given.items()},
+    )

@@ -1,0 +1,124 @@
+"""Replicas that train apart: what a recipe does for them beside training.
+
+checkpoints/step-00000040/               replica 0, committed last: complete if all others are
+checkpoints/replicas/1/step-00000040/    replica 1: its inner parameters and optimizer differ
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.checkpoint.background import group_for
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.diloco import DiLoCo
+from shardwise.errors import CheckpointError
+from shardwise.frontends.strategies import REPLICATE, SHARD
+from shardwise.recipes.checkpointing import Checkpoints, Position, SaveError
+from shardwise.recipes.config import DilocoConfig
+
+#: After so many steps at most, all ranks tell each other whether they were asked to stop.
+MEET_EVERY = 10
+
+
+class Replicas:
+    """The replicas of a run, as its training loop sees them.
+
+    Args:
+        diloco: of this rank.
+        mesh: (replicate, shard).
+        config: how they meet.
+    """
+
+    def __init__(self, diloco: DiLoCo, mesh: DeviceMesh, config: DilocoConfig) -> None:
+        self._diloco = diloco
+        self._every = min(MEET_EVERY, config.local_steps)
+        self.own_group: dist.ProcessGroup = mesh.get_group(SHARD)
+
+    def meet_after(self, step: int) -> bool:
+        """Whether all ranks tell each other how they do after a step, not those of a replica."""
+        return step % self._every == 0
+
+    def outer_parameters(self) -> AbstractContextManager[None]:
+        """Inside, the model of every replica has the outer parameters."""
+        return self._diloco.outer_parameters()
+
+    def end(self) -> None:
+        """After the last step: all replicas become alike."""
+        self._diloco.flush()
+
+
+def make_diloco(
+    model: nn.Module, inner: torch.optim.Optimizer, mesh: DeviceMesh, config: DilocoConfig
+) -> DiLoCo:
+    """The optimizer of a replica, as it was asked for."""
+    return DiLoCo(
+        model,
+        inner,
+        outer=config.outer,
+        every=config.local_steps,
+        group=mesh[REPLICATE],
+        wire=config.wire,
+        error_feedback=config.error_feedback,
+        streaming=config.streaming,
+    )
+
+
+class ReplicaCheckpoints(Checkpoints):
+    """The checkpoints of a run whose replicas train apart: one of each replica.
+
+    Args:
+        folder: where they lie.
+        keep_last: how many to keep.
+        mesh: (replicate, shard).
+    """
+
+    def __init__(self, folder: Path, keep_last: int, mesh: DeviceMesh) -> None:
+        self._count = mesh.size(0)
+        self._number = mesh.get_local_rank(REPLICATE)
+        self._own_group = mesh.get_group(SHARD)
+        super().__init__(folder, keep_last, group=self._own_group, replicas=self._count)
+
+    def save(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+        """Save every replica, the first one last. Every rank calls it.
+
+        Raises:
+            SaveError: a rank could not write; every rank raises it.
+        """
+        ranks = Ranks(group_for(None))
+
+        def save_if(own_turn: bool) -> None:
+            if own_turn:
+                self._of(self._number).save(position, model, optimizer)
+
+        try:
+            for first in (False, True):
+                turn = (self._number == 0) == first
+                ranks.all(
+                    f"saving step {position.step}",
+                    lambda turn=turn: save_if(turn),  # type: ignore[misc]
+                )
+        except CheckpointError as error:
+            raise SaveError(str(error)) from error
+        return self.path(position.step)
+
+    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
+        """Load what each replica has saved. Every rank calls it.
+
+        Where there are more replicas than there were, the further ones begin as the first ones do.
+
+        Raises:
+            UserError: a checkpoint is damaged, or is of another model.
+        """
+        return self._of(self._number % self.replicas(step)).load(step, model, optimizer)
+
+    def _of(self, number: int) -> Checkpoints:
+        """The checkpoints of a replica. Of the others one more is kept than of the first."""
+        folder = self._folder if number == 0 else self._folder / "replicas" / str(number)
+        keep = self._keep_last if number == 0 else self._keep_last + 1
+        return Checkpoints(folder, keep, group=self._own_group, replicas=self._count)
