@@ -139,10 +139,10 @@ def test_bytes_are_those_of_two_halves_of_the_encoded_vector(found: Any) -> None
     for results in found[1]:
         numel = sum(results["fp32"]["numel"])
         assert numel == sum(each.numel() for each in plain(0, 1, OuterSGD()).outer.parameters())
-        # Rows and the scalar begin a block each; int8 fills up the last one of each half.
-        rows = -(-(numel - 1) // 256) * 256
+        # The scalar comes first and has a block of its own; int8 fills up the last of each half.
+        length = 256 + numel - 1
         for name, size in sizes.items():
-            half = -(-(rows + 1) // 512) * 256 if name == "int8" else -(-(rows + 1) // 2)
+            half = -(-length // 512) * 256 if name == "int8" else -(-length // 2)
             assert results[name]["bytes"] == 3 * 2 * half * size, name
 
 

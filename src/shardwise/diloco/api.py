@@ -46,8 +46,8 @@ class DiLoCo(torch.optim.Optimizer):
     first.
 
     Memory of a rank, beside model and inner optimizer: two fp32 copies of its shards (outer
-    parameters, momentum), a third with error feedback, and during an exchange up to about four of
-    the fragment that is exchanged (fp32; about two and a half in int8).
+    parameters, momentum), a third with error feedback, and during an exchange up to three and a half
+    of the fragment that is exchanged.
 
     Args:
         model: sharded over the ranks of this replica only, or plain.
