@@ -28,7 +28,7 @@ from _report import document, machine, machine_line, save, wide_console
 from _wire import metered
 from _worlds import World, stop_server
 from shardwise import clip_grad_norm_
-from shardwise.diloco import DiLoCo, Streaming, WireFormat
+from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
 from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
 from shardwise.recipes.config import OptimizerConfig, ShardingConfig, TransportName
 from shardwise.recipes.data import SEPARATOR, VOCAB_SIZE, Sequences, load_text
@@ -61,6 +61,8 @@ class Settings:
         batch: sequences of a rank and step.
         length: tokens of a sequence.
         lr: peak learning rate of AdamW.
+        outer_lr: learning rate of the outer steps.
+        outer_momentum: their Nesterov momentum.
         seed: of weights and order of text.
     """
 
@@ -72,6 +74,8 @@ class Settings:
     batch: int
     length: int
     lr: float
+    outer_lr: float
+    outer_momentum: float
     seed: int
 
 
@@ -98,6 +102,7 @@ class DilocoWorker:
             self._optimizer = self._diloco = DiLoCo(
                 self._model,
                 self._optimizer,
+                outer=OuterSGD(lr=settings.outer_lr, momentum=settings.outer_momentum),
                 every=settings.every,
                 group=self._group,
                 wire=wire,
@@ -188,6 +193,8 @@ def _options() -> argparse.Namespace:
     add("--batch", type=positive_int, default=4, help="sequences of a rank and step (4)")
     add("--length", type=positive_int, default=128, help="tokens of a sequence (128)")
     add("--lr", type=float, default=2e-3, help="peak learning rate of AdamW (2e-3)")
+    add("--outer-lr", type=float, default=OuterSGD.lr, help="of the outer steps (0.7)")
+    add("--outer-momentum", type=float, default=OuterSGD.momentum, help="of the same (0.9)")
     add("--seed", type=int, default=0, help="of weights and order of text (0)")
     contenders = one_of(*CONTENDERS)
     add("--contenders", type=contenders, default=["fp32", "int8"], help=", ".join(CONTENDERS))

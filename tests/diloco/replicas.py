@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardwise import fully_shard
+from shardwise import FullyShardedDataParallel, fully_shard
 from shardwise.diloco import DiLoCo
 from tests.diloco.reference import ROWS, batch_of, make_inner
 from tests.sharding.nets import Net, loss_of, seeded
@@ -39,13 +39,18 @@ class Replica:
 
     Args:
         mesh: (replicate, shard).
+        wrapped: sharded by the wrapper, not by the function.
         settings: of DiLoCo.
     """
 
-    def __init__(self, mesh: DeviceMesh, **settings: Any) -> None:
+    def __init__(self, mesh: DeviceMesh, *, wrapped: bool = False, **settings: Any) -> None:
         self.number, self.part = mesh.get_coordinate()
         self.parts = mesh.size(1)
-        self.model = sharded(mesh["shard"])
+        self.model = (
+            FullyShardedDataParallel(sharded(None), device_mesh=mesh["shard"])
+            if wrapped
+            else sharded(mesh["shard"])
+        )
         self.inner = make_inner(self.model.parameters())
         self.diloco = DiLoCo(self.model, self.inner, group=mesh["replicate"], **settings)
 

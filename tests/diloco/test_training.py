@@ -23,6 +23,7 @@ from tests.harness import run_ranks
 AVERAGING = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"every": 3},
+    "wrapped": {"every": 3, "wrapped": True},
     "averaging": {"every": 1, "outer": AVERAGING},
     "streaming": {"every": 4, "streaming": STREAMING},
     **{each.value: {"every": 3, "wire": each} for each in WireFormat},
@@ -79,6 +80,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
 def test_it_is_what_one_process_computes_replica_by_replica(found: Any, shards: int) -> None:
     expected = {
         "plain": plain(STEPS, 3, OuterSGD()),
+        "wrapped": plain(STEPS, 3, OuterSGD()),
         "averaging": plain(STEPS, 1, AVERAGING),
         "streaming": streamed(STEPS),
     }

@@ -46,8 +46,8 @@ class DiLoCo(torch.optim.Optimizer):
     first.
 
     Memory of a rank, beside model and inner optimizer: two fp32 copies of its shards (outer
-    parameters, momentum), a third with error feedback, and during an exchange up to three and a half
-    of the fragment that is exchanged.
+    parameters, momentum), a third with error feedback, and during an exchange up to three and a
+    half of the fragment that is exchanged.
 
     Args:
         model: sharded over the ranks of this replica only, or plain.
@@ -190,9 +190,11 @@ class DiLoCo(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The states of both optimizers, tensors sharded as the parameters are.
 
-        All replicas call it after the same step where exchanges overlap with steps: it waits for
-        those under way. Inner parameters and the inner optimizer's state are each replica's own.
+        Inner parameters and the inner optimizer's state are each replica's own. Where exchanges
+        overlap with steps it calls :meth:`finish_exchanges`, and so all replicas have to call it,
+        or that, after the same step.
         """
+        self.finish_exchanges()
         return state.pack(self.inner, self._fragments, self.steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -267,6 +269,16 @@ class DiLoCo(torch.optim.Optimizer):
             elif moved is not None:
                 fragment.move_inner_by(moved)
             fragment.rounds, fragment.even_at = rounds, agreed.leader.even_at[i]
+
+    def finish_exchanges(self) -> None:
+        """Wait for the exchanges under way. Their results are still applied when they are due.
+
+        Raises:
+            PeerLostError: another replica is lost.
+        """
+        for fragment in self._fragments:
+            if fragment.pending is not None:
+                fragment.pending.wait()
 
     def flush(self) -> None:
         """End the round now: afterwards the inner parameters of all replicas are the outer ones.

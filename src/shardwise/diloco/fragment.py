@@ -3,7 +3,7 @@
 Outer parameters and momentum are fp32, one flat vector each, cut exactly as the inner parameters
 are: views of them have the shapes of the local shards.
 
-    outer      | embedding's rows | layer 0's rows | layer 4's rows | 0 .. 0 | scalars |
+    outer      | scalars | 0 .. 0 | embedding's rows | layer 0's rows | layer 4's rows |
     momentum   | the same                                                             |
     error      | the same, with error feedback                                        |
 
@@ -155,7 +155,7 @@ class Fragment:
         gradient = torch.zeros_like(self.outer)
         pairs = zip(self._pairs(gradient), self.views(self.outer).values(), strict=True)
         for (local, result), outer in pairs:
-            torch.sub(outer.to(local.dtype), local, out=result)
+            result.copy_(outer.to(local.dtype)).sub_(local)
         return gradient
 
     @torch.no_grad()

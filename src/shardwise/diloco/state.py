@@ -25,10 +25,7 @@ _OUTER, _MOMENTUM, _ERROR, _MEAN = "outer", "momentum", "error", "pending"
 
 
 def pack(inner: torch.optim.Optimizer, fragments: Sequence[Fragment], steps: int) -> dict[str, Any]:
-    """The state of both optimizers; tensors are the live ones.
-
-    Waits for exchanges under way, which go on counting as such.
-    """
+    """The state of both optimizers; tensors are the live ones. No exchange is under way."""
     packed = inner.state_dict()
     state: dict[Any, Any] = {number: dict(found) for number, found in packed["state"].items()}
     numbers = {parameter: number for number, parameter in _numbered(inner)}

@@ -90,6 +90,8 @@ class ReplicaCheckpoints(Checkpoints):
         Raises:
             SaveError: a rank could not write; every rank raises it.
         """
+        if isinstance(optimizer, DiLoCo):
+            optimizer.finish_exchanges()  # together: then replicas save one after the other
         ranks = Ranks(group_for(None))
 
         def save_if(own_turn: bool) -> None:
