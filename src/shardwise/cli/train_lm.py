@@ -35,6 +35,10 @@ Your own text, four processes, two copies of the model with two shards each:
 Go on with a run that was stopped, or train a finished one for longer:
   [cyan]shardwise train lm --nproc 2 --out runs/lm --resume --steps 900[/cyan]
 
+Documents of the Hugging Face hub, half a million tokens a step:
+  [cyan]shardwise train lm --nproc 8 --data hf:allenai/c4:en --model llama-150m --tokenizer gpt2
+    --batch-tokens 524288[/cyan]
+
 In a world that torchrun made:
   [cyan]torchrun --nproc-per-node 2 -m shardwise train lm --model llama-34m[/cyan]
 """
@@ -63,17 +67,32 @@ def train_lm(
     data: Annotated[
         list[str] | None,
         Option(
-            help="Text to learn from: files, folders, patterns.",
+            help="Text to learn from: files, folders, patterns; .jsonl and .parquet are streamed; "
+            "hf:NAME:CONFIG is a dataset of the Hugging Face hub.",
             rich_help_panel=_MODEL,
             show_default="the Python standard library's source",
         ),
     ] = None,
     more_data: Annotated[list[str] | None, Argument(hidden=True, metavar="[FILES]...")] = None,
-    seq_length: Annotated[
+    tokenizer: Annotated[
+        str | None,
+        Option(
+            help="A tokenizer of transformers, by name or folder. Documents are streamed then.",
+            rich_help_panel=_MODEL,
+            show_default="bytes",
+        ),
+    ] = None,
+    streams: Annotated[
         int | None,
         Option(
-            help="Tokens (bytes) of a sequence.", rich_help_panel=_MODEL, show_default=_BY_MODEL
+            help="Streams that documents are dealt out to; the world size should divide it.",
+            rich_help_panel=_MODEL,
+            show_default="by world size, 8 or more",
         ),
+    ] = None,
+    seq_length: Annotated[
+        int | None,
+        Option(help="Tokens of a sequence.", rich_help_panel=_MODEL, show_default=_BY_MODEL),
     ] = None,
     steps: Annotated[
         int | None,
@@ -95,6 +114,15 @@ def train_lm(
         int,
         Option(help="Microbatches per step; gradients are reduced once.", rich_help_panel=_STEP),
     ] = 1,
+    batch_tokens: Annotated[
+        int | None,
+        Option(
+            help="Tokens of a step over all ranks; --accumulate follows from it, and --batch-size "
+            "is the most sequences of a microbatch.",
+            rich_help_panel=_STEP,
+            show_default=False,
+        ),
+    ] = None,
     lr: Annotated[
         float | None,
         Option(help="Peak learning rate.", rich_help_panel=_STEP, show_default=_BY_MODEL),
@@ -120,6 +148,14 @@ def train_lm(
     device: Annotated[
         Device, Option(help="auto: GPUs if every rank can have one.", rich_help_panel=_STEP)
     ] = Device.AUTO,
+    peak_flops: Annotated[
+        float | None,
+        Option(
+            help="Operations a second of one device, for MFU.",
+            rich_help_panel=_STEP,
+            show_default="from a table of GPUs",
+        ),
+    ] = None,
     strategy: Annotated[
         Strategy,
         Option(
@@ -243,6 +279,10 @@ def train_lm(
         prompt=prompt,
         sample_tokens=sample_tokens,
         temperature=temperature,
+        tokenizer=tokenizer,
+        streams=streams,
+        batch_tokens=batch_tokens,
+        peak_flops=peak_flops,
         train=TrainConfig(
             steps=defaults.steps if steps is None else steps,
             batch_size=defaults.batch_size if batch_size is None else batch_size,

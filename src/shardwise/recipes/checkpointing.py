@@ -5,9 +5,10 @@ checkpoints/step-00000040/    model, optimizer, and in `extra`: position, random
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.checkpoint.commit import delete, step_folder, steps
 from shardwise.checkpoint.manifest import Manifest, read_manifest
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_POSITION, _RANDOM = "position", "random"
+_POSITION, _RANDOM, _DATA = "position", "random", "data"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,20 @@ class Position:
     examples: int = 0
 
 
+class Resumable(Protocol):
+    """Data of which a number of examples does not tell quickly enough where it stands."""
+
+    def state(self) -> dict[str, Any]:
+        """This rank's part of where it stands: tensors and plain values under its own names."""
+
+    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+        """Go on from what all ranks' parts make, on the same or another world.
+
+        Raises:
+            CheckpointError: it is no such state; ``where`` says which file it is from.
+        """
+
+
 class SaveError(UserError):
     """A checkpoint could not be written: a full disk, a folder that has gone."""
 
@@ -46,11 +61,13 @@ class Checkpoints:
     Args:
         folder: where they lie; made when the first is saved.
         keep_last: how many to keep; older ones are deleted once a newer one is complete.
+        data: what has a position of its own in them.
     """
 
-    def __init__(self, folder: Path, keep_last: int = 2) -> None:
+    def __init__(self, folder: Path, keep_last: int = 2, data: Resumable | None = None) -> None:
         self._folder = folder
         self._keep_last = keep_last
+        self._data = data
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, oldest first."""
@@ -88,7 +105,9 @@ class Checkpoints:
         target = self.path(position.step)
         if position.step in self.steps():
             return target
-        extra = {_POSITION: asdict(position), _RANDOM: _random_state()}
+        extra: dict[str, Any] = {_POSITION: asdict(position), _RANDOM: _random_state()}
+        if self._data is not None:
+            extra[_DATA] = self._data.state()
         try:
             if dist.get_rank() == 0 and target.exists():
                 delete(target)  # it is not complete
@@ -113,6 +132,8 @@ class Checkpoints:
         try:
             extra = load(path, model, optimizer)
             position = _position(extra, path)
+            if self._data is not None:
+                self._data.load_state(extra.get(_DATA, {}), path)
             if read_manifest(path).world_size == dist.get_world_size():
                 _set_random_state(extra, path)
         except CheckpointError as error:

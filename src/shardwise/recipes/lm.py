@@ -20,16 +20,17 @@ from shardwise.launch.world import World, launched_here
 from shardwise.recipes import journal
 from shardwise.recipes.checkpointing import Checkpoints, Position
 from shardwise.recipes.config import resolve_sharding
-from shardwise.recipes.data import SEPARATOR, VOCAB_SIZE, decode
 from shardwise.recipes.device import backend_for, choose_device
+from shardwise.recipes.flops import device_name, flops_per_token, known_peak
 from shardwise.recipes.lm_config import LmConfig, LmInputs, check_folder
+from shardwise.recipes.lm_data import LmData, open_data
 from shardwise.recipes.loop import Loop, Task
 from shardwise.recipes.model import build, next_token_loss, shard, shard_bytes, transport_name
 from shardwise.recipes.optim import count, make_adamw, warmup_cosine
-from shardwise.recipes.progress import Display, brief, make_display, printable
+from shardwise.recipes.progress import Display, make_display, printable
 from shardwise.recipes.rundir import write_text
 from shardwise.recipes.sample import sample_tokens
-from shardwise.recipes.text import TextBatches, ValidationLoss
+from shardwise.recipes.text import ValidationLoss
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class _Run:
     world: World
     device: torch.device
     plan: ShardingPlan
+    data: LmData
     model: Any  # PreTrainedModel and FSDPModule at once, which no type can say
     optimizer: torch.optim.Optimizer
     checkpoints: Checkpoints
@@ -77,7 +79,8 @@ def train_connected(
 def _assemble(config: LmConfig, inputs: LmInputs, world: World, device: torch.device) -> _Run:
     plan = resolve_sharding(config.train.sharding, world.size, world.hosts)
     mesh = plan.make_mesh(device.type)
-    model = build(inputs.settings, VOCAB_SIZE, SEPARATOR)
+    data = open_data(inputs.text, config, world, device)
+    model = build(inputs.settings, data.vocabulary.size, data.vocabulary.separator)
     shard(model, config.train.sharding, plan, mesh, config.train.seed)
     # From here on every rank has random numbers of its own, for dropout.
     torch.manual_seed(config.train.seed * world.size + world.rank)
@@ -87,9 +90,12 @@ def _assemble(config: LmConfig, inputs: LmInputs, world: World, device: torch.de
         world=world,
         device=device,
         plan=plan,
+        data=data,
         model=model,
         optimizer=make_adamw(model, config.train.optimizer),
-        checkpoints=Checkpoints(config.files.checkpoints, config.train.output.keep_last),
+        checkpoints=Checkpoints(
+            config.files.checkpoints, config.train.output.keep_last, data.position
+        ),
         display=make_display(world.rank),
     )
 
@@ -146,13 +152,12 @@ def _train(
         model=run.model,
         optimizer=run.optimizer,
         schedule=warmup_cosine(config.train.optimizer, config.train.steps),
-        data=TextBatches(run.inputs.text, config, run.device),
+        data=run.data.batches,
         loss=next_token_loss,
-        evaluate=ValidationLoss(
-            run.model, run.inputs.text.validation, config, run.world, run.device
-        ),
+        evaluate=ValidationLoss(run.model, run.data.validation, config, run.world, run.device),
         unit="tokens",
         units_per_example=config.seq_length,
+        peak_units_per_s=_peak_tokens_per_s(run),
     )
     loop = Loop(
         task,
@@ -172,21 +177,21 @@ def _train(
 
 
 def _write_sample(run: _Run) -> None:
-    config = run.config
-    prompt = [SEPARATOR, *config.prompt_text.encode()]
+    config, vocabulary = run.config, run.data.vocabulary
+    prompt = [vocabulary.separator, *vocabulary.encode(config.prompt_text)]
     assert isinstance(run.model, FSDPModule)
     tokens = sample_tokens(
         run.model,
         prompt,
         config.sample_tokens,
-        vocab_size=SEPARATOR,
+        vocab_size=vocabulary.used,
         temperature=config.temperature,
         window=config.seq_length,
         seed=config.train.seed,
         device=run.device,
     )
     if run.world.rank == 0:
-        text = config.prompt_text + decode(tokens)
+        text = config.prompt_text + vocabulary.decode(tokens)
         write_text(config.files.sample, text + "\n")
         run.display.say(f"sample     {config.files.sample}")
         run.display.say("\n".join(f"    {line}".rstrip() for line in printable(text).split("\n")))
@@ -194,7 +199,7 @@ def _write_sample(run: _Run) -> None:
 
 def _introduce(run: _Run, position: Position) -> None:
     """The first lines: what is trained, how it is spread, from what it learns."""
-    config, text, say = run.config, run.inputs.text, run.display.say
+    config, say = run.config, run.display.say
     train, sharding = config.train, config.train.sharding
     parameters = count(run.model.parameters())
     ranks = f"{run.world.size} {'rank' if run.world.size == 1 else 'ranks'}"
@@ -211,17 +216,36 @@ def _introduce(run: _Run, position: Position) -> None:
         f"precision  {sharding.param_dtype.value} compute, {sharding.reduce_dtype.value} "
         f"reduction, fp32 shards"
     )
-    say(
-        f"data       {text.name}: {brief(len(text.train))} tokens to learn from, "
-        f"{brief(len(text.validation))} held back; {text.files:,} "
-        f"{'file' if text.files == 1 else 'files'}"
-    )
+    say(f"data       {run.data.summary}")
     say(
         f"step       {train.batch_size} sequences x {config.seq_length} tokens{accumulate} x "
         f"{ranks} = {tokens:,} tokens; {train.steps} steps"
     )
+    say(f"compute    {_compute(run)}")
     if position.step:
         say(f"resume     after step {position.step} of {train.steps}")
+
+
+def _peak(run: _Run) -> float | None:
+    """Operations a second that one device could do, as far as that is known."""
+    return run.config.peak_flops or known_peak(device_name(run.device))
+
+
+def _peak_tokens_per_s(run: _Run) -> float | None:
+    peak = _peak(run)
+    if peak is None:
+        return None
+    return run.world.size * peak / flops_per_token(run.model, run.config.seq_length)
+
+
+def _compute(run: _Run) -> str:
+    peak, name = _peak(run), device_name(run.device)
+    known = f"MFU not known: no peak of {name} is; say --peak-flops"
+    if peak is not None:
+        given = "" if run.config.peak_flops is None else ", as --peak-flops says"
+        known = f"MFU of {peak / 1e12:,.4g} TFLOP/s a rank{given or f', {name} in bf16'}"
+    needed = flops_per_token(run.model, run.config.seq_length) / 1e9
+    return f"{needed:.3g} GFLOP a token, forward and backward; {known}"
 
 
 def _session(run: _Run, position: Position) -> dict[str, Any]:

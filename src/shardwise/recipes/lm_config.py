@@ -22,7 +22,9 @@ from shardwise.recipes.config import (
 from shardwise.recipes.data import TextData, load_text
 from shardwise.recipes.presets import longest_sequence, model_settings
 from shardwise.recipes.rundir import RunDir, check_same
+from shardwise.recipes.sources import Documents, find_documents, is_streamed
 
+_NOT_BOTH = "none given with --batch-tokens, from which it follows"
 DEFAULT_PROMPT = "class Shard:\n    def __init__(self, "  # for the default data
 
 
@@ -37,6 +39,11 @@ class LmConfig:
         prompt: what the sample begins with; None: what suits the data.
         sample_tokens: length of the sample; 0: none.
         temperature: of the sample.
+        tokenizer: name or folder of a tokenizer of ``transformers``; None: tokens are bytes.
+        streams: into how many streams documents are dealt out; None: what suits the world.
+        batch_tokens: tokens of a step over all ranks, from which microbatches follow; None: they
+            follow from ``train.batch_size`` and ``train.accumulate``.
+        peak_flops: of one device, for its utilisation; None: from a table.
         train: everything that is not particular to language models.
     """
 
@@ -46,6 +53,10 @@ class LmConfig:
     prompt: str | None = None
     sample_tokens: int = 200
     temperature: float = 0.9
+    tokenizer: str | None = None
+    streams: int | None = None
+    batch_tokens: int | None = None
+    peak_flops: float | None = None
     train: TrainConfig
 
     @property
@@ -71,7 +82,7 @@ class LmInputs:
     """
 
     settings: dict[str, Any]
-    text: TextData
+    text: TextData | Documents
 
     def facts(self, config: LmConfig) -> dict[str, Any]:
         """For ``run.json``: what is the same whenever the run goes on."""
@@ -79,13 +90,7 @@ class LmInputs:
             "recipe": "lm",
             "config": as_json(config),
             "model": {"name": config.model, "settings": self.settings},
-            "data": {
-                "name": self.text.name,
-                "files": self.text.files,
-                "training_tokens": len(self.text.train),
-                "validation_tokens": len(self.text.validation),
-                "fingerprint": self.text.fingerprint(),
-            },
+            "data": self.text.facts(),
         }
 
 
@@ -105,9 +110,49 @@ def check_lm(config: LmConfig, world: World) -> LmInputs:
     if longest is not None:
         expected = f"at most {longest}, the positions of {config.model}"
         require(config.seq_length <= longest, "--seq-length", config.seq_length, expected)
-    inputs = LmInputs(settings, load_text(config.data, config.seq_length))
+    _check_numbers(config)
+    if is_streamed(config.data, config.tokenizer):
+        text: TextData | Documents = find_documents(config.data, config.tokenizer)
+    else:
+        text = load_text(config.data, config.seq_length)
+    inputs = LmInputs(settings, text)
     _check_extras(config.train.output.tensorboard)
     return inputs
+
+
+def _check_numbers(config: LmConfig) -> None:
+    if config.streams is not None:
+        require(config.streams >= 1, "--streams", config.streams, "1 or more")
+    if config.peak_flops is not None:
+        found, expected = config.peak_flops, "operations a second of one device, as 312e12"
+        require(0 < found < math.inf, "--peak-flops", found, expected)
+
+
+def sized(config: LmConfig, world_size: int) -> LmConfig:
+    """The configuration with its microbatches, where ``batch_tokens`` says how large a step is.
+
+    A step has the same examples in every world that can share them out evenly: a microbatch has as
+    many sequences as go into a step without a rest, at most ``train.batch_size``.
+
+    Raises:
+        OptionError: the tokens cannot be shared out.
+    """
+    if config.batch_tokens is None:
+        return config
+    tokens, smallest = config.batch_tokens, config.seq_length * world_size
+    require(config.train.accumulate == 1, "--accumulate", config.train.accumulate, _NOT_BOTH)
+    near = max(1, round(tokens / smallest)) * smallest
+    require(
+        tokens > 0 and tokens % smallest == 0,
+        "--batch-tokens",
+        tokens,
+        f"a multiple of {smallest}, which is {config.seq_length} tokens x {world_size} ranks, "
+        f"such as {near}",
+    )
+    each = tokens // smallest
+    size = max(n for n in range(1, max(1, config.train.batch_size) + 1) if each % n == 0)
+    train = replace(config.train, batch_size=size, accumulate=each // size)
+    return replace(config, train=train)
 
 
 def go_on_if_possible(output: OutputConfig) -> OutputConfig:
@@ -145,12 +190,11 @@ def check_folder(config: LmConfig, inputs: LmInputs) -> int:
         expected = f"{model.get('name')} as it was when the run began that --resume goes on"
         raise OptionError("--model", f"{config.model}, another model", expected)
     if data.get("fingerprint") != now["data"]["fingerprint"]:
-        tokens = f"{now['data']['training_tokens']} tokens in {now['data']['files']} files"
         raise OptionError(
-            "--data",
-            f"{inputs.text.name}, {tokens}",
-            f"{data.get('name')}, {data.get('training_tokens')} tokens in {data.get('files')} "
-            "files, as the run began that --resume goes on",
+            "--data" if data.get("tokenizer") == now["data"].get("tokenizer") else "--tokenizer",
+            f"{inputs.text.summary}, tokenizer {now['data'].get('tokenizer', 'bytes')}",
+            f"{data.get('summary')}, tokenizer {data.get('tokenizer', 'bytes')}, as the run began "
+            "that --resume goes on",
         )
     steps = Checkpoints(files.checkpoints).steps()
     if not steps:

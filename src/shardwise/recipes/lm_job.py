@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World
-from shardwise.recipes.lm_config import LmConfig, LmInputs, check_folder, check_lm
+from shardwise.recipes.lm_config import LmConfig, LmInputs, check_folder, check_lm, sized
 
 
 class LmJob:
@@ -19,7 +19,8 @@ class LmJob:
         self._inputs: LmInputs | None = None
 
     def check(self, world: World) -> None:
-        """See :func:`check_lm`."""
+        """See :func:`check_lm` and :func:`sized`."""
+        self._config = sized(self._config, world.size)
         self._inputs = check_lm(self._config, world)
 
     def check_folder(self) -> str | None:

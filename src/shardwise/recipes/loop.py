@@ -62,6 +62,7 @@ class Task:
         evaluate: judges the model by data it has not seen; every rank calls it.
         unit: what speed counts: ``tokens``, ``images``.
         units_per_example: how many there are in an example.
+        peak_units_per_s: the speed at which all devices would be used fully; None: not known.
     """
 
     model: FSDPModule
@@ -72,6 +73,7 @@ class Task:
     evaluate: Callable[[], dict[str, float]]
     unit: str
     units_per_example: int
+    peak_units_per_s: float | None = None
 
 
 class DivergedError(UserError):
@@ -208,14 +210,17 @@ class Loop:
     def _write(self, outcome: _Outcome) -> None:
         seconds = sum(self._durations) / len(self._durations)
         examples = self._config.examples_per_step(self._world.size)
+        speed = examples * self._task.units_per_example / seconds
+        peak = self._task.peak_units_per_s
         metrics = StepMetrics(
             step=outcome.position.step,
             loss=outcome.loss,
             grad_norm=outcome.grad_norm,
             lr=outcome.lr,
-            units_per_s=examples * self._task.units_per_example / seconds,
+            units_per_s=speed,
             memory_mib=outcome.memory_mib,
             eta_s=(self._config.steps - outcome.position.step) * seconds,
+            mfu=None if peak is None else speed / peak,
         )
         self._journal.step(metrics)
         self._display.step(metrics)
