@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -168,7 +169,7 @@ def test_a_stream_begins_again_when_its_documents_are_over(tmp_path: Path) -> No
     rows = [one.batch(i, 1)[0].tolist() for i in range(150)]
     counts = Counter(documents_in(rows))
     assert 2 <= min(counts.values()) <= max(counts.values()) <= min(counts.values()) + 1
-    assert all(np.array_equal(a[-1:], b[:1]) for a, b in zip(rows, rows[1:], strict=False))
+    assert all(np.array_equal(a[-1:], b[:1]) for a, b in itertools.pairwise(rows))
 
 
 def test_what_is_wrong_with_a_source_is_one_line(

@@ -61,10 +61,11 @@ def flops_per_token(model: PreTrainedModel, seq_length: int) -> float:
         seq_length: tokens of a sequence.
     """
     embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, torch.Tensor)
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     tied = head is not None and head.weight is embedding
     parameters = sum(p.numel() for p in model.parameters())
-    multiplied = parameters - (0 if tied else embedding.numel())
+    multiplied = parameters - (0 if tied else embedding.nelement())
     config = model.config.get_text_config()
     attention = 12 * config.num_hidden_layers * config.hidden_size * seq_length
     return float(6 * multiplied + attention)

@@ -72,6 +72,7 @@ class PackedStream:
         self._given = 0
         self._epoch = 0
         self._left: list[int] = []
+        self._began_at: Mapping[str, Any] | None = None
         self._begin(None)
 
     def sequence(self, index: int) -> NDArray[np.int64]:
@@ -95,6 +96,7 @@ class PackedStream:
 
     def _fill(self) -> None:
         while len(self._left) <= self._length:
+            self._began_at = None
             try:
                 text = next(self._texts)
             except StopIteration:
@@ -120,13 +122,16 @@ class PackedStream:
             self._part.load_state_dict(where)
         self._texts = self._source.training_texts(self._part)
         self._empty = where is None
+        self._began_at = where
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands, as tensors and plain values."""
+        # A dataset that was told where to begin, and has not begun, does not know it yet.
+        source = self._part.state_dict() if self._began_at is None else self._began_at
         return {
             "given": self._given,
             "epoch": self._epoch,
-            "source": json.dumps(self._part.state_dict()),
+            "source": json.dumps(source),
             "left": torch.tensor(self._left, dtype=torch.int64),
         }
 
