@@ -6,7 +6,7 @@ checkpoints/step-00000040/    model, optimizer, and in `extra`: position, random
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,25 +14,13 @@ from shardwise.checkpoint.commit import delete, step_folder, steps
 from shardwise.checkpoint.manifest import Manifest, read_manifest
 from shardwise.errors import CheckpointError
 from shardwise.launch.errors import UserError
+from shardwise.recipes.span import Position
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 _POSITION, _RANDOM, _DATA = "position", "random", "data"
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far a run is.
-
-    Attributes:
-        step: optimizer steps done.
-        examples: examples that all ranks together have taken.
-    """
-
-    step: int = 0
-    examples: int = 0
 
 
 class Resumable(Protocol):

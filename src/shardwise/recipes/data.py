@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.launch.errors import UserError
 from shardwise.recipes.config import OptionError
+from shardwise.recipes.shuffle import Shuffle
 
 if TYPE_CHECKING:
     import numpy as np
@@ -293,9 +294,9 @@ class Sequences:
             raise ValueError(f"{len(stream)} tokens are too few for sequences of {length}")
         self._stream = stream
         self._length = length
-        self._seed = seed
         # One less than fit, so that every epoch can begin up to ``length - 1`` tokens later.
         self.per_epoch = (len(stream) - 1) // length - 1
+        self._order = Shuffle(self.per_epoch, seed)
 
     @staticmethod
     def tokens_needed(length: int) -> int:
@@ -304,9 +305,8 @@ class Sequences:
 
     def start(self, position: int) -> int:
         """Where in the stream the sequence at this position of the order begins."""
-        epoch, index = divmod(position, self.per_epoch)
-        key = _mix(_mix(self._seed) ^ epoch)
-        return key % self._length + self._length * permute(index, self.per_epoch, key)
+        draw = self._order.at(position)
+        return draw.key % self._length + self._length * draw.index
 
     def read(self, position: int, count: int) -> NDArray[np.int64]:
         """Sequences ``position`` .. ``position + count``, int64 of shape (count, length + 1)."""
@@ -317,32 +317,6 @@ class Sequences:
             for p in range(position, position + count)
         ]
         return np.stack(rows)
-
-
-def permute(index: int, size: int, key: int) -> int:
-    """Where ``index`` goes in a pseudo-random permutation of ``range(size)``.
-
-    A Feistel network over the next even power of two, walked until it falls into the range: every
-    index by itself, in constant memory, the same on every machine and forever.
-    """
-    half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = index >> half, index & mask
-        for turn in range(6):
-            left, right = right, left ^ (_mix(key ^ (turn << 56) ^ right) & mask)
-        index = (left << half) | right
-        if index < size:
-            return index
-
-
-def _mix(value: int) -> int:
-    """Spread 64 bits so that each depends on all (the finaliser of splitmix64)."""
-    mask = (1 << 64) - 1
-    value = (value + 0x9E3779B97F4A7C15) & mask
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-    return value ^ (value >> 31)
 
 
 def decode(tokens: Iterable[int]) -> str:

@@ -7,6 +7,8 @@ Activations that are computed again do not count as needed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -44,11 +46,6 @@ def known_peak(name: str) -> float | None:
     return None
 
 
-def device_name(device: torch.device) -> str:
-    """What the device is called."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def flops_per_token(model: PreTrainedModel, seq_length: int) -> float:
     """Operations for forward and backward of one token.
 
@@ -69,3 +66,40 @@ def flops_per_token(model: PreTrainedModel, seq_length: int) -> float:
     config = model.config.get_text_config()
     attention = 12 * config.num_hidden_layers * config.hidden_size * seq_length
     return float(6 * multiplied + attention)
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """What MFU is computed from.
+
+    Attributes:
+        per_token: operations for forward and backward of a token.
+        device: what the device is called.
+        peak: operations a second that one device could do; None: not known.
+        given: whether the user said so.
+    """
+
+    per_token: float
+    device: str
+    peak: float | None
+    given: bool
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, seq_length: int, device: torch.device, given: float | None
+    ) -> Utilisation:
+        """Of a model on a device; ``given`` counts more than the table."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        per_token = flops_per_token(model, seq_length)
+        return cls(per_token, name, given or known_peak(name), given is not None)
+
+    def peak_tokens_per_s(self, devices: int) -> float | None:
+        """The speed at which so many devices would be used fully."""
+        return None if self.peak is None else devices * self.peak / self.per_token
+
+    def __str__(self) -> str:
+        needed = f"{self.per_token / 1e9:.3g} GFLOP a token, forward and backward"
+        if self.peak is None:
+            return f"{needed}; MFU not known: no peak of {self.device} is; say --peak-flops"
+        source = "as --peak-flops says" if self.given else f"{self.device} in bf16"
+        return f"{needed}; MFU of {self.peak / 1e12:,.4g} TFLOP/s a rank, {source}"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
-from shardwise.recipes.checkpointing import Checkpoints
+from shardwise.recipes.begin import check_extras
 from shardwise.recipes.config import (
     OptionError,
-    OutputConfig,
     TrainConfig,
     as_json,
     check_train,
@@ -23,6 +21,10 @@ from shardwise.recipes.data import TextData, load_text
 from shardwise.recipes.presets import longest_sequence, model_settings
 from shardwise.recipes.rundir import RunDir, check_same
 from shardwise.recipes.sources import Documents, find_documents, is_streamed
+from shardwise.recipes.span import Span
+
+if TYPE_CHECKING:
+    from shardwise.recipes.task import Place, Task
 
 _NOT_BOTH = "none given with --batch-tokens, from which it follows"
 DEFAULT_PROMPT = "class Shard:\n    def __init__(self, "  # for the default data
@@ -71,27 +73,66 @@ class LmConfig:
             return self.prompt
         return "" if self.data else DEFAULT_PROMPT
 
+    def check(self, world: World) -> LmInputs:
+        """See :func:`check_lm`."""
+        return check_lm(self, world)
+
 
 @dataclass(frozen=True)
 class LmInputs:
     """What a configuration refers to.
 
     Attributes:
+        config: the configuration.
         settings: of the model, as in a ``config.json``.
         text: the data.
     """
 
+    recipe = "lm"
+
+    config: LmConfig
     settings: dict[str, Any]
     text: TextData | Documents
 
-    def facts(self, config: LmConfig) -> dict[str, Any]:
+    @property
+    def train(self) -> TrainConfig:
+        """How to train."""
+        return self.config.train
+
+    @property
+    def span(self) -> Span:
+        """How long."""
+        return Span.of(self.train)
+
+    def facts(self) -> dict[str, Any]:
         """For ``run.json``: what is the same whenever the run goes on."""
         return {
-            "recipe": "lm",
-            "config": as_json(config),
-            "model": {"name": config.model, "settings": self.settings},
+            "config": as_json(self.config),
+            "model": {"name": self.config.model, "settings": self.settings},
             "data": self.text.facts(),
         }
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Check that model, data and order are those of the run that is resumed."""
+        now = self.facts()
+        check_same(before.get("config", {}), now["config"], {"seq_length": "--seq-length"})
+        model, data = before.get("model", {}), before.get("data", {})
+        if model.get("settings") != now["model"]["settings"]:
+            expected = f"{model.get('name')} as it was when the run began that --resume goes on"
+            raise OptionError("--model", f"{self.config.model}, another model", expected)
+        if data.get("fingerprint") != now["data"]["fingerprint"]:
+            raise OptionError(
+                "--data",
+                f"{self.text.summary}, tokenizer {self.config.tokenizer or 'bytes'}",
+                f"{data.get('summary')}, tokenizer {data.get('tokenizer', 'bytes')}, as the run "
+                "began that --resume goes on",
+            )
+
+    def assemble(self, place: Place) -> Task:
+        """Build everything on one rank."""
+        from shardwise.recipes.lm import assemble  # imports torch and transformers
+
+        return assemble(self, place)
 
 
 def check_lm(config: LmConfig, world: World) -> LmInputs:
@@ -101,26 +142,25 @@ def check_lm(config: LmConfig, world: World) -> LmInputs:
         UserError: one line saying what is wrong.
     """
     check_train(config.train)
-    require(config.seq_length >= 1, "--seq-length", config.seq_length, "1 or more")
-    require(config.sample_tokens >= 0, "--sample-tokens", config.sample_tokens, "0 or more")
-    require(0 <= config.temperature < math.inf, "--temperature", config.temperature, "0 or more")
+    _check_numbers(config)
     resolve_sharding(config.train.sharding, world.size, world.hosts)
     settings = model_settings(config.model)
     longest = longest_sequence(settings)
     if longest is not None:
         expected = f"at most {longest}, the positions of {config.model}"
         require(config.seq_length <= longest, "--seq-length", config.seq_length, expected)
-    _check_numbers(config)
+    check_extras(["transformers", "matplotlib"], tensorboard=config.train.output.tensorboard)
     if is_streamed(config.data, config.tokenizer):
-        text: TextData | Documents = find_documents(config.data, config.tokenizer)
-    else:
-        text = load_text(config.data, config.seq_length)
-    inputs = LmInputs(settings, text)
-    _check_extras(config.train.output.tensorboard)
-    return inputs
+        documents = find_documents(config.data, config.tokenizer)
+        return LmInputs(sized(config, world.size), settings, documents)
+    text = load_text(config.data, config.seq_length)
+    return LmInputs(sized(config, world.size), settings, text)
 
 
 def _check_numbers(config: LmConfig) -> None:
+    require(config.seq_length >= 1, "--seq-length", config.seq_length, "1 or more")
+    require(config.sample_tokens >= 0, "--sample-tokens", config.sample_tokens, "0 or more")
+    require(0 <= config.temperature < math.inf, "--temperature", config.temperature, "0 or more")
     if config.streams is not None:
         require(config.streams >= 1, "--streams", config.streams, "1 or more")
     if config.peak_flops is not None:
@@ -150,65 +190,6 @@ def sized(config: LmConfig, world_size: int) -> LmConfig:
         f"such as {near}",
     )
     each = tokens // smallest
-    size = max(n for n in range(1, max(1, config.train.batch_size) + 1) if each % n == 0)
+    size = max(n for n in range(1, config.train.batch_size + 1) if each % n == 0)
     train = replace(config.train, batch_size=size, accumulate=each // size)
     return replace(config, train=train)
-
-
-def go_on_if_possible(output: OutputConfig) -> OutputConfig:
-    """Resume the run in ``output.out`` if it has checkpoints, else begin it anew.
-
-    Raises:
-        OptionError: ``resume`` or ``overwrite`` is asked for as well.
-    """
-    for option, given in (("--resume", output.resume), ("--overwrite", output.overwrite)):
-        require(not given, "--auto-resume", f"{option} too", "one of the two")
-    files = RunDir(output.out)
-    if files.checkpoints.is_dir() and any(files.checkpoints.iterdir()):
-        return replace(output, resume=True)  # which says so where none of them is complete
-    return replace(output, overwrite=files.run_json.is_file())
-
-
-def check_folder(config: LmConfig, inputs: LmInputs) -> int:
-    """Check the folder of the run.
-
-    Returns:
-        The step to go on from; 0 for a new run.
-
-    Raises:
-        OptionError: a run is there that would be lost, or none to resume, or another one.
-    """
-    files = config.files
-    files.check(config.train.output)
-    if not config.train.output.resume:
-        return 0
-    before, now = files.read(), inputs.facts(config)
-    names = {"seq_length": "--seq-length", "seed": "--seed"}
-    check_same(before.get("config", {}), now["config"], names)
-    model, data = before.get("model", {}), before.get("data", {})
-    if model.get("settings") != now["model"]["settings"]:
-        expected = f"{model.get('name')} as it was when the run began that --resume goes on"
-        raise OptionError("--model", f"{config.model}, another model", expected)
-    if data.get("fingerprint") != now["data"]["fingerprint"]:
-        raise OptionError(
-            "--data" if data.get("tokenizer") == now["data"].get("tokenizer") else "--tokenizer",
-            f"{inputs.text.summary}, tokenizer {now['data'].get('tokenizer', 'bytes')}",
-            f"{data.get('summary')}, tokenizer {data.get('tokenizer', 'bytes')}, as the run began "
-            "that --resume goes on",
-        )
-    steps = Checkpoints(files.checkpoints).steps()
-    if not steps:
-        raise OptionError(
-            "--resume", f"no complete checkpoint in {files.checkpoints}", "one; or use --overwrite"
-        )
-    return steps[-1]
-
-
-def _check_extras(tensorboard: bool) -> None:
-    needed = ["transformers", "matplotlib", *(["tensorboard"] if tensorboard else [])]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"training needs {' and '.join(missing)}, not installed here: "
-            "pip install shardwise[train]"
-        )

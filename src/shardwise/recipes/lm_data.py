@@ -11,10 +11,10 @@ from shardwise.recipes.checkpointing import Resumable
 from shardwise.recipes.data import TextData
 from shardwise.recipes.documents import Source, validation_tokens
 from shardwise.recipes.lm_config import LmConfig
-from shardwise.recipes.loop import Data
 from shardwise.recipes.progress import brief
 from shardwise.recipes.sources import Documents
 from shardwise.recipes.streams import StreamBatches
+from shardwise.recipes.task import Data
 from shardwise.recipes.text import VALIDATION_SEQUENCES, TextBatches, Tokens
 from shardwise.recipes.tokens import Bytes, Vocabulary, load_vocabulary
 
