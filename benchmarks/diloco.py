@@ -30,11 +30,15 @@ from _worlds import World, stop_server
 from shardwise import clip_grad_norm_
 from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
 from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
-from shardwise.recipes.config import OptimizerConfig, ShardingConfig, TransportName
+from shardwise.launch.world import World as Ranks
+from shardwise.recipes.config import AdamWConfig, ShardingConfig, TransportName
 from shardwise.recipes.data import SEPARATOR, VOCAB_SIZE, Sequences, load_text
-from shardwise.recipes.model import build, next_token_loss, shard
+from shardwise.recipes.model import build, decoder_layers, initialise, next_token_loss
 from shardwise.recipes.optim import make_adamw, set_lr, warmup_cosine
 from shardwise.recipes.presets import PRESETS
+from shardwise.recipes.progress import make_display
+from shardwise.recipes.sharded import shard
+from shardwise.recipes.task import Place
 
 #: Contenders beside it: format on the wire, and how the exchange overlaps with steps.
 CONTENDERS = {
@@ -87,11 +91,20 @@ class DilocoWorker:
         strategy = Strategy.HYBRID_SHARD if name == SYNCHRONOUS else Strategy.DILOCO
         plan = resolve(strategy, settings.ranks, replicas=settings.replicas)
         mesh = plan.make_mesh("cpu")
+        rank, device = dist.get_rank(), torch.device("cpu")
+        place = Place(
+            world=Ranks(rank, settings.ranks, rank, settings.ranks),
+            device=device,
+            plan=plan,
+            mesh=mesh,
+            display=make_display(rank),
+        )
         self._model: Any = build(PRESETS[settings.model].settings(), VOCAB_SIZE, SEPARATOR)
         # Messages between replicas, as between hosts; ranks of one machine would share memory.
         sharding = ShardingConfig(strategy=strategy, transport=TransportName.C10D)
-        shard(self._model, sharding, plan, plan.sharding_mesh(mesh), settings.seed)
-        config = OptimizerConfig(lr=settings.lr)
+        shard(self._model, decoder_layers(self._model), sharding, place)
+        initialise(self._model, settings.seed)
+        config = AdamWConfig(lr=settings.lr)
         self._schedule = warmup_cosine(config, settings.steps)
         self._clip = config.clip_grad
         self._optimizer: torch.optim.Optimizer = make_adamw(self._model, config)

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.cli import main, train_lm
 from shardwise.cli.main import app
-from shardwise.recipes.lm_job import LmJob
+from shardwise.recipes.job import Job
 
 Capture = pytest.CaptureFixture[str]
 
@@ -42,6 +42,11 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--beta1 1", "--beta1: found 1.0, expected 0 to 1, without 1"),
         ("--seq-length 0", "--seq-length: found 0, expected 1 or more"),
         ("--seq-length 9999", "--seq-length: found 9999, expected at most 1024"),
+        ("--streams 0", "--streams: found 0, expected 1 or more"),
+        ("--peak-flops 0", "--peak-flops: found 0.0, expected operations a second"),
+        ("--nproc 2 --batch-tokens 900", "--batch-tokens: found 900, expected a multiple of 256"),
+        ("--batch-tokens 0", "--batch-tokens: found 0, expected a multiple of 128"),
+        ("--batch-tokens 128 --accumulate 2", "--accumulate: found 2, expected none given"),
         ("--sample-tokens -1", "--sample-tokens: found -1"),
         ("--temperature nan", "--temperature: found nan"),
         ("--strategy zero4", "--strategy: found 'zero4', expected one of 'full', 'grad-op'"),
@@ -128,7 +133,7 @@ def test_a_missing_extra_says_what_to_install(
 
 
 def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[LmJob] = []
+    jobs: list[Job] = []
     monkeypatch.setattr(train_lm, "run", lambda job, nproc: jobs.append(job))
     arguments = (
         "--model llama-34m --data a.txt b.txt --data c.txt --steps 7 --batch-size 3 "
@@ -141,9 +146,10 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
     assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
     from shardwise.recipes.config import as_json, flatten
 
-    assert flatten(as_json(jobs[0]._config)) == {
+    assert flatten(as_json(jobs[0].recipe)) == {
         "model": "llama-34m", "data": ["a.txt", "c.txt", "b.txt"], "seq_length": 512,
-        "prompt": "x", "sample_tokens": 3, "temperature": 0.0, "steps": 7, "batch_size": 3,
+        "prompt": "x", "sample_tokens": 3, "temperature": 0.0, "steps": 7, "epochs": None,
+        "batch_size": 3,
         "accumulate": 2, "seed": 9, "device": "cpu", "lr": 0.5, "betas": [0.9, 0.5],
         "weight_decay": 0.0, "warmup": 1, "clip_grad": 0.0, "strategy": "hybrid", "replicas": 2,
         "mesh": None, "param_dtype": "bf16", "reduce_dtype": "bf16", "transport": "collectives",

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from shardwise.recipes.config import OptimizerConfig, OutputConfig, ShardingConfig, TrainConfig
+from shardwise.recipes.config import AdamWConfig, OutputConfig, ShardingConfig, TrainConfig
 from shardwise.recipes.lm_config import LmConfig
 from shardwise.recipes.metrics import read_metrics
 
@@ -62,7 +62,9 @@ def small_config(folder: Path, name: str = "run", **changes: Any) -> LmConfig:
         seq_length=16,
         sample_tokens=given.pop("sample_tokens", 0),
         train=TrainConfig(
-            optimizer=OptimizerConfig(**{"lr": 1e-2, "warmup": 2, **take("lr", "warmup")}),
+            optimizer=AdamWConfig(
+                **{"lr": 1e-2, "warmup": 2, **take("lr", "warmup", "betas", "weight_decay")}
+            ),
             output=OutputConfig(
                 out=folder / name,
                 **take("checkpoint_every", "keep_last", "eval_every", "resume", "overwrite"),

@@ -11,8 +11,9 @@ import pytest
 
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.world import World
+from shardwise.recipes.begin import go_on_if_possible
 from shardwise.recipes.config import (
-    OptimizerConfig,
+    AdamWConfig,
     OptionError,
     OutputConfig,
     ShardingConfig,
@@ -23,14 +24,13 @@ from shardwise.recipes.config import (
     flatten,
     resolve_sharding,
 )
-from shardwise.recipes.lm_config import go_on_if_possible
 from shardwise.recipes.presets import PRESETS, defaults_for, longest_sequence, model_settings
 
 
 def config(**changes: Any) -> TrainConfig:
     """A good configuration but for the changes, each given by its innermost name."""
     parts: dict[str, Any] = {
-        "optimizer": OptimizerConfig(lr=1e-3),
+        "optimizer": AdamWConfig(lr=1e-3),
         "output": OutputConfig(out=Path("out")),
         "sharding": ShardingConfig(),
     }

@@ -18,8 +18,8 @@ from shardwise.recipes.data import (
     Sequences,
     decode,
     load_text,
-    permute,
 )
+from shardwise.recipes.shuffle import permute
 
 
 def write(folder: Path, **files: bytes) -> list[Path]:

@@ -6,6 +6,7 @@ the command line itself is tested in tests/cli.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import shutil
@@ -22,11 +23,15 @@ from shardwise.launch.errors import Stopped
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World
 from shardwise.recipes import lm, text
+from shardwise.recipes.begin import check_folder
 from shardwise.recipes.checkpointing import Checkpoints, SaveError
 from shardwise.recipes.config import OptionError, Precision
-from shardwise.recipes.lm_config import LmConfig, check_folder, check_lm
+from shardwise.recipes.lm_config import LmConfig, check_lm
 from shardwise.recipes.loop import DivergedError
+from shardwise.recipes.metrics import read_metrics
 from shardwise.recipes.sample import sample_tokens
+from shardwise.recipes.training import place_for, train_connected
+from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.small import losses, small_config, validation, write_model
 
 Ranks = Callable[..., list[Any]]
@@ -43,9 +48,9 @@ def _train_one(rank: int, world_size: int, config: LmConfig, at: Any = None) -> 
     signals.install()
     inputs = check_lm(config, world)
     if rank == 0:
-        check_folder(config, inputs)
+        check_folder(inputs)
     try:
-        lm.train_connected(config, inputs, world, torch.device("cpu"), signals)
+        train_connected(inputs, world, torch.device("cpu"), signals)
     except (Stopped, DivergedError, SaveError) as error:
         return f"{type(error).__name__}: {error}"
     return "finished"
@@ -167,14 +172,19 @@ def test_a_run_that_was_killed_drops_what_came_after_its_checkpoint(
 
 
 def test_a_finished_run_can_go_on_with_more_steps_on_another_world(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ranks(train, 2, small_config(tmp_path, steps=3, batch_size=2))
     longer = small_config(tmp_path, steps=5, batch_size=1, resume=True)
+    capfd.readouterr()
     assert ranks(train, 4, longer) == [["finished"]] * 4
+    assert "warning" not in capfd.readouterr().out, "a step has as many examples as before"
     assert [step for step, _, _ in losses(longer)] == [1, 2, 3, 4, 5]
     found = Checkpoints(longer.files.checkpoints)
     assert found.position(5).examples == 5 * 4, "the position in the data went on"
+    ranks(train, 2, small_config(tmp_path, steps=6, batch_size=1, resume=True))
+    [warning] = [w for w in capfd.readouterr().out.splitlines() if w.startswith("warning")]
+    assert warning.startswith("warning    a step has 2 examples from here on, and had 4 before")
 
 
 def test_a_run_goes_on_over_another_world_with_the_same_data(ranks: Ranks, tmp_path: Path) -> None:
@@ -192,6 +202,41 @@ def test_a_run_goes_on_over_another_world_with_the_same_data(ranks: Ranks, tmp_p
         shutil.rmtree(resumed.files.checkpoints / "step-00000006")
         ranks(train, world, resumed)
         assert [s["from_step"] for s in resumed.files.read()["sessions"]] == [0, 3]
+        for mine, expected in zip(losses(resumed), losses(whole), strict=True):
+            assert mine == pytest.approx(expected, rel=1e-5), f"over {world} ranks"
+
+
+def test_streamed_documents_go_on_exactly_over_another_world(ranks: Ranks, tmp_path: Path) -> None:
+    model = str(write_model(tmp_path, attention_dropout=0.0))
+    write_jsonl(tmp_path / "corpus.jsonl.zst", texts(300))
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
+
+    def config(name: str, **settings: Any) -> LmConfig:
+        small = small_config(
+            tmp_path, name, model=model, steps=6, checkpoint_every=3, sample_tokens=4, **settings
+        )
+        return dataclasses.replace(
+            small,
+            data=(str(tmp_path / "corpus.jsonl.zst"),),
+            tokenizer=tokenizer,
+            batch_tokens=4 * 16,
+            peak_flops=1e12,
+        )
+
+    whole = config("whole")
+    ranks(train, 2, whole)
+    assert whole.files.read()["data"]["tokenizer"] == tokenizer
+    for record in read_metrics(whole.files.metrics):
+        if "loss" in record:
+            assert 0 < record["mfu"] < 1
+    # A step has 4 sequences: of 2 ranks 2 each; one rank takes them in two microbatches.
+    for world in (1, 4):
+        resumed = config(f"over-{world}", resume=True)
+        shutil.copytree(whole.train.output.out, resumed.train.output.out)
+        shutil.rmtree(resumed.files.checkpoints / "step-00000006")
+        ranks(train, world, resumed)
+        sessions = resumed.files.read()["sessions"]
+        assert [(s["from_step"], s["examples_per_step"]) for s in sessions] == [(0, 4), (3, 4)]
         for mine, expected in zip(losses(resumed), losses(whole), strict=True):
             assert mine == pytest.approx(expected, rel=1e-5), f"over {world} ranks"
 
@@ -286,10 +331,14 @@ def test_a_run_is_resumed_only_with_what_it_began_with(ranks: Ranks, tmp_path: P
     def refusal(**changes: Any) -> str:
         config = small_config(tmp_path, steps=2, resume=True, **changes)
         with pytest.raises(OptionError) as caught:
-            check_folder(config, check_lm(config, world))
+            check_folder(check_lm(config, world))
         return str(caught.value)
 
     assert refusal(seed=5).startswith("--seed: found 5, expected 0, as the run began")
+    # These come back with the optimizer's state, whatever is asked for.
+    assert refusal(weight_decay=0.5).startswith("--weight-decay: found 0.5, expected 0.1, as the")
+    betas = refusal(betas=(0.5, 0.9))
+    assert betas.startswith("--beta1 and --beta2: found [0.5, 0.9], expected [0.9, 0.95], as the")
     model = str(write_model(other, hidden_size=12))
     assert refusal(model=model).startswith(f"--model: found {model}, another model")
     (tmp_path / "words.txt").write_text("other text " * 100)
@@ -329,17 +378,18 @@ def test_other_models_of_transformers_train_too(ranks: Ranks, tmp_path: Path) ->
 def draw(rank: int, world_size: int, config: LmConfig, variants: Sequence[Any]) -> list[Any]:
     """Sample from an untrained model in several ways."""
     world = World(rank, world_size, rank, world_size)
-    run = lm._assemble(config, check_lm(config, world), world, torch.device("cpu"))
+    place = place_for(config.train, world, torch.device("cpu"))
+    task = lm.assemble(check_lm(config, world), place)
     return [
         sample_tokens(
-            run.model,
+            task.model,
             [1, 2, 3],
             count,
             vocab_size=256,
             temperature=temperature,
             window=window,
             seed=seed,
-            device=run.device,
+            device=place.device,
         )
         for count, temperature, seed, window in variants
     ]
@@ -371,21 +421,22 @@ def test_a_sample_is_the_same_on_every_rank_and_as_long_as_asked(
 def draw_with_and_without_cache(rank: int, world_size: int, config: LmConfig) -> tuple[Any, Any]:
     """The likeliest tokens by a model that remembers, and by one that reads all anew."""
     world = World(rank, world_size, rank, world_size)
-    run = lm._assemble(config, check_lm(config, world), world, torch.device("cpu"))
+    place = place_for(config.train, world, torch.device("cpu"))
+    task = lm.assemble(check_lm(config, world), place)
     tokens = [1, 2, 3]
     with torch.no_grad():
         for _ in range(20):
-            logits = run.model(input_ids=torch.tensor([tokens])).logits[0, -1, :256]
+            logits = task.module(input_ids=torch.tensor([tokens])).logits[0, -1, :256]
             tokens.append(int(logits.argmax()))
     cached = sample_tokens(
-        run.model,
+        task.model,
         [1, 2, 3],
         20,
         vocab_size=256,
         temperature=0.0,
         window=64,
         seed=0,
-        device=run.device,
+        device=place.device,
     )
     return tokens[3:], cached
 

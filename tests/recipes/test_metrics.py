@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardwise.recipes.config import OptimizerConfig
+from shardwise.recipes.config import AdamWConfig
 from shardwise.recipes.metrics import MetricsFile, StepMetrics, clock, read_metrics
 from shardwise.recipes.optim import warmup_cosine
 from shardwise.recipes.plot import plot_loss, smooth
@@ -135,7 +135,7 @@ def test_the_picture_is_a_png_whatever_there_is_to_draw(tmp_path: Path) -> None:
     valid = [{"step": 49, "validation_loss": 0.3}]
     for name, records in {"all": train + valid, "one": train[:1], "none": []}.items():
         path = tmp_path / f"{name}.png"
-        plot_loss(records, "a title", path)
+        plot_loss(records, "a title", "nats per token", path)
         assert path.read_bytes().startswith(b"\x89PNG"), name
     assert len(list(tmp_path.iterdir())) == 3, "a temporary file was left behind"
 
@@ -153,7 +153,7 @@ def test_smoothing_keeps_the_level_and_does_not_lag() -> None:
 
 
 def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
-    lr = warmup_cosine(OptimizerConfig(lr=1.0, warmup=10), 110)
+    lr = warmup_cosine(AdamWConfig(lr=1.0, warmup=10), 110)
     rates = [lr(step) for step in range(1, 111)]
     assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
     assert rates[59] == pytest.approx(0.55)  # half way down: 0.1 + 0.9 / 2
@@ -163,7 +163,7 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 5), (20, 1), (20, 2), (20, 5), (5, 5)])
 def test_short_runs_have_a_learning_rate_too(warmup: int, steps: int) -> None:
-    lr = warmup_cosine(OptimizerConfig(lr=2.0, warmup=warmup), steps)
+    lr = warmup_cosine(AdamWConfig(lr=2.0, warmup=warmup), steps)
     rates = [lr(step) for step in range(1, steps + 1)]
     assert all(0 < rate <= 2.0 and math.isfinite(rate) for rate in rates)
     assert max(rates) > 1.0 or warmup == 0

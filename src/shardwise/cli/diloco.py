@@ -3,16 +3,76 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
-from shardwise.diloco.settings import OuterSGD, Streaming
+from typer import Option
+
+from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat
 from shardwise.frontends.strategies import Strategy
 from shardwise.recipes.config import DilocoConfig, OptionError, require
 
 PANEL = "DiLoCo"
 
+LocalSteps = Annotated[
+    int | None,
+    Option(
+        help="Steps of each replica between two exchanges.",
+        rich_help_panel=PANEL,
+        show_default="500",
+    ),
+]
+OuterLr = Annotated[
+    float | None,
+    Option(help="Learning rate of the outer step.", rich_help_panel=PANEL, show_default="0.7"),
+]
+OuterMomentum = Annotated[
+    float | None,
+    Option(help="Its Nesterov momentum.", rich_help_panel=PANEL, show_default="0.9"),
+]
+Wire = Annotated[
+    WireFormat | None,
+    Option(
+        metavar="NAME",
+        help=f"What is sent: {', '.join(w.value for w in WireFormat)}.",
+        rich_help_panel=PANEL,
+        show_default="fp32",
+    ),
+]
+ErrorFeedback = Annotated[
+    bool,
+    Option(
+        "--diloco-error-feedback",
+        help="Send what rounding has lost with the next exchange.",
+        rich_help_panel=PANEL,
+    ),
+]
+Fragments = Annotated[
+    int | None,
+    Option(
+        help="Parts of the model, exchanged one after another.",
+        rich_help_panel=PANEL,
+        show_default="1",
+    ),
+]
+Overlap = Annotated[
+    int | None,
+    Option(
+        help="Steps that an exchange may take while training goes on.",
+        rich_help_panel=PANEL,
+        show_default="0",
+    ),
+]
+Alpha = Annotated[
+    float | None,
+    Option(
+        help="What a replica keeps of its own parameters at an exchange, 0 to 1.",
+        rich_help_panel=PANEL,
+        show_default="0",
+    ),
+]
 
-def diloco_config(strategy: Strategy, **options: Any) -> DilocoConfig | None:
+
+def config_of(strategy: Strategy, **options: Any) -> DilocoConfig | None:
     """The configuration; ``None`` for other strategies.
 
     Args:
@@ -45,7 +105,8 @@ def diloco_config(strategy: Strategy, **options: Any) -> DilocoConfig | None:
     )
     return DilocoConfig(
         local_steps=steps,
-        outer=OuterSGD(lr=lr, momentum=momentum),
+        outer_lr=lr,
+        outer_momentum=momentum,
         streaming=Streaming(fragments=fragments, overlap=overlap, alpha=alpha),
         **{name.removeprefix("diloco_"): value for name, value in given.items()},
     )

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from shardwise.cli import checkpoint, train_lm
+from shardwise.cli import checkpoint, train_imagenet, train_lm, train_mnist
 from shardwise.cli.errors import UsageError, describe
 from shardwise.launch.errors import UserError
 
@@ -26,6 +26,8 @@ train = typer.Typer(
 cli.add_typer(train)
 cli.add_typer(checkpoint.commands)
 train.command("lm", epilog=train_lm.EXAMPLES)(train_lm.train_lm)
+train.command("mnist", epilog=train_mnist.EXAMPLES)(train_mnist.train_mnist)
+train.command("imagenet", epilog=train_imagenet.EXAMPLES)(train_imagenet.train_imagenet)
 
 
 def _show_version(wanted: bool) -> None:

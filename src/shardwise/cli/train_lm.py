@@ -7,23 +7,20 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from shardwise.cli.diloco import PANEL as _DILOCO
-from shardwise.cli.diloco import diloco_config
+from shardwise.cli import diloco, options
 from shardwise.cli.run import run
-from shardwise.diloco.settings import WireFormat
 from shardwise.frontends.strategies import Strategy
 from shardwise.recipes.config import (
+    AdamWConfig,
     Device,
-    OptimizerConfig,
     OptionError,
     OutputConfig,
     Precision,
     ShardingConfig,
     TrainConfig,
-    TransportName,
 )
-from shardwise.recipes.lm_config import LmConfig, go_on_if_possible
-from shardwise.recipes.lm_job import LmJob
+from shardwise.recipes.job import Job
+from shardwise.recipes.lm_config import LmConfig
 from shardwise.recipes.presets import PRESETS, defaults_for
 
 EXAMPLES = """
@@ -41,234 +38,147 @@ Two replicas that meet every 50 steps, as over a slow link:
 Go on with a run that was stopped, or train a finished one for longer:
   [cyan]shardwise train lm --nproc 2 --out runs/lm --resume --steps 900[/cyan]
 
+Documents of the Hugging Face hub, half a million tokens a step:
+  [cyan]shardwise train lm --nproc 8 --data hf:allenai/c4:en --model llama-150m --tokenizer gpt2
+    --batch-tokens 524288[/cyan]
+
 In a world that torchrun made:
   [cyan]torchrun --nproc-per-node 2 -m shardwise train lm --model llama-34m[/cyan]
 """
 
-_MODEL, _STEP, _SHARD = "Model and data", "Training", "Sharding"
-_OUT, _SAMPLE = "Output and checkpoints", "Sample"
-_BY_MODEL = "by model"
+_SAMPLE = "Sample"
 
 
 def train_lm(
     *,
-    nproc: Annotated[
-        int | None,
-        Option(
-            help="Processes to start on this host. Under torchrun: none, the world is there.",
-            show_default="1",
-        ),
-    ] = None,
+    nproc: options.Nproc = None,
     model: Annotated[
         str,
         Option(
             help=f"{', '.join(PRESETS)}, or the path of a config.json of transformers.",
-            rich_help_panel=_MODEL,
+            rich_help_panel=options.MODEL,
         ),
     ] = "llama-tiny",
     data: Annotated[
         list[str] | None,
         Option(
-            help="Text to learn from: files, folders, patterns.",
-            rich_help_panel=_MODEL,
+            help="Text to learn from: files, folders, patterns; .jsonl and .parquet are streamed; "
+            "hf:NAME:CONFIG is a dataset of the Hugging Face hub.",
+            rich_help_panel=options.MODEL,
             show_default="the Python standard library's source",
         ),
     ] = None,
     more_data: Annotated[list[str] | None, Argument(hidden=True, metavar="[FILES]...")] = None,
+    tokenizer: Annotated[
+        str | None,
+        Option(
+            help="A tokenizer of transformers, by name or folder; documents are streamed then.",
+            rich_help_panel=options.MODEL,
+            show_default="bytes",
+        ),
+    ] = None,
+    streams: Annotated[
+        int | None,
+        Option(
+            help="Streams that documents are dealt out to; the world size should divide it.",
+            rich_help_panel=options.MODEL,
+            show_default="by world size, 8 or more",
+        ),
+    ] = None,
     seq_length: Annotated[
         int | None,
         Option(
-            help="Tokens (bytes) of a sequence.", rich_help_panel=_MODEL, show_default=_BY_MODEL
+            help="Tokens of a sequence.",
+            rich_help_panel=options.MODEL,
+            show_default=options.BY_MODEL,
         ),
     ] = None,
     steps: Annotated[
         int | None,
         Option(
             help="Optimizer steps, from the beginning of the run.",
-            rich_help_panel=_STEP,
-            show_default=_BY_MODEL,
+            rich_help_panel=options.STEP,
+            show_default=options.BY_MODEL,
         ),
     ] = None,
     batch_size: Annotated[
         int | None,
         Option(
             help="Sequences per rank and microbatch.",
-            rich_help_panel=_STEP,
-            show_default=_BY_MODEL,
+            rich_help_panel=options.STEP,
+            show_default=options.BY_MODEL,
         ),
     ] = None,
-    accumulate: Annotated[
-        int,
-        Option(help="Microbatches per step; gradients are reduced once.", rich_help_panel=_STEP),
-    ] = 1,
+    accumulate: options.Accumulate = 1,
+    batch_tokens: Annotated[
+        int | None,
+        Option(
+            help="Tokens of a step over all ranks; --accumulate follows from it, and --batch-size "
+            "is the most sequences of a microbatch.",
+            rich_help_panel=options.STEP,
+            show_default=False,
+        ),
+    ] = None,
     lr: Annotated[
         float | None,
-        Option(help="Peak learning rate.", rich_help_panel=_STEP, show_default=_BY_MODEL),
+        Option(
+            help="Peak learning rate.", rich_help_panel=options.STEP, show_default=options.BY_MODEL
+        ),
     ] = None,
     warmup: Annotated[
         int,
         Option(
             help="Steps over which the learning rate rises; a cosine follows.",
-            rich_help_panel=_STEP,
+            rich_help_panel=options.STEP,
         ),
     ] = 20,
-    beta1: Annotated[float, Option(help="AdamW's first beta.", rich_help_panel=_STEP)] = 0.9,
-    beta2: Annotated[float, Option(help="AdamW's second beta.", rich_help_panel=_STEP)] = 0.95,
+    beta1: Annotated[float, Option(help="AdamW's first beta.", rich_help_panel=options.STEP)] = 0.9,
+    beta2: Annotated[
+        float, Option(help="AdamW's second beta.", rich_help_panel=options.STEP)
+    ] = 0.95,
     weight_decay: Annotated[
-        float, Option(help="On matrices, not on norms.", rich_help_panel=_STEP)
+        float, Option(help="On matrices, not on norms.", rich_help_panel=options.STEP)
     ] = 0.1,
-    clip_grad: Annotated[
-        float, Option(help="Largest gradient norm; 0: any.", rich_help_panel=_STEP)
-    ] = 1.0,
-    seed: Annotated[
-        int, Option(help="Of initial weights and order of data.", rich_help_panel=_STEP)
-    ] = 0,
-    device: Annotated[
-        Device, Option(help="auto: GPUs if every rank can have one.", rich_help_panel=_STEP)
-    ] = Device.AUTO,
-    strategy: Annotated[
-        Strategy,
-        Option(
-            metavar="NAME",
-            help=f"What is sharded: {', '.join(s.value for s in Strategy)}.",
-            rich_help_panel=_SHARD,
-        ),
-    ] = Strategy.FULL_SHARD,
-    replicas: Annotated[
-        int | None,
-        Option(
-            help="Hybrid strategies and diloco: copies of the model.",
-            rich_help_panel=_SHARD,
-            show_default="one per host",
-        ),
-    ] = None,
-    mesh: Annotated[
-        str | None,
-        Option(
-            help="The same as a mesh: dp_replicate=R,dp_shard=S.",
-            rich_help_panel=_SHARD,
-            show_default=False,
-        ),
-    ] = None,
-    param_dtype: Annotated[
-        Precision, Option(help="To compute in; shards stay fp32.", rich_help_panel=_SHARD)
-    ] = Precision.FP32,
-    reduce_dtype: Annotated[
-        Precision, Option(help="To reduce gradients in.", rich_help_panel=_SHARD)
-    ] = Precision.FP32,
-    activation_checkpointing: Annotated[
-        bool,
-        Option(
-            "--activation-checkpointing",
-            help="Compute activations again in backward instead of keeping them.",
-            rich_help_panel=_SHARD,
-        ),
-    ] = False,
-    transport: Annotated[
-        TransportName | None,
-        Option(
-            envvar="SHARDWISE_TRANSPORT",
-            metavar="NAME",
-            help=f"Who moves bytes between ranks: {', '.join(t.value for t in TransportName)}.",
-            rich_help_panel=_SHARD,
-            show_default="auto",
-        ),
-    ] = None,
-    local_steps: Annotated[
-        int | None,
-        Option(
-            help="Steps of each replica between two exchanges.",
-            rich_help_panel=_DILOCO,
-            show_default="500",
-        ),
-    ] = None,
-    outer_lr: Annotated[
+    clip_grad: options.ClipGrad = 1.0,
+    seed: options.Seed = 0,
+    device: options.OnDevice = Device.AUTO,
+    peak_flops: Annotated[
         float | None,
         Option(
-            help="Learning rate of the outer step.", rich_help_panel=_DILOCO, show_default="0.7"
+            help="Operations a second of one device, for MFU.",
+            rich_help_panel=options.STEP,
+            show_default="from a table of GPUs",
         ),
     ] = None,
-    outer_momentum: Annotated[
-        float | None,
-        Option(help="Its Nesterov momentum.", rich_help_panel=_DILOCO, show_default="0.9"),
-    ] = None,
-    diloco_wire: Annotated[
-        WireFormat | None,
-        Option(
-            metavar="NAME",
-            help=f"What is sent: {', '.join(w.value for w in WireFormat)}.",
-            rich_help_panel=_DILOCO,
-            show_default="fp32",
-        ),
-    ] = None,
-    diloco_error_feedback: Annotated[
-        bool,
-        Option(
-            "--diloco-error-feedback",
-            help="Send what rounding has lost with the next exchange.",
-            rich_help_panel=_DILOCO,
-        ),
-    ] = False,
-    diloco_fragments: Annotated[
-        int | None,
-        Option(
-            help="Parts of the model, exchanged one after another.",
-            rich_help_panel=_DILOCO,
-            show_default="1",
-        ),
-    ] = None,
-    diloco_overlap: Annotated[
-        int | None,
-        Option(
-            help="Steps that an exchange may take while training goes on.",
-            rich_help_panel=_DILOCO,
-            show_default="0",
-        ),
-    ] = None,
-    diloco_alpha: Annotated[
-        float | None,
-        Option(
-            help="What a replica keeps of its own parameters at an exchange, 0 to 1.",
-            rich_help_panel=_DILOCO,
-            show_default="0",
-        ),
-    ] = None,
-    out: Annotated[Path, Option(help="Folder of the run.", rich_help_panel=_OUT)] = Path("runs/lm"),
-    checkpoint_every: Annotated[
-        int,
-        Option(
-            help="Steps between checkpoints; 0: only at the end or when stopped.",
-            rich_help_panel=_OUT,
-        ),
-    ] = 100,
-    keep_last: Annotated[int, Option(help="Checkpoints to keep.", rich_help_panel=_OUT)] = 2,
+    strategy: options.StrategyName = Strategy.FULL_SHARD,
+    replicas: options.Replicas = None,
+    mesh: options.MeshText = None,
+    param_dtype: options.ParamDtype = Precision.FP32,
+    reduce_dtype: options.ReduceDtype = Precision.FP32,
+    activation_checkpointing: options.ActivationCheckpointing = False,
+    transport: options.Transport = None,
+    local_steps: diloco.LocalSteps = None,
+    outer_lr: diloco.OuterLr = None,
+    outer_momentum: diloco.OuterMomentum = None,
+    diloco_wire: diloco.Wire = None,
+    diloco_error_feedback: diloco.ErrorFeedback = False,
+    diloco_fragments: diloco.Fragments = None,
+    diloco_overlap: diloco.Overlap = None,
+    diloco_alpha: diloco.Alpha = None,
+    out: options.Out = Path("runs/lm"),
+    checkpoint_every: options.CheckpointEvery = 100,
+    keep_last: options.KeepLast = 2,
     eval_every: Annotated[
         int,
         Option(
             help="Steps between looks at the validation loss; 0: only at the end.",
-            rich_help_panel=_OUT,
+            rich_help_panel=options.OUT,
         ),
     ] = 100,
-    tensorboard: Annotated[
-        bool, Option("--tensorboard", help="Write event files too.", rich_help_panel=_OUT)
-    ] = False,
-    resume: Annotated[
-        bool,
-        Option("--resume", help="Go on from the newest checkpoint in --out.", rich_help_panel=_OUT),
-    ] = False,
-    auto_resume: Annotated[
-        bool,
-        Option(
-            "--auto-resume",
-            help="Go on if --out has checkpoints, else begin anew. For jobs that are "
-            "started again by themselves.",
-            rich_help_panel=_OUT,
-        ),
-    ] = False,
-    overwrite: Annotated[
-        bool,
-        Option("--overwrite", help="Delete the run that is in --out.", rich_help_panel=_OUT),
-    ] = False,
+    tensorboard: options.Tensorboard = False,
+    resume: options.Resume = False,
+    auto_resume: options.AutoResume = False,
+    overwrite: options.Overwrite = False,
     prompt: Annotated[
         str | None,
         Option(
@@ -298,8 +208,6 @@ def train_lm(
         keep_last=keep_last,
         eval_every=eval_every,
         tensorboard=tensorboard,
-        resume=resume,
-        overwrite=overwrite,
     )
     config = LmConfig(
         model=model,
@@ -308,13 +216,17 @@ def train_lm(
         prompt=prompt,
         sample_tokens=sample_tokens,
         temperature=temperature,
+        tokenizer=tokenizer,
+        streams=streams,
+        batch_tokens=batch_tokens,
+        peak_flops=peak_flops,
         train=TrainConfig(
             steps=defaults.steps if steps is None else steps,
             batch_size=defaults.batch_size if batch_size is None else batch_size,
             accumulate=accumulate,
             seed=seed,
             device=device,
-            optimizer=OptimizerConfig(
+            optimizer=AdamWConfig(
                 lr=defaults.lr if lr is None else lr,
                 betas=(beta1, beta2),
                 weight_decay=weight_decay,
@@ -330,8 +242,8 @@ def train_lm(
                 transport=transport,
                 activation_checkpointing=activation_checkpointing,
             ),
-            output=go_on_if_possible(output) if auto_resume else output,
-            diloco=diloco_config(
+            output=options.Restart(resume, auto_resume, overwrite).of(output),
+            diloco=diloco.config_of(
                 strategy,
                 local_steps=local_steps,
                 outer_lr=outer_lr,
@@ -344,4 +256,4 @@ def train_lm(
             ),
         ),
     )
-    run(LmJob(config), nproc)
+    run(Job(config), nproc)

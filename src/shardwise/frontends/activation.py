@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -17,7 +20,8 @@ def checkpoint_module(module: _Module, *, preserve_rng_state: bool = True) -> _M
     """Let ``module`` keep its inputs only, and compute the rest again in backward.
 
     The module stays the object it is, of its class, with its names and hooks: only its ``forward``
-    is another. So it combines with sharding in either order, and with a policy so:
+    is another. Batch norms in it see everything twice, and count it once. It combines with sharding
+    in either order, and with a policy so:
 
         def wrapper(module, *args, **kwargs):
             return FullyShardedDataParallel(checkpoint_module(module), *args, **kwargs)
@@ -40,10 +44,41 @@ def checkpoint_module(module: _Module, *, preserve_rng_state: bool = True) -> _M
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = types.MethodType(type(self).forward, self) if inner is None else inner
         return checkpoint(
-            run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
+            run,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=preserve_rng_state,
+            context_fn=functools.partial(_contexts, self),
+            **kwargs,
         )
 
     # Bound, so that a deep copy runs the forward of the copy.
     module.__dict__["forward"] = types.MethodType(forward, module)
     module.__dict__[_MARK] = True
     return module
+
+
+def _contexts(
+    module: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Around forward, and around the same again in backward."""
+    return contextlib.nullcontext(), _counted_already(module)
+
+
+@contextlib.contextmanager
+def _counted_already(module: nn.Module) -> Iterator[None]:
+    """Leave the running statistics of batch norms as they are."""
+    norms = [
+        (m, m.momentum, m.num_batches_tracked)
+        for m in module.modules()
+        if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
+        if m.track_running_stats
+    ]
+    # Moved by nothing, and not by switching them off: autograd saves them, as it did in forward.
+    for norm, _, _ in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, momentum, batches in norms:
+            norm.momentum, norm.num_batches_tracked = momentum, batches

@@ -5,34 +5,39 @@ checkpoints/step-00000040/    model, optimizer, and in `extra`: position, random
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.checkpoint.commit import delete, step_folder, steps
 from shardwise.checkpoint.manifest import Manifest, read_manifest
 from shardwise.errors import CheckpointError
 from shardwise.launch.errors import UserError
+from shardwise.recipes.span import Position
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch import nn
 
-_POSITION, _RANDOM, _REPLICAS = "position", "random", "replicas"
+# Where DiLoCo keeps the outer state; it hides that from those who look at the inner one's.
+DILOCO = "diloco"
+_POSITION, _RANDOM, _DATA, _REPLICAS = "position", "random", "data", "replicas"
 
 
-@dataclass(frozen=True)
-class Position:
-    """How far a run is.
+class Resumable(Protocol):
+    """Data of which a number of examples does not tell quickly enough where it stands."""
 
-    Attributes:
-        step: optimizer steps done.
-        examples: examples that all ranks together have taken.
-    """
+    def state(self) -> dict[str, Any]:
+        """This rank's part of where it stands: tensors and plain values under its own names."""
 
-    step: int = 0
-    examples: int = 0
+    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+        """Go on from what all ranks' parts make, on the same or another world.
+
+        Raises:
+            CheckpointError: it is no such state; ``where`` says which file it is from.
+        """
 
 
 class SaveError(UserError):
@@ -47,6 +52,7 @@ class Checkpoints:
     Args:
         folder: where they lie; made when the first is saved.
         keep_last: how many to keep; older ones are deleted once a newer one is complete.
+        data: what has a position of its own in them.
         group: the ranks whose checkpoints they are; ``None``: all.
         replicas: how many replicas train apart, each with checkpoints of its own.
     """
@@ -55,12 +61,14 @@ class Checkpoints:
         self,
         folder: Path,
         keep_last: int = 2,
+        data: Resumable | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         replicas: int = 1,
     ) -> None:
         self._folder = folder
         self._keep_last = keep_last
+        self._data = data
         self._group = group
         self._replicas = replicas
 
@@ -111,11 +119,13 @@ class Checkpoints:
         target = self.path(position.step)
         if position.step in self.steps():
             return target
-        extra = {
+        extra: dict[str, Any] = {
             _POSITION: asdict(position),
             _RANDOM: _random_state(),
             _REPLICAS: {"count": self._replicas},
         }
+        if self._data is not None:
+            extra[_DATA] = self._data.state()
         try:
             if dist.get_rank(self._group) == 0 and target.exists():
                 delete(target)  # it is not complete
@@ -139,7 +149,14 @@ class Checkpoints:
         path = self.path(step)
         try:
             extra = load(path, model, optimizer, group=self._group)
+            if any(DILOCO in state for state in optimizer.state.values()):
+                raise CheckpointError(
+                    f"{path}: was saved by --strategy diloco; go on with that (with --replicas 1, "
+                    "if need be)"
+                )
             position = _position(extra, path)
+            if self._data is not None:
+                self._data.load_state(extra.get(_DATA, {}), path)
             before = (read_manifest(path).world_size, _replicas(extra))
             if before == (dist.get_world_size(self._group), self._replicas):
                 _set_random_state(extra, path)

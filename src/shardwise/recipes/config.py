@@ -64,7 +64,7 @@ class TransportName(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class AdamWConfig:
     """AdamW and its schedule.
 
     Attributes:
@@ -80,6 +80,23 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     warmup: int = 20
     clip_grad: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SgdConfig:
+    """Stochastic gradient descent with momentum.
+
+    Attributes:
+        lr: peak learning rate.
+        momentum: of the running gradient.
+        weight_decay: on all parameters.
+        clip_grad: largest norm of the gradient; 0 leaves it as it is.
+    """
+
+    lr: float
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    clip_grad: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,17 +129,27 @@ class DilocoConfig:
 
     Attributes:
         local_steps: inner steps of a round.
-        outer: the outer optimizer.
+        outer_lr: learning rate of the outer optimizer.
+        outer_momentum: its Nesterov momentum.
         wire: what pseudo-gradients are on the wire.
         error_feedback: send what encoding has lost the next time.
         streaming: fragments, and the overlap of their exchange with inner steps.
     """
 
     local_steps: int = 500
-    outer: OuterSGD = field(default_factory=OuterSGD)
+    outer_lr: float = OuterSGD.lr
+    outer_momentum: float = OuterSGD.momentum
     wire: WireFormat = WireFormat.FP32
     error_feedback: bool = False
     streaming: Streaming = field(default_factory=Streaming)
+
+    @property
+    def outer(self) -> OuterSGD:
+        """The outer optimizer."""
+        return OuterSGD(lr=self.outer_lr, momentum=self.outer_momentum)
+
+    def __str__(self) -> str:
+        return f"meet every {self.local_steps} steps, {self.wire.value} on the wire"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +160,8 @@ class OutputConfig:
         out: folder of the run.
         checkpoint_every: steps between checkpoints; 0: only when training ends or is stopped.
         keep_last: checkpoints to keep.
-        eval_every: steps between looks at the validation loss; 0: only at the end.
+        eval_every: steps between evaluations, or epochs in a training that is counted in
+            epochs; 0: only at the end.
         tensorboard: write event files too.
         resume: go on from the newest checkpoint of ``out``.
         overwrite: delete the run in ``out`` first.
@@ -153,17 +181,21 @@ class TrainConfig:
     """A training, whatever its model and data.
 
     Attributes:
-        steps: optimizer steps from the beginning of the run.
+        steps: optimizer steps from the beginning of the run, or None where epochs decide.
+        epochs: epochs from the beginning of the run, or None where steps decide. Given both, the
+            run ends with whichever is reached first.
         batch_size: examples per rank and microbatch.
+        optimizer: which, and its settings.
         accumulate: microbatches per step.
         seed: of initial weights, order of data and dropout.
         device: where to train.
         diloco: with the strategy of that name, and with no other.
     """
 
-    steps: int
+    steps: int | None = None
+    epochs: int | None = None
     batch_size: int
-    optimizer: OptimizerConfig
+    optimizer: AdamWConfig | SgdConfig
     output: OutputConfig
     diloco: DilocoConfig | None = None
     sharding: ShardingConfig = ShardingConfig()
@@ -188,7 +220,10 @@ def check_train(config: TrainConfig) -> None:
     Raises:
         OptionError: naming the first option that is wrong.
     """
-    _at_least("--steps", config.steps, 1)
+    if config.steps is not None:
+        _at_least("--steps", config.steps, 1)
+    if config.epochs is not None:
+        _at_least("--epochs", config.epochs, 1)
     _at_least("--batch-size", config.batch_size, 1)
     _at_least("--accumulate", config.accumulate, 1)
     require(0 <= config.seed < 2**63, "--seed", config.seed, "0 to 2^63 - 1")
@@ -220,15 +255,19 @@ def _check_diloco(config: TrainConfig) -> None:
             raise OptionError("--local-steps", config.diloco.local_steps, str(error)) from None
 
 
-def _check_optimizer(config: OptimizerConfig) -> None:
+def _check_optimizer(config: AdamWConfig | SgdConfig) -> None:
     # Written so that NaN fails every one of them.
     require(0 < config.lr < math.inf, "--lr", config.lr, "a number above 0")
-    for name, beta in zip(("--beta1", "--beta2"), config.betas, strict=True):
-        require(0 <= beta < 1, name, beta, "0 to 1, without 1")
+    match config:
+        case AdamWConfig():
+            for name, beta in zip(("--beta1", "--beta2"), config.betas, strict=True):
+                require(0 <= beta < 1, name, beta, "0 to 1, without 1")
+            _at_least("--warmup", config.warmup, 0)
+        case SgdConfig(momentum=momentum):
+            require(0 <= momentum < 1, "--momentum", momentum, "0 to 1, without 1")
     decay = config.weight_decay
     require(0 <= decay < math.inf, "--weight-decay", decay, "0 or more")
     require(0 <= config.clip_grad < math.inf, "--clip-grad", config.clip_grad, "0 or more")
-    _at_least("--warmup", config.warmup, 0)
 
 
 def _check_output(config: OutputConfig) -> None:

@@ -20,10 +20,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.launch.errors import UserError
 from shardwise.recipes.config import OptionError
+from shardwise.recipes.shuffle import Shuffle
 
 if TYPE_CHECKING:
     import numpy as np
@@ -141,6 +142,23 @@ class TextData:
     train: ByteStream
     validation: ByteStream
 
+    @property
+    def summary(self) -> str:
+        """For people: how much there is."""
+        files = "file" if self.files == 1 else "files"
+        return f"{self.name}, {len(self.train)} tokens in {self.files} {files}"
+
+    def facts(self) -> dict[str, Any]:
+        """For ``run.json``."""
+        return {
+            "name": self.name,
+            "summary": self.summary,
+            "files": self.files,
+            "training_tokens": len(self.train),
+            "validation_tokens": len(self.validation),
+            "fingerprint": self.fingerprint(),
+        }
+
     def fingerprint(self) -> str:
         """See :meth:`ByteStream.fingerprint`."""
         return f"{self.train.fingerprint()}-{self.validation.fingerprint()}"
@@ -159,8 +177,7 @@ def load_text(paths: Sequence[str], seq_length: int) -> TextData:
     Raises:
         OptionError: a path that does not exist, is empty or cannot be read, or too little text.
     """
-    files = [file for text in paths for file in _expand(text)] if paths else _stdlib_files()
-    sizes = {file: file.stat().st_size for file in dict.fromkeys(files)}
+    sizes = {file: file.stat().st_size for file in find_files(paths)}
     name = "the Python standard library's source" if not paths else ", ".join(paths)
     train, validation = _split([(file, size) for file, size in sizes.items() if size], seq_length)
     data = TextData(name, len(sizes), ByteStream(train), ByteStream(validation))
@@ -174,6 +191,16 @@ def load_text(paths: Sequence[str], seq_length: int) -> TextData:
                 f"at least {smallest} for {part} with --seq-length {seq_length}",
             )
     return data
+
+
+def find_files(paths: Sequence[str]) -> list[Path]:
+    """The files that ``--data`` names, each once; the standard library's source where empty.
+
+    Raises:
+        OptionError: a path that does not exist, is empty or cannot be read.
+    """
+    files = [file for text in paths for file in _expand(text)] if paths else _stdlib_files()
+    return list(dict.fromkeys(files))
 
 
 def _split(
@@ -267,9 +294,9 @@ class Sequences:
             raise ValueError(f"{len(stream)} tokens are too few for sequences of {length}")
         self._stream = stream
         self._length = length
-        self._seed = seed
         # One less than fit, so that every epoch can begin up to ``length - 1`` tokens later.
         self.per_epoch = (len(stream) - 1) // length - 1
+        self._order = Shuffle(self.per_epoch, seed)
 
     @staticmethod
     def tokens_needed(length: int) -> int:
@@ -278,9 +305,8 @@ class Sequences:
 
     def start(self, position: int) -> int:
         """Where in the stream the sequence at this position of the order begins."""
-        epoch, index = divmod(position, self.per_epoch)
-        key = _mix(_mix(self._seed) ^ epoch)
-        return key % self._length + self._length * permute(index, self.per_epoch, key)
+        draw = self._order.at(position)
+        return draw.key % self._length + self._length * draw.index
 
     def read(self, position: int, count: int) -> NDArray[np.int64]:
         """Sequences ``position`` .. ``position + count``, int64 of shape (count, length + 1)."""
@@ -291,32 +317,6 @@ class Sequences:
             for p in range(position, position + count)
         ]
         return np.stack(rows)
-
-
-def permute(index: int, size: int, key: int) -> int:
-    """Where ``index`` goes in a pseudo-random permutation of ``range(size)``.
-
-    A Feistel network over the next even power of two, walked until it falls into the range: every
-    index by itself, in constant memory, the same on every machine and forever.
-    """
-    half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = index >> half, index & mask
-        for turn in range(6):
-            left, right = right, left ^ (_mix(key ^ (turn << 56) ^ right) & mask)
-        index = (left << half) | right
-        if index < size:
-            return index
-
-
-def _mix(value: int) -> int:
-    """Spread 64 bits so that each depends on all (the finaliser of splitmix64)."""
-    mask = (1 << 64) - 1
-    value = (value + 0x9E3779B97F4A7C15) & mask
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-    return value ^ (value >> 31)
 
 
 def decode(tokens: Iterable[int]) -> str:

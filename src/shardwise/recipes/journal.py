@@ -132,11 +132,11 @@ def command_line(arguments: Sequence[str]) -> str:
     return shlex.join(["shardwise", *arguments])
 
 
-def draw(files: RunDir, title: str) -> None:
+def draw(files: RunDir, title: str, unit: str) -> None:
     """Draw the loss curve of everything that ``metrics.jsonl`` has."""
     from shardwise.recipes.plot import plot_loss
 
-    plot_loss(read_metrics(files.metrics), title, files.picture)
+    plot_loss(read_metrics(files.metrics), title, unit, files.picture)
 
 
 def _version(name: str) -> str | None:

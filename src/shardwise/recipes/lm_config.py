@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
-from shardwise.recipes.checkpointing import Checkpoints
+from shardwise.recipes.begin import check_extras
 from shardwise.recipes.config import (
     OptionError,
-    OutputConfig,
     TrainConfig,
     as_json,
     check_train,
@@ -22,7 +20,13 @@ from shardwise.recipes.config import (
 from shardwise.recipes.data import TextData, load_text
 from shardwise.recipes.presets import longest_sequence, model_settings
 from shardwise.recipes.rundir import RunDir, check_same
+from shardwise.recipes.sources import Documents, find_documents, is_streamed
+from shardwise.recipes.span import Span
 
+if TYPE_CHECKING:
+    from shardwise.recipes.task import Place, Task
+
+_NOT_BOTH = "none given with --batch-tokens, from which it follows"
 DEFAULT_PROMPT = "class Shard:\n    def __init__(self, "  # for the default data
 
 
@@ -37,6 +41,11 @@ class LmConfig:
         prompt: what the sample begins with; None: what suits the data.
         sample_tokens: length of the sample; 0: none.
         temperature: of the sample.
+        tokenizer: name or folder of a tokenizer of ``transformers``; None: tokens are bytes.
+        streams: into how many streams documents are dealt out; None: what suits the world.
+        batch_tokens: tokens of a step over all ranks, from which microbatches follow; None: they
+            follow from ``train.batch_size`` and ``train.accumulate``.
+        peak_flops: of one device, for its utilisation; None: from a table.
         train: everything that is not particular to language models.
     """
 
@@ -46,6 +55,10 @@ class LmConfig:
     prompt: str | None = None
     sample_tokens: int = 200
     temperature: float = 0.9
+    tokenizer: str | None = None
+    streams: int | None = None
+    batch_tokens: int | None = None
+    peak_flops: float | None = None
     train: TrainConfig
 
     @property
@@ -60,33 +73,66 @@ class LmConfig:
             return self.prompt
         return "" if self.data else DEFAULT_PROMPT
 
+    def check(self, world: World) -> LmInputs:
+        """See :func:`check_lm`."""
+        return check_lm(self, world)
+
 
 @dataclass(frozen=True)
 class LmInputs:
     """What a configuration refers to.
 
     Attributes:
+        config: the configuration.
         settings: of the model, as in a ``config.json``.
         text: the data.
     """
 
-    settings: dict[str, Any]
-    text: TextData
+    recipe = "lm"
 
-    def facts(self, config: LmConfig) -> dict[str, Any]:
+    config: LmConfig
+    settings: dict[str, Any]
+    text: TextData | Documents
+
+    @property
+    def train(self) -> TrainConfig:
+        """How to train."""
+        return self.config.train
+
+    @property
+    def span(self) -> Span:
+        """How long."""
+        return Span.of(self.train)
+
+    def facts(self) -> dict[str, Any]:
         """For ``run.json``: what is the same whenever the run goes on."""
         return {
-            "recipe": "lm",
-            "config": as_json(config),
-            "model": {"name": config.model, "settings": self.settings},
-            "data": {
-                "name": self.text.name,
-                "files": self.text.files,
-                "training_tokens": len(self.text.train),
-                "validation_tokens": len(self.text.validation),
-                "fingerprint": self.text.fingerprint(),
-            },
+            "config": as_json(self.config),
+            "model": {"name": self.config.model, "settings": self.settings},
+            "data": self.text.facts(),
         }
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Check that model, data and order are those of the run that is resumed."""
+        now = self.facts()
+        check_same(before.get("config", {}), now["config"], {"seq_length": "--seq-length"})
+        model, data = before.get("model", {}), before.get("data", {})
+        if model.get("settings") != now["model"]["settings"]:
+            expected = f"{model.get('name')} as it was when the run began that --resume goes on"
+            raise OptionError("--model", f"{self.config.model}, another model", expected)
+        if data.get("fingerprint") != now["data"]["fingerprint"]:
+            raise OptionError(
+                "--data",
+                f"{self.text.summary}, tokenizer {self.config.tokenizer or 'bytes'}",
+                f"{data.get('summary')}, tokenizer {data.get('tokenizer', 'bytes')}, as the run "
+                "began that --resume goes on",
+            )
+
+    def assemble(self, place: Place) -> Task:
+        """Build everything on one rank."""
+        from shardwise.recipes.lm import assemble  # imports torch and transformers
+
+        return assemble(self, place)
 
 
 def check_lm(config: LmConfig, world: World) -> LmInputs:
@@ -96,75 +142,54 @@ def check_lm(config: LmConfig, world: World) -> LmInputs:
         UserError: one line saying what is wrong.
     """
     check_train(config.train)
-    require(config.seq_length >= 1, "--seq-length", config.seq_length, "1 or more")
-    require(config.sample_tokens >= 0, "--sample-tokens", config.sample_tokens, "0 or more")
-    require(0 <= config.temperature < math.inf, "--temperature", config.temperature, "0 or more")
+    _check_numbers(config)
     resolve_sharding(config.train.sharding, world.size, world.hosts)
     settings = model_settings(config.model)
     longest = longest_sequence(settings)
     if longest is not None:
         expected = f"at most {longest}, the positions of {config.model}"
         require(config.seq_length <= longest, "--seq-length", config.seq_length, expected)
-    inputs = LmInputs(settings, load_text(config.data, config.seq_length))
-    _check_extras(config.train.output.tensorboard)
-    return inputs
+    check_extras(["transformers", "matplotlib"], tensorboard=config.train.output.tensorboard)
+    if is_streamed(config.data, config.tokenizer):
+        documents = find_documents(config.data, config.tokenizer)
+        return LmInputs(sized(config, world.size), settings, documents)
+    text = load_text(config.data, config.seq_length)
+    return LmInputs(sized(config, world.size), settings, text)
 
 
-def go_on_if_possible(output: OutputConfig) -> OutputConfig:
-    """Resume the run in ``output.out`` if it has checkpoints, else begin it anew.
+def _check_numbers(config: LmConfig) -> None:
+    require(config.seq_length >= 1, "--seq-length", config.seq_length, "1 or more")
+    require(config.sample_tokens >= 0, "--sample-tokens", config.sample_tokens, "0 or more")
+    require(0 <= config.temperature < math.inf, "--temperature", config.temperature, "0 or more")
+    if config.streams is not None:
+        require(config.streams >= 1, "--streams", config.streams, "1 or more")
+    if config.peak_flops is not None:
+        found, expected = config.peak_flops, "operations a second of one device, as 312e12"
+        require(0 < found < math.inf, "--peak-flops", found, expected)
+
+
+def sized(config: LmConfig, world_size: int) -> LmConfig:
+    """The configuration with its microbatches, where ``batch_tokens`` says how large a step is.
+
+    A step has the same examples in every world that can share them out evenly: a microbatch has as
+    many sequences as go into a step without a rest, at most ``train.batch_size``.
 
     Raises:
-        OptionError: ``resume`` or ``overwrite`` is asked for as well.
+        OptionError: the tokens cannot be shared out.
     """
-    for option, given in (("--resume", output.resume), ("--overwrite", output.overwrite)):
-        require(not given, "--auto-resume", f"{option} too", "one of the two")
-    files = RunDir(output.out)
-    if files.checkpoints.is_dir() and any(files.checkpoints.iterdir()):
-        return replace(output, resume=True)  # which says so where none of them is complete
-    return replace(output, overwrite=files.run_json.is_file())
-
-
-def check_folder(config: LmConfig, inputs: LmInputs) -> int:
-    """Check the folder of the run.
-
-    Returns:
-        The step to go on from; 0 for a new run.
-
-    Raises:
-        OptionError: a run is there that would be lost, or none to resume, or another one.
-    """
-    files = config.files
-    files.check(config.train.output)
-    if not config.train.output.resume:
-        return 0
-    before, now = files.read(), inputs.facts(config)
-    names = {"seq_length": "--seq-length", "seed": "--seed"}
-    check_same(before.get("config", {}), now["config"], names)
-    model, data = before.get("model", {}), before.get("data", {})
-    if model.get("settings") != now["model"]["settings"]:
-        expected = f"{model.get('name')} as it was when the run began that --resume goes on"
-        raise OptionError("--model", f"{config.model}, another model", expected)
-    if data.get("fingerprint") != now["data"]["fingerprint"]:
-        tokens = f"{now['data']['training_tokens']} tokens in {now['data']['files']} files"
-        raise OptionError(
-            "--data",
-            f"{inputs.text.name}, {tokens}",
-            f"{data.get('name')}, {data.get('training_tokens')} tokens in {data.get('files')} "
-            "files, as the run began that --resume goes on",
-        )
-    steps = Checkpoints(files.checkpoints).steps()
-    if not steps:
-        raise OptionError(
-            "--resume", f"no complete checkpoint in {files.checkpoints}", "one; or use --overwrite"
-        )
-    return steps[-1]
-
-
-def _check_extras(tensorboard: bool) -> None:
-    needed = ["transformers", "matplotlib", *(["tensorboard"] if tensorboard else [])]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"training needs {' and '.join(missing)}, not installed here: "
-            "pip install shardwise[train]"
-        )
+    if config.batch_tokens is None:
+        return config
+    tokens, smallest = config.batch_tokens, config.seq_length * world_size
+    require(config.train.accumulate == 1, "--accumulate", config.train.accumulate, _NOT_BOTH)
+    near = max(1, round(tokens / smallest)) * smallest
+    require(
+        tokens > 0 and tokens % smallest == 0,
+        "--batch-tokens",
+        tokens,
+        f"a multiple of {smallest}, which is {config.seq_length} tokens x {world_size} ranks, "
+        f"such as {near}",
+    )
+    each = tokens // smallest
+    size = max(n for n in range(1, config.train.batch_size + 1) if each % n == 0)
+    train = replace(config.train, batch_size=size, accumulate=each // size)
+    return replace(config, train=train)

@@ -1,7 +1,7 @@
 """The training loop that every recipe shares.
 
-A recipe hands in a :class:`Task`: model, optimizer, schedule, data, loss. Accumulation, clipping,
-metrics, checkpoints, progress and stopping are done here, the same for all.
+A recipe hands in a :class:`~shardwise.recipes.task.Task`: model, optimizer, schedule, data, loss.
+Accumulation, clipping, metrics, checkpoints, progress and stopping are done here, alike for all.
 
 One step, on every rank:
 
@@ -20,62 +20,24 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import FSDPModule, clip_grad_norm_
+from shardwise import clip_grad_norm_
 from shardwise.launch.errors import Stopped, UserError, signal_name
 from shardwise.launch.signals import StopSignals
-from shardwise.launch.world import World
-from shardwise.recipes.checkpointing import Checkpoints, Position
+from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import TrainConfig
 from shardwise.recipes.journal import Journal
 from shardwise.recipes.metrics import StepMetrics
-from shardwise.recipes.optim import Schedule, set_lr
-from shardwise.recipes.progress import Display
-from shardwise.recipes.replicas import Replicas
+from shardwise.recipes.optim import set_lr
+from shardwise.recipes.span import Position, Span
+from shardwise.recipes.task import Place, Task
 
 RECENT = 20  # steps over which speed is averaged
-
-
-class Data(Protocol):
-    """Training examples in an order that does not depend on the world."""
-
-    def batch(self, position: int, count: int) -> Any:
-        """Examples ``position`` .. ``position + count`` of the order, on this rank's device."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What to train.
-
-    Attributes:
-        model: after ``fully_shard``.
-        optimizer: over the model's shards.
-        schedule: the learning rate of a step.
-        data: where batches come from.
-        loss: maps model and batch to a scalar, the mean over the batch.
-        evaluate: judges the model by data it has not seen; every rank calls it.
-        unit: what speed counts: ``tokens``, ``images``.
-        units_per_example: how many there are in an example.
-        replicas: how replicas meet, where they train apart.
-    """
-
-    model: FSDPModule
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    data: Data
-    loss: Callable[[nn.Module, Any], torch.Tensor]
-    evaluate: Callable[[], dict[str, float]]
-    unit: str
-    units_per_example: int
-    replicas: Replicas | None = None
 
 
 class DivergedError(UserError):
@@ -102,11 +64,10 @@ class Loop:
     Args:
         task: what to train.
         config: how.
-        world: this rank.
-        device: where this rank computes.
+        span: how long.
+        place: where.
         checkpoints: where to save.
         journal: where to write down.
-        display: where to show.
         signals: who may ask to stop.
         how_to_resume: for the message of a run that was stopped.
     """
@@ -115,74 +76,78 @@ class Loop:
         self,
         task: Task,
         config: TrainConfig,
-        world: World,
-        device: torch.device,
+        span: Span,
+        place: Place,
         *,
         checkpoints: Checkpoints,
         journal: Journal,
-        display: Display,
         signals: StopSignals,
         how_to_resume: str,
     ) -> None:
         self._task = task
         self._config = config
-        self._world = world
-        self._device = device
+        self._span = span
+        self._world = place.world
+        self._device = place.device
+        self._per_step = config.examples_per_step(place.world.size)
         self._checkpoints = checkpoints
         self._journal = journal
-        self._display = display
+        self._display = place.display
         self._signals = signals
         self._how_to_resume = how_to_resume
         self._durations: deque[float] = deque(maxlen=RECENT)
 
-    def run(self, position: Position) -> dict[str, float]:
-        """Train until the last step.
+    def run(self, position: Position) -> tuple[Position, dict[str, float]]:
+        """Train until the end.
 
         Args:
             position: how far the run is already.
 
         Returns:
-            What judging the model gave at the end.
+            How far it came, and what judging the model gave there.
 
         Raises:
             Stopped: a signal asked any rank to stop; the run is saved.
             DivergedError: the loss is not finite; the last checkpoint is from before.
         """
-        self._display.begin(position.step, self._config.steps, self._task.unit)
+        left = self._left(position)
+        self._display.begin(position.step, position.step + left, self._task.unit)
         judged: dict[str, float] = {}
         try:
             with self._signals.deferred():
-                while position.step < self._config.steps:
+                while self._left(position):
                     started = time.perf_counter()
-                    outcome = self._step(position)
+                    before, outcome = position, self._step(position)
                     self._durations.append(time.perf_counter() - started)
                     position = outcome.position
                     self._write(outcome)
-                    if self._task.replicas is not None and position.step == self._config.steps:
+                    if self._task.replicas is not None and not self._left(position):
                         self._task.replicas.end()
-                    judged = self._evaluate_if_due(position)
+                    judged = self._evaluate_if_due(before, position)
                     self._save_if_due(position, outcome.stop)
                     if outcome.stop:
                         raise Stopped(outcome.stop, self._farewell(position, outcome.stop))
         finally:
             self._display.end()
-        return judged or self._evaluate(position)
+        return position, judged or self._evaluate(position)
+
+    def _left(self, position: Position) -> int:
+        return self._span.left(position, self._per_step)
 
     def _step(self, before: Position) -> _Outcome:
         task, config = self._task, self._config
-        position = Position(
-            before.step + 1, before.examples + config.examples_per_step(self._world.size)
-        )
-        lr = task.schedule(position.step)
+        position = Position(before.step + 1, before.examples + self._per_step)
+        lr = task.schedule(position)
         set_lr(task.optimizer, lr)
         loss = self._accumulate(before)
         limit = config.optimizer.clip_grad or math.inf
-        norm = _item(clip_grad_norm_(_parameters(task.model), limit))
+        norm = _item(clip_grad_norm_(list(task.module.parameters()), limit))
         mean, memory_mib, stop = self._exchange(loss, position.step)
         if not (math.isfinite(mean) and math.isfinite(norm)):
             raise DivergedError(self._divergence(position.step, mean, norm))
         task.optimizer.step()
         task.optimizer.zero_grad()
+        task.after_step()
         return _Outcome(position, mean, norm, lr, memory_mib, stop)
 
     def _accumulate(self, position: Position) -> torch.Tensor:
@@ -195,7 +160,7 @@ class Loop:
             first = position.examples + (micro * self._world.size + self._world.rank) * size
             batch = task.data.batch(first, size)
             task.model.set_requires_gradient_sync(micro == count - 1)
-            loss = task.loss(_module(task.model), batch)
+            loss = task.loss(task.module, batch)
             (loss / count).backward()  # type: ignore[no-untyped-call]
             total += loss.detach().float() / count
         return total
@@ -203,11 +168,10 @@ class Loop:
     def _exchange(self, loss: torch.Tensor, step: int) -> tuple[float, float, int]:
         """Tell all ranks, and hear from all: mean loss, largest memory, who was asked to stop.
 
-        Where replicas train apart these are mostly the replica's, which does not stop alone.
+        Where replicas train apart, these are mostly the replica's own, which does not stop alone.
         """
         replicas = self._task.replicas
-        apart = replicas is not None and not replicas.meet_after(step)
-        group = replicas.own_group if replicas is not None and apart else None
+        group = None if replicas is None else replicas.group_after(step)
         size = dist.get_world_size(group)
         mine = torch.tensor(
             [loss.item(), peak_memory_mib(self._device), self._signals.noted], dtype=torch.float64
@@ -216,26 +180,30 @@ class Loop:
         dist.all_gather(everyone, mine, group=group)
         losses, memory, asked = torch.stack(everyone, dim=1).tolist()
         # Summed in the order of ranks: the same bits on every rank, every time.
-        return sum(losses) / size, max(memory), 0 if apart else int(max(asked))
+        return sum(losses) / size, max(memory), int(max(asked)) if group is None else 0
 
     def _write(self, outcome: _Outcome) -> None:
         seconds = sum(self._durations) / len(self._durations)
-        examples = self._config.examples_per_step(self._world.size)
+        speed = self._per_step * self._task.units_per_example / seconds
+        peak = self._task.peak_units_per_s
         metrics = StepMetrics(
             step=outcome.position.step,
             loss=outcome.loss,
             grad_norm=outcome.grad_norm,
             lr=outcome.lr,
-            units_per_s=examples * self._task.units_per_example / seconds,
+            units_per_s=speed,
             memory_mib=outcome.memory_mib,
-            eta_s=(self._config.steps - outcome.position.step) * seconds,
+            eta_s=self._left(outcome.position) * seconds,
+            epoch=self._span.epoch(outcome.position),
+            mfu=None if peak is None else speed / peak,
         )
         self._journal.step(metrics)
         self._display.step(metrics)
 
-    def _evaluate_if_due(self, position: Position) -> dict[str, float]:
+    def _evaluate_if_due(self, before: Position, position: Position) -> dict[str, float]:
         every = self._config.output.eval_every
-        due = every and position.step % every == 0
+        done, now = self._span.judged(before), self._span.judged(position)
+        due = every and done // every < now // every
         return self._evaluate(position) if due else {}
 
     def _evaluate(self, position: Position) -> dict[str, float]:
@@ -249,10 +217,10 @@ class Loop:
 
     def _save_if_due(self, position: Position, stop: int) -> None:
         every = self._config.output.checkpoint_every
-        last = position.step == self._config.steps
+        last = not self._left(position)
         if stop or last or (every and position.step % every == 0):
             self._journal.saved()
-            path = self._checkpoints.save(position, _module(self._task.model), self._task.optimizer)
+            path = self._checkpoints.save(position, self._task.module, self._task.optimizer)
             self._display.say(f"checkpoint step={position.step} {path}")
 
     def _divergence(self, step: int, loss: float, norm: float) -> str:
@@ -265,8 +233,8 @@ class Loop:
 
     def _farewell(self, position: Position, stop: int) -> str:
         return (
-            f"Stopped by {signal_name(stop)} after step {position.step} of {self._config.steps}, "
-            f"which is saved. {self._how_to_resume}"
+            f"Stopped by {signal_name(stop)} after {self._span.shown(position)}, which is saved. "
+            f"{self._how_to_resume}"
         )
 
 
@@ -284,12 +252,3 @@ def peak_memory_mib(device: torch.device) -> float:
 
 def _item(norm: torch.Tensor) -> float:
     return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
-
-
-def _module(model: FSDPModule) -> nn.Module:
-    assert isinstance(model, nn.Module)
-    return model
-
-
-def _parameters(model: FSDPModule) -> list[nn.Parameter]:
-    return list(_module(model).parameters())

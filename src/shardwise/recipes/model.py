@@ -1,4 +1,4 @@
-"""A causal language model from ``transformers``, built as shards: no rank ever holds it whole."""
+"""Models from ``transformers``, built as shards: no rank ever holds one whole."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    PreTrainedModel,
+)
 
-from shardwise import MixedPrecisionPolicy, fully_shard, materialize
-from shardwise.frontends.strategies import ShardingPlan
-from shardwise.recipes.config import OptionError, Precision, ShardingConfig
-
-DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
+from shardwise import materialize
+from shardwise.recipes.config import OptionError
 
 
 def build(settings: dict[str, Any], vocab_size: int, separator: int) -> PreTrainedModel:
-    """Build the model on the meta device, for our vocabulary.
+    """Build a causal language model on the meta device, for our vocabulary.
 
     Args:
         settings: as in a ``config.json`` of ``transformers``.
@@ -35,51 +35,51 @@ def build(settings: dict[str, Any], vocab_size: int, separator: int) -> PreTrain
         "eos_token_id": separator,
         "pad_token_id": None,
         "use_cache": False,
-        "dtype": "float32",
     }
-    rest = {k: v for k, v in settings.items() if k not in ("model_type", "torch_dtype")}
+    with torch.device("meta"):
+        return _from_settings(AutoModelForCausalLM, {**settings, **own}, "causal language model")
+
+
+def build_classifier(settings: dict[str, Any], classes: int) -> PreTrainedModel:
+    """Build a model that tells classes of pictures apart, on the device that is set as default.
+
+    Args:
+        settings: as in a ``config.json`` of ``transformers``.
+        classes: how many there are, whatever the settings say.
+
+    Raises:
+        OptionError: ``transformers`` cannot make an image classifier of the settings.
+    """
+    own = {"num_labels": classes}
+    rest = {k: v for k, v in settings.items() if k not in ("id2label", "label2id")}
+    return _from_settings(AutoModelForImageClassification, {**rest, **own}, "image classifier")
+
+
+def _from_settings(family: Any, settings: dict[str, Any], kind: str) -> PreTrainedModel:
+    rest = {k: v for k, v in settings.items() if k not in ("model_type", "torch_dtype", "dtype")}
     try:
-        config = AutoConfig.for_model(settings["model_type"], **{**rest, **own})
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=torch.float32
-            )
+        config = AutoConfig.for_model(settings["model_type"], **rest, dtype="float32")
+        model = family.from_config(config, dtype=torch.float32)
     except Exception as error:  # each of its models checks in its own way
         reason = " ".join(str(error).split())[:200]
         raise OptionError(
             "--model",
             f"settings that transformers cannot use ({reason})",
-            "those of a causal language model",
+            f"those of {'an' if kind[0] in 'aeiou' else 'a'} {kind}",
         ) from error
     assert isinstance(model, PreTrainedModel)
     return model
 
 
-def shard(
-    model: PreTrainedModel, config: ShardingConfig, plan: ShardingPlan, mesh: DeviceMesh, seed: int
-) -> None:
-    """Shard every decoder layer, then the rest, and give the shards their initial values.
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Let every layer keep its inputs only, and compute the rest again in backward."""
+    # The newer name of transformers 5.x, or the older one.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
-    The values depend on the seed alone, not on the mesh.
-    """
-    if config.activation_checkpointing:
-        # The newer name of transformers 5.x, or the older one.
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    precision = MixedPrecisionPolicy(
-        param_dtype=DTYPES[config.param_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
-    )
-    transport = None if config.transport is None else config.transport.value
-    for module in (*decoder_layers(model), model):
-        # The root's own parameters (embedding, head) are needed at both ends of the forward.
-        reshard = plan.reshard_after_forward and module is not model
-        fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=reshard,
-            mp_policy=precision,
-            transport=transport,
-        )
+
+def initialise(model: PreTrainedModel, seed: int) -> None:
+    """Give the shards their initial values, which depend on the seed alone, not on the mesh."""
     # Nested models of one model may each have rules of their own for their modules.
     owner = {
         module: part
@@ -95,13 +95,14 @@ def shard(
     materialize(model, init=init)
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks that repeat: the longest list of modules in the model."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         name = type(model).__name__
         raise OptionError("--model", f"{name} without a list of layers", "a model made of layers")
-    return max(lists, key=len)
+    longest = max(lists, key=len)
+    return list(longest)
 
 
 def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -113,18 +114,3 @@ def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """
     logits = model(input_ids=tokens[:, :-1]).logits
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def shard_bytes(model: nn.Module) -> int:
-    """Bytes of parameters that this rank keeps."""
-    locals_ = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
-    return sum(t.numel() * t.element_size() for t in locals_)
-
-
-def transport_name(model: nn.Module) -> str:
-    """What moves bytes along each dimension of the mesh, outermost first."""
-    state = fully_shard.state(model)  # type: ignore[attr-defined]
-    for group in state.groups if state is not None else []:
-        outer = group.mesh.replicate
-        return group.mesh.shard.name if outer is None else f"{outer.name}/{group.mesh.shard.name}"
-    return "none"

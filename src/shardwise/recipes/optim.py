@@ -1,4 +1,4 @@
-"""AdamW over shards, and its learning rate as a function of the step."""
+"""Optimizers over shards, and the learning rate as a function of how far a training is."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from shardwise.recipes.config import OptimizerConfig
+from shardwise.recipes.config import AdamWConfig, SgdConfig
+from shardwise.recipes.span import Position
 
-Schedule = Callable[[int], float]
+Schedule = Callable[[Position], float]  # of the position that a step leads to
 
 FLOOR = 0.1  # the learning rate at the end, as a part of its peak
 
 
-def make_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def make_adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only, not on norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -30,7 +31,17 @@ def make_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     )
 
 
-def warmup_cosine(config: OptimizerConfig, steps: int) -> Schedule:
+def make_sgd(model: nn.Module, config: SgdConfig) -> torch.optim.SGD:
+    """Stochastic gradient descent, with weight decay on everything."""
+    return torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+    )
+
+
+def warmup_cosine(config: AdamWConfig, steps: int) -> Callable[[float], float]:
     """Rise linearly to the peak, fall along a cosine to a tenth of it at the last step.
 
     Args:
@@ -43,7 +54,7 @@ def warmup_cosine(config: OptimizerConfig, steps: int) -> Schedule:
     # A run shorter than its warm-up still sees a peak.
     warmup = min(config.warmup, max(1, steps // 2)) if config.warmup else 0
 
-    def lr(step: int) -> float:
+    def lr(step: float) -> float:
         if step <= warmup:
             return config.lr * step / warmup
         done = min(1.0, (step - warmup) / max(1, steps - warmup))

@@ -1,30 +1,29 @@
-"""The loss curve as a picture."""
+"""A run in pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BLUE, LIGHT, RED = "#1f5fa8", "#a9c6e6", "#c0392b"
 
 
-def plot_loss(records: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+def plot_loss(records: Sequence[dict[str, Any]], title: str, unit: str, path: Path) -> None:
     """Draw training and validation loss over steps into a PNG.
 
     Args:
         records: lines of a ``metrics.jsonl``.
         title: above the picture.
+        unit: of the loss, ``nats per token``.
         path: the file; replaced when it is whole.
     """
-    # The object interface: no pyplot, so no global state and no display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     train = [(r["step"], r["loss"]) for r in records if "loss" in r]
     valid = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(8, 4.5)
     axes = figure.add_subplot()
     if train:
         steps, losses = zip(*train, strict=True)
@@ -43,12 +42,62 @@ def plot_loss(records: Sequence[dict[str, Any]], title: str, path: Path) -> None
         )
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(f"loss ({unit})")
     axes.grid(visible=True, color="#e6e6e6", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
     if train or valid:
         axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def plot_confusion(
+    counts: Sequence[Sequence[int]], classes: Sequence[str], title: str, path: Path
+) -> None:
+    """Draw which classes were taken for which into a PNG.
+
+    Args:
+        counts: how often what (row) was taken for what (column).
+        classes: their names.
+        title: above the picture.
+        path: the file; replaced when it is whole.
+    """
+    few = len(classes) <= 20  # beyond, neither names nor numbers could be read
+    total, right = sum(map(sum, counts)), sum(row[i] for i, row in enumerate(counts))
+    # By row, so that a rare class is as legible as a frequent one. Mistakes are few: the root
+    # makes them visible beside what is right.
+    shades = [[(n / max(1, sum(row))) ** 0.5 for n in row] for row in counts]
+    figure = _figure(7.2, 6.4)
+    axes = figure.add_subplot()
+    axes.imshow(shades, cmap="Blues", vmin=0, vmax=1)
+    axes.set_title(f"{title}: {right:,} of {total:,} right", loc="left", fontsize=11)
+    axes.set_xlabel("taken for")
+    axes.set_ylabel("is")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    if few:
+        long = max(map(len, classes)) > 3
+        axes.set_xticks(range(len(classes)), classes, rotation=90 if long else 0)
+        axes.set_yticks(range(len(classes)), classes)
+        for i, row in enumerate(counts):
+            for j, n in enumerate(row):
+                if n:
+                    color = "white" if i == j else RED
+                    axes.text(j, i, f"{n}", ha="center", va="center", color=color, fontsize=9)
+    _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Figure:
+    # The object interface: no pyplot, so no global state and no display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Figure, path: Path) -> None:
     temporary = path.with_name(f".{path.name}")
     figure.savefig(temporary, dpi=120, format="png")
     temporary.replace(path)

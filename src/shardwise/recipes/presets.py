@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,21 +98,27 @@ def defaults_for(model: str) -> Defaults:
 
 
 def model_settings(model: str) -> dict[str, Any]:
+    """The settings of a language model; see :func:`find_settings`."""
+    return find_settings(model, {name: preset.settings() for name, preset in PRESETS.items()})
+
+
+def find_settings(model: str, presets: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """The settings of a preset, or of a ``config.json`` in the format of ``transformers``.
 
     Args:
         model: a preset's name, the path of a config file, or of a folder that holds one.
+        presets: settings by name.
 
     Raises:
         OptionError: neither, or a file that is no model configuration.
     """
-    if model in PRESETS:
-        return PRESETS[model].settings()
+    if model in presets:
+        return presets[model]
     path = Path(model).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        names = ", ".join(PRESETS)
-        near = difflib.get_close_matches(model, PRESETS, n=1)
+        names = ", ".join(presets)
+        near = difflib.get_close_matches(model, presets, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise OptionError("--model", model, f"{names}, or the path of a config.json{hint}")
     try:

@@ -6,8 +6,10 @@ checkpoints/replicas/1/step-00000040/    replica 1: its inner parameters and opt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +21,9 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.diloco import DiLoCo
 from shardwise.errors import CheckpointError
 from shardwise.frontends.strategies import REPLICATE, SHARD
-from shardwise.recipes.checkpointing import Checkpoints, Position, SaveError
+from shardwise.recipes.checkpointing import Checkpoints, Resumable, SaveError
 from shardwise.recipes.config import DilocoConfig
+from shardwise.recipes.span import Position
 
 #: After so many steps at most, all ranks tell each other whether they were asked to stop.
 MEET_EVERY = 10
@@ -38,11 +41,11 @@ class Replicas:
     def __init__(self, diloco: DiLoCo, mesh: DeviceMesh, config: DilocoConfig) -> None:
         self._diloco = diloco
         self._every = min(MEET_EVERY, config.local_steps)
-        self.own_group: dist.ProcessGroup = mesh.get_group(SHARD)
+        self._own_group: dist.ProcessGroup = mesh.get_group(SHARD)
 
-    def meet_after(self, step: int) -> bool:
-        """Whether all ranks tell each other how they do after a step, not those of a replica."""
-        return step % self._every == 0
+    def group_after(self, step: int) -> dist.ProcessGroup | None:
+        """The ranks that tell each other how they do after a step; ``None``: all of them."""
+        return self._own_group if step % self._every else None
 
     def outer_parameters(self) -> AbstractContextManager[None]:
         """Inside, the model of every replica has the outer parameters."""
@@ -53,11 +56,11 @@ class Replicas:
         self._diloco.flush()
 
 
-def make_diloco(
+def replicas_of(
     model: nn.Module, inner: torch.optim.Optimizer, mesh: DeviceMesh, config: DilocoConfig
-) -> DiLoCo:
-    """The optimizer of a replica, as it was asked for."""
-    return DiLoCo(
+) -> tuple[DiLoCo, Replicas]:
+    """The optimizer of a replica, as it was asked for, and the replicas."""
+    diloco = DiLoCo(
         model,
         inner,
         outer=config.outer,
@@ -67,6 +70,37 @@ def make_diloco(
         error_feedback=config.error_feedback,
         streaming=config.streaming,
     )
+    return diloco, Replicas(diloco, mesh, config)
+
+
+class _PositionOfAll:
+    """What the data of all ranks say of where they stand, for the checkpoint of each replica.
+
+    Args:
+        data: of this rank.
+    """
+
+    def __init__(self, data: Resumable) -> None:
+        self._data = data
+        self._told: dict[str, Any] = {}
+
+    def tell(self) -> None:
+        """Tell all ranks, and hear from all. Every rank calls it."""
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, self._data.state())
+        self._told = {name: value for part in parts for name, value in part.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What all ranks have told."""
+        return self._told
+
+    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+        """Go on from it.
+
+        Raises:
+            CheckpointError: it is no such state.
+        """
+        self._data.load_state(state, where)
 
 
 class ReplicaCheckpoints(Checkpoints):
@@ -76,13 +110,17 @@ class ReplicaCheckpoints(Checkpoints):
         folder: where they lie.
         keep_last: how many to keep.
         mesh: (replicate, shard).
+        data: what has a position of its own in them.
     """
 
-    def __init__(self, folder: Path, keep_last: int, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, folder: Path, keep_last: int, mesh: DeviceMesh, data: Resumable | None
+    ) -> None:
         self._count = mesh.size(0)
         self._number = mesh.get_local_rank(REPLICATE)
         self._own_group = mesh.get_group(SHARD)
-        super().__init__(folder, keep_last, group=self._own_group, replicas=self._count)
+        self._position = None if data is None else _PositionOfAll(data)
+        super().__init__(folder, keep_last)
 
     def save(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
         """Save every replica, the first one last. Every rank calls it.
@@ -92,6 +130,8 @@ class ReplicaCheckpoints(Checkpoints):
         """
         if isinstance(optimizer, DiLoCo):
             optimizer.finish_exchanges()  # together: then replicas save one after the other
+        if self._position is not None:
+            self._position.tell()
         ranks = Ranks(group_for(None))
 
         def save_if(own_turn: bool) -> None:
@@ -123,4 +163,6 @@ class ReplicaCheckpoints(Checkpoints):
         """The checkpoints of a replica. Of the others one more is kept than of the first."""
         folder = self._folder if number == 0 else self._folder / "replicas" / str(number)
         keep = self._keep_last if number == 0 else self._keep_last + 1
-        return Checkpoints(folder, keep, group=self._own_group, replicas=self._count)
+        return Checkpoints(
+            folder, keep, self._position, group=self._own_group, replicas=self._count
+        )

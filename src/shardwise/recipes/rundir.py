@@ -4,7 +4,8 @@
       run.json         configuration, versions, how it went
       metrics.jsonl    a line a step
       loss.png         the curve
-      sample.txt       what the model writes at the end
+      sample.txt       what the model writes at the end (lm)
+      model.safetensors, confusion.png    the model as one file, what it mistakes (pictures)
       checkpoints/     step-00000100/, ...
       tensorboard/     with --tensorboard
 
@@ -54,6 +55,16 @@ class RunDir:
     def sample(self) -> Path:
         """What the model writes at the end."""
         return self.root / "sample.txt"
+
+    @property
+    def weights(self) -> Path:
+        """The model at the end, whole, in one file."""
+        return self.root / "model.safetensors"
+
+    @property
+    def confusion(self) -> Path:
+        """Which classes were taken for which."""
+        return self.root / "confusion.png"
 
     @property
     def checkpoints(self) -> Path:
@@ -106,7 +117,8 @@ class RunDir:
             if folder.is_dir():
                 shutil.rmtree(folder)
         # run.json goes last: a deletion that is cut short leaves what still is a run.
-        for file in (self.metrics, self.picture, self.sample, self.run_json):
+        results = (self.picture, self.sample, self.weights, self.confusion)
+        for file in (self.metrics, *results, self.run_json):
             file.unlink(missing_ok=True)
 
     def read(self) -> dict[str, Any]:

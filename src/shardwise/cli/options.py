@@ -1,0 +1,168 @@
+"""Options that every training has, said once, and what they become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from shardwise.frontends.strategies import Strategy
+from shardwise.recipes.begin import go_on_if_possible
+from shardwise.recipes.config import (
+    Device,
+    OutputConfig,
+    Precision,
+    TransportName,
+)
+
+MODEL, STEP, SHARD = "Model and data", "Training", "Sharding"
+OUT = "Output and checkpoints"
+BY_MODEL = "by model"
+
+Nproc = Annotated[
+    int | None,
+    Option(
+        help="Processes to start on this host. Under torchrun: none, the world is there.",
+        show_default="1",
+    ),
+]
+Accumulate = Annotated[
+    int, Option(help="Microbatches per step; gradients are reduced once.", rich_help_panel=STEP)
+]
+Epochs = Annotated[int, Option(help="Epochs, from the beginning of the run.", rich_help_panel=STEP)]
+MaxSteps = Annotated[
+    int | None,
+    Option(
+        "--steps",
+        help="End after so many optimizer steps, if that is before --epochs.",
+        rich_help_panel=STEP,
+        show_default=False,
+    ),
+]
+PerRank = Annotated[int, Option(help="Pictures per rank and microbatch.", rich_help_panel=STEP)]
+PeakLr = Annotated[float, Option(help="Peak learning rate.", rich_help_panel=STEP)]
+ClipGrad = Annotated[float, Option(help="Largest gradient norm; 0: any.", rich_help_panel=STEP)]
+Seed = Annotated[int, Option(help="Of initial weights and order of data.", rich_help_panel=STEP)]
+OnDevice = Annotated[
+    Device, Option(help="auto: GPUs if every rank can have one.", rich_help_panel=STEP)
+]
+
+StrategyName = Annotated[
+    Strategy,
+    Option(
+        metavar="NAME",
+        help=f"What is sharded: {', '.join(s.value for s in Strategy)}.",
+        rich_help_panel=SHARD,
+    ),
+]
+Replicas = Annotated[
+    int | None,
+    Option(
+        help="Hybrid strategies and diloco: copies of the model.",
+        rich_help_panel=SHARD,
+        show_default="one per host",
+    ),
+]
+MeshText = Annotated[
+    str | None,
+    Option(
+        help="The same as a mesh: dp_replicate=R,dp_shard=S.",
+        rich_help_panel=SHARD,
+        show_default=False,
+    ),
+]
+ParamDtype = Annotated[
+    Precision, Option(help="To compute in; shards stay fp32.", rich_help_panel=SHARD)
+]
+ReduceDtype = Annotated[Precision, Option(help="To reduce gradients in.", rich_help_panel=SHARD)]
+ActivationCheckpointing = Annotated[
+    bool,
+    Option(
+        "--activation-checkpointing",
+        help="Compute activations again in backward instead of keeping them.",
+        rich_help_panel=SHARD,
+    ),
+]
+GradientCheckpointing = Annotated[
+    bool,
+    Option(
+        "--use-gradient-checkpointing",
+        "--activation-checkpointing",
+        help="Compute activations again in backward instead of keeping them.",
+        rich_help_panel=SHARD,
+    ),
+]
+Transport = Annotated[
+    TransportName | None,
+    Option(
+        envvar="SHARDWISE_TRANSPORT",
+        metavar="NAME",
+        help=f"Who moves bytes between ranks: {', '.join(t.value for t in TransportName)}.",
+        rich_help_panel=SHARD,
+        show_default="auto",
+    ),
+]
+
+Out = Annotated[Path, Option(help="Folder of the run.", rich_help_panel=OUT)]
+CheckpointEvery = Annotated[
+    int,
+    Option(
+        help="Steps between checkpoints; 0: only at the end or when stopped.",
+        rich_help_panel=OUT,
+    ),
+]
+KeepLast = Annotated[int, Option(help="Checkpoints to keep.", rich_help_panel=OUT)]
+EvalInterval = Annotated[
+    int,
+    Option(
+        "--eval-interval",
+        "--eval-every",
+        help="Epochs between evaluations; 0: only at the end.",
+        rich_help_panel=OUT,
+    ),
+]
+Tensorboard = Annotated[
+    bool, Option("--tensorboard", help="Write event files too.", rich_help_panel=OUT)
+]
+Resume = Annotated[
+    bool,
+    Option("--resume", help="Go on from the newest checkpoint in --out.", rich_help_panel=OUT),
+]
+AutoResume = Annotated[
+    bool,
+    Option(
+        "--auto-resume",
+        help="Go on if --out has checkpoints, else begin anew. For jobs that are "
+        "started again by themselves.",
+        rich_help_panel=OUT,
+    ),
+]
+Overwrite = Annotated[
+    bool, Option("--overwrite", help="Delete the run that is in --out.", rich_help_panel=OUT)
+]
+
+
+@dataclass(frozen=True)
+class Restart:
+    """What to do about a run that is in the folder already.
+
+    Attributes:
+        resume: go on with it.
+        auto: go on with it if it has checkpoints, else begin anew.
+        overwrite: delete it.
+    """
+
+    resume: bool
+    auto: bool
+    overwrite: bool
+
+    def of(self, output: OutputConfig) -> OutputConfig:
+        """The same output, with what these mean for it.
+
+        Raises:
+            OptionError: they contradict each other.
+        """
+        asked = replace(output, resume=self.resume, overwrite=self.overwrite)
+        return go_on_if_possible(asked) if self.auto else asked

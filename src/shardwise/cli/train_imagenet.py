@@ -1,0 +1,154 @@
+"""``shardwise train imagenet``: options in, a configuration out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from shardwise.cli import options
+from shardwise.cli.run import run
+from shardwise.frontends.strategies import Strategy
+from shardwise.recipes.config import (
+    Device,
+    OutputConfig,
+    Precision,
+    SgdConfig,
+    ShardingConfig,
+    TrainConfig,
+)
+from shardwise.recipes.imagenet_config import ImagenetConfig
+from shardwise.recipes.job import Job
+from shardwise.recipes.resnets import RESNETS
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+The published schedule, on 8 GPUs; the folder has train/CLASS/ and val/CLASS/:
+  [cyan]shardwise train imagenet --data-dir imagenet --model resnet50 --nproc 8[/cyan]
+
+A small net on pictures of your own, on two CPUs:
+  [cyan]shardwise train imagenet --data-dir pictures --model resnet18 --image-size 96
+    --nproc 2 --batch-size 16 --lr 0.05 --epochs 20 --warmup-epochs 1[/cyan]
+
+How fast it is without reading pictures:
+  [cyan]shardwise train imagenet --fake-data --nproc 2 --batch-size 8 --steps 20[/cyan]
+"""
+
+
+def train_imagenet(
+    *,
+    nproc: options.Nproc = None,
+    data_dir: Annotated[
+        Path | None,
+        Option(
+            help="Folder with train/CLASS/ and val/CLASS/.",
+            rich_help_panel=options.MODEL,
+            show_default=False,
+        ),
+    ] = None,
+    fake_data: Annotated[
+        bool,
+        Option("--fake-data", help="Noise, to measure speed.", rich_help_panel=options.MODEL),
+    ] = False,
+    model: Annotated[
+        str,
+        Option(
+            help=f"{', '.join(RESNETS)}, or the path of a config.json of transformers.",
+            rich_help_panel=options.MODEL,
+        ),
+    ] = "resnet50",
+    image_size: Annotated[
+        int, Option(help="Height and width that the model sees.", rich_help_panel=options.MODEL)
+    ] = 224,
+    workers: Annotated[
+        int,
+        Option(help="Threads that decode pictures, per rank.", rich_help_panel=options.MODEL),
+    ] = 4,
+    epochs: options.Epochs = 100,
+    steps: options.MaxSteps = None,
+    batch_size: options.PerRank = 128,
+    accumulate: options.Accumulate = 1,
+    lr: options.PeakLr = 0.4,
+    warmup_epochs: Annotated[
+        float,
+        Option(help="Epochs over which the learning rate rises.", rich_help_panel=options.STEP),
+    ] = 5.0,
+    lr_drop_epochs: Annotated[
+        int,
+        Option(
+            help="Epochs from one drop of the learning rate to the next; 0: none.",
+            rich_help_panel=options.STEP,
+        ),
+    ] = 30,
+    lr_drop_factor: Annotated[
+        float, Option(help="What it is divided by then.", rich_help_panel=options.STEP)
+    ] = 10.0,
+    momentum: Annotated[float, Option(help="Of SGD.", rich_help_panel=options.STEP)] = 0.9,
+    weight_decay: Annotated[
+        float, Option(help="On all parameters.", rich_help_panel=options.STEP)
+    ] = 1e-4,
+    clip_grad: options.ClipGrad = 0.0,
+    seed: options.Seed = 0,
+    device: options.OnDevice = Device.AUTO,
+    strategy: options.StrategyName = Strategy.FULL_SHARD,
+    replicas: options.Replicas = None,
+    mesh: options.MeshText = None,
+    param_dtype: options.ParamDtype = Precision.FP32,
+    reduce_dtype: options.ReduceDtype = Precision.FP32,
+    use_gradient_checkpointing: options.GradientCheckpointing = False,
+    transport: options.Transport = None,
+    out: options.Out = Path("runs/imagenet"),
+    checkpoint_every: options.CheckpointEvery = 1000,
+    keep_last: options.KeepLast = 2,
+    eval_interval: options.EvalInterval = 1,
+    tensorboard: options.Tensorboard = False,
+    resume: options.Resume = False,
+    auto_resume: options.AutoResume = False,
+    overwrite: options.Overwrite = False,
+) -> None:
+    """Train a residual net on pictures in folders, sharded over processes.
+
+    The defaults are ImageNet's published schedule for 1,024 pictures a step. At the end the model
+    is written as one safetensors file, loaded into a plain module, and judged again.
+    """
+    output = OutputConfig(
+        out=out,
+        checkpoint_every=checkpoint_every,
+        keep_last=keep_last,
+        eval_every=eval_interval,
+        tensorboard=tensorboard,
+    )
+    config = ImagenetConfig(
+        data_dir=data_dir,
+        fake_data=fake_data,
+        model=model,
+        image_size=image_size,
+        warmup_epochs=warmup_epochs,
+        drop_epochs=lr_drop_epochs,
+        drop_factor=lr_drop_factor,
+        threads=workers,
+        train=TrainConfig(
+            epochs=epochs,
+            steps=steps,
+            batch_size=batch_size,
+            accumulate=accumulate,
+            seed=seed,
+            device=device,
+            optimizer=SgdConfig(
+                lr=lr, momentum=momentum, weight_decay=weight_decay, clip_grad=clip_grad
+            ),
+            sharding=ShardingConfig(
+                strategy=strategy,
+                replicas=replicas,
+                mesh=mesh,
+                param_dtype=param_dtype,
+                reduce_dtype=reduce_dtype,
+                transport=transport,
+                activation_checkpointing=use_gradient_checkpointing,
+            ),
+            output=options.Restart(resume, auto_resume, overwrite).of(output),
+        ),
+    )
+    run(Job(config), nproc)

@@ -1,0 +1,123 @@
+"""Whether a training may begin, or go on, where it is asked to. No torch here."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardwise.launch.errors import UserError
+from shardwise.launch.world import World
+from shardwise.recipes.checkpointing import Checkpoints
+from shardwise.recipes.config import OptionError, OutputConfig, TrainConfig, flatten, require
+from shardwise.recipes.rundir import RunDir, check_same
+from shardwise.recipes.span import Position, Span
+
+if TYPE_CHECKING:
+    from shardwise.recipes.task import Place, Task
+
+# What a checkpoint brings back, whatever is asked for, or what would change the order of the data.
+_FIXED = {
+    "seed": "--seed",
+    "weight_decay": "--weight-decay",
+    "betas": "--beta1 and --beta2",
+    "momentum": "--momentum",
+}
+
+
+class Inputs(Protocol):
+    """A recipe whose configuration was checked, and whose data were found."""
+
+    @property
+    def recipe(self) -> str:
+        """Its name on the command line."""
+
+    @property
+    def train(self) -> TrainConfig:
+        """How to train."""
+
+    @property
+    def span(self) -> Span:
+        """How long."""
+
+    def facts(self) -> dict[str, Any]:
+        """For ``run.json``, what is the same whenever the run goes on: config, model, data."""
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Raise ``OptionError`` unless a run with these facts can go on as this one."""
+
+    def assemble(self, place: Place) -> Task:
+        """Build everything on one rank, as all ranks do at the same time."""
+
+
+class Recipe(Protocol):
+    """A recipe's configuration."""
+
+    def check(self, world: World) -> Inputs:
+        """Find what is asked for; raise ``UserError`` if that cannot be."""
+
+
+def go_on_if_possible(output: OutputConfig) -> OutputConfig:
+    """Resume the run in ``output.out`` if it has checkpoints, else begin it anew.
+
+    Raises:
+        OptionError: ``resume`` or ``overwrite`` is asked for as well.
+    """
+    for option, given in (("--resume", output.resume), ("--overwrite", output.overwrite)):
+        require(not given, "--auto-resume", f"{option} too", "one of the two")
+    files = RunDir(output.out)
+    if files.checkpoints.is_dir() and any(files.checkpoints.iterdir()):
+        return replace(output, resume=True)  # which says so where none of them is complete
+    return replace(output, overwrite=files.run_json.is_file())
+
+
+def check_folder(inputs: Inputs) -> Position:
+    """Check the folder of the run.
+
+    Returns:
+        Where to go on from; the beginning for a new run.
+
+    Raises:
+        OptionError: a run is there that would be lost, or none to resume, or another one.
+        UserError: the newest checkpoint is damaged.
+    """
+    output = inputs.train.output
+    files = RunDir(output.out)
+    files.check(output)
+    if not output.resume:
+        return Position()
+    before = files.read()
+    found = before.get("recipe")
+    if found != inputs.recipe:
+        raise OptionError("--resume", f"a run of train {found} in {files.root}", "one of this kind")
+    inputs.check_same(before)
+    _check_fixed(before.get("config", {}), inputs.facts()["config"])
+    checkpoints = Checkpoints(files.checkpoints)
+    steps = checkpoints.steps()
+    if not steps:
+        raise OptionError(
+            "--resume", f"no complete checkpoint in {files.checkpoints}", "one; or use --overwrite"
+        )
+    return checkpoints.position(steps[-1])
+
+
+def _check_fixed(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    known = flatten(now)
+    check_same(before, now, {name: option for name, option in _FIXED.items() if name in known})
+
+
+def check_extras(names: Sequence[str], *, tensorboard: bool) -> None:
+    """Check that the packages which a recipe needs are installed.
+
+    Raises:
+        UserError: naming those that are not.
+    """
+    needed = [*names, *(["tensorboard"] if tensorboard else [])]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        shown = ["pillow" if name == "PIL" else name for name in missing]
+        raise UserError(
+            f"training needs {' and '.join(shown)}, not installed here: "
+            "pip install shardwise[train]"
+        )

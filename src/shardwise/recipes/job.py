@@ -1,0 +1,47 @@
+"""A training as the launcher starts it: check first, import torch later."""
+
+from __future__ import annotations
+
+from shardwise.launch.signals import StopSignals
+from shardwise.launch.world import World
+from shardwise.recipes.begin import Inputs, Recipe, check_folder
+
+
+class Job:
+    """What the command line starts.
+
+    Args:
+        recipe: as the user asked.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._inputs: Inputs | None = None
+        self._size = 1
+
+    def check(self, world: World) -> None:
+        """See :meth:`Recipe.check`."""
+        self._inputs, self._size = self.recipe.check(world), world.size
+
+    def check_folder(self) -> str | None:
+        """See :func:`check_folder`; a run that is complete already is nothing to do."""
+        inputs = self._checked()
+        position = check_folder(inputs)
+        if inputs.span.left(position, inputs.train.examples_per_step(self._size)):
+            return None
+        option = "--steps" if inputs.span.epochs is None else "--epochs"
+        return (
+            f"Nothing to do: the run in {inputs.train.output.out} is at "
+            f"{inputs.span.shown(position)}. To go on, say --resume with more {option}."
+        )
+
+    def run(self, world: World, signals: StopSignals) -> None:
+        """Train, as one rank."""
+        # Here, and not before: it takes seconds to import.
+        from shardwise.recipes.training import train
+
+        train(self._checked(), world, signals)
+
+    def _checked(self) -> Inputs:
+        assert self._inputs is not None, "check() comes first"
+        return self._inputs

@@ -1,0 +1,73 @@
+"""A convolutional net learns digits: what it adds to the training that all recipes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise import checkpoint_module
+from shardwise.recipes.config import AdamWConfig
+from shardwise.recipes.convnet import build_convnet
+from shardwise.recipes.idx import CLASSES, SIDE, IdxSet
+from shardwise.recipes.mnist_config import MnistInputs
+from shardwise.recipes.optim import make_adamw, warmup_cosine
+from shardwise.recipes.pictures import Batch
+from shardwise.recipes.sharded import shard
+from shardwise.recipes.task import Place, Task
+from shardwise.recipes.vision import vision_task
+
+MEAN, STD = 0.1307, 0.3081  # of the training set
+
+
+class Digits:
+    """MNIST in memory, a byte a pixel.
+
+    Args:
+        digits: the files' contents.
+    """
+
+    def __init__(self, digits: IdxSet) -> None:
+        # A copy, since bytes cannot be written to, which a tensor could be.
+        images = torch.frombuffer(bytearray(digits.images), dtype=torch.uint8)
+        self._images = images.view(-1, 1, SIDE, SIDE)
+        self._labels = torch.frombuffer(bytearray(digits.labels), dtype=torch.uint8).long()
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._labels)
+
+    def read(self, indices: Sequence[int], keys: Sequence[int]) -> Batch:
+        """Some of them; nothing is done to them at random."""
+        del keys
+        chosen = torch.tensor(indices)
+        return (self._images[chosen].float() / 255 - MEAN) / STD, self._labels[chosen]
+
+
+def assemble(inputs: MnistInputs, place: Place) -> Task:
+    """Build model, optimizer and data on one rank."""
+    config, train = inputs.config, inputs.train
+    assert isinstance(train.optimizer, AdamWConfig)
+    torch.manual_seed(train.seed)  # every rank begins with the same weights
+    model = build_convnet().to(place.device)
+    blocks = list(model)[:-1]  # and the head belongs to the root
+    if train.sharding.activation_checkpointing:
+        for block in blocks:
+            checkpoint_module(block)
+    sharded = shard(model, blocks if config.nested else [], train.sharding, place)
+    per_step = train.examples_per_step(place.world.size)
+    curve = warmup_cosine(train.optimizer, inputs.span.steps_in_all(per_step))
+    return vision_task(
+        inputs,
+        place,
+        model_name="convnet",
+        data_name="MNIST",
+        model=sharded,
+        plain=build_convnet,
+        optimizer=make_adamw(model, train.optimizer),
+        # By examples, so that it does not matter how many a step has had before.
+        schedule=lambda position: curve(position.examples / per_step),
+        training=Digits(inputs.training),
+        validation=Digits(inputs.test),
+        classes=[str(digit) for digit in range(CLASSES)],
+    )

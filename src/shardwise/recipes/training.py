@@ -1,0 +1,224 @@
+"""A training from its beginning to its end on one rank, the same for every recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.launch.errors import Stopped
+from shardwise.launch.rank import connected
+from shardwise.launch.signals import StopSignals
+from shardwise.launch.world import World, launched_here
+from shardwise.recipes import journal
+from shardwise.recipes.begin import Inputs, check_folder
+from shardwise.recipes.checkpointing import Checkpoints
+from shardwise.recipes.config import TrainConfig, resolve_sharding
+from shardwise.recipes.device import backend_for, choose_device
+from shardwise.recipes.loop import Loop
+from shardwise.recipes.optim import count
+from shardwise.recipes.progress import make_display
+from shardwise.recipes.replicas import ReplicaCheckpoints
+from shardwise.recipes.rundir import RunDir
+from shardwise.recipes.sharded import shard_bytes, transport_name
+from shardwise.recipes.span import Position
+from shardwise.recipes.task import Place, Task
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One rank's parts, once everything stands."""
+
+    inputs: Inputs
+    place: Place
+    task: Task
+    files: RunDir
+    checkpoints: Checkpoints
+
+    @property
+    def per_step(self) -> int:
+        """Examples of a step, of all ranks together."""
+        return self.inputs.train.examples_per_step(self.place.world.size)
+
+
+def train(inputs: Inputs, world: World, signals: StopSignals) -> None:
+    """Train on this rank, as one of ``world``.
+
+    Raises:
+        UserError: what the user can put right.
+        Stopped: a signal asked to stop, and the run is saved.
+    """
+    if world.rank == 0:
+        # Before anything is written, and again for those whom no launcher of ours started.
+        check_folder(inputs)
+    device = choose_device(inputs.train.device, world)
+    with connected(world, backend_for(device)):
+        train_connected(inputs, world, device, signals)
+
+
+def train_connected(
+    inputs: Inputs, world: World, device: torch.device, signals: StopSignals
+) -> None:
+    """As :func:`train`, as a member of the default process group already."""
+    place = place_for(inputs.train, world, device)
+    task = inputs.assemble(place)
+    # From here on every rank has random numbers of its own, for dropout.
+    torch.manual_seed(inputs.train.seed * world.size + world.rank)
+    output = inputs.train.output
+    files = RunDir(output.out)
+    checkpoints = (
+        Checkpoints(files.checkpoints, output.keep_last, task.position)
+        if task.replicas is None
+        else ReplicaCheckpoints(files.checkpoints, output.keep_last, place.mesh, task.position)
+    )
+    run = _Run(inputs, place, task, files, checkpoints)
+    position = _resume(run)
+    if world.rank == 0:
+        _train_and_record(run, position, signals)
+    else:
+        _train(run, position, journal.NoJournal(), signals)
+
+
+def place_for(config: TrainConfig, world: World, device: torch.device) -> Place:
+    """Where this rank trains, as a member of the default process group."""
+    plan = resolve_sharding(config.sharding, world.size, world.hosts)
+    return Place(
+        world=world,
+        device=device,
+        plan=plan,
+        mesh=plan.make_mesh(device.type),
+        display=make_display(world.rank),
+    )
+
+
+def _resume(run: _Run) -> Position:
+    """Begin anew, or load the newest checkpoint."""
+    # Rank 0 looks, so that no two ranks can see different ones.
+    newest = torch.zeros(1, dtype=torch.int64)
+    output = run.inputs.train.output
+    if run.place.world.rank == 0:
+        if output.resume:
+            newest += run.checkpoints.steps()[-1]
+        run.files.begin(output)
+    dist.broadcast(newest, src=0)
+    if not newest:
+        return Position()
+    return run.checkpoints.load(int(newest), run.task.module, run.task.optimizer)
+
+
+def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> None:
+    """Rank 0: train, and keep the run's files."""
+    task, files, say = run.task, run.files, run.place.display.say
+    facts = {"recipe": run.inputs.recipe, **run.inputs.facts()}
+    facts["model"]["parameters"] = count(task.module.parameters())
+    _introduce(run, position)
+    record = journal.RunRecord(files, facts, _session(run, position))
+    log = journal.FileJournal(
+        files, task.unit, position.step, tensorboard=run.inputs.train.output.tensorboard
+    )
+    try:
+        results = _train(run, position, log, signals)
+    except BaseException as error:
+        # What went wrong is worth more than what goes wrong while it is written down.
+        with contextlib.suppress(OSError):
+            if isinstance(error, Stopped):
+                record.end("stopped", signal=error.signum)
+            else:
+                record.end("failed", error=f"{type(error).__name__}: {error}"[:2000])
+            journal.draw(files, task.title, task.loss_unit)
+        raise
+    finally:
+        log.close()
+    journal.draw(files, task.title, task.loss_unit)
+    record.end("finished", **results)
+    say(f"curve      {files.picture}")
+    say(f"everything {files.root}")
+
+
+def _train(
+    run: _Run, position: Position, log: journal.Journal, signals: StopSignals
+) -> Mapping[str, float]:
+    loop = Loop(
+        run.task,
+        run.inputs.train,
+        run.inputs.span,
+        run.place,
+        checkpoints=run.checkpoints,
+        journal=log,
+        signals=signals,
+        how_to_resume=_how_to_resume(),
+    )
+    position, results = loop.run(position)
+    return run.task.finish(run.checkpoints.path(position.step), results)
+
+
+def _introduce(run: _Run, position: Position) -> None:
+    """The first lines: what is trained, how it is spread, from what it learns."""
+    task, place, config = run.task, run.place, run.inputs.train
+    say, sharding, world = place.display.say, config.sharding, place.world
+    parameters = list(task.module.parameters())
+    mine = shard_bytes(task.module) / 2**20
+    whole = sum(p.numel() * p.element_size() for p in parameters) / 2**20
+    say(f"model      {task.model_name}, {count(parameters):,} parameters, {place.device.type}")
+    say(
+        f"sharding   {sharding.strategy.value} over {place.plan}, transport "
+        f"{transport_name(task.module)}; {mine:.1f} of {whole:.1f} MiB of parameters on this rank"
+    )
+    say(
+        f"precision  {sharding.param_dtype.value} compute, {sharding.reduce_dtype.value} "
+        f"reduction, fp32 shards"
+    )
+    for label, text in task.introduction:
+        say(f"{label:<11}{text}")
+    ranks = f"{world.size} {'rank' if world.size == 1 else 'ranks'}"
+    accumulate = f" x {config.accumulate} microbatches" if config.accumulate > 1 else ""
+    units = run.per_step * task.units_per_example
+    span = run.inputs.span
+    steps = f"{span.steps_in_all(run.per_step):,} steps"
+    length = steps if span.epochs is None else f"{span.epochs} epochs, {steps}"
+    say(
+        f"step       {config.batch_size} {task.example}{accumulate} x "
+        f"{ranks} = {units:,} {task.unit}; {length}"
+    )
+    if position.step:
+        say(f"resume     after {span.shown(position)}")
+        _warn_of_another_step(run)
+
+
+def _warn_of_another_step(run: _Run) -> None:
+    sessions = run.files.read().get("sessions", [])
+    before = sessions[-1].get("examples_per_step") if sessions else None
+    if before not in (None, run.per_step):
+        run.place.display.say(
+            f"warning    a step has {run.per_step} examples from here on, and had {before} before: "
+            "what is learnt depends on it; see --nproc, --batch-size and --accumulate"
+        )
+
+
+def _session(run: _Run, position: Position) -> dict[str, Any]:
+    plan = run.place.plan
+    return {
+        "from_step": position.step,
+        "steps_asked_for": run.inputs.train.steps,
+        "epochs_asked_for": run.inputs.train.epochs,
+        "examples_per_step": run.per_step,
+        "world_size": run.place.world.size,
+        "hosts": run.place.world.hosts,
+        "device": run.place.device.type,
+        "mesh": dict(zip(plan.names, plan.shape, strict=True)),
+        "transport": transport_name(run.task.module),
+    }
+
+
+def _how_to_resume() -> str:
+    if not launched_here():
+        return "To go on, start the same with --resume."
+    if "--auto-resume" in sys.argv:
+        return "To go on:\n  " + journal.command_line(sys.argv[1:])
+    arguments = [a for a in sys.argv[1:] if a not in ("--overwrite", "--resume")]
+    return "To go on:\n  " + journal.command_line([*arguments, "--resume"])

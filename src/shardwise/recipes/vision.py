@@ -1,0 +1,127 @@
+"""What all trainings on pictures have in common, once model and data stand."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import FSDPModule
+from shardwise.checkpoint.consolidate import consolidate
+from shardwise.recipes.begin import Inputs
+from shardwise.recipes.classify import Evaluation, Scores, classification_loss
+from shardwise.recipes.optim import Schedule
+from shardwise.recipes.pictures import Pictures, TrainingPictures
+from shardwise.recipes.plot import plot_confusion
+from shardwise.recipes.rundir import RunDir
+from shardwise.recipes.running_stats import RunningStatistics
+from shardwise.recipes.task import Place, Task
+
+
+def vision_task(
+    inputs: Inputs,
+    place: Place,
+    *,
+    model_name: str,
+    data_name: str,
+    model: FSDPModule,
+    plain: Callable[[], nn.Module] | None,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    training: Pictures,
+    validation: Pictures,
+    classes: list[str],
+) -> Task:
+    """A task of telling classes of pictures apart.
+
+    Args:
+        inputs: the configuration.
+        place: where this rank trains.
+        model_name: what the model is called.
+        data_name: what the data are called.
+        model: after sharding.
+        plain: builds the same model unsharded, for a last evaluation of what was saved; None
+            where it is too large for one rank.
+        optimizer: over the model's shards.
+        schedule: of the learning rate.
+        training: pictures to learn from.
+        validation: pictures to be judged by.
+        classes: their names.
+    """
+    train, world = inputs.train, place.world
+    assert isinstance(model, nn.Module)
+    evaluation = Evaluation(validation, len(classes), train.batch_size, world, place.device)
+    files = RunDir(train.output.out)
+    about = f"{data_name}: {len(training):,} pictures to learn from, {len(validation):,} held back"
+    finish = functools.partial(
+        _finish, place, files, evaluation, plain, f"{model_name} on {data_name}", classes
+    )
+    return Task(
+        title=f"{model_name} on {data_name}",
+        model_name=model_name,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        data=TrainingPictures(training, train.seed, train.batch_size * world.size, place.device),
+        loss=classification_loss,
+        evaluate=lambda: evaluation(model).values(),
+        unit="images",
+        example="images",
+        loss_unit="nats per image",
+        introduction=[("data", f"{about}; {len(classes)} classes")],
+        after_step=RunningStatistics(model).average,
+        finish=finish,
+    )
+
+
+def _finish(
+    place: Place,
+    files: RunDir,
+    evaluation: Evaluation,
+    plain: Callable[[], nn.Module] | None,
+    title: str,
+    classes: list[str],
+    checkpoint: Path,
+    results: Mapping[str, float],
+) -> Mapping[str, float]:
+    """Write the model as one file, and judge what others get when they load it."""
+    say, first = place.display.say, place.world.rank == 0
+    if first:
+        consolidate(checkpoint, files.weights, force=True)
+        say(f"weights    {files.weights}")
+    dist.barrier()  # the file is whole
+    if plain is None:
+        return results
+    scores = evaluate_file(files.weights, plain, evaluation, place.device)
+    if first:
+        say(
+            f"again      accuracy {scores.accuracy:.4f} by the file alone, loaded into a plain "
+            f"module; {results['accuracy']:.4f} sharded"
+        )
+        with contextlib.suppress(OSError):
+            plot_confusion(scores.confusion.tolist(), classes, title, files.confusion)
+            say(f"confusion  {files.confusion}")
+    return {**results, "accuracy_of_file": scores.accuracy}
+
+
+def evaluate_file(
+    file: Path, plain: Callable[[], nn.Module], evaluation: Evaluation, device: torch.device
+) -> Scores:
+    """Judge what a safetensors file holds, without sharding: each rank has the whole model.
+
+    Args:
+        file: the model.
+        plain: builds the model that the file is loaded into.
+        evaluation: judges.
+        device: where to compute.
+    """
+    from safetensors.torch import load_file
+
+    model = plain()
+    model.load_state_dict(load_file(file))
+    return evaluation(model.to(device))
