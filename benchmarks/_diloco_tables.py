@@ -50,6 +50,10 @@ def _table(case: dict[str, Any]) -> Table:
         "loss: nats a token on 512 sequences that were held back, of the outer parameters; bytes: "
         "payload of all ranks"
     )
+    if settings["start"]:
+        table.notes.append(
+            f"all go on from one model, trained synchronously for {settings['start']} steps"
+        )
     return table
 
 

@@ -1,12 +1,13 @@
 """What replicas that meet seldom learn and send, beside ones that meet at every step.
 
-    python benchmarks/diloco.py --steps 1500 --every 50
+    python benchmarks/diloco.py --start 1500 --steps 1500 --every 50
 
-Both train the model of ``make train`` on the text of ``make train``, two replicas, from the same
-weights, on the same sequences, by the same schedule: "synchronous" as hybrid sharding, which
-all-reduces gradients at every step, the others as DiLoCo. After as many tokens the loss on text
-that was held back is compared, and the bytes that have crossed between replicas. Exit code 1 where
-DiLoCo's loss is more than 2 % above, or bytes fall by less than 40 times (int8: 150 times).
+All train the model of ``make train`` on the text of ``make train``, two replicas, on the same
+sequences, by the same schedule: "synchronous" as hybrid sharding, which all-reduces gradients at
+every step, the others as DiLoCo. As in section 3 of the paper all go on from one model, which was
+trained synchronously for ``--start`` steps. After as many tokens the loss on text that was held
+back is compared, and the bytes that have crossed between replicas since the start. Exit code 1
+where DiLoCo's loss is more than 2 % above, or bytes fall by less than 40 times (int8: 150 times).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import dataclasses
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from _options import one_of, positive_int
 from _report import document, machine, machine_line, save, wide_console
 from _wire import metered
 from _worlds import World, stop_server
-from shardwise import clip_grad_norm_
+from shardwise import checkpoint, clip_grad_norm_
 from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
 from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
 from shardwise.launch.world import World as Ranks
@@ -60,7 +62,8 @@ class Settings:
         model: a preset of the recipes.
         ranks: processes, spread evenly over the replicas.
         replicas: copies that meet.
-        steps: of each replica.
+        start: synchronous steps that all go on from.
+        steps: of each replica since then.
         every: inner steps of a round.
         batch: sequences of a rank and step.
         length: tokens of a sequence.
@@ -73,6 +76,7 @@ class Settings:
     model: str
     ranks: int
     replicas: int
+    start: int
     steps: int
     every: int
     batch: int
@@ -84,9 +88,15 @@ class Settings:
 
 
 class DilocoWorker:
-    """One rank of a contender."""
+    """One rank of a contender.
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    Args:
+        name: of the contender.
+        settings: of all.
+        start: the checkpoint to go on from.
+    """
+
+    def __init__(self, name: str, settings: Settings, start: Path | None) -> None:
         self._settings = settings
         strategy = Strategy.HYBRID_SHARD if name == SYNCHRONOUS else Strategy.DILOCO
         plan = resolve(strategy, settings.ranks, replicas=settings.replicas)
@@ -105,10 +115,12 @@ class DilocoWorker:
         shard(self._model, decoder_layers(self._model), sharding, place)
         initialise(self._model, settings.seed)
         config = AdamWConfig(lr=settings.lr)
-        self._schedule = warmup_cosine(config, settings.steps)
+        self._schedule = warmup_cosine(config, settings.start + settings.steps)
         self._clip = config.clip_grad
         self._optimizer: torch.optim.Optimizer = make_adamw(self._model, config)
         self._group = mesh.get_group(REPLICATE)
+        if start is not None:
+            checkpoint.load(start, self._model, self._optimizer)
         self._diloco: DiLoCo | None = None
         if name != SYNCHRONOUS:
             wire, streaming = CONTENDERS[name]
@@ -125,13 +137,13 @@ class DilocoWorker:
         self._train = Sequences(text.train, settings.length, settings.seed)
         self._held_back = text.validation
 
-    def train(self) -> dict[str, Any]:
-        """Make all steps; return bytes, seconds and losses."""
+    def train(self, begin: int, end: int) -> dict[str, Any]:
+        """Make steps ``begin`` .. ``end``; return bytes, seconds and losses."""
         settings = self._settings
         losses = []
         started = time.perf_counter()
         with metered(self._group) as meter:
-            for step in range(settings.steps):
+            for step in range(begin, end):
                 set_lr(self._optimizer, self._schedule(step + 1))
                 first = (step * settings.ranks + dist.get_rank()) * settings.batch
                 batch = torch.from_numpy(self._train.read(first, settings.batch))
@@ -152,6 +164,10 @@ class DilocoWorker:
             "judged": self._judge(),
         }
 
+    def save(self, path: Path) -> None:
+        """Save what all contenders go on from."""
+        checkpoint.save(path, self._model, self._optimizer)
+
     @torch.no_grad()
     def _judge(self) -> float:
         """The mean loss of all ranks on text that was held back."""
@@ -169,10 +185,20 @@ class DilocoWorker:
         return total.item() / JUDGED
 
 
-def play(name: str, settings: Settings) -> dict[str, Any]:
+def make_start(settings: Settings, path: Path) -> Path | None:
+    """Train synchronously what all contenders go on from, if they are to go on from anything."""
+    if not settings.start:
+        return None
+    with World("start", settings.ranks, DilocoWorker, SYNCHRONOUS, settings, None) as world:
+        world.call("train", 0, settings.start)
+        world.call("save", path)
+    return path
+
+
+def play(name: str, settings: Settings, start: Path | None) -> dict[str, Any]:
     """Train a contender; return its figures."""
-    with World(name, settings.ranks, DilocoWorker, name, settings) as world:
-        by_rank = world.call("train")
+    with World(name, settings.ranks, DilocoWorker, name, settings, start) as world:
+        by_rank = world.call("train", settings.start, settings.start + settings.steps)
     steps = list(zip(*(each["losses"] for each in by_rank), strict=True))
     tenth = max(1, len(steps) // 10)
     return {
@@ -201,10 +227,11 @@ def _options() -> argparse.Namespace:
     add("--model", choices=tuple(PRESETS), default="llama-tiny", help="of the recipes (llama-tiny)")
     add("--ranks", type=positive_int, default=2, help="processes (2)")
     add("--replicas", type=positive_int, default=2, help="that meet (2)")
+    add("--start", type=int, default=1500, help="synchronous steps before (1500; 0: none)")
     add("--steps", type=positive_int, default=1500, help="of each replica (1500)")
     add("--every", type=positive_int, default=50, help="inner steps of a round (50)")
-    add("--batch", type=positive_int, default=4, help="sequences of a rank and step (4)")
-    add("--length", type=positive_int, default=128, help="tokens of a sequence (128)")
+    add("--batch", type=positive_int, default=2, help="sequences of a rank and step (2)")
+    add("--length", type=positive_int, default=64, help="tokens of a sequence (64)")
     add("--lr", type=float, default=2e-3, help="peak learning rate of AdamW (2e-3)")
     add("--outer-lr", type=float, default=OuterSGD.lr, help="of the outer steps (0.7)")
     add("--outer-momentum", type=float, default=OuterSGD.momentum, help="of the same (0.9)")
@@ -222,8 +249,10 @@ def main() -> int:
     fields = [field.name for field in dataclasses.fields(Settings)]
     settings = Settings(**{name: getattr(options, name) for name in fields})
     case: dict[str, Any] = {"settings": dataclasses.asdict(settings), "contenders": {}}
-    for name in (SYNCHRONOUS, *options.contenders):
-        case["contenders"][name] = play(name, settings)
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        start = make_start(settings, Path(folder, "start"))
+        for name in (SYNCHRONOUS, *options.contenders):
+            case["contenders"][name] = play(name, settings, start)
     content = document("diloco", [case])
     for table in diloco_tables(content):
         table.show(console)

@@ -14,7 +14,7 @@ PARAMETERS = 919_680  # of llama-tiny
 
 def test_bytes_are_counted_alike_for_both(tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
-    arguments = ["--steps", "4", "--every", "3", "--batch", "1", "--length", "16"]
+    arguments = ["--start", "1", "--steps", "4", "--every", "3", "--batch", "1", "--length", "16"]
     done = run_script("diloco.py", *arguments, "--contenders", "int8", "--json", str(path))
     assert done.returncode == 1, f"it keeps no promises in four steps: {done.stdout}{done.stderr}"
     [case] = json.loads(path.read_text())["cases"]
@@ -35,7 +35,7 @@ def test_the_table_shows_losses_and_bytes_beside_synchronous_training() -> None:
     def figures(judged: float, sent: int) -> dict[str, float]:
         return {"sent": sent, "sent_at_end": 0, "judged": judged, "seconds": 9.4, "last_losses": 1}
 
-    settings = {"model": "m", "ranks": 2, "replicas": 2, "steps": 100, "every": 50}
+    settings = {"model": "m", "ranks": 2, "replicas": 2, "steps": 100, "every": 50, "start": 0}
     contenders = {"synchronous": figures(2.0, 8_000_000), "int8": figures(2.02, 40_000)}
     case = {"settings": {**settings, "batch": 4, "length": 128}, "contenders": contenders}
     [table] = diloco_tables({"cases": [case]})

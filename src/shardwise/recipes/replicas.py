@@ -120,6 +120,7 @@ class ReplicaCheckpoints(Checkpoints):
         self._number = mesh.get_local_rank(REPLICATE)
         self._own_group = mesh.get_group(SHARD)
         self._position = None if data is None else _PositionOfAll(data)
+        self._root, self._keep = folder, keep_last
         super().__init__(folder, keep_last)
 
     def save(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
@@ -161,8 +162,9 @@ class ReplicaCheckpoints(Checkpoints):
 
     def _of(self, number: int) -> Checkpoints:
         """The checkpoints of a replica. Of the others one more is kept than of the first."""
-        folder = self._folder if number == 0 else self._folder / "replicas" / str(number)
-        keep = self._keep_last if number == 0 else self._keep_last + 1
+        first = number == 0
+        folder = self._root if first else self._root / "replicas" / str(number)
+        keep = self._keep if first else self._keep + 1
         return Checkpoints(
             folder, keep, self._position, group=self._own_group, replicas=self._count
         )
