@@ -155,6 +155,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "mesh": None, "param_dtype": "bf16", "reduce_dtype": "bf16", "transport": "collectives",
         "activation_checkpointing": True, "out": "here", "checkpoint_every": 5, "keep_last": 9,
         "eval_every": 4, "tensorboard": True, "resume": False, "overwrite": True,
+        "diloco": None, "tokenizer": None, "streams": None, "batch_tokens": None,
+        "peak_flops": None, "peer_timeout": None,
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typer import Argument, Option
 from shardwise.cli import diloco, options
 from shardwise.cli.run import run
 from shardwise.frontends.strategies import Strategy
+from shardwise.launch.hosts import Nodes
 from shardwise.recipes.config import (
     AdamWConfig,
     Device,
@@ -42,6 +43,10 @@ Documents of the Hugging Face hub, half a million tokens a step:
   [cyan]shardwise train lm --nproc 8 --data hf:allenai/c4:en --model llama-150m --tokenizer gpt2
     --batch-tokens 524288[/cyan]
 
+Two hosts, a copy of the model on each; on the second, --node-rank 1:
+  [cyan]shardwise train lm --nproc 8 --strategy hybrid --nnodes 2 --node-rank 0
+    --rdzv host-a:29400[/cyan]
+
 In a world that torchrun made:
   [cyan]torchrun --nproc-per-node 2 -m shardwise train lm --model llama-34m[/cyan]
 """
@@ -52,6 +57,12 @@ _SAMPLE = "Sample"
 def train_lm(
     *,
     nproc: options.Nproc = None,
+    nnodes: options.Nnodes = None,
+    node_rank: options.NodeRank = None,
+    rdzv: options.Rdzv = None,
+    rdzv_timeout: options.RdzvTimeout = 300.0,
+    max_restarts: options.MaxRestarts = 0,
+    peer_timeout: options.PeerTimeout = None,
     model: Annotated[
         str,
         Option(
@@ -226,6 +237,7 @@ def train_lm(
             accumulate=accumulate,
             seed=seed,
             device=device,
+            peer_timeout=peer_timeout,
             optimizer=AdamWConfig(
                 lr=defaults.lr if lr is None else lr,
                 betas=(beta1, beta2),
@@ -256,4 +268,5 @@ def train_lm(
             ),
         ),
     )
-    run(Job(config), nproc)
+    nodes = Nodes.of(nnodes, node_rank, rdzv, rdzv_timeout)
+    run(Job(config), nproc, nodes, max_restarts)

@@ -190,6 +190,8 @@ class TrainConfig:
         seed: of initial weights, order of data and dropout.
         device: where to train.
         diloco: with the strategy of that name, and with no other.
+        peer_timeout: seconds after which a rank that does not answer in a collective is lost;
+            None: torch's own, half an hour.
     """
 
     steps: int | None = None
@@ -202,6 +204,7 @@ class TrainConfig:
     accumulate: int = 1
     seed: int = 0
     device: Device = Device.AUTO
+    peer_timeout: float | None = None
 
     def examples_per_step(self, world_size: int) -> int:
         """Examples that all ranks together take for one step."""
@@ -226,6 +229,9 @@ def check_train(config: TrainConfig) -> None:
         _at_least("--epochs", config.epochs, 1)
     _at_least("--batch-size", config.batch_size, 1)
     _at_least("--accumulate", config.accumulate, 1)
+    if config.peer_timeout is not None:
+        found, expected = config.peer_timeout, "a number above 0"
+        require(0 < found < math.inf, "--peer-timeout", found, expected)
     require(0 <= config.seed < 2**63, "--seed", config.seed, "0 to 2^63 - 1")
     _check_optimizer(config.optimizer)
     _check_output(config.output)

@@ -57,7 +57,7 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> None:
         # Before anything is written, and again for those whom no launcher of ours started.
         check_folder(inputs)
     device = choose_device(inputs.train.device, world)
-    with connected(world, backend_for(device)):
+    with connected(world, backend_for(device), inputs.train.peer_timeout):
         train_connected(inputs, world, device, signals)
 
 

@@ -1,0 +1,91 @@
+"""Lines of JSON over a socket that does not block: what the hosts of a job tell each other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+from typing import Any
+
+MAX_LINE = 2**20  # bytes; whoever sends more is none of us
+
+
+class ClosedError(ConnectionError):
+    """The other end is gone, or is none of us."""
+
+
+class Line:
+    """One connection.
+
+    Args:
+        connection: connected; closed with this.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+        self._socket = connection
+        self._received = b""
+
+    @property
+    def peer(self) -> str:
+        """The address of the other end."""
+        try:
+            return str(self._socket.getpeername()[0])
+        except OSError:
+            return "an address unknown"
+
+    def fileno(self) -> int:
+        """For ``select``."""
+        return self._socket.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one message. They are small: the buffer of a socket takes them at once.
+
+        Raises:
+            ClosedError: the other end is gone, or has not read for long.
+        """
+        data = json.dumps(message).encode() + b"\n"
+        while data:
+            try:
+                data = data[self._socket.send(data) :]
+            except BlockingIOError:
+                _, ready, _ = select.select([], [self._socket], [], 5.0)
+                if not ready:
+                    raise ClosedError("the other end does not read") from None
+            except OSError as error:
+                raise ClosedError(str(error)) from None
+
+    def receive(self, seconds: float = 0.0) -> list[dict[str, Any]]:
+        """The messages that have come, waiting at most so long for the first.
+
+        Raises:
+            ClosedError: the other end is gone, or sent what is no message.
+        """
+        if b"\n" not in self._received and self._socket.fileno() >= 0:
+            select.select([self._socket], [], [], max(0.0, seconds))
+        with contextlib.suppress(BlockingIOError):
+            try:
+                chunk = self._socket.recv(65536)
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                raise ClosedError(str(error)) from None
+            if not chunk:
+                raise ClosedError("the connection was closed")
+            self._received += chunk
+        *lines, self._received = self._received.split(b"\n")
+        if len(self._received) > MAX_LINE:
+            raise ClosedError("a message without end")
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            raise ClosedError("what came is no message of ours") from None
+        if not all(isinstance(message, dict) for message in messages):
+            raise ClosedError("what came is no message of ours")
+        return messages
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
