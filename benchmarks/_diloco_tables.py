@@ -31,8 +31,9 @@ def _table(case: dict[str, Any]) -> Table:
     tokens = settings["steps"] * settings["ranks"] * settings["batch"] * settings["length"]
     table = Table(
         f"{settings['model']}, {settings['replicas']} replicas on {settings['ranks']} ranks, "
-        f"{settings['steps']} steps, {tokens / 1e6:.2f} M tokens",
-        ["contender", "loss", "x synchronous", "MB between replicas", "fewer bytes", "s"],
+        f"{settings['steps']} steps, {tokens / 1e6:.2f} M tokens; outer rate "
+        f"{settings['outer_lr']}, momentum {settings['outer_momentum']}",
+        ["contender", "loss", "x synchronous", "MB between replicas", "fewer bytes"],
     )
     for name, found in case["contenders"].items():
         title = name if name == SYNCHRONOUS else f"DiLoCo, H = {settings['every']}, {name}"
@@ -43,7 +44,6 @@ def _table(case: dict[str, Any]) -> Table:
                 f"{loss_ratio(case, name):.4f}",
                 f"{_bytes(found) / 1e6:.2f}",
                 f"{bytes_ratio(case, name):.1f} x",
-                f"{found['seconds']:.0f}",
             ]
         )
     table.notes.append(
