@@ -32,11 +32,14 @@ def _table(case: dict[str, Any]) -> Table:
     table = Table(
         f"{settings['model']}, {settings['replicas']} replicas on {settings['ranks']} ranks, "
         f"{settings['steps']} steps, {tokens / 1e6:.2f} M tokens; outer rate "
-        f"{settings['outer_lr']}, momentum {settings['outer_momentum']}",
+        f"{settings['outer_lr']}",
         ["contender", "loss", "x synchronous", "MB between replicas", "fewer bytes"],
     )
     for name, found in case["contenders"].items():
-        title = name if name == SYNCHRONOUS else f"DiLoCo, H = {settings['every']}, {name}"
+        kind, _, momentum = name.partition(":")
+        title = name
+        if name != SYNCHRONOUS:
+            title = f"DiLoCo, H = {settings['every']}, {kind}, momentum {momentum or 0.9}"
         table.rows.append(
             [
                 title,

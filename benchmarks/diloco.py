@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from _diloco_tables import SYNCHRONOUS, bytes_ratio, diloco_tables, loss_ratio
-from _options import one_of, positive_int
+from _options import positive_int
 from _report import document, machine, machine_line, save, wide_console
 from _wire import metered
 from _worlds import World, stop_server
@@ -69,7 +69,6 @@ class Settings:
         length: tokens of a sequence.
         lr: peak learning rate of AdamW.
         outer_lr: learning rate of the outer steps.
-        outer_momentum: their Nesterov momentum.
         seed: of weights and order of text.
     """
 
@@ -83,7 +82,6 @@ class Settings:
     length: int
     lr: float
     outer_lr: float
-    outer_momentum: float
     seed: int
 
 
@@ -123,11 +121,11 @@ class DilocoWorker:
             checkpoint.load(start, self._model, self._optimizer)
         self._diloco: DiLoCo | None = None
         if name != SYNCHRONOUS:
-            wire, streaming = CONTENDERS[name]
+            wire, streaming, momentum = _parsed(name)
             self._optimizer = self._diloco = DiLoCo(
                 self._model,
                 self._optimizer,
-                outer=OuterSGD(lr=settings.outer_lr, momentum=settings.outer_momentum),
+                outer=OuterSGD(lr=settings.outer_lr, momentum=momentum),
                 every=settings.every,
                 group=self._group,
                 wire=wire,
@@ -221,23 +219,44 @@ def keeps_promises(case: dict[str, Any]) -> bool:
     return kept
 
 
+def _parsed(name: str) -> tuple[WireFormat, Streaming, float]:
+    """What ``int8:0.5`` means: format, overlap, outer momentum."""
+    kind, _, momentum = name.partition(":")
+    return *CONTENDERS[kind], float(momentum or OuterSGD.momentum)
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not 0 or a positive integer")
+    return int(text)
+
+
+def _contenders(text: str) -> list[str]:
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        try:
+            OuterSGD(momentum=_parsed(name)[2])
+        except (KeyError, ValueError) as error:
+            raise argparse.ArgumentTypeError(f"{name!r} is no contender ({error})") from None
+    return names
+
+
 def _options() -> argparse.Namespace:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = made.add_argument
     add("--model", choices=tuple(PRESETS), default="llama-tiny", help="of the recipes (llama-tiny)")
     add("--ranks", type=positive_int, default=2, help="processes (2)")
     add("--replicas", type=positive_int, default=2, help="that meet (2)")
-    add("--start", type=int, default=1500, help="synchronous steps before (1500; 0: none)")
+    add("--start", type=_natural, default=1500, help="synchronous steps before (1500; 0: none)")
     add("--steps", type=positive_int, default=1500, help="of each replica (1500)")
     add("--every", type=positive_int, default=50, help="inner steps of a round (50)")
     add("--batch", type=positive_int, default=2, help="sequences of a rank and step (2)")
     add("--length", type=positive_int, default=64, help="tokens of a sequence (64)")
     add("--lr", type=float, default=2e-3, help="peak learning rate of AdamW (2e-3)")
     add("--outer-lr", type=float, default=OuterSGD.lr, help="of the outer steps (0.7)")
-    add("--outer-momentum", type=float, default=OuterSGD.momentum, help="of the same (0.9)")
     add("--seed", type=int, default=0, help="of weights and order of text (0)")
-    contenders = one_of(*CONTENDERS)
-    add("--contenders", type=contenders, default=["fp32", "int8"], help=", ".join(CONTENDERS))
+    names = f"{', '.join(CONTENDERS)}, each with an outer momentum behind a colon or 0.9"
+    add("--contenders", type=_contenders, default=["fp32:0.5", "int8:0.5"], help=names)
     add("--json", type=Path, metavar="FILE", help="write raw numbers here")
     return made.parse_args()
 
