@@ -34,6 +34,9 @@ def metered(group: dist.ProcessGroup) -> Iterator[Meter]:
     meter = Meter()
     size = group.size()
     send, all_reduce = dist.ProcessGroup.send, dist.all_reduce
+    as_it_was = vars(dist.ProcessGroup)[
+        "send"
+    ]  # which knows how to bind itself, as `send` does not
     others = {
         name: getattr(dist, name)
         for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
@@ -64,7 +67,7 @@ def metered(group: dist.ProcessGroup) -> Iterator[Meter]:
     try:
         yield meter
     finally:
-        dist.ProcessGroup.send = send  # type: ignore[method-assign]
+        dist.ProcessGroup.send = as_it_was
         dist.all_reduce = all_reduce
         for name, function in others.items():
             setattr(dist, name, function)
