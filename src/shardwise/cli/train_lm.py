@@ -201,6 +201,7 @@ def train_lm(
     """
     if more_data and not data:
         raise OptionError("arguments", " ".join(more_data), "options; text goes behind --data")
+    nodes = Nodes.of(nnodes, node_rank, rdzv, rdzv_timeout)
     defaults = defaults_for(model)
     output = OutputConfig(
         out=out,
@@ -237,6 +238,7 @@ def train_lm(
             sharding=ShardingConfig(
                 strategy=strategy,
                 replicas=replicas,
+                over_hosts=nodes is not None and nodes.count > 1,
                 mesh=mesh,
                 param_dtype=param_dtype,
                 reduce_dtype=reduce_dtype,
@@ -246,5 +248,4 @@ def train_lm(
             output=options.Restart(resume, auto_resume, overwrite).of(output),
         ),
     )
-    nodes = Nodes.of(nnodes, node_rank, rdzv, rdzv_timeout)
     run(Job(config), nproc, nodes, max_restarts)

@@ -145,6 +145,9 @@ class Meeting:
             )
         for other in self._hosts:
             assert other.ready is not None
+            if message["nproc"] != other.ready["nproc"]:
+                expected = f"{other.ready['nproc']}, as {other.name} has"
+                return f"--nproc: found {message['nproc']}, expected {expected}"
             for name, version in message["versions"].items():
                 found = other.ready["versions"].get(name)
                 if found != version:
