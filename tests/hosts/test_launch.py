@@ -49,7 +49,7 @@ from shardwise.launch import rendezvous, restarts
 from shardwise.launch.errors import UserError
 from shardwise.launch.hosts import Nodes
 
-rendezvous.SILENCE, rendezvous.BEAT = 1.5, 0.2
+rendezvous.SILENCE, rendezvous.BEAT = 4.0, 0.2
 script, folder, count, rank, timeout = sys.argv[1:]
 nodes = Nodes.of(int(count), int(rank), "10.77.0.1:29412", float(timeout))
 

@@ -99,10 +99,19 @@ class Attendance:
                 self._verdict = Verdict(bool(message["again"]), str(message["text"]))
         return self._verdict is not None
 
-    def end(self, *, failed: bool, may_restart: bool, stopped: Callable[[], bool]) -> Verdict:
-        """Tell how this host's ranks ended, and wait for what follows."""
+    def end(
+        self, *, failed: bool, echo: bool, may_restart: bool, stopped: Callable[[], bool]
+    ) -> Verdict:
+        """Tell how this host's ranks ended, and wait for what follows.
+
+        Args:
+            failed: whether one ended badly.
+            echo: whether only because ranks of other hosts went first.
+            may_restart: whether another attempt could end better.
+            stopped: whether a signal asked to stop waiting.
+        """
         if self._verdict is None:
-            self._send(kind="ended", failed=failed, may_restart=may_restart)
+            self._send(kind="ended", failed=failed, echo=echo, may_restart=may_restart)
         while not self.is_over():
             if stopped():
                 return Verdict(False, "")

@@ -6,6 +6,7 @@ import contextlib
 import json
 import select
 import socket
+import time
 from typing import Any
 
 MAX_LINE = 2**20  # bytes; whoever sends more is none of us
@@ -20,21 +21,18 @@ class Line:
 
     Args:
         connection: connected; closed with this.
+
+    Attributes:
+        peer: the address of the other end.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
         self._socket = connection
+        self.peer = str(connection.getpeername()[0])
         self._received = b""
-
-    @property
-    def peer(self) -> str:
-        """The address of the other end."""
-        try:
-            return str(self._socket.getpeername()[0])
-        except OSError:
-            return "an address unknown"
+        self._waiting: list[dict[str, Any]] = []
 
     def fileno(self) -> int:
         """For ``select``."""
@@ -71,7 +69,9 @@ class Line:
             except BlockingIOError:
                 raise
             except OSError as error:
-                raise ClosedError(str(error)) from None
+                if not isinstance(error, ConnectionResetError):
+                    raise ClosedError(error.strerror or str(error)) from None
+                chunk = b""
             if not chunk:
                 raise ClosedError("the connection was closed")
             self._received += chunk
@@ -85,6 +85,20 @@ class Line:
         if not all(isinstance(message, dict) for message in messages):
             raise ClosedError("what came is no message of ours")
         return messages
+
+    def next(self, seconds: float) -> dict[str, Any] | None:
+        """The next message, or None if none comes within so many seconds.
+
+        Raises:
+            ClosedError: as :meth:`receive`.
+        """
+        deadline = time.monotonic() + seconds
+        while not self._waiting:
+            left = deadline - time.monotonic()
+            self._waiting = self.receive(left)
+            if left <= 0:
+                break
+        return self._waiting.pop(0) if self._waiting else None
 
     def close(self) -> None:
         """Close the connection."""
