@@ -59,7 +59,7 @@ class Table:
                 if len(self._guests) == nodes.count - 1:
                     deadline = min(deadline, time.monotonic() + (_GRACE if nodes.count > 1 else 0))
                 listener.settimeout(max(0.01, min(0.2, deadline - time.monotonic())))
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(OSError):  # none came, or one that has left already
                     self._guests.append(Line(listener.accept()[0]))
 
     def gather(self, value: Any, seconds: float) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import select
 import socket
@@ -63,18 +62,7 @@ class Line:
         """
         if b"\n" not in self._received and self._socket.fileno() >= 0:
             select.select([self._socket], [], [], max(0.0, seconds))
-        with contextlib.suppress(BlockingIOError):
-            try:
-                chunk = self._socket.recv(65536)
-            except BlockingIOError:
-                raise
-            except OSError as error:
-                if not isinstance(error, ConnectionResetError):
-                    raise ClosedError(error.strerror or str(error)) from None
-                chunk = b""
-            if not chunk:
-                raise ClosedError("the connection was closed")
-            self._received += chunk
+        self._received += self._read()
         *lines, self._received = self._received.split(b"\n")
         if len(self._received) > MAX_LINE:
             raise ClosedError("a message without end")
@@ -85,6 +73,19 @@ class Line:
         if not all(isinstance(message, dict) for message in messages):
             raise ClosedError("what came is no message of ours")
         return messages
+
+    def _read(self) -> bytes:
+        try:
+            chunk = self._socket.recv(65536)
+        except BlockingIOError:
+            return b""
+        except ConnectionResetError:
+            chunk = b""
+        except OSError as error:
+            raise ClosedError(error.strerror or str(error)) from None
+        if not chunk:
+            raise ClosedError("the connection was closed")
+        return chunk
 
     def next(self, seconds: float) -> dict[str, Any] | None:
         """The next message, or None if none comes within so many seconds.
