@@ -47,6 +47,10 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--nproc 2 --batch-tokens 900", "--batch-tokens: found 900, expected a multiple of 256"),
         ("--batch-tokens 0", "--batch-tokens: found 0, expected a multiple of 128"),
         ("--batch-tokens 128 --accumulate 2", "--accumulate: found 2, expected none given"),
+        ("--nnodes 2 --node-rank 2 --rdzv a:1", "--node-rank: found 2, expected 0 to 1"),
+        ("--node-rank 0", "--node-rank: found without --nnodes, expected --nnodes N too"),
+        ("--max-restarts -1", "--max-restarts: found -1, expected 0 or more"),
+        ("--peer-timeout 0", "--peer-timeout: found 0.0, expected a number above 0"),
         ("--sample-tokens -1", "--sample-tokens: found -1"),
         ("--temperature nan", "--temperature: found nan"),
         ("--strategy zero4", "--strategy: found 'zero4', expected one of 'full', 'grad-op'"),
@@ -134,7 +138,7 @@ def test_a_missing_extra_says_what_to_install(
 
 def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
-    monkeypatch.setattr(train_lm, "run", lambda job, nproc: jobs.append(job))
+    monkeypatch.setattr(train_lm, "run", lambda job, *_: jobs.append(job))
     arguments = (
         "--model llama-34m --data a.txt b.txt --data c.txt --steps 7 --batch-size 3 "
         "--accumulate 2 --lr 0.5 --beta2 0.5 --weight-decay 0 --warmup 1 --clip-grad 0 --seed 9 "

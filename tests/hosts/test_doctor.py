@@ -152,9 +152,8 @@ def test_what_is_wrong_on_one_host_is_told_on_all(hosts: Pair, tmp_path: Path) -
         assert "export GLOO_SOCKET_IFNAME=eth0" in gloo
         assert "100 open files" in " ".join(each.of("limits", "fail"))
         assert "files may grow to 1 MiB only" in " ".join(each.of("limits", "warn"))
-        [slow] = each.of("links", "warn")
-        assert slow.startswith("host 1")
-        assert "expected 0.2 Gbit/s; train with --strategy hybrid" in slow
+        slow = [way for way in each.of("links", "warn") if way.startswith("host 1")]
+        assert "expected 0.2 Gbit/s; train with --strategy hybrid" in slow[0]
 
 
 def test_ranks_that_are_there_twice_or_never_are_named(hosts: Pair) -> None:
@@ -168,7 +167,7 @@ def test_ranks_that_are_there_twice_or_never_are_named(hosts: Pair) -> None:
 
 
 def test_ports_that_are_blocked_are_found_and_nothing_hangs(hosts: Pair) -> None:
-    blocked = ["rule", "to", "10.77.0.1", "ipproto", "tcp", "dport", "30000-65535", "prohibit"]
+    blocked = ["rule", "to", "10.77.0.1", "ipproto", "tcp", "dport", "30000-65534", "prohibit"]
     with rule(hosts[1], *blocked):
         told = visit(Guest(hosts[0], 0), Guest(hosts[1], 1))
     for each in told:

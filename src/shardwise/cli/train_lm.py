@@ -212,6 +212,7 @@ def train_lm(
     """
     if more_data and not data:
         raise OptionError("arguments", " ".join(more_data), "options; text goes behind --data")
+    nodes = Nodes.of(nnodes, node_rank, rdzv, rdzv_timeout)
     defaults = defaults_for(model)
     output = OutputConfig(
         out=out,
@@ -248,6 +249,7 @@ def train_lm(
             sharding=ShardingConfig(
                 strategy=strategy,
                 replicas=replicas,
+                over_hosts=nodes is not None and nodes.count > 1,
                 mesh=mesh,
                 param_dtype=param_dtype,
                 reduce_dtype=reduce_dtype,
@@ -268,5 +270,4 @@ def train_lm(
             ),
         ),
     )
-    nodes = Nodes.of(nnodes, node_rank, rdzv, rdzv_timeout)
     run(Job(config), nproc, nodes, max_restarts)

@@ -17,7 +17,7 @@ from shardwise.launch.wire import ClosedError, Line
 RENDEZVOUS = "rendezvous"
 _RETRY = 0.3
 _CONNECT = 3.0  # seconds for one attempt
-_GRACE = 2.0  # seconds more for hosts that come late, once as many came as were expected
+_GRACE = 1.0  # seconds more for hosts that come late, once as many came as were expected
 
 
 class RendezvousError(Exception):
@@ -59,7 +59,7 @@ class Table:
                 if len(self._guests) == nodes.count - 1:
                     deadline = min(deadline, time.monotonic() + (_GRACE if nodes.count > 1 else 0))
                 listener.settimeout(max(0.01, min(0.2, deadline - time.monotonic())))
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(OSError):  # none came, or one that has left already
                     self._guests.append(Line(listener.accept()[0]))
 
     def gather(self, value: Any, seconds: float) -> list[Any]:
@@ -117,15 +117,13 @@ class Table:
 
     def _next(self, seconds: float) -> dict[str, Any]:
         assert self._host is not None
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            try:
-                messages = self._host.receive(0.1)
-            except ClosedError as error:
-                raise self._alone(str(error)) from None
-            if messages:
-                return messages[0]
-        raise self._alone(f"no answer for {seconds:.0f} s")
+        try:
+            message = self._host.next(seconds)
+        except ClosedError as error:
+            raise self._alone(str(error)) from None
+        if message is None:
+            raise self._alone(f"no answer for {seconds:.0f} s")
+        return message
 
     def _alone(self, why: str) -> RendezvousError:
         text = f"host 0 at {self._nodes.where} left or went silent ({why})"
@@ -133,15 +131,12 @@ class Table:
 
     def _hear(self, seat: int, deadline: float) -> Any:
         guest = self._guests[seat]
-        while guest is not None:
-            try:
-                messages = guest.receive(max(0.0, min(0.1, deadline - time.monotonic())))
-            except ClosedError:
-                break
-            if messages:
-                return next(iter(messages[0].values()))
-            if time.monotonic() > deadline:
-                break
+        if guest is None:
+            return None
+        with contextlib.suppress(ClosedError):
+            message = guest.next(deadline - time.monotonic())
+            if message:
+                return next(iter(message.values()))
         self._guests[seat] = None
         return None
 

@@ -29,7 +29,7 @@ CHECKS = (
 )
 
 #: The longest that each part of a visit takes, in seconds, beside ``--timeout`` for all to come.
-LIMITS = {"facts": 10.0, "clocks": 5.0, "ways": CONNECT + STREAM + 2 * DRAIN + 1.0}
+LIMITS = {"facts": 10.0, "clocks": 5.0, "ways": CONNECT + STREAM + 2 * DRAIN + 1.5}
 
 
 def visit(nodes: Nodes, nproc: int, least_gbit: float, say: Callable[[Finding], None]) -> bool:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from shardwise.launch import rendezvous
 from shardwise.launch.errors import UserError
 from shardwise.launch.hosts import Nodes, Share, interface_towards
-from shardwise.launch.rendezvous import BEAT, SILENCE
 from shardwise.launch.wire import ClosedError, Line
 
 _RETRY = 0.3  # seconds between attempts to reach host 0, which may start later
@@ -99,10 +99,19 @@ class Attendance:
                 self._verdict = Verdict(bool(message["again"]), str(message["text"]))
         return self._verdict is not None
 
-    def end(self, *, failed: bool, may_restart: bool, stopped: Callable[[], bool]) -> Verdict:
-        """Tell how this host's ranks ended, and wait for what follows."""
+    def end(
+        self, *, failed: bool, echo: bool, may_restart: bool, stopped: Callable[[], bool]
+    ) -> Verdict:
+        """Tell how this host's ranks ended, and wait for what follows.
+
+        Args:
+            failed: whether one ended badly.
+            echo: whether only because ranks of other hosts went first.
+            may_restart: whether another attempt could end better.
+            stopped: whether a signal asked to stop waiting.
+        """
         if self._verdict is None:
-            self._send(kind="ended", failed=failed, may_restart=may_restart)
+            self._send(kind="ended", failed=failed, echo=echo, may_restart=may_restart)
         while not self.is_over():
             if stopped():
                 return Verdict(False, "")
@@ -116,10 +125,10 @@ class Attendance:
 
     def _exchange(self, seconds: float) -> list[dict[str, Any]]:
         now = time.monotonic()
-        if now - self._beaten > 3 * SILENCE and self._beaten:
+        if now - self._beaten > 3 * rendezvous.SILENCE and self._beaten:
             # It is this host that stood still; the others have gone on without it.
             raise LostError(self._lost("this host did nothing for long, and counts as lost"))
-        if now - self._beaten > BEAT:
+        if now - self._beaten > rendezvous.BEAT:
             self._beaten = now
             self._send(kind="here")
         try:
@@ -128,8 +137,8 @@ class Attendance:
             raise LostError(self._lost(str(error))) from None
         if messages:
             self._heard = now
-        elif now - self._heard > SILENCE:
-            raise LostError(self._lost(f"no sign of life for {SILENCE:.0f} s"))
+        elif now - self._heard > rendezvous.SILENCE:
+            raise LostError(self._lost(f"no sign of life for {rendezvous.SILENCE:.0f} s"))
         return messages
 
     def _send(self, **message: Any) -> None:

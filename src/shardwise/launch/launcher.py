@@ -130,6 +130,7 @@ class Launcher:
         self._listener = listener
         self._is_over = is_over
         self.failed = False
+        self.echo = False
         self.may_restart = False
 
     def run(self) -> int:
@@ -138,9 +139,10 @@ class Launcher:
         Returns:
             0, or the exit code of the rank that failed first (128 + signal for one that a signal
             killed), or 128 + signal when the run was stopped. By then no rank is running.
-            ``failed`` says whether it ended badly, as against having been stopped in order, and
-            ``may_restart`` whether another attempt may not: a rank was killed, crashed or lost a
-            peer, as against a mistake of its user.
+            ``failed`` says whether it ended badly, as against having been stopped in order;
+            ``echo`` whether only because ranks of other hosts went first; ``may_restart`` whether
+            another attempt may end better: a rank was killed, crashed or lost a peer, as against a
+            mistake of its user.
         """
         before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
         try:
@@ -282,6 +284,7 @@ class Launcher:
         if self._signals and all(_is_echo(rank) for rank in failed):
             # Ranks that lost a peer because it had stopped already, as asked.
             return self._stop_early()
+        self.echo = all(_is_echo(rank) for rank in failed)
         self.may_restart = not self._signals and all(
             rank.report is None or rank.report.ending is not Ending.USER for rank in failed
         )

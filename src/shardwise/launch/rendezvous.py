@@ -28,6 +28,7 @@ from shardwise.launch.wire import ClosedError, Line
 SILENCE = 10.0  # seconds without a sign of life after which a host counts as lost
 BEAT = 1.0  # seconds between signs of life
 _POLL = 0.1
+_ECHO = 3.0  # seconds for the host to speak whose rank, or which, went first
 _FAREWELL = 5.0  # seconds that hosts have to read how it ended
 
 
@@ -66,6 +67,7 @@ class Meeting:
         self._strangers: list[Host] = []
         self._round = -1
         self._running = False
+        self._echoed = 0.0  # when ranks were the first to notice that others are gone
         self._over = threading.Event()  # all is said
         self._closed = threading.Event()
         self._lost: list[str] = []
@@ -145,6 +147,9 @@ class Meeting:
             )
         for other in self._hosts:
             assert other.ready is not None
+            if message["nproc"] != other.ready["nproc"]:
+                expected = f"{other.ready['nproc']}, as {other.name} has"
+                return f"--nproc: found {message['nproc']}, expected {expected}"
             for name, version in message["versions"].items():
                 found = other.ready["versions"].get(name)
                 if found != version:
@@ -153,7 +158,7 @@ class Meeting:
 
     def _look(self) -> None:
         now = time.monotonic()
-        for host in list(self._hosts):
+        for host in [*self._hosts, *self._strangers]:
             if now - host.heard > SILENCE:
                 self._drop(host, f"no sign of life for {SILENCE:.0f} s")
         if self._over.is_set():
@@ -182,6 +187,7 @@ class Meeting:
         assert store is not None
         self._round += 1
         self._running = True
+        self._echoed = 0.0
         self._lost.clear()
         first = 0
         for host, share in zip(self._hosts, shares, strict=True):
@@ -200,8 +206,13 @@ class Meeting:
                 self._running = False
                 self._over.set()
             return
-        # An own failure explains more than one that only echoes another's.
-        reasons = [*self._lost, *(f"a rank of {host.name} failed" for host in failed)]
+        own = [host for host in failed if host.ended is not None and not host.ended["echo"]]
+        if not (self._lost or own or all(host.ended is not None for host in self._hosts)):
+            # Ranks that lost a peer say so at once; why, is told a moment later.
+            self._echoed = self._echoed or time.monotonic()
+            if time.monotonic() - self._echoed < _ECHO:
+                return
+        reasons = self._lost or [f"a rank of {host.name} failed" for host in own or failed]
         fatal = any(h.ended is not None and not h.ended["may_restart"] for h in failed)
         again = self._restarts > 0 and not fatal
         self._restarts -= again

@@ -73,7 +73,10 @@ def _round(
     code = launcher.run()
     with _noting_signals() as noted:
         verdict = attendance.end(
-            failed=launcher.failed, may_restart=launcher.may_restart, stopped=lambda: bool(noted)
+            failed=launcher.failed,
+            echo=launcher.echo,
+            may_restart=launcher.may_restart,
+            stopped=lambda: bool(noted),
         )
     if verdict.text:
         _say(f"{'restart' if verdict.again else 'error:'}    {verdict.text}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import select
 import socket
+import time
 from typing import Any
 
 MAX_LINE = 2**20  # bytes; whoever sends more is none of us
@@ -20,21 +20,18 @@ class Line:
 
     Args:
         connection: connected; closed with this.
+
+    Attributes:
+        peer: the address of the other end.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
         self._socket = connection
+        self.peer = str(connection.getpeername()[0])
         self._received = b""
-
-    @property
-    def peer(self) -> str:
-        """The address of the other end."""
-        try:
-            return str(self._socket.getpeername()[0])
-        except OSError:
-            return "an address unknown"
+        self._waiting: list[dict[str, Any]] = []
 
     def fileno(self) -> int:
         """For ``select``."""
@@ -65,16 +62,7 @@ class Line:
         """
         if b"\n" not in self._received and self._socket.fileno() >= 0:
             select.select([self._socket], [], [], max(0.0, seconds))
-        with contextlib.suppress(BlockingIOError):
-            try:
-                chunk = self._socket.recv(65536)
-            except BlockingIOError:
-                raise
-            except OSError as error:
-                raise ClosedError(str(error)) from None
-            if not chunk:
-                raise ClosedError("the connection was closed")
-            self._received += chunk
+        self._received += self._read()
         *lines, self._received = self._received.split(b"\n")
         if len(self._received) > MAX_LINE:
             raise ClosedError("a message without end")
@@ -85,6 +73,33 @@ class Line:
         if not all(isinstance(message, dict) for message in messages):
             raise ClosedError("what came is no message of ours")
         return messages
+
+    def _read(self) -> bytes:
+        try:
+            chunk = self._socket.recv(65536)
+        except BlockingIOError:
+            return b""
+        except ConnectionResetError:
+            chunk = b""
+        except OSError as error:
+            raise ClosedError(error.strerror or str(error)) from None
+        if not chunk:
+            raise ClosedError("the connection was closed")
+        return chunk
+
+    def next(self, seconds: float) -> dict[str, Any] | None:
+        """The next message, or None if none comes within so many seconds.
+
+        Raises:
+            ClosedError: as :meth:`receive`.
+        """
+        deadline = time.monotonic() + seconds
+        while not self._waiting:
+            left = deadline - time.monotonic()
+            self._waiting = self.receive(left)
+            if left <= 0:
+                break
+        return self._waiting.pop(0) if self._waiting else None
 
     def close(self) -> None:
         """Close the connection."""

@@ -105,7 +105,9 @@ class ShardingConfig:
 
     Attributes:
         strategy: see :mod:`shardwise.frontends.strategies`.
-        replicas: copies of the model, for hybrid strategies.
+        replicas: copies of the model, for hybrid strategies; None: one per host.
+        over_hosts: whether the job was asked for over several hosts; then hybrid strategies make
+            do with the one that may remain.
         mesh: the same said as a mesh, ``dp_replicate=2,dp_shard=4``.
         param_dtype: of parameters and activations in forward and backward. Shards and optimizer
             state are fp32.
@@ -116,6 +118,7 @@ class ShardingConfig:
 
     strategy: Strategy = Strategy.FULL_SHARD
     replicas: int | None = None
+    over_hosts: bool = False
     mesh: str | None = None
     param_dtype: Precision = Precision.FP32
     reduce_dtype: Precision = Precision.FP32
@@ -324,7 +327,10 @@ def resolve_sharding(config: ShardingConfig, world_size: int, hosts: int = 1) ->
     if config.mesh is None:
         option = "--strategy" if config.replicas is None else "--replicas"
         hint = "; say --replicas R" if config.replicas is None else ""
-        return _resolve(option, config.strategy, world_size, config.replicas, hosts, hint)
+        replicas = config.replicas
+        if replicas is None and config.over_hosts and config.strategy.is_hybrid:
+            replicas = hosts
+        return _resolve(option, config.strategy, world_size, replicas, hosts, hint)
     try:
         sizes = parse_mesh(config.mesh)
     except MeshError as error:
