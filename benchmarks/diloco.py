@@ -256,7 +256,7 @@ def _options() -> argparse.Namespace:
     add("--outer-lr", type=float, default=OuterSGD.lr, help="of the outer steps (0.7)")
     add("--seed", type=int, default=0, help="of weights and order of text (0)")
     names = f"{', '.join(CONTENDERS)}, each with an outer momentum behind a colon or 0.9"
-    add("--contenders", type=_contenders, default=["fp32:0.5", "int8:0.5"], help=names)
+    add("--contenders", type=_contenders, default=["fp32", "int8"], help=names)
     add("--json", type=Path, metavar="FILE", help="write raw numbers here")
     return made.parse_args()
 

@@ -13,7 +13,7 @@ import pytest
 from shardwise.diloco import Streaming, WireFormat
 from shardwise.frontends.strategies import Strategy
 from shardwise.recipes.checkpointing import Checkpoints
-from shardwise.recipes.config import DilocoConfig
+from shardwise.recipes.diloco_config import DilocoConfig
 from shardwise.recipes.lm_config import LmConfig
 from tests.recipes.small import losses, small_config, validation, write_model
 from tests.recipes.test_lm import train, train_until

@@ -9,7 +9,8 @@ from typer import Option
 
 from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat
 from shardwise.frontends.strategies import Strategy
-from shardwise.recipes.config import DilocoConfig, OptionError, require
+from shardwise.recipes.config import OptionError, require
+from shardwise.recipes.diloco_config import DilocoConfig
 
 PANEL = "DiLoCo"
 

@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardwise.diloco import members, state
+from shardwise.diloco.around import AroundOptimizer
 from shardwise.diloco.average import Average
+from shardwise.diloco.checks import checked_group, trained_parameters
 from shardwise.diloco.fragment import Fragment, Pending, deal_out, local_of
 from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat
 from shardwise.diloco.wire import codec_of
@@ -33,7 +34,7 @@ from shardwise.transport.rows import RowSwap
 from shardwise.wrap.blocks import repeated_blocks
 
 
-class DiLoCo(torch.optim.Optimizer):
+class DiLoCo(AroundOptimizer):
     """Distributed low-communication training: ``every`` inner steps, then an outer step for all.
 
     Each replica trains by itself, sharded in any way over ranks of its own. After every ``every``
@@ -85,8 +86,7 @@ class DiLoCo(torch.optim.Optimizer):
         error_feedback: bool = False,
         streaming: Streaming | None = None,
     ) -> None:
-        self.inner = inner
-        super().__init__(inner.param_groups, inner.defaults)
+        super().__init__(inner)
         self._outer = outer or OuterSGD()
         self._streaming = streaming or Streaming()
         self._streaming.check(every)
@@ -98,7 +98,7 @@ class DiLoCo(torch.optim.Optimizer):
         self._sent_before = 0
         self._swap: RowSwap | None = None
         self._group: dist.ProcessGroup | None = None
-        parameters = _trained(model, inner)
+        parameters = trained_parameters(model, inner)
         blocks = [set(block.parameters()) for block in repeated_blocks(model)]
         self._fragments = [
             Fragment(f"fragment {i}", part, keeps_error=error_feedback)
@@ -106,42 +106,6 @@ class DiLoCo(torch.optim.Optimizer):
             if part
         ]
         self.change_group(group)
-
-    # -- an optimizer ----------------------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's."""
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        """The base class begins with none of its own, and adds the inner optimizer's to them."""
-
-    @property
-    def state(self) -> Any:
-        """The inner optimizer's; the outer state is in :meth:`state_dict`."""
-        return self.inner.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        """The base class begins with an empty one of its own."""
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not after construction.
-
-        Raises:
-            NotImplementedError: always; the base class does not add any either.
-        """
-        if hasattr(self, "_fragments"):
-            raise NotImplementedError(
-                "DiLoCo: parameters cannot be added; add them to the inner optimizer and make "
-                "DiLoCo again"
-            )
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, as the inner optimizer does."""
-        self.inner.zero_grad(set_to_none)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -245,7 +209,7 @@ class DiLoCo(torch.optim.Optimizer):
             RanksDivergedError: replicas have other models or settings.
             PeerLostError: a member of the new group is lost.
         """
-        group = _checked_group(group, self._fragments)
+        group = checked_group(group, self._fragments)
         broken = self._finish_if_possible()
         self._sent_before = self.bytes_sent
         self._group = group
@@ -362,62 +326,3 @@ class DiLoCo(torch.optim.Optimizer):
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _trained(model: nn.Module, inner: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer moves, by fully qualified name, in the model's order.
-
-    Raises:
-        ValueError: one is none of the model's.
-    """
-    held = {id(each) for group in inner.param_groups for each in group["params"]}
-    found = {fqn: each for fqn, each in model.named_parameters() if id(each) in held}
-    if len(found) < len(held):
-        known = {id(each) for each in found.values()}
-        place, missing = next(
-            ((i, j), each)
-            for i, group in enumerate(inner.param_groups)
-            for j, each in enumerate(group["params"])
-            if id(each) not in known
-        )
-        raise ValueError(
-            f"inner optimizer: parameter {place[1]} of group {place[0]}, of shape "
-            f"{list(missing.shape)}, is no parameter of the model; make the optimizer after "
-            "sharding the model, and DiLoCo after the optimizer"
-        )
-    if not found:
-        raise ValueError("inner optimizer: found no parameters, expected those of the model")
-    return found
-
-
-def _checked_group(
-    group: dist.ProcessGroup | DeviceMesh | None, fragments: list[Fragment]
-) -> dist.ProcessGroup | None:
-    """The process group of the replicas.
-
-    Raises:
-        ValueError: a mesh of several dimensions, or ranks that share a parameter of one replica.
-    """
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group: found a mesh of {group.ndim} dimensions {group.mesh_dim_names}, expected "
-                'the one that replicates, such as mesh["replicate"]'
-            )
-        group = group.get_group()
-    if group is None:
-        return None
-    ranks = set(dist.get_process_group_ranks(group))
-    me = dist.get_rank()
-    for fragment in fragments:
-        for fqn, parameter in fragment.parameters.items():
-            if not isinstance(parameter, DTensor):
-                continue
-            shared = ranks & set(parameter.device_mesh.mesh.flatten().tolist())
-            if shared - {me}:
-                raise ValueError(
-                    f"group: rank {me} found ranks {sorted(ranks)}, expected one rank of each "
-                    f"replica; but {fqn} is sharded over ranks {sorted(shared)} of them. Shard the "
-                    'model over mesh["shard"] only, and pass group=mesh["replicate"]'
-                )
-    return group

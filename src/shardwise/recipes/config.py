@@ -9,11 +9,10 @@ import enum
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat
 from shardwise.frontends.strategies import (
     REPLICATE,
     SHARD,
@@ -25,6 +24,7 @@ from shardwise.frontends.strategies import (
 )
 from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
+from shardwise.recipes.diloco_config import DilocoConfig
 
 
 class OptionError(UserError, ValueError):
@@ -124,35 +124,6 @@ class ShardingConfig:
     reduce_dtype: Precision = Precision.FP32
     transport: TransportName | None = None
     activation_checkpointing: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class DilocoConfig:
-    """How replicas that train apart meet; see :class:`shardwise.diloco.DiLoCo`.
-
-    Attributes:
-        local_steps: inner steps of a round.
-        outer_lr: learning rate of the outer optimizer.
-        outer_momentum: its Nesterov momentum.
-        wire: what pseudo-gradients are on the wire.
-        error_feedback: send what encoding has lost the next time.
-        streaming: fragments, and the overlap of their exchange with inner steps.
-    """
-
-    local_steps: int = 500
-    outer_lr: float = OuterSGD.lr
-    outer_momentum: float = OuterSGD.momentum
-    wire: WireFormat = WireFormat.FP32
-    error_feedback: bool = False
-    streaming: Streaming = field(default_factory=Streaming)
-
-    @property
-    def outer(self) -> OuterSGD:
-        """The outer optimizer."""
-        return OuterSGD(lr=self.outer_lr, momentum=self.outer_momentum)
-
-    def __str__(self) -> str:
-        return f"meet every {self.local_steps} steps, {self.wire.value} on the wire"
 
 
 @dataclass(frozen=True, kw_only=True)

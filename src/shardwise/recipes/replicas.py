@@ -22,7 +22,7 @@ from shardwise.diloco import DiLoCo
 from shardwise.errors import CheckpointError
 from shardwise.frontends.strategies import REPLICATE, SHARD
 from shardwise.recipes.checkpointing import Checkpoints, Resumable, SaveError
-from shardwise.recipes.config import DilocoConfig
+from shardwise.recipes.diloco_config import DilocoConfig
 from shardwise.recipes.span import Position
 
 #: After so many steps at most, all ranks tell each other whether they were asked to stop.
