@@ -92,7 +92,8 @@ class Meeting:
     def _serve(self) -> None:
         while not self._closed.is_set():
             lines = [host.line for host in (*self._hosts, *self._strangers)]
-            readable, _, _ = select.select([self._listener, *lines], [], [], _POLL)
+            waiting: list[Any] = [self._listener, *lines]
+            readable, _, _ = select.select(waiting, [], [], _POLL)
             if self._listener in readable:
                 with contextlib.suppress(OSError):
                     self._strangers.append(Host(Line(self._listener.accept()[0])))
