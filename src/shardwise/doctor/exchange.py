@@ -70,7 +70,7 @@ def _ping(address: str, port: int) -> float:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(_PING)
         connection.settimeout(DRAIN)
-        took = []
+        took: list[float] = []
         deadline = time.perf_counter() + DRAIN
         while len(took) < _ECHOES and time.perf_counter() < deadline:
             began = time.perf_counter()

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from shardwise.doctor.finding import Finding, fail
-from shardwise.launch.hosts import Nodes, addresses
+from shardwise.launch.hosts import Nodes, addresses, listening
 from shardwise.launch.wire import ClosedError, Line
 
 RENDEZVOUS = "rendezvous"
@@ -158,18 +158,11 @@ class Table:
 def _listen(nodes: Nodes) -> socket.socket:
     own = ", ".join(f"{address} on {name}" for name, address in addresses().items())
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            nodes.address, nodes.port, type=socket.SOCK_STREAM
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
+        return listening(nodes.address, nodes.port)
     except OSError as error:
         text = f"host 0 cannot listen at {nodes.where} ({error.strerror or error})"
         advice = f"--rdzv has to be an address of the host with --node-rank 0 ({own})"
         raise RendezvousError(fail(RENDEZVOUS, text, advice)) from None
-    return listener
 
 
 def _reach(nodes: Nodes) -> Line:

@@ -117,3 +117,26 @@ def interface_towards(towards: str) -> str | None:
     except OSError:
         return None
     return next((name for name, address in addresses().items() if address == own), None)
+
+
+def listening(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens.
+
+    Args:
+        address: of this host, a name or a number.
+        port: 0: one that the kernel chooses.
+
+    Raises:
+        OSError: the address is none of this host's, or the port is taken.
+    """
+    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family)
+    try:
+        if port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(4096)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import IO
 
 from shardwise.launch.errors import signal_name
-from shardwise.launch.hosts import Share
+from shardwise.launch.hosts import Share, listening
 from shardwise.launch.report import Ending, Report
 from shardwise.launch.signals import STOP_SIGNALS
 from shardwise.launch.world import PARENT_PID, REPORT_FD, STORE_FD
@@ -301,15 +301,6 @@ class Launcher:
         signum = self._signals[0]
         _say(f"Stopped by {signal_name(signum)} before the first step; there was nothing to save.")
         return 128 + signum
-
-
-def listening(address: str) -> socket.socket:
-    """A socket that listens at a port which the kernel chose."""
-    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.socket(family)
-    listener.bind((address, 0))
-    listener.listen(4096)
-    return listener
 
 
 def usable_cores() -> int:

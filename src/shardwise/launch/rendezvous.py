@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.launch.errors import UserError
-from shardwise.launch.hosts import Nodes
+from shardwise.launch.hosts import Nodes, listening
 from shardwise.launch.wire import ClosedError, Line
 
 SILENCE = 10.0  # seconds without a sign of life after which a host counts as lost
@@ -92,7 +92,8 @@ class Meeting:
     def _serve(self) -> None:
         while not self._closed.is_set():
             lines = [host.line for host in (*self._hosts, *self._strangers)]
-            readable, _, _ = select.select([self._listener, *lines], [], [], _POLL)
+            waiting: list[Any] = [self._listener, *lines]
+            readable, _, _ = select.select(waiting, [], [], _POLL)
             if self._listener in readable:
                 with contextlib.suppress(OSError):
                     self._strangers.append(Host(Line(self._listener.accept()[0])))
@@ -106,7 +107,7 @@ class Meeting:
             for message in host.line.receive():
                 host.heard = time.monotonic()
                 self._take(host, message)
-        except (ClosedError, KeyError, TypeError, ValueError) as error:
+        except (ClosedError, AttributeError, KeyError, TypeError, ValueError) as error:
             self._drop(host, str(error))
 
     def _take(self, host: Host, message: Mapping[str, Any]) -> None:
@@ -244,13 +245,7 @@ class Meeting:
 
 def _listen(nodes: Nodes) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            nodes.address, nodes.port, type=socket.SOCK_STREAM
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
+        listener = listening(nodes.address, nodes.port)
     except OSError as error:
         raise UserError(
             f"--rdzv: host 0 cannot listen at {nodes.where} ({error.strerror or error}); expected "
