@@ -160,7 +160,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "activation_checkpointing": True, "out": "here", "checkpoint_every": 5, "keep_last": 9,
         "eval_every": 4, "tensorboard": True, "resume": False, "overwrite": True,
         "diloco": None, "tokenizer": None, "streams": None, "batch_tokens": None,
-        "peak_flops": None, "peer_timeout": None,
+        "peak_flops": None, "peer_timeout": None, "over_hosts": False,
     }  # fmt: skip
 
 
