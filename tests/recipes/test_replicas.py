@@ -5,16 +5,19 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from shardwise.diloco import Streaming, WireFormat
 from shardwise.frontends.strategies import Strategy
 from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.diloco_config import DilocoConfig
 from shardwise.recipes.lm_config import LmConfig
+from tests.recipes.corpora import texts, write_jsonl
 from tests.recipes.small import losses, small_config, validation, write_model
 from tests.recipes.test_lm import train, train_until
 
@@ -38,11 +41,21 @@ def resumed_at_4(before: LmConfig, config: LmConfig) -> LmConfig:
     return config
 
 
+def train_and_resume(rank: int, world_size: int, whole: LmConfig, resumed: LmConfig) -> list[str]:
+    """In one world, whose ranks import what reads documents once."""
+    ended = train(rank, world_size, whole)
+    if rank == 0:
+        resumed_at_4(whole, resumed)
+    dist.barrier()
+    return [*ended, *train(rank, world_size, resumed)]
+
+
 def test_a_run_goes_on_bit_for_bit_from_inside_a_round(ranks: Ranks, tmp_path: Path) -> None:
-    whole = diloco(tmp_path, "whole")
-    assert ranks(train, 2, whole) == [["finished"]] * 2
-    resumed = resumed_at_4(whole, diloco(tmp_path, "resumed", resume=True))
-    assert ranks(train, 2, resumed) == [["finished"]] * 2
+    # Documents that are streamed: each replica's checkpoint says where the streams of all stand.
+    documents = (str(write_jsonl(tmp_path / "corpus.jsonl", texts(300))),)
+    whole = replace(diloco(tmp_path, "whole"), data=documents)
+    resumed = replace(diloco(tmp_path, "resumed", resume=True), data=documents)
+    assert ranks(train_and_resume, 2, whole, resumed) == [["finished"] * 2] * 2
     assert losses(resumed) == losses(whole)
     assert validation(resumed) == validation(whole)
     assert [step for step, _ in validation(whole)] == [4, 7]
