@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from _checkpoint_tables import checkpoint_tables
+from _diloco_tables import diloco_tables
 from _memory_tables import memory_tables
 from _overhead_tables import overhead_tables
 from _report import ROOT, Table, machine_line
@@ -38,6 +39,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "checkpoint": checkpoint_tables,
     "scaling": scaling_tables,
     "vit_build": vit_build_tables,
+    "diloco": diloco_tables,
 }
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL

@@ -23,6 +23,7 @@ LAYERS = [
     ["frontends"],
     ["__init__"],
     ["checkpoint", "diloco", "inspect", "launch"],
+    ["doctor"],
     ["recipes"],
     ["cli"],
     ["__main__"],

@@ -42,6 +42,15 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--beta1 1", "--beta1: found 1.0, expected 0 to 1, without 1"),
         ("--seq-length 0", "--seq-length: found 0, expected 1 or more"),
         ("--seq-length 9999", "--seq-length: found 9999, expected at most 1024"),
+        ("--streams 0", "--streams: found 0, expected 1 or more"),
+        ("--peak-flops 0", "--peak-flops: found 0.0, expected operations a second"),
+        ("--nproc 2 --batch-tokens 900", "--batch-tokens: found 900, expected a multiple of 256"),
+        ("--batch-tokens 0", "--batch-tokens: found 0, expected a multiple of 128"),
+        ("--batch-tokens 128 --accumulate 2", "--accumulate: found 2, expected none given"),
+        ("--nnodes 2 --node-rank 2 --rdzv a:1", "--node-rank: found 2, expected 0 to 1"),
+        ("--node-rank 0", "--node-rank: found without --nnodes, expected --nnodes N too"),
+        ("--max-restarts -1", "--max-restarts: found -1, expected 0 or more"),
+        ("--peer-timeout 0", "--peer-timeout: found 0.0, expected a number above 0"),
         ("--sample-tokens -1", "--sample-tokens: found -1"),
         ("--temperature nan", "--temperature: found nan"),
         ("--strategy zero4", "--strategy: found 'zero4', expected one of 'full', 'grad-op'"),
@@ -53,6 +62,16 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--nproc 4 --strategy hybrid", "--strategy: found hybrid on one host without"),
         ("--nproc 4 --strategy hybrid --replicas 3", "--replicas: found 3, expected a number"),
         ("--nproc 4 --replicas 2", "--replicas: found 2 with strategy full"),
+        ("--local-steps 9", "--local-steps: found strategy full, expected --strategy diloco with"),
+        ("--strategy diloco", "--strategy: found diloco on one host without a number of replicas"),
+        ("--strategy diloco --local-steps 0", "--local-steps: found 0, expected 1 or more"),
+        ("--strategy diloco --outer-lr nan", "--outer-lr: found nan, expected a number above 0"),
+        ("--strategy diloco --outer-momentum 1", "--outer-momentum: found 1.0, expected 0 to 1"),
+        ("--strategy diloco --diloco-wire int4", "--diloco-wire: found 'int4', expected one of"),
+        (
+            "--strategy diloco --local-steps 9 --diloco-overlap 9",
+            "--diloco-overlap: found 9, expected 0 or more, less than 9 steps",
+        ),
         ("--model llama-150", "did you mean llama-150m?"),
         ("--data nowhere.txt", "--data: found nothing at nowhere.txt"),
         ("--data empty.txt", "--data: found an empty file: empty.txt"),
@@ -162,7 +181,7 @@ def test_a_missing_extra_says_what_to_install(
 
 def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
-    monkeypatch.setattr(train_lm, "run", lambda job, nproc: jobs.append(job))
+    monkeypatch.setattr(train_lm, "run", lambda job, *_: jobs.append(job))
     arguments = (
         "--model llama-34m --data a.txt b.txt --data c.txt --steps 7 --batch-size 3 "
         "--accumulate 2 --lr 0.5 --beta2 0.5 --weight-decay 0 --warmup 1 --clip-grad 0 --seed 9 "
@@ -183,6 +202,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "mesh": None, "param_dtype": "bf16", "reduce_dtype": "bf16", "transport": "collectives",
         "activation_checkpointing": True, "out": "here", "checkpoint_every": 5, "keep_last": 9,
         "eval_every": 4, "tensorboard": True, "resume": False, "overwrite": True,
+        "diloco": None, "tokenizer": None, "streams": None, "batch_tokens": None,
+        "peak_flops": None, "peer_timeout": None, "over_hosts": False,
     }  # fmt: skip
 
 

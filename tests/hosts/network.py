@@ -43,20 +43,31 @@ class Host:
     name: str
     address: str
 
-    def start(self, module: str, env: Mapping[str, str]) -> subprocess.Popen[str]:
-        """Start ``python -m module`` on this host, which shares no memory with another."""
-        # Only the network and the inter-process memory are apart: files are the same.
-        command = ["ip", "netns", "exec", self.name, "unshare", "--ipc", sys.executable, "-m"]
-        paths = [str(_ROOT / "src"), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    def start(
+        self, module: str, env: Mapping[str, str], *arguments: str, folder: Path = _ROOT
+    ) -> subprocess.Popen[str]:
+        """Start ``python -m module`` on this host, which shares no memory with another.
+
+        Args:
+            module: what to run.
+            env: on top of this process's own.
+            arguments: of the module.
+            folder: where it runs.
+        """
+        # Network, mounts and inter-process memory are apart: only files are the same.
+        apart = ["ip", "netns", "exec", self.name, "unshare", "--ipc", "--mount"]
+        command = [*apart, sys.executable, "-m", module, *arguments]
+        first = filter(None, [env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")])
+        paths = [*first, str(_ROOT / "src"), str(_ROOT)]
         return subprocess.Popen(
-            [*command, module],
-            cwd=_ROOT,
+            command,
+            cwd=folder,
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(paths),
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "eth0",
                 **env,
+                "PYTHONPATH": os.pathsep.join(paths),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -70,13 +81,13 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     hosts = [Host(f"shardwise-{os.getpid()}-{i}", f"10.77.0.{i + 1}") for i in range(2)]
     try:
         for host in hosts:
-            _ip("netns", "add", host.name)
+            run_ip("netns", "add", host.name)
         ends = [("name", "eth0", "netns", host.name) for host in hosts]
-        _ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        run_ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
         for host in hosts:
-            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            run_ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
-                _ip("-n", host.name, "link", "set", device, "up")
+                run_ip("-n", host.name, "link", "set", device, "up")
         yield hosts[0], hosts[1]
     finally:
         for host in hosts:
@@ -115,7 +126,8 @@ def run_over(
     return printed
 
 
-def _ip(*arguments: str) -> None:
+def run_ip(*arguments: str) -> None:
+    """Run ``ip``, which must succeed."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
 

@@ -6,6 +6,7 @@ the command line itself is tested in tests/cli.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import shutil
@@ -24,8 +25,10 @@ from shardwise.recipes.begin import check_folder
 from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import OptionError, Precision
 from shardwise.recipes.lm_config import LmConfig, check_lm
+from shardwise.recipes.metrics import read_metrics
 from shardwise.recipes.sample import sample_tokens
 from shardwise.recipes.training import place_for
+from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import train, train_one
 from tests.recipes.small import losses, small_config, validation, write_model
 
@@ -178,6 +181,41 @@ def test_a_run_goes_on_over_another_world_with_the_same_data(ranks: Ranks, tmp_p
         shutil.rmtree(resumed.files.checkpoints / "step-00000006")
         ranks(train, world, resumed)
         assert [s["from_step"] for s in resumed.files.read()["sessions"]] == [0, 3]
+        for mine, expected in zip(losses(resumed), losses(whole), strict=True):
+            assert mine == pytest.approx(expected, rel=1e-5), f"over {world} ranks"
+
+
+def test_streamed_documents_go_on_exactly_over_another_world(ranks: Ranks, tmp_path: Path) -> None:
+    model = str(write_model(tmp_path, attention_dropout=0.0))
+    write_jsonl(tmp_path / "corpus.jsonl.zst", texts(300))
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
+
+    def config(name: str, **settings: Any) -> LmConfig:
+        small = small_config(
+            tmp_path, name, model=model, steps=6, checkpoint_every=3, sample_tokens=4, **settings
+        )
+        return dataclasses.replace(
+            small,
+            data=(str(tmp_path / "corpus.jsonl.zst"),),
+            tokenizer=tokenizer,
+            batch_tokens=4 * 16,
+            peak_flops=1e12,
+        )
+
+    whole = config("whole")
+    ranks(train, 2, whole)
+    assert whole.files.read()["data"]["tokenizer"] == tokenizer
+    for record in read_metrics(whole.files.metrics):
+        if "loss" in record:
+            assert 0 < record["mfu"] < 1
+    # A step has 4 sequences: of 2 ranks 2 each; one rank takes them in two microbatches.
+    for world in (1, 4):
+        resumed = config(f"over-{world}", resume=True)
+        shutil.copytree(whole.train.output.out, resumed.train.output.out)
+        shutil.rmtree(resumed.files.checkpoints / "step-00000006")
+        ranks(train, world, resumed)
+        sessions = resumed.files.read()["sessions"]
+        assert [(s["from_step"], s["examples_per_step"]) for s in sessions] == [(0, 4), (3, 4)]
         for mine, expected in zip(losses(resumed), losses(whole), strict=True):
             assert mine == pytest.approx(expected, rel=1e-5), f"over {world} ranks"
 

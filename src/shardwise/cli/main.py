@@ -8,7 +8,15 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from shardwise.cli import checkpoint, train_imagenet, train_lm, train_mnist, train_vit
+from shardwise.cli import (
+    checkpoint,
+    doctor,
+    launch_lines,
+    train_imagenet,
+    train_lm,
+    train_mnist,
+    train_vit,
+)
 from shardwise.cli.errors import UsageError, describe
 from shardwise.launch.errors import UserError
 
@@ -25,6 +33,12 @@ train = typer.Typer(
 )
 cli.add_typer(train)
 cli.add_typer(checkpoint.commands)
+cli.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+cli.command(
+    "launch-lines",
+    epilog=launch_lines.EXAMPLES,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)(launch_lines.launch_lines)
 train.command("lm", epilog=train_lm.EXAMPLES)(train_lm.train_lm)
 train.command("mnist", epilog=train_mnist.EXAMPLES)(train_mnist.train_mnist)
 train.command("imagenet", epilog=train_imagenet.EXAMPLES)(train_imagenet.train_imagenet)

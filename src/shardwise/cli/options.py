@@ -40,6 +40,48 @@ FakeData = Annotated[
 Workers = Annotated[
     int, Option(help="Threads that decode pictures, per rank.", rich_help_panel=MODEL)
 ]
+_HOSTS = "Several hosts"
+Nnodes = Annotated[
+    int | None,
+    Option(
+        "--nnodes",
+        help="Hosts of the job; run the same command on each, with its own --node-rank.",
+        rich_help_panel=_HOSTS,
+        show_default="1",
+    ),
+]
+NodeRank = Annotated[
+    int | None,
+    Option(help="This host's number, from 0.", rich_help_panel=_HOSTS, show_default=False),
+]
+Rdzv = Annotated[
+    str | None,
+    Option(
+        metavar="HOST:PORT",
+        help="An address of host 0, where the hosts meet.",
+        rich_help_panel=_HOSTS,
+        show_default=False,
+    ),
+]
+RdzvTimeout = Annotated[
+    float, Option(help="Seconds to wait for all hosts.", rich_help_panel=_HOSTS)
+]
+MaxRestarts = Annotated[
+    int,
+    Option(
+        help="How often to begin again from the last checkpoint when a process or a host was "
+        "lost, with the hosts that remain.",
+        rich_help_panel=_HOSTS,
+    ),
+]
+PeerTimeout = Annotated[
+    float | None,
+    Option(
+        help="Seconds after which a process that does not answer in a collective is lost.",
+        rich_help_panel=_HOSTS,
+        show_default="torch's, 1800",
+    ),
+]
 Accumulate = Annotated[
     int, Option(help="Microbatches per step; gradients are reduced once.", rich_help_panel=STEP)
 ]
@@ -72,7 +114,7 @@ StrategyName = Annotated[
 Replicas = Annotated[
     int | None,
     Option(
-        help="Hybrid strategies: copies of the model.",
+        help="Hybrid strategies and diloco: copies of the model.",
         rich_help_panel=SHARD,
         show_default="one per host",
     ),

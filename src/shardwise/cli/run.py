@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from typing import NoReturn, Protocol
 
-from shardwise.launch.launcher import Launcher, usable_cores
+from shardwise.launch.hosts import Nodes
+from shardwise.launch.launcher import usable_cores
 from shardwise.launch.rank import run_rank
+from shardwise.launch.restarts import run_here, run_over_hosts
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World, find_world
-from shardwise.recipes.config import check_nproc
+from shardwise.recipes.config import check_nproc, require
 
 
 class Job(Protocol):
@@ -25,12 +27,14 @@ class Job(Protocol):
         """Be one rank."""
 
 
-def run(job: Job, nproc: int | None) -> NoReturn:
-    """Be a rank of the world that the environment names, or start a world on this host.
+def run(job: Job, nproc: int | None, nodes: Nodes | None = None, max_restarts: int = 0) -> NoReturn:
+    """Be a rank of the world that the environment names, or start this host's part of a world.
 
     Args:
         job: what to run.
         nproc: ``--nproc``, None where not given.
+        nodes: the hosts of the world; None: this one.
+        max_restarts: how often to begin again when a rank or a host was lost.
 
     Raises:
         UserError: before any process is started.
@@ -40,20 +44,35 @@ def run(job: Job, nproc: int | None) -> NoReturn:
     if world is not None:
         job.check(world)
         run_rank(world, job.run)
-    job.check(World(0, processes, 0, processes))
-    nothing_to_do = job.check_folder()
-    if nothing_to_do is not None:
-        print(nothing_to_do)
-        sys.exit(0)
+    require(max_restarts >= 0, "--max-restarts", max_restarts, "0 or more")
+    host, hosts = (0, 1) if nodes is None else (nodes.rank, nodes.count)
+    job.check(World(host * processes, hosts * processes, 0, processes))
+    if host == 0:
+        # The others may see the folder that host 0 has made already.
+        nothing_to_do = job.check_folder()
+        if nothing_to_do is not None:
+            print(nothing_to_do)
+            sys.exit(0)
     threads = max(1, usable_cores() // processes)
     print(
         f"starting   {_number(processes, 'process', 'es')}, {_number(threads, 'thread', 's')}"
         f"{' each' if processes > 1 else ''}; importing torch takes a moment",
         flush=True,
     )
+    if nodes is None:
+        sys.exit(run_here(_command, processes, max_restarts))
+    print(f"hosts      this is {host} of {hosts}; meeting at {nodes.where}", flush=True)
+    sys.exit(run_over_hosts(_command, processes, nodes, max_restarts))
+
+
+def _command(attempt: int) -> list[str]:
+    """What a rank is started with: this command; from the second attempt on, to go on."""
+    arguments = sys.argv[1:]
+    if attempt:
+        flags = ("--resume", "--overwrite", "--auto-resume")
+        arguments = [*(each for each in arguments if each not in flags), "--auto-resume"]
     # -P: the current folder is the user's, not a place to import from.
-    command = [sys.executable, "-P", "-m", "shardwise", *sys.argv[1:]]
-    sys.exit(Launcher(command, processes).run())
+    return [sys.executable, "-P", "-m", "shardwise", *arguments]
 
 
 def _number(count: int, noun: str, plural: str) -> str:

@@ -7,9 +7,10 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from shardwise.cli import options
+from shardwise.cli import diloco, options
 from shardwise.cli.run import run
 from shardwise.frontends.strategies import Strategy
+from shardwise.launch.hosts import Nodes
 from shardwise.recipes.config import (
     AdamWConfig,
     Device,
@@ -32,8 +33,19 @@ Two processes on this machine, about a minute:
 Your own text, four processes, two copies of the model with two shards each:
   [cyan]shardwise train lm --nproc 4 --data 'notes/**/*.md' --strategy hybrid --replicas 2[/cyan]
 
+Two replicas that meet every 50 steps, as over a slow link:
+  [cyan]shardwise train lm --nproc 2 --strategy diloco --replicas 2 --local-steps 50[/cyan]
+
 Go on with a run that was stopped, or train a finished one for longer:
   [cyan]shardwise train lm --nproc 2 --out runs/lm --resume --steps 900[/cyan]
+
+Documents of the Hugging Face hub, half a million tokens a step:
+  [cyan]shardwise train lm --nproc 8 --data hf:allenai/c4:en --model llama-150m --tokenizer gpt2
+    --batch-tokens 524288[/cyan]
+
+Two hosts, a copy of the model on each; on the second, --node-rank 1:
+  [cyan]shardwise train lm --nproc 8 --strategy hybrid --nnodes 2 --node-rank 0
+    --rdzv host-a:29400[/cyan]
 
 In a world that torchrun made:
   [cyan]torchrun --nproc-per-node 2 -m shardwise train lm --model llama-34m[/cyan]
@@ -45,6 +57,12 @@ _SAMPLE = "Sample"
 def train_lm(
     *,
     nproc: options.Nproc = None,
+    nnodes: options.Nnodes = None,
+    node_rank: options.NodeRank = None,
+    rdzv: options.Rdzv = None,
+    rdzv_timeout: options.RdzvTimeout = 300.0,
+    max_restarts: options.MaxRestarts = 0,
+    peer_timeout: options.PeerTimeout = None,
     model: Annotated[
         str,
         Option(
@@ -55,16 +73,33 @@ def train_lm(
     data: Annotated[
         list[str] | None,
         Option(
-            help="Text to learn from: files, folders, patterns.",
+            help="Text to learn from: files, folders, patterns; .jsonl and .parquet are streamed; "
+            "hf:NAME:CONFIG is a dataset of the Hugging Face hub.",
             rich_help_panel=options.MODEL,
             show_default="the Python standard library's source",
         ),
     ] = None,
     more_data: Annotated[list[str] | None, Argument(hidden=True, metavar="[FILES]...")] = None,
+    tokenizer: Annotated[
+        str | None,
+        Option(
+            help="A tokenizer of transformers, by name or folder; documents are streamed then.",
+            rich_help_panel=options.MODEL,
+            show_default="bytes",
+        ),
+    ] = None,
+    streams: Annotated[
+        int | None,
+        Option(
+            help="Streams that documents are dealt out to; the world size should divide it.",
+            rich_help_panel=options.MODEL,
+            show_default="by world size, 8 or more",
+        ),
+    ] = None,
     seq_length: Annotated[
         int | None,
         Option(
-            help="Tokens (bytes) of a sequence.",
+            help="Tokens of a sequence.",
             rich_help_panel=options.MODEL,
             show_default=options.BY_MODEL,
         ),
@@ -86,6 +121,15 @@ def train_lm(
         ),
     ] = None,
     accumulate: options.Accumulate = 1,
+    batch_tokens: Annotated[
+        int | None,
+        Option(
+            help="Tokens of a step over all ranks; --accumulate follows from it, and --batch-size "
+            "is the most sequences of a microbatch.",
+            rich_help_panel=options.STEP,
+            show_default=False,
+        ),
+    ] = None,
     lr: Annotated[
         float | None,
         Option(
@@ -109,6 +153,14 @@ def train_lm(
     clip_grad: options.ClipGrad = 1.0,
     seed: options.Seed = 0,
     device: options.OnDevice = Device.AUTO,
+    peak_flops: Annotated[
+        float | None,
+        Option(
+            help="Operations a second of one device, for MFU.",
+            rich_help_panel=options.STEP,
+            show_default="from a table of GPUs",
+        ),
+    ] = None,
     strategy: options.StrategyName = Strategy.FULL_SHARD,
     replicas: options.Replicas = None,
     mesh: options.MeshText = None,
@@ -116,6 +168,14 @@ def train_lm(
     reduce_dtype: options.ReduceDtype = Precision.FP32,
     activation_checkpointing: options.ActivationCheckpointing = False,
     transport: options.Transport = None,
+    local_steps: diloco.LocalSteps = None,
+    outer_lr: diloco.OuterLr = None,
+    outer_momentum: diloco.OuterMomentum = None,
+    diloco_wire: diloco.Wire = None,
+    diloco_error_feedback: diloco.ErrorFeedback = False,
+    diloco_fragments: diloco.Fragments = None,
+    diloco_overlap: diloco.Overlap = None,
+    diloco_alpha: diloco.Alpha = None,
     out: options.Out = Path("runs/lm"),
     checkpoint_every: options.CheckpointEvery = 100,
     keep_last: options.KeepLast = 2,
@@ -152,6 +212,7 @@ def train_lm(
     """
     if more_data and not data:
         raise OptionError("arguments", " ".join(more_data), "options; text goes behind --data")
+    nodes = Nodes.of(nnodes, node_rank, rdzv, rdzv_timeout)
     defaults = defaults_for(model)
     output = OutputConfig(
         out=out,
@@ -167,12 +228,17 @@ def train_lm(
         prompt=prompt,
         sample_tokens=sample_tokens,
         temperature=temperature,
+        tokenizer=tokenizer,
+        streams=streams,
+        batch_tokens=batch_tokens,
+        peak_flops=peak_flops,
         train=TrainConfig(
             steps=defaults.steps if steps is None else steps,
             batch_size=defaults.batch_size if batch_size is None else batch_size,
             accumulate=accumulate,
             seed=seed,
             device=device,
+            peer_timeout=peer_timeout,
             optimizer=AdamWConfig(
                 lr=defaults.lr if lr is None else lr,
                 betas=(beta1, beta2),
@@ -183,6 +249,7 @@ def train_lm(
             sharding=ShardingConfig(
                 strategy=strategy,
                 replicas=replicas,
+                over_hosts=nodes is not None and nodes.count > 1,
                 mesh=mesh,
                 param_dtype=param_dtype,
                 reduce_dtype=reduce_dtype,
@@ -190,6 +257,17 @@ def train_lm(
                 activation_checkpointing=activation_checkpointing,
             ),
             output=options.Restart(resume, auto_resume, overwrite).of(output),
+            diloco=diloco.config_of(
+                strategy,
+                local_steps=local_steps,
+                outer_lr=outer_lr,
+                outer_momentum=outer_momentum,
+                diloco_wire=diloco_wire,
+                diloco_error_feedback=diloco_error_feedback or None,
+                diloco_fragments=diloco_fragments,
+                diloco_overlap=diloco_overlap,
+                diloco_alpha=diloco_alpha,
+            ),
         ),
     )
-    run(Job(config), nproc)
+    run(Job(config), nproc, nodes, max_restarts)

@@ -9,6 +9,10 @@ Below this file nobody asks which strategy it is.
     NO_SHARD            (N, 1)                    False                   0
     HYBRID_SHARD        (R, N / R)                True                    3 inside, 0 across
     HYBRID_SHARD_ZERO2  (R, N / R)                False                   2 inside, 0 across
+    DILOCO              (R, N / R), shard only    True                    3 inside, apart across
+
+DILOCO shards over the second dimension alone; across the first, replicas train apart and meet once
+in many steps (:mod:`shardwise.diloco`).
 
 ZERO1 differs from SHARD_GRAD_OP under accumulation only: gradients are kept whole between
 microbatches and reduced once per step.
@@ -32,8 +36,8 @@ SHARD = "dp_shard"
 class Strategy(enum.Enum):
     """How parameters, gradients and optimizer state are spread over ranks.
 
-    Torch's ``ShardingStrategy`` and ZeRO-1, as the command line writes them; :meth:`of` reads the
-    former.
+    Torch's ``ShardingStrategy``, ZeRO-1 and DiLoCo, as the command line writes them; :meth:`of`
+    reads the first.
     """
 
     FULL_SHARD = "full"
@@ -42,6 +46,7 @@ class Strategy(enum.Enum):
     HYBRID_SHARD = "hybrid"
     HYBRID_SHARD_ZERO2 = "hybrid-zero2"
     ZERO1 = "zero1"
+    DILOCO = "diloco"
 
     @classmethod
     def of(cls, strategy: ShardingStrategy) -> Strategy:
@@ -61,7 +66,7 @@ class Strategy(enum.Enum):
     @property
     def is_hybrid(self) -> bool:
         """Whether it needs to be told how many replicas there are."""
-        return self in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
+        return self in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2, Strategy.DILOCO)
 
 
 class MeshError(ValueError):
@@ -86,17 +91,23 @@ class ShardingPlan:
         shape: ranks along each mesh dimension.
         names: names of the mesh dimensions.
         reshard_after_forward: free the full parameters between forward and backward.
+        apart: replicas train apart: their dimension of the mesh is none of ``fully_shard``'s.
     """
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
     reshard_after_forward: bool
+    apart: bool = False
 
     def make_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh over all ranks of the default process group."""
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(device_type, self.shape, mesh_dim_names=self.names)
+
+    def sharding_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The part of the mesh that ``fully_shard`` takes."""
+        return mesh[SHARD] if self.apart else mesh
 
     def __str__(self) -> str:
         return " x ".join(f"{n}={s}" for n, s in zip(self.names, self.shape, strict=True))
@@ -110,14 +121,14 @@ def resolve(
     Args:
         strategy: what the user asks for.
         world_size: number of ranks.
-        replicas: number of copies of the model, for the hybrid strategies. Where None: one per
-            host, if there are several hosts.
+        replicas: number of copies of the model, for the hybrid strategies and DiLoCo. Where None:
+            one per host, if there are several hosts.
         hosts: number of hosts that the ranks are spread over.
 
     Raises:
         MeshError: the three contradict each other.
     """
-    reshard = strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
+    reshard = strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD, Strategy.DILOCO)
     if strategy is Strategy.NO_SHARD:
         _require_replicas(strategy, replicas, world_size)
         return ShardingPlan((world_size, 1), (REPLICATE, SHARD), reshard)
@@ -133,7 +144,8 @@ def resolve(
         replicas = hosts
     if replicas < 1 or world_size % replicas:
         raise MeshError(f"{replicas}", f"a number that divides the {world_size} ranks")
-    return ShardingPlan((replicas, world_size // replicas), (REPLICATE, SHARD), reshard)
+    shape = (replicas, world_size // replicas)
+    return ShardingPlan(shape, (REPLICATE, SHARD), reshard, apart=strategy is Strategy.DILOCO)
 
 
 def _require_replicas(strategy: Strategy, found: int | None, expected: int) -> None:

@@ -15,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
 from shardwise.launch.errors import signal_name
+from shardwise.launch.hosts import Share, listening
 from shardwise.launch.report import Ending, Report
 from shardwise.launch.signals import STOP_SIGNALS
 from shardwise.launch.world import PARENT_PID, REPORT_FD, STORE_FD
@@ -104,10 +105,20 @@ class Launcher:
         command: program and arguments, the same for every rank.
         nproc: number of ranks.
         environ: environment of the ranks; this process's own where None.
+        share: which ranks of several hosts these are; None: all of them are here.
+        listener: where rank 0 is here, and hosts are several: bound, for the store.
+        is_over: asked often while ranks run: whether the job has ended elsewhere.
     """
 
     def __init__(
-        self, command: Sequence[str], nproc: int, environ: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        nproc: int,
+        environ: Mapping[str, str] | None = None,
+        *,
+        share: Share | None = None,
+        listener: socket.socket | None = None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._command = list(command)
         self._nproc = nproc
@@ -115,6 +126,12 @@ class Launcher:
         self._ranks: list[LocalRank] = []
         self._signals: list[int] = []
         self._first_signal_at = 0.0
+        self._share = share
+        self._listener = listener
+        self._is_over = is_over
+        self.failed = False
+        self.echo = False
+        self.may_restart = False
 
     def run(self) -> int:
         """Start the ranks and wait for them.
@@ -122,6 +139,10 @@ class Launcher:
         Returns:
             0, or the exit code of the rank that failed first (128 + signal for one that a signal
             killed), or 128 + signal when the run was stopped. By then no rank is running.
+            ``failed`` says whether it ended badly, as against having been stopped in order;
+            ``echo`` whether only because ranks of other hosts went first; ``may_restart`` whether
+            another attempt may end better: a rank was killed, crashed or lost a peer, as against a
+            mistake of its user.
         """
         before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
         try:
@@ -152,30 +173,34 @@ class Launcher:
 
     def _spawn(self) -> None:
         # Bound here and served by rank 0, so that no other program can take the port in between.
-        with socket.socket() as listener:
-            listener.bind((LOOPBACK, 0))
-            listener.listen(4096)
-            shared = self._shared_environment(listener.getsockname()[1])
-            for rank in range(self._nproc):
-                self._ranks.append(self._start(rank, shared, listener.fileno()))
+        with self._listener or listening(LOOPBACK) as listener:
+            alone = Share(0, self._nproc, LOOPBACK, listener.getsockname()[1], "lo")
+            share = self._share or alone
+            shared = self._shared_environment(share)
+            for local in range(self._nproc):
+                self._ranks.append(self._start(share.first, local, shared, listener.fileno()))
 
-    def _shared_environment(self, port: int) -> dict[str, str]:
+    def _shared_environment(self, share: Share) -> dict[str, str]:
         env = {
             **self._environ,
-            "WORLD_SIZE": str(self._nproc),
+            "WORLD_SIZE": str(share.world_size),
             "LOCAL_WORLD_SIZE": str(self._nproc),
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(port),
+            "MASTER_ADDR": share.address,
+            "MASTER_PORT": str(share.port),
             PARENT_PID: str(os.getpid()),
         }
         env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // self._nproc)))
-        if sys.platform.startswith("linux"):
-            # The ranks share a host: the name of this host need not resolve.
-            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if sys.platform.startswith("linux") and share.interface is not None:
+            # Else backends look up the name of this host, which need not resolve, or to what
+            # other hosts cannot reach.
+            env.setdefault("GLOO_SOCKET_IFNAME", share.interface)
+            if self._share is not None:
+                env.setdefault("NCCL_SOCKET_IFNAME", share.interface)
         return env
 
-    def _start(self, rank: int, shared: Mapping[str, str], listener: int) -> LocalRank:
-        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    def _start(self, first: int, local: int, shared: Mapping[str, str], listener: int) -> LocalRank:
+        rank = first + local
+        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(local)}
         # Rank 0 speaks to the user. The others' output is kept for the case that they crash.
         output = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the rank)
         pipe, child_pipe = os.pipe()
@@ -207,6 +232,8 @@ class Launcher:
                 return self._fail()
             if all(rank.code is not None for rank in self._ranks):
                 return self._finish()
+            if self._is_over():
+                return self._end_with_the_job()
             if len(self._signals) > 1:
                 return self._kill("at once")
             if self._signals and not forwarded:
@@ -231,7 +258,14 @@ class Launcher:
         _say(stopped[0].text)
         return stopped[0].exit_code
 
+    def _end_with_the_job(self) -> int:
+        for rank in self._ranks:
+            rank.kill()
+        _restore_cursor()
+        return 1
+
     def _kill(self, how: str) -> int:
+        self.failed = True
         for rank in self._ranks:
             rank.kill()
         _restore_cursor()
@@ -245,15 +279,20 @@ class Launcher:
             time.sleep(POLL)
             self._look()
         self._look()
+        self.failed = True
         failed = [rank for rank in self._ranks if rank.failed]
         if self._signals and all(_is_echo(rank) for rank in failed):
             # Ranks that lost a peer because it had stopped already, as asked.
             return self._stop_early()
+        self.echo = all(_is_echo(rank) for rank in failed)
+        self.may_restart = not self._signals and all(
+            rank.report is None or rank.report.ending is not Ending.USER for rank in failed
+        )
         first = min(failed, key=lambda rank: (_is_echo(rank), rank.failed_at))
         for rank in self._ranks:
             rank.kill()
         _restore_cursor()
-        return _show(first, self._nproc)
+        return _show(first, self._nproc if self._share is None else self._share.world_size)
 
     def _stop_early(self) -> int:
         for rank in self._ranks:

@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import NoReturn
 
 from shardwise.errors import PeerLostError
@@ -53,7 +54,7 @@ def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoRetu
 
 
 @contextlib.contextmanager
-def connected(world: World, backend: str) -> Iterator[None]:
+def connected(world: World, backend: str, timeout: float | None = None) -> Iterator[None]:
     """Be a member of the default process group of ``torch.distributed``.
 
     Under our launcher rank 0 serves the store on a socket that the launcher has bound already, so
@@ -62,7 +63,9 @@ def connected(world: World, backend: str) -> Iterator[None]:
     Args:
         world: this rank.
         backend: for ``init_process_group``, e.g. ``gloo``.
+        timeout: seconds that a collective may take; None: torch's default.
     """
+    limit = None if timeout is None else timedelta(seconds=timeout)
     import torch.distributed as dist
 
     fd = os.environ.get(STORE_FD)
@@ -74,9 +77,11 @@ def connected(world: World, backend: str) -> Iterator[None]:
             is_master=world.rank == 0,
             master_listen_fd=None if fd is None else int(fd),
         )
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+        dist.init_process_group(
+            backend, store=store, rank=world.rank, world_size=world.size, timeout=limit
+        )
     else:
-        dist.init_process_group(backend, rank=world.rank, world_size=world.size)
+        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=limit)
     yield
     # Only after success: with a peer gone, tearing down may wait for it. The barrier keeps rank
     # 0's store alive until no rank needs it.

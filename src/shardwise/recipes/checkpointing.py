@@ -5,9 +5,10 @@ checkpoints/step-00000040/    model, optimizer, and in `extra`: position, random
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.checkpoint.commit import delete, step_folder, steps
 from shardwise.checkpoint.manifest import Manifest, read_manifest
@@ -17,9 +18,26 @@ from shardwise.recipes.span import Position
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from torch import nn
 
-_POSITION, _RANDOM = "position", "random"
+# Where DiLoCo keeps the outer state; it hides that from those who look at the inner one's.
+DILOCO = "diloco"
+_POSITION, _RANDOM, _DATA, _REPLICAS = "position", "random", "data", "replicas"
+
+
+class Resumable(Protocol):
+    """Data of which a number of examples does not tell quickly enough where it stands."""
+
+    def state(self) -> dict[str, Any]:
+        """This rank's part of where it stands: tensors and plain values under its own names."""
+
+    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+        """Go on from what all ranks' parts make, on the same or another world.
+
+        Raises:
+            CheckpointError: it is no such state; ``where`` says which file it is from.
+        """
 
 
 class SaveError(UserError):
@@ -34,11 +52,25 @@ class Checkpoints:
     Args:
         folder: where they lie; made when the first is saved.
         keep_last: how many to keep; older ones are deleted once a newer one is complete.
+        data: what has a position of its own in them.
+        group: the ranks whose checkpoints they are; ``None``: all.
+        replicas: how many replicas train apart, each with checkpoints of its own.
     """
 
-    def __init__(self, folder: Path, keep_last: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int = 2,
+        data: Resumable | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        replicas: int = 1,
+    ) -> None:
         self._folder = folder
         self._keep_last = keep_last
+        self._data = data
+        self._group = group
+        self._replicas = replicas
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, oldest first."""
@@ -47,6 +79,17 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""
         return step_folder(self._folder, step)
+
+    def replicas(self, step: int) -> int:
+        """How many replicas trained apart when the checkpoint of a step was saved.
+
+        Raises:
+            UserError: the file that says so is damaged.
+        """
+        try:
+            return _replicas(_extra_values(read_manifest(self.path(step))))
+        except CheckpointError as error:
+            raise UserError(f"--resume: {error}") from None
 
     def position(self, step: int) -> Position:
         """How far the run was.
@@ -76,11 +119,17 @@ class Checkpoints:
         target = self.path(position.step)
         if position.step in self.steps():
             return target
-        extra = {_POSITION: asdict(position), _RANDOM: _random_state()}
+        extra: dict[str, Any] = {
+            _POSITION: asdict(position),
+            _RANDOM: _random_state(),
+            _REPLICAS: {"count": self._replicas},
+        }
+        if self._data is not None:
+            extra[_DATA] = self._data.state()
         try:
-            if dist.get_rank() == 0 and target.exists():
+            if dist.get_rank(self._group) == 0 and target.exists():
                 delete(target)  # it is not complete
-            save(target, model, optimizer, extra, keep_last=self._keep_last)
+            save(target, model, optimizer, extra, keep_last=self._keep_last, group=self._group)
         except (CheckpointError, OSError) as error:
             raise SaveError(self._lost(position.step, error)) from error
         return target
@@ -99,9 +148,17 @@ class Checkpoints:
 
         path = self.path(step)
         try:
-            extra = load(path, model, optimizer)
+            extra = load(path, model, optimizer, group=self._group)
+            if any(DILOCO in state for state in optimizer.state.values()):
+                raise CheckpointError(
+                    f"{path}: was saved by --strategy diloco; go on with that (with --replicas 1, "
+                    "if need be)"
+                )
             position = _position(extra, path)
-            if read_manifest(path).world_size == dist.get_world_size():
+            if self._data is not None:
+                self._data.load_state(extra.get(_DATA, {}), path)
+            before = (read_manifest(path).world_size, _replicas(extra))
+            if before == (dist.get_world_size(self._group), self._replicas):
                 _set_random_state(extra, path)
         except CheckpointError as error:
             raise UserError(f"--resume: {error}") from error
@@ -128,6 +185,13 @@ def _position(extra: dict[str, Any], path: Path) -> Position:
         case {"step": int(step), "examples": int(examples)}:
             return Position(step, examples)
     raise CheckpointError(f"{path}: found {found!r} as extra.{_POSITION}, expected step, examples")
+
+
+def _replicas(extra: dict[str, Any]) -> int:
+    match extra.get(_REPLICAS):
+        case {"count": int(count)} if count > 0:
+            return count
+    return 1  # as before there were replicas that train apart
 
 
 def _random_state() -> dict[str, dict[str, torch.Tensor]]:

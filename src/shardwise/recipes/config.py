@@ -24,6 +24,7 @@ from shardwise.frontends.strategies import (
 )
 from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
+from shardwise.recipes.diloco_config import DilocoConfig
 
 
 class OptionError(UserError, ValueError):
@@ -104,7 +105,9 @@ class ShardingConfig:
 
     Attributes:
         strategy: see :mod:`shardwise.frontends.strategies`.
-        replicas: copies of the model, for hybrid strategies.
+        replicas: copies of the model, for hybrid strategies; None: one per host.
+        over_hosts: whether the job was asked for over several hosts; then hybrid strategies make
+            do with the one that may remain.
         mesh: the same said as a mesh, ``dp_replicate=2,dp_shard=4``.
         param_dtype: of parameters and activations in forward and backward. Shards and optimizer
             state are fp32.
@@ -115,6 +118,7 @@ class ShardingConfig:
 
     strategy: Strategy = Strategy.FULL_SHARD
     replicas: int | None = None
+    over_hosts: bool = False
     mesh: str | None = None
     param_dtype: Precision = Precision.FP32
     reduce_dtype: Precision = Precision.FP32
@@ -159,6 +163,9 @@ class TrainConfig:
         accumulate: microbatches per step.
         seed: of initial weights, order of data and dropout.
         device: where to train.
+        diloco: with the strategy of that name, and with no other.
+        peer_timeout: seconds after which a rank that does not answer in a collective is lost;
+            None: torch's own, half an hour.
     """
 
     steps: int | None = None
@@ -166,10 +173,12 @@ class TrainConfig:
     batch_size: int
     optimizer: AdamWConfig | SgdConfig
     output: OutputConfig
+    diloco: DilocoConfig | None = None
     sharding: ShardingConfig = ShardingConfig()
     accumulate: int = 1
     seed: int = 0
     device: Device = Device.AUTO
+    peer_timeout: float | None = None
 
     def examples_per_step(self, world_size: int) -> int:
         """Examples that all ranks together take for one step."""
@@ -194,6 +203,9 @@ def check_train(config: TrainConfig) -> None:
         _at_least("--epochs", config.epochs, 1)
     _at_least("--batch-size", config.batch_size, 1)
     _at_least("--accumulate", config.accumulate, 1)
+    if config.peer_timeout is not None:
+        found, expected = config.peer_timeout, "a number above 0"
+        require(0 < found < math.inf, "--peer-timeout", found, expected)
     require(0 <= config.seed < 2**63, "--seed", config.seed, "0 to 2^63 - 1")
     _check_optimizer(config.optimizer)
     _check_output(config.output)
@@ -204,6 +216,23 @@ def check_train(config: TrainConfig) -> None:
         "--replicas too",
         "one of the two",
     )
+    _check_diloco(config)
+
+
+def _check_diloco(config: TrainConfig) -> None:
+    apart = config.sharding.strategy is Strategy.DILOCO
+    strategy = config.sharding.strategy.value
+    require(
+        apart == (config.diloco is not None),
+        "--strategy",
+        f"{strategy} with{'out' if apart else ''} settings of DiLoCo",
+        f"{Strategy.DILOCO.value} with them, or another without",
+    )
+    if config.diloco is not None:
+        try:
+            config.diloco.streaming.check(config.diloco.local_steps)
+        except ValueError as error:
+            raise OptionError("--local-steps", config.diloco.local_steps, str(error)) from None
 
 
 def _check_optimizer(config: AdamWConfig | SgdConfig) -> None:
@@ -269,7 +298,10 @@ def resolve_sharding(config: ShardingConfig, world_size: int, hosts: int = 1) ->
     if config.mesh is None:
         option = "--strategy" if config.replicas is None else "--replicas"
         hint = "; say --replicas R" if config.replicas is None else ""
-        return _resolve(option, config.strategy, world_size, config.replicas, hosts, hint)
+        replicas = config.replicas
+        if replicas is None and config.over_hosts and config.strategy.is_hybrid:
+            replicas = hosts
+        return _resolve(option, config.strategy, world_size, replicas, hosts, hint)
     try:
         sizes = parse_mesh(config.mesh)
     except MeshError as error:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.launch.errors import UserError
 from shardwise.recipes.config import OptionError
@@ -142,6 +142,23 @@ class TextData:
     train: ByteStream
     validation: ByteStream
 
+    @property
+    def summary(self) -> str:
+        """For people: how much there is."""
+        files = "file" if self.files == 1 else "files"
+        return f"{self.name}, {len(self.train)} tokens in {self.files} {files}"
+
+    def facts(self) -> dict[str, Any]:
+        """For ``run.json``."""
+        return {
+            "name": self.name,
+            "summary": self.summary,
+            "files": self.files,
+            "training_tokens": len(self.train),
+            "validation_tokens": len(self.validation),
+            "fingerprint": self.fingerprint(),
+        }
+
     def fingerprint(self) -> str:
         """See :meth:`ByteStream.fingerprint`."""
         return f"{self.train.fingerprint()}-{self.validation.fingerprint()}"
@@ -160,8 +177,7 @@ def load_text(paths: Sequence[str], seq_length: int) -> TextData:
     Raises:
         OptionError: a path that does not exist, is empty or cannot be read, or too little text.
     """
-    files = [file for text in paths for file in _expand(text)] if paths else _stdlib_files()
-    sizes = {file: file.stat().st_size for file in dict.fromkeys(files)}
+    sizes = {file: file.stat().st_size for file in find_files(paths)}
     name = "the Python standard library's source" if not paths else ", ".join(paths)
     train, validation = _split([(file, size) for file, size in sizes.items() if size], seq_length)
     data = TextData(name, len(sizes), ByteStream(train), ByteStream(validation))
@@ -175,6 +191,16 @@ def load_text(paths: Sequence[str], seq_length: int) -> TextData:
                 f"at least {smallest} for {part} with --seq-length {seq_length}",
             )
     return data
+
+
+def find_files(paths: Sequence[str]) -> list[Path]:
+    """The files that ``--data`` names, each once; the standard library's source where empty.
+
+    Raises:
+        OptionError: a path that does not exist, is empty or cannot be read.
+    """
+    files = [file for text in paths for file in _expand(text)] if paths else _stdlib_files()
+    return list(dict.fromkeys(files))
 
 
 def _split(

@@ -6,10 +6,13 @@ import functools
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from shardwise import FSDPModule
 from shardwise.recipes.config import AdamWConfig
-from shardwise.recipes.data import SEPARATOR, VOCAB_SIZE, decode
+from shardwise.recipes.flops import Utilisation
 from shardwise.recipes.lm_config import LmInputs
+from shardwise.recipes.lm_data import open_data
 from shardwise.recipes.model import (
     build,
     checkpoint_layers,
@@ -18,19 +21,22 @@ from shardwise.recipes.model import (
     next_token_loss,
 )
 from shardwise.recipes.optim import make_adamw, warmup_cosine
-from shardwise.recipes.progress import brief, printable
+from shardwise.recipes.progress import printable
+from shardwise.recipes.replicas import replicas_of
 from shardwise.recipes.rundir import write_text
 from shardwise.recipes.sample import sample_tokens
 from shardwise.recipes.sharded import shard
 from shardwise.recipes.task import Place, Task, no_more
-from shardwise.recipes.text import TextBatches, ValidationLoss
+from shardwise.recipes.text import ValidationLoss
+from shardwise.recipes.tokens import Vocabulary
 
 
 def assemble(inputs: LmInputs, place: Place) -> Task:
     """Build model, optimizer and data on one rank."""
     config, train = inputs.config, inputs.train
     assert isinstance(train.optimizer, AdamWConfig)
-    model = build(inputs.settings, VOCAB_SIZE, SEPARATOR)
+    data = open_data(inputs.text, config, place.world, place.device)
+    model = build(inputs.settings, data.vocabulary.size, data.vocabulary.separator)
     if train.sharding.activation_checkpointing:
         checkpoint_layers(model)
     sharded = shard(model, decoder_layers(model), train.sharding, place)
@@ -38,30 +44,30 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
     curve = warmup_cosine(
         train.optimizer, inputs.span.steps_in_all(train.examples_per_step(place.world.size))
     )
+    optimizer: torch.optim.Optimizer = make_adamw(model, train.optimizer)
+    introduction, replicas = [("data", data.summary)], None
+    if train.diloco is not None:
+        optimizer, replicas = replicas_of(model, optimizer, place.mesh, train.diloco)
+        introduction.append(("replicas", str(train.diloco)))
+    use = Utilisation.of(model, config.seq_length, place.device, config.peak_flops)
     return Task(
         title=f"{config.model} on {inputs.text.name}",
         model_name=config.model,
         model=sharded,
-        optimizer=make_adamw(model, train.optimizer),
+        optimizer=optimizer,
         schedule=lambda position: curve(position.step),
-        data=TextBatches(inputs.text, config, place.device),
+        data=data.batches,
         loss=next_token_loss,
-        evaluate=ValidationLoss(model, inputs.text.validation, config, place.world, place.device),
+        evaluate=ValidationLoss(model, data.validation, config, place.world, place.device),
         unit="tokens",
         units_per_example=config.seq_length,
+        peak_units_per_s=use.peak_tokens_per_s(place.world.size),
+        position=data.position,
         example=f"sequences x {config.seq_length} tokens",
         loss_unit="nats per token",
-        introduction=[("data", _about(inputs))],
-        finish=functools.partial(_write_sample, inputs, place, sharded),
-    )
-
-
-def _about(inputs: LmInputs) -> str:
-    text = inputs.text
-    return (
-        f"{text.name}: {brief(len(text.train))} tokens to learn from, "
-        f"{brief(len(text.validation))} held back; {text.files:,} "
-        f"{'file' if text.files == 1 else 'files'}"
+        introduction=[*introduction, ("compute", str(use))],
+        replicas=replicas,
+        finish=functools.partial(_write_sample, inputs, place, sharded, data.vocabulary),
     )
 
 
@@ -69,6 +75,7 @@ def _write_sample(
     inputs: LmInputs,
     place: Place,
     model: FSDPModule,
+    vocabulary: Vocabulary,
     checkpoint: Path,
     results: Mapping[str, float],
 ) -> Mapping[str, float]:
@@ -78,16 +85,16 @@ def _write_sample(
         return no_more(checkpoint, results)
     tokens = sample_tokens(
         model,
-        [SEPARATOR, *config.prompt_text.encode()],
+        [vocabulary.separator, *vocabulary.encode(config.prompt_text)],
         config.sample_tokens,
-        vocab_size=SEPARATOR,
+        vocab_size=vocabulary.used,
         temperature=config.temperature,
         window=config.seq_length,
         seed=config.train.seed,
         device=place.device,
     )
     if place.world.rank == 0:
-        text = config.prompt_text + decode(tokens)
+        text = config.prompt_text + vocabulary.decode(tokens)
         say = place.display.say
         write_text(config.files.sample, text + "\n")
         say(f"sample     {config.files.sample}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.launch.world import World
@@ -20,11 +20,13 @@ from shardwise.recipes.config import (
 from shardwise.recipes.data import TextData, load_text
 from shardwise.recipes.presets import longest_sequence, model_settings
 from shardwise.recipes.rundir import RunDir, check_same
+from shardwise.recipes.sources import Documents, find_documents, is_streamed
 from shardwise.recipes.span import Span
 
 if TYPE_CHECKING:
     from shardwise.recipes.task import Place, Task
 
+_NOT_BOTH = "none given with --batch-tokens, from which it follows"
 DEFAULT_PROMPT = "class Shard:\n    def __init__(self, "  # for the default data
 
 
@@ -39,6 +41,11 @@ class LmConfig:
         prompt: what the sample begins with; None: what suits the data.
         sample_tokens: length of the sample; 0: none.
         temperature: of the sample.
+        tokenizer: name or folder of a tokenizer of ``transformers``; None: tokens are bytes.
+        streams: into how many streams documents are dealt out; None: what suits the world.
+        batch_tokens: tokens of a step over all ranks, from which microbatches follow; None: they
+            follow from ``train.batch_size`` and ``train.accumulate``.
+        peak_flops: of one device, for its utilisation; None: from a table.
         train: everything that is not particular to language models.
     """
 
@@ -48,6 +55,10 @@ class LmConfig:
     prompt: str | None = None
     sample_tokens: int = 200
     temperature: float = 0.9
+    tokenizer: str | None = None
+    streams: int | None = None
+    batch_tokens: int | None = None
+    peak_flops: float | None = None
     train: TrainConfig
 
     @property
@@ -81,7 +92,7 @@ class LmInputs:
 
     config: LmConfig
     settings: dict[str, Any]
-    text: TextData
+    text: TextData | Documents
 
     @property
     def train(self) -> TrainConfig:
@@ -98,13 +109,7 @@ class LmInputs:
         return {
             "config": as_json(self.config),
             "model": {"name": self.config.model, "settings": self.settings},
-            "data": {
-                "name": self.text.name,
-                "files": self.text.files,
-                "training_tokens": len(self.text.train),
-                "validation_tokens": len(self.text.validation),
-                "fingerprint": self.text.fingerprint(),
-            },
+            "data": self.text.facts(),
         }
 
     def check_same(self, before: Mapping[str, Any]) -> None:
@@ -116,12 +121,11 @@ class LmInputs:
             expected = f"{model.get('name')} as it was when the run began that --resume goes on"
             raise OptionError("--model", f"{self.config.model}, another model", expected)
         if data.get("fingerprint") != now["data"]["fingerprint"]:
-            tokens = f"{now['data']['training_tokens']} tokens in {now['data']['files']} files"
             raise OptionError(
                 "--data",
-                f"{self.text.name}, {tokens}",
-                f"{data.get('name')}, {data.get('training_tokens')} tokens in {data.get('files')} "
-                "files, as the run began that --resume goes on",
+                f"{self.text.summary}, tokenizer {self.config.tokenizer or 'bytes'}",
+                f"{data.get('summary')}, tokenizer {data.get('tokenizer', 'bytes')}, as the run "
+                "began that --resume goes on",
             )
 
     def assemble(self, place: Place) -> Task:
@@ -138,15 +142,54 @@ def check_lm(config: LmConfig, world: World) -> LmInputs:
         UserError: one line saying what is wrong.
     """
     check_train(config.train)
-    require(config.seq_length >= 1, "--seq-length", config.seq_length, "1 or more")
-    require(config.sample_tokens >= 0, "--sample-tokens", config.sample_tokens, "0 or more")
-    require(0 <= config.temperature < math.inf, "--temperature", config.temperature, "0 or more")
+    _check_numbers(config)
     resolve_sharding(config.train.sharding, world.size, world.hosts)
     settings = model_settings(config.model)
     longest = longest_sequence(settings)
     if longest is not None:
         expected = f"at most {longest}, the positions of {config.model}"
         require(config.seq_length <= longest, "--seq-length", config.seq_length, expected)
-    inputs = LmInputs(config, settings, load_text(config.data, config.seq_length))
     check_extras(["transformers", "matplotlib"], tensorboard=config.train.output.tensorboard)
-    return inputs
+    if is_streamed(config.data, config.tokenizer):
+        documents = find_documents(config.data, config.tokenizer)
+        return LmInputs(sized(config, world.size), settings, documents)
+    text = load_text(config.data, config.seq_length)
+    return LmInputs(sized(config, world.size), settings, text)
+
+
+def _check_numbers(config: LmConfig) -> None:
+    require(config.seq_length >= 1, "--seq-length", config.seq_length, "1 or more")
+    require(config.sample_tokens >= 0, "--sample-tokens", config.sample_tokens, "0 or more")
+    require(0 <= config.temperature < math.inf, "--temperature", config.temperature, "0 or more")
+    if config.streams is not None:
+        require(config.streams >= 1, "--streams", config.streams, "1 or more")
+    if config.peak_flops is not None:
+        found, expected = config.peak_flops, "operations a second of one device, as 312e12"
+        require(0 < found < math.inf, "--peak-flops", found, expected)
+
+
+def sized(config: LmConfig, world_size: int) -> LmConfig:
+    """The configuration with its microbatches, where ``batch_tokens`` says how large a step is.
+
+    A step has the same examples in every world that can share them out evenly: a microbatch has as
+    many sequences as go into a step without a rest, at most ``train.batch_size``.
+
+    Raises:
+        OptionError: the tokens cannot be shared out.
+    """
+    if config.batch_tokens is None:
+        return config
+    tokens, smallest = config.batch_tokens, config.seq_length * world_size
+    require(config.train.accumulate == 1, "--accumulate", config.train.accumulate, _NOT_BOTH)
+    near = max(1, round(tokens / smallest)) * smallest
+    require(
+        tokens > 0 and tokens % smallest == 0,
+        "--batch-tokens",
+        tokens,
+        f"a multiple of {smallest}, which is {config.seq_length} tokens x {world_size} ranks, "
+        f"such as {near}",
+    )
+    each = tokens // smallest
+    size = max(n for n in range(1, config.train.batch_size + 1) if each % n == 0)
+    train = replace(config.train, batch_size=size, accumulate=each // size)
+    return replace(config, train=train)

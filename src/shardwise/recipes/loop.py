@@ -14,6 +14,7 @@ One step, on every rank:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import sys
@@ -120,6 +121,8 @@ class Loop:
                     self._durations.append(time.perf_counter() - started)
                     position = outcome.position
                     self._write(outcome)
+                    if self._task.replicas is not None and not self._left(position):
+                        self._task.replicas.end()
                     judged = self._evaluate_if_due(before, position)
                     self._save_if_due(position, outcome.stop)
                     if outcome.stop:
@@ -139,7 +142,7 @@ class Loop:
         loss = self._accumulate(before)
         limit = config.optimizer.clip_grad or math.inf
         norm = _item(clip_grad_norm_(list(task.module.parameters()), limit))
-        mean, memory_mib, stop = self._exchange(loss)
+        mean, memory_mib, stop = self._exchange(loss, position.step)
         if not (math.isfinite(mean) and math.isfinite(norm)):
             raise DivergedError(self._divergence(position.step, mean, norm))
         task.optimizer.step()
@@ -162,28 +165,37 @@ class Loop:
             total += loss.detach().float() / count
         return total
 
-    def _exchange(self, loss: torch.Tensor) -> tuple[float, float, int]:
-        """Tell all ranks, and hear from all: mean loss, largest memory, who was asked to stop."""
+    def _exchange(self, loss: torch.Tensor, step: int) -> tuple[float, float, int]:
+        """Tell all ranks, and hear from all: mean loss, largest memory, who was asked to stop.
+
+        Where replicas train apart, these are mostly the replica's own, which does not stop alone.
+        """
+        replicas = self._task.replicas
+        group = None if replicas is None else replicas.group_after(step)
+        size = dist.get_world_size(group)
         mine = torch.tensor(
             [loss.item(), peak_memory_mib(self._device), self._signals.noted], dtype=torch.float64
         )
-        everyone = [torch.empty_like(mine) for _ in range(self._world.size)]
-        dist.all_gather(everyone, mine)
+        everyone = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(everyone, mine, group=group)
         losses, memory, asked = torch.stack(everyone, dim=1).tolist()
         # Summed in the order of ranks: the same bits on every rank, every time.
-        return sum(losses) / self._world.size, max(memory), int(max(asked))
+        return sum(losses) / size, max(memory), int(max(asked)) if group is None else 0
 
     def _write(self, outcome: _Outcome) -> None:
         seconds = sum(self._durations) / len(self._durations)
+        speed = self._per_step * self._task.units_per_example / seconds
+        peak = self._task.peak_units_per_s
         metrics = StepMetrics(
             step=outcome.position.step,
             loss=outcome.loss,
             grad_norm=outcome.grad_norm,
             lr=outcome.lr,
-            units_per_s=self._per_step * self._task.units_per_example / seconds,
+            units_per_s=speed,
             memory_mib=outcome.memory_mib,
             eta_s=self._left(outcome.position) * seconds,
             epoch=self._span.epoch(outcome.position),
+            mfu=None if peak is None else speed / peak,
         )
         self._journal.step(metrics)
         self._display.step(metrics)
@@ -195,7 +207,9 @@ class Loop:
         return self._evaluate(position) if due else {}
 
     def _evaluate(self, position: Position) -> dict[str, float]:
-        values = self._task.evaluate()
+        replicas = self._task.replicas
+        with contextlib.nullcontext() if replicas is None else replicas.outer_parameters():
+            values = self._task.evaluate()
         self._journal.evaluated(position.step, values)
         shown = " ".join(f"{name}={value:.4f}" for name, value in values.items())
         self._display.say(f"evaluation step={position.step} {shown}")

@@ -26,6 +26,7 @@ class StepMetrics:
             allocated memory on a GPU.
         eta_s: seconds until the last step.
         epoch: epochs done, with their fraction; None where nothing is counted in epochs.
+        mfu: model FLOPs utilisation, 0 to 1; None where it is not known.
     """
 
     step: int
@@ -36,23 +37,24 @@ class StepMetrics:
     memory_mib: float
     eta_s: float
     epoch: float | None = None
+    mfu: float | None = None
 
     def line(self, unit: str) -> str:
         """``step=12 loss=3.214 ...``, for grep."""
         epoch = "" if self.epoch is None else f"epoch={self.epoch:.3f} "
+        mfu = "" if self.mfu is None else f" mfu={self.mfu:.3f}"
         return (
             f"step={self.step} {epoch}loss={self.loss:.4f} grad_norm={self.grad_norm:.3f} "
             f"lr={self.lr:.2e} {unit}_per_s={self.units_per_s:.0f} "
-            f"memory_mib={self.memory_mib:.0f} eta={clock(self.eta_s)}"
+            f"memory_mib={self.memory_mib:.0f} eta={clock(self.eta_s)}{mfu}"
         )
 
     def record(self, unit: str) -> dict[str, Any]:
         """For ``metrics.jsonl``: full precision, so that runs can be compared bit for bit."""
         values = asdict(self)
         values[f"{unit}_per_s"] = values.pop("units_per_s")
-        if self.epoch is None:
-            del values["epoch"]
-        return values
+        unknown = [name for name in ("epoch", "mfu") if values[name] is None]
+        return {name: value for name, value in values.items() if name not in unknown}
 
 
 def clock(seconds: float) -> str:

@@ -93,6 +93,8 @@ class _Figures(ProgressColumn):
         width = self._console.width
         if width >= 76:
             text.append(f"  {metrics.units_per_s:,.0f} {self._unit}/s", style="cyan")
+        if width >= 90 and metrics.mfu is not None:
+            text.append(f"  MFU {metrics.mfu:.1%}", style="cyan")
         if width >= 100:
             text.append(f"  norm {metrics.grad_norm:.2f}  lr {metrics.lr:.1e}", style="dim")
         if width >= 116:

@@ -43,6 +43,7 @@ def shard(
     # Inputs stay as they are: batch norm takes bfloat16 beside float32 parameters.
     full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     transport = None if config.transport is None else config.transport.value
+    mesh = place.plan.sharding_mesh(place.mesh)
     taken: set[nn.Module] = set()
     for module in (*units, model):
         # The root's own parameters (embedding, head) are needed at both ends of the forward.
@@ -55,7 +56,7 @@ def shard(
         for part, policy in (*groups, (module, precision)):
             fully_shard(
                 part,
-                mesh=place.mesh,
+                mesh=mesh,
                 reshard_after_forward=reshard,
                 shard_placement_fn=placement,
                 mp_policy=policy,

@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise import FSDPModule
 from shardwise.frontends.strategies import ShardingPlan
 from shardwise.launch.world import World
+from shardwise.recipes.checkpointing import Resumable
 from shardwise.recipes.optim import Schedule
 from shardwise.recipes.progress import Display
+from shardwise.recipes.replicas import Replicas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +72,14 @@ class Task:
             ``validation_loss``, which the curve shows.
         unit: what speed counts: ``tokens``, ``images``.
         units_per_example: how many there are in an example.
+        peak_units_per_s: the speed at which all devices would be used fully; None: not known.
+        position: what has to be saved for the data to go on; None where the number of examples
+            says it all.
         example: what an example is called, for the first lines: ``sequences x 128 tokens``.
         loss_unit: ``nats per token``.
         introduction: more of the first lines, each a label and a text.
         after_step: brings what is not sharded, and is not the same on all ranks, to agreement.
+        replicas: how replicas meet, where they train apart.
         finish: called with the last checkpoint and the last evaluation; returns the results to
             write down.
     """
@@ -88,10 +94,13 @@ class Task:
     evaluate: Callable[[], dict[str, float]]
     unit: str
     units_per_example: int = 1
+    peak_units_per_s: float | None = None
+    position: Resumable | None = None
     example: str
     loss_unit: str
     introduction: Sequence[tuple[str, str]] = ()
     after_step: Callable[[], None] = nothing
+    replicas: Replicas | None = None
     finish: Callable[[Path, Mapping[str, float]], Mapping[str, float]] = no_more
 
     @property

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Protocol
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardwise.launch.world import World
-from shardwise.recipes.data import ByteStream, Sequences, TextData
+from shardwise.recipes.data import Sequences, TextData
 from shardwise.recipes.lm_config import LmConfig
 from shardwise.recipes.model import next_token_loss
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 VALIDATION_SEQUENCES = 64
+
+
+class Tokens(Protocol):
+    """Tokens one after another, of which any part can be read."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+
+    def read(self, start: int, length: int) -> NDArray[np.int64]:
+        """Tokens ``start`` .. ``start + length``, as int64 of shape (length,)."""
 
 
 class TextBatches:
@@ -37,7 +53,7 @@ class ValidationLoss:
 
     Args:
         model: the model to judge.
-        stream: the validation text.
+        stream: the tokens to judge it by.
         config: length and batch size.
         world: this rank.
         device: where this rank computes.
@@ -46,7 +62,7 @@ class ValidationLoss:
     def __init__(
         self,
         model: nn.Module,
-        stream: ByteStream,
+        stream: Tokens,
         config: LmConfig,
         world: World,
         device: torch.device,

@@ -23,6 +23,7 @@ from shardwise.recipes.device import backend_for, choose_device
 from shardwise.recipes.loop import Loop
 from shardwise.recipes.optim import count
 from shardwise.recipes.progress import make_display
+from shardwise.recipes.replicas import ReplicaCheckpoints
 from shardwise.recipes.rundir import RunDir
 from shardwise.recipes.sharded import shard_bytes, transport_name
 from shardwise.recipes.span import Position
@@ -56,7 +57,7 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> None:
         # Before anything is written, and again for those whom no launcher of ours started.
         check_folder(inputs)
     device = choose_device(inputs.train.device, world)
-    with connected(world, backend_for(device)):
+    with connected(world, backend_for(device), inputs.train.peer_timeout):
         train_connected(inputs, world, device, signals)
 
 
@@ -70,7 +71,12 @@ def train_connected(
     torch.manual_seed(inputs.train.seed * world.size + world.rank)
     output = inputs.train.output
     files = RunDir(output.out)
-    run = _Run(inputs, place, task, files, Checkpoints(files.checkpoints, output.keep_last))
+    checkpoints = (
+        Checkpoints(files.checkpoints, output.keep_last, task.position)
+        if task.replicas is None
+        else ReplicaCheckpoints(files.checkpoints, output.keep_last, place.mesh, task.position)
+    )
+    run = _Run(inputs, place, task, files, checkpoints)
     position = _resume(run)
     if world.rank == 0:
         _train_and_record(run, position, signals)

@@ -97,5 +97,11 @@ class Exchange:
         for each in every:
             each.work = None
 
+    @property
+    def held(self) -> list[object]:
+        """What has to live until the messages have been waited for: memory, and gloo's works."""
+        every = (*self._sends, *self._receives)
+        return [part for each in every for part in (each.tensor, each.work)]
+
     def _tag(self, number: int) -> int:
         return (self._first_tag + number) % MAX_TAG

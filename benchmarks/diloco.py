@@ -1,0 +1,289 @@
+"""What replicas that meet seldom learn and send, beside ones that meet at every step.
+
+    python benchmarks/diloco.py --start 1500 --steps 1500 --every 50
+
+All train the model of ``make train`` on the text of ``make train``, two replicas, on the same
+sequences, by the same schedule: "synchronous" as hybrid sharding, which all-reduces gradients at
+every step, the others as DiLoCo. As in section 3 of the paper all go on from one model, which was
+trained synchronously for ``--start`` steps. After as many tokens the loss on text that was held
+back is compared, and the bytes that have crossed between replicas since the start. Exit code 1
+where DiLoCo's loss is more than 2 % above, or bytes fall by less than 40 times (int8: 150 times).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from _diloco_tables import SYNCHRONOUS, bytes_ratio, diloco_tables, loss_ratio
+from _options import positive_int
+from _report import document, machine, machine_line, save, wide_console
+from _wire import metered
+from _worlds import World, stop_server
+from shardwise import checkpoint, clip_grad_norm_
+from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
+from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
+from shardwise.launch.world import World as Ranks
+from shardwise.recipes.config import AdamWConfig, ShardingConfig, TransportName
+from shardwise.recipes.data import SEPARATOR, VOCAB_SIZE, Sequences, load_text
+from shardwise.recipes.model import build, decoder_layers, initialise, next_token_loss
+from shardwise.recipes.optim import make_adamw, set_lr, warmup_cosine
+from shardwise.recipes.presets import PRESETS
+from shardwise.recipes.progress import make_display
+from shardwise.recipes.sharded import shard
+from shardwise.recipes.task import Place
+
+#: Contenders beside it: format on the wire, and how the exchange overlaps with steps.
+CONTENDERS = {
+    "fp32": (WireFormat.FP32, Streaming()),
+    "bf16": (WireFormat.BF16, Streaming()),
+    "int8": (WireFormat.INT8, Streaming()),
+    "streaming-int8": (WireFormat.INT8, Streaming(fragments=2, overlap=5, alpha=0.5)),
+}
+#: The largest loss beside synchronous training's, and by how much bytes have to fall.
+MOST_LOSS, LEAST_RATIO, LEAST_RATIO_INT8 = 1.02, 40, 150
+JUDGED = 512  # sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What all contenders have in common.
+
+    Attributes:
+        model: a preset of the recipes.
+        ranks: processes, spread evenly over the replicas.
+        replicas: copies that meet.
+        start: synchronous steps that all go on from.
+        steps: of each replica since then.
+        every: inner steps of a round.
+        batch: sequences of a rank and step.
+        length: tokens of a sequence.
+        lr: peak learning rate of AdamW.
+        outer_lr: learning rate of the outer steps.
+        seed: of weights and order of text.
+    """
+
+    model: str
+    ranks: int
+    replicas: int
+    start: int
+    steps: int
+    every: int
+    batch: int
+    length: int
+    lr: float
+    outer_lr: float
+    seed: int
+
+
+class DilocoWorker:
+    """One rank of a contender.
+
+    Args:
+        name: of the contender.
+        settings: of all.
+        start: the checkpoint to go on from.
+    """
+
+    def __init__(self, name: str, settings: Settings, start: Path | None) -> None:
+        self._settings = settings
+        strategy = Strategy.HYBRID_SHARD if name == SYNCHRONOUS else Strategy.DILOCO
+        plan = resolve(strategy, settings.ranks, replicas=settings.replicas)
+        mesh = plan.make_mesh("cpu")
+        rank, device = dist.get_rank(), torch.device("cpu")
+        place = Place(
+            world=Ranks(rank, settings.ranks, rank, settings.ranks),
+            device=device,
+            plan=plan,
+            mesh=mesh,
+            display=make_display(rank),
+        )
+        self._model: Any = build(PRESETS[settings.model].settings(), VOCAB_SIZE, SEPARATOR)
+        # Messages between replicas, as between hosts; ranks of one machine would share memory.
+        sharding = ShardingConfig(strategy=strategy, transport=TransportName.C10D)
+        shard(self._model, decoder_layers(self._model), sharding, place)
+        initialise(self._model, settings.seed)
+        config = AdamWConfig(lr=settings.lr)
+        self._schedule = warmup_cosine(config, settings.start + settings.steps)
+        self._clip = config.clip_grad
+        self._optimizer: torch.optim.Optimizer = make_adamw(self._model, config)
+        self._group = mesh.get_group(REPLICATE)
+        if start is not None:
+            checkpoint.load(start, self._model, self._optimizer)
+        self._diloco: DiLoCo | None = None
+        if name != SYNCHRONOUS:
+            wire, streaming, momentum = _parsed(name)
+            self._optimizer = self._diloco = DiLoCo(
+                self._model,
+                self._optimizer,
+                outer=OuterSGD(lr=settings.outer_lr, momentum=momentum),
+                every=settings.every,
+                group=self._group,
+                wire=wire,
+                streaming=streaming,
+            )
+        text = load_text((), settings.length)
+        self._train = Sequences(text.train, settings.length, settings.seed)
+        self._held_back = text.validation
+
+    def train(self, begin: int, end: int) -> dict[str, Any]:
+        """Make steps ``begin`` .. ``end``; return bytes, seconds and losses."""
+        settings = self._settings
+        losses = []
+        started = time.perf_counter()
+        with metered(self._group) as meter:
+            for step in range(begin, end):
+                set_lr(self._optimizer, self._schedule(step + 1))
+                first = (step * settings.ranks + dist.get_rank()) * settings.batch
+                batch = torch.from_numpy(self._train.read(first, settings.batch))
+                loss = next_token_loss(self._model, batch)
+                loss.backward()
+                clip_grad_norm_(list(self._model.parameters()), self._clip)
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+                losses.append(loss.item())
+            in_rounds = meter.sent
+            if self._diloco is not None:
+                self._diloco.flush()
+        return {
+            "sent": in_rounds,
+            "sent_at_end": meter.sent - in_rounds,
+            "seconds": time.perf_counter() - started,
+            "losses": losses,
+            "judged": self._judge(),
+        }
+
+    def save(self, path: Path) -> None:
+        """Save what all contenders go on from."""
+        checkpoint.save(path, self._model, self._optimizer)
+
+    @torch.no_grad()
+    def _judge(self) -> float:
+        """The mean loss of all ranks on text that was held back."""
+        settings = self._settings
+        self._model.eval()
+        room = len(self._held_back) - settings.length - 1
+        mine = range(dist.get_rank(), JUDGED, settings.ranks)
+        total = torch.zeros(1, dtype=torch.float64)
+        for i in range(0, len(mine), 16):
+            starts = [room * each // (JUDGED - 1) for each in mine[i : i + 16]]
+            rows = [self._held_back.read(start, settings.length + 1) for start in starts]
+            batch = torch.stack([torch.from_numpy(row) for row in rows])
+            total += next_token_loss(self._model, batch).double() * len(rows)
+        dist.all_reduce(total)
+        return total.item() / JUDGED
+
+
+def make_start(settings: Settings, path: Path) -> Path | None:
+    """Train synchronously what all contenders go on from, if they are to go on from anything."""
+    if not settings.start:
+        return None
+    with World("start", settings.ranks, DilocoWorker, SYNCHRONOUS, settings, None) as world:
+        world.call("train", 0, settings.start)
+        world.call("save", path)
+    return path
+
+
+def play(name: str, settings: Settings, start: Path | None) -> dict[str, Any]:
+    """Train a contender; return its figures."""
+    with World(name, settings.ranks, DilocoWorker, name, settings, start) as world:
+        by_rank = world.call("train", settings.start, settings.start + settings.steps)
+    steps = list(zip(*(each["losses"] for each in by_rank), strict=True))
+    tenth = max(1, len(steps) // 10)
+    return {
+        "sent": sum(each["sent"] for each in by_rank),
+        "sent_at_end": sum(each["sent_at_end"] for each in by_rank),
+        "seconds": max(each["seconds"] for each in by_rank),
+        "judged": by_rank[0]["judged"],
+        "last_losses": sum(map(sum, steps[-tenth:])) / (tenth * settings.ranks),
+    }
+
+
+def keeps_promises(case: dict[str, Any]) -> bool:
+    """Whether losses and bytes are what the first lines of this file say."""
+    kept = True
+    for name in case["contenders"]:
+        if name == SYNCHRONOUS:
+            continue
+        least = LEAST_RATIO_INT8 if "int8" in name else LEAST_RATIO
+        kept = kept and loss_ratio(case, name) <= MOST_LOSS and bytes_ratio(case, name) >= least
+    return kept
+
+
+def _parsed(name: str) -> tuple[WireFormat, Streaming, float]:
+    """What ``int8:0.5`` means: format, overlap, outer momentum."""
+    kind, _, momentum = name.partition(":")
+    return *CONTENDERS[kind], float(momentum or OuterSGD.momentum)
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not 0 or a positive integer")
+    return int(text)
+
+
+def _contenders(text: str) -> list[str]:
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        try:
+            OuterSGD(momentum=_parsed(name)[2])
+        except (KeyError, ValueError) as error:
+            raise argparse.ArgumentTypeError(f"{name!r} is no contender ({error})") from None
+    return names
+
+
+def _options() -> argparse.Namespace:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = made.add_argument
+    add("--model", choices=tuple(PRESETS), default="llama-tiny", help="of the recipes (llama-tiny)")
+    add("--ranks", type=positive_int, default=2, help="processes (2)")
+    add("--replicas", type=positive_int, default=2, help="that meet (2)")
+    add("--start", type=_natural, default=1500, help="synchronous steps before (1500; 0: none)")
+    add("--steps", type=positive_int, default=1500, help="of each replica (1500)")
+    add("--every", type=positive_int, default=50, help="inner steps of a round (50)")
+    add("--batch", type=positive_int, default=2, help="sequences of a rank and step (2)")
+    add("--length", type=positive_int, default=64, help="tokens of a sequence (64)")
+    add("--lr", type=float, default=2e-3, help="peak learning rate of AdamW (2e-3)")
+    add("--outer-lr", type=float, default=OuterSGD.lr, help="of the outer steps (0.7)")
+    add("--seed", type=int, default=0, help="of weights and order of text (0)")
+    names = f"{', '.join(CONTENDERS)}, each with an outer momentum behind a colon or 0.9"
+    add("--contenders", type=_contenders, default=["fp32", "int8"], help=names)
+    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
+    return made.parse_args()
+
+
+def main() -> int:
+    options = _options()
+    console = wide_console()
+    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
+    fields = [field.name for field in dataclasses.fields(Settings)]
+    settings = Settings(**{name: getattr(options, name) for name in fields})
+    case: dict[str, Any] = {"settings": dataclasses.asdict(settings), "contenders": {}}
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        start = make_start(settings, Path(folder, "start"))
+        for name in (SYNCHRONOUS, *options.contenders):
+            case["contenders"][name] = play(name, settings, start)
+    content = document("diloco", [case])
+    for table in diloco_tables(content):
+        table.show(console)
+    console.print(content["command"], highlight=False, soft_wrap=True)
+    if options.json:
+        save(options.json, content)
+    return 0 if keeps_promises(case) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    finally:
+        with contextlib.suppress(OSError):
+            stop_server()

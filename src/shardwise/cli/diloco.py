@@ -1,0 +1,113 @@
+"""The options of ``--strategy diloco``, as a configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from typer import Option
+
+from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat
+from shardwise.frontends.strategies import Strategy
+from shardwise.recipes.config import OptionError, require
+from shardwise.recipes.diloco_config import DilocoConfig
+
+PANEL = "DiLoCo"
+
+LocalSteps = Annotated[
+    int | None,
+    Option(
+        help="Steps of each replica between two exchanges.",
+        rich_help_panel=PANEL,
+        show_default="500",
+    ),
+]
+OuterLr = Annotated[
+    float | None,
+    Option(help="Learning rate of the outer step.", rich_help_panel=PANEL, show_default="0.7"),
+]
+OuterMomentum = Annotated[
+    float | None,
+    Option(help="Its Nesterov momentum.", rich_help_panel=PANEL, show_default="0.9"),
+]
+Wire = Annotated[
+    WireFormat | None,
+    Option(
+        metavar="NAME",
+        help=f"What is sent: {', '.join(w.value for w in WireFormat)}.",
+        rich_help_panel=PANEL,
+        show_default="fp32",
+    ),
+]
+ErrorFeedback = Annotated[
+    bool,
+    Option(
+        "--diloco-error-feedback",
+        help="Send what rounding has lost with the next exchange.",
+        rich_help_panel=PANEL,
+    ),
+]
+Fragments = Annotated[
+    int | None,
+    Option(
+        help="Parts of the model, exchanged one after another.",
+        rich_help_panel=PANEL,
+        show_default="1",
+    ),
+]
+Overlap = Annotated[
+    int | None,
+    Option(
+        help="Steps that an exchange may take while training goes on.",
+        rich_help_panel=PANEL,
+        show_default="0",
+    ),
+]
+Alpha = Annotated[
+    float | None,
+    Option(
+        help="What a replica keeps of its own parameters at an exchange, 0 to 1.",
+        rich_help_panel=PANEL,
+        show_default="0",
+    ),
+]
+
+
+def config_of(strategy: Strategy, **options: Any) -> DilocoConfig | None:
+    """The configuration; ``None`` for other strategies.
+
+    Args:
+        strategy: that was asked for.
+        options: by the names of the command line; ``None`` where not given.
+
+    Raises:
+        OptionError: a number out of range, or an option that another strategy would ignore.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if strategy is not Strategy.DILOCO:
+        for name in given:
+            option = "--" + name.replace("_", "-")
+            raise OptionError(option, f"strategy {strategy.value}", "--strategy diloco with it")
+        return None
+    take = given.pop
+    steps, lr = take("local_steps", 500), take("outer_lr", OuterSGD.lr)
+    momentum, alpha = take("outer_momentum", OuterSGD.momentum), take("diloco_alpha", 0.0)
+    fragments, overlap = take("diloco_fragments", 1), take("diloco_overlap", 0)
+    # Written so that NaN fails every one of them.
+    require(steps >= 1, "--local-steps", steps, "1 or more")
+    require(0 < lr < math.inf, "--outer-lr", lr, "a number above 0")
+    require(0 <= momentum < 1, "--outer-momentum", momentum, "0 to 1, without 1")
+    require(0 <= alpha < 1, "--diloco-alpha", alpha, "0 to 1, without 1")
+    require(
+        1 <= fragments <= steps, "--diloco-fragments", fragments, f"1 to {steps}, the local steps"
+    )
+    require(
+        0 <= overlap < steps, "--diloco-overlap", overlap, f"0 or more, less than {steps} steps"
+    )
+    return DilocoConfig(
+        local_steps=steps,
+        outer_lr=lr,
+        outer_momentum=momentum,
+        streaming=Streaming(fragments=fragments, overlap=overlap, alpha=alpha),
+        **{name.removeprefix("diloco_"): value for name, value in given.items()},
+    )

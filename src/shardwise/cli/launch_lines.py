@@ -1,0 +1,47 @@
+"""``shardwise launch-lines``: what to type on each host."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from shardwise.launch.errors import UserError
+from shardwise.launch.lines import Layout, own_lines, slurm_script, torchrun_lines
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+  [cyan]shardwise launch-lines --hosts a,b --nproc 8 -- train lm --strategy hybrid[/cyan]
+
+  [cyan]shardwise launch-lines --slurm 4 --nproc 8 -- train lm --auto-resume > job.sh[/cyan]
+"""
+
+
+def launch_lines(
+    *,
+    arguments: Annotated[list[str] | None, Argument(metavar="-- COMMAND...")] = None,
+    hosts: Annotated[
+        str | None, Option(help="Names of the hosts, by commas; they meet at the first.")
+    ] = None,
+    slurm: Annotated[
+        int | None, Option(metavar="NODES", help="Print a script for sbatch, for so many nodes.")
+    ] = None,
+    nproc: Annotated[int, Option(help="Processes of each host.")] = 1,
+    rdzv_port: Annotated[int, Option(help="Where the hosts meet.")] = 29400,
+    torchrun: Annotated[bool, Option("--torchrun", help="Print lines for torchrun.")] = False,
+) -> None:
+    """Print the line that starts a job, for each host, or a script for Slurm."""
+    names = tuple(hosts.split(",")) if hosts else ("",) * 0
+    layout = Layout(names or ("host-a",), nproc, rdzv_port, tuple(arguments or ()))
+    layout.check()
+    if slurm is not None:
+        if names or torchrun or slurm < 1:
+            raise UserError(f"--slurm: found {slurm}, expected 1 or more, and no --hosts")
+        typer.echo(slurm_script(layout, slurm), nl=False)
+        return
+    if not names:
+        raise UserError("--hosts: found none, expected --hosts A,B or --slurm NODES")
+    for host, line in torchrun_lines(layout) if torchrun else own_lines(layout):
+        typer.echo(f"# on {host}\n{line}")

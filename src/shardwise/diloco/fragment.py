@@ -1,0 +1,239 @@
+"""Parameters that are exchanged together, and the outer state of this rank's shards of them.
+
+Outer parameters and momentum are fp32, one flat vector each, cut exactly as the inner parameters
+are: views of them have the shapes of the local shards.
+
+    outer      | scalars | 0 .. 0 | embedding's rows | layer 0's rows | layer 4's rows |
+    momentum   | the same                                                             |
+    error      | the same, with error feedback                                        |
+
+Parameters that are placed alike lie together and begin at a multiple of a block of the wire format:
+what several ranks of a replica hold alike shares no block with what each has for itself, so it is
+rounded alike too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import _torch
+from shardwise.diloco.average import Average
+from shardwise.diloco.settings import OuterSGD
+from shardwise.diloco.wire import BLOCK
+
+_INNER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    """What this rank holds of a parameter, not differentiable."""
+    return _torch.local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
+
+
+@dataclass
+class Pending:
+    """An exchange whose result is not applied yet.
+
+    Attributes:
+        begun: inner steps that had been made when it began.
+        average: under way; ``None`` where it was restored from a state dict.
+        mean: the averaged pseudo-gradient, fp32, flat, once it is known.
+    """
+
+    begun: int
+    average: Average | None = None
+    mean: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The averaged pseudo-gradient.
+
+        Raises:
+            PeerLostError: a peer is lost.
+        """
+        if self.mean is None:
+            assert self.average is not None
+            self.mean = self.average.wait()
+            self.average = None
+        return self.mean
+
+
+class Fragment:
+    """Some of the parameters, with their outer state.
+
+    Args:
+        name: for messages.
+        parameters: by fully qualified name, in an order that is the same on all replicas.
+        keeps_error: whether to keep what encoding loses.
+
+    Attributes:
+        outer: outer parameters, fp32, flat.
+        momentum: of the outer optimizer, fp32, flat.
+        error: what encoding has lost, fp32, flat.
+        rounds: outer steps made.
+        even_at: inner steps that had been made when the inner parameters were the outer ones last.
+        pending: the exchange under way.
+
+    Raises:
+        ValueError: a parameter is on the meta device, or they are on several devices.
+        TypeError: a parameter is not of fp32, bf16 or fp16.
+    """
+
+    def __init__(
+        self, name: str, parameters: Mapping[str, nn.Parameter], *, keeps_error: bool
+    ) -> None:
+        self.name = name
+        self.parameters = dict(parameters)
+        locals_ = {fqn: local_of(each) for fqn, each in self.parameters.items()}
+        for fqn, local in locals_.items():
+            if local.device.type == "meta":
+                raise ValueError(f"{fqn}: is on the meta device; materialise it first")
+            if local.dtype not in _INNER_DTYPES:
+                raise TypeError(f"{fqn}: found {local.dtype}, expected fp32, bf16 or fp16")
+        devices = {local.device for local in locals_.values()}
+        if len(devices) != 1:
+            names = sorted(map(str, devices))
+            raise ValueError(f"{name}: found parameters on {names}, expected one device")
+        [self.device] = devices
+        self._shapes = {fqn: local.shape for fqn, local in locals_.items()}
+        self._starts, numel = _starts(self.parameters, self._shapes)
+        self.outer = torch.zeros(numel, dtype=torch.float32, device=self.device)
+        self.momentum = torch.zeros_like(self.outer)
+        self.error = torch.zeros_like(self.outer) if keeps_error else None
+        self.rounds = 0
+        self.even_at = 0
+        self.pending: Pending | None = None
+        self.begin_at_inner()
+
+    @property
+    def layout(self) -> list[str]:
+        """What is equal on all replicas: names, shapes of the local shards and dtypes."""
+        return [
+            f"{fqn}: {tuple(self._shapes[fqn])} {str(each.dtype).removeprefix('torch.')}"
+            for fqn, each in self.parameters.items()
+        ]
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parts of a flat vector, by parameter, in the shapes of the local shards."""
+        return {
+            fqn: flat[start : start + self._shapes[fqn].numel()].view(self._shapes[fqn])
+            for fqn, start in self._starts.items()
+        }
+
+    def check(self) -> None:
+        """Check that the parameters are what they were.
+
+        Raises:
+            ValueError: a parameter has another shape.
+        """
+        for fqn, parameter in self.parameters.items():
+            found, expected = tuple(local_of(parameter).shape), tuple(self._shapes[fqn])
+            if found != expected:
+                raise ValueError(
+                    f"{fqn}: this rank's shard has shape {found}, but had {expected} when DiLoCo "
+                    "was made; make the optimizer and DiLoCo again after changing the model"
+                )
+
+    @torch.no_grad()
+    def begin_at_inner(self) -> None:
+        """Take the inner parameters as outer ones, at rest."""
+        for local, outer in self._pairs(self.outer):
+            outer.copy_(local)
+        self.momentum.zero_()
+        if self.error is not None:
+            self.error.zero_()
+
+    @torch.no_grad()
+    def pseudo_gradient(self) -> Tensor:
+        """Outer parameters minus inner ones, fp32, flat.
+
+        The outer ones in the dtype of the inner: what the inner steps began with.
+        """
+        gradient = torch.zeros_like(self.outer)
+        pairs = zip(self._pairs(gradient), self.views(self.outer).values(), strict=True)
+        for (local, result), outer in pairs:
+            result.copy_(outer.to(local.dtype)).sub_(local)
+        return gradient
+
+    @torch.no_grad()
+    def outer_step(self, gradient: Tensor, settings: OuterSGD) -> None:
+        """Move the outer parameters against the averaged pseudo-gradient, which is written to."""
+        self.momentum.mul_(settings.momentum).add_(gradient)
+        if settings.nesterov:
+            gradient.add_(self.momentum, alpha=settings.momentum)
+        else:
+            gradient.copy_(self.momentum)
+        self.outer.add_(gradient, alpha=-settings.lr)
+        self.rounds += 1
+
+    @torch.no_grad()
+    def mix_in(self, alpha: float) -> None:
+        """Make the inner parameters ``alpha`` of themselves and the rest of the outer ones."""
+        for local, outer in self._pairs(self.outer):
+            if alpha:
+                local.lerp_(outer.to(local.dtype), 1 - alpha)
+            else:
+                local.copy_(outer)
+
+    @torch.no_grad()
+    def move_inner_by(self, gradient: Tensor) -> None:
+        """Make the inner parameters the outer ones minus a pseudo-gradient."""
+        pairs = zip(self._pairs(self.outer), self.views(gradient).values(), strict=True)
+        for (local, outer), part in pairs:
+            local.copy_(outer - part)
+
+    def _pairs(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each local shard, where it lives now, with its part of a flat vector."""
+        for fqn, part in self.views(flat).items():
+            yield local_of(self.parameters[fqn]), part
+
+
+def _starts(
+    parameters: Mapping[str, nn.Parameter], shapes: Mapping[str, torch.Size]
+) -> tuple[dict[str, int], int]:
+    """Where in a flat vector each parameter begins, and how long the vector is."""
+    alike: dict[object, list[str]] = {}
+    for fqn, each in parameters.items():
+        key = (each.device_mesh, each.placements) if isinstance(each, DTensor) else None
+        alike.setdefault(key, []).append(fqn)
+    starts, end = {}, 0
+    for names in alike.values():
+        end = -(-end // BLOCK) * BLOCK
+        for fqn in names:
+            starts[fqn] = end
+            end += shapes[fqn].numel()
+    return starts, end
+
+
+def deal_out(
+    parameters: Mapping[str, nn.Parameter], blocks: list[set[nn.Parameter]], count: int
+) -> list[dict[str, nn.Parameter]]:
+    """Deal parameters out to fragments, block by block in turn ("strided").
+
+    Args:
+        parameters: by fully qualified name.
+        blocks: parameters of each block, in the order of the model. What is in none of them goes
+            to the fragment that has the fewest elements.
+        count: how many fragments to make.
+
+    Raises:
+        ValueError: there are fewer blocks than fragments.
+    """
+    if count > 1 and len(blocks) < count:
+        raise ValueError(
+            f"fragments: found {count}, expected at most {len(blocks)}, the number of repeated "
+            "blocks of the model"
+        )
+    home = {each: i % count for i, block in enumerate(blocks) for each in block}
+    sizes = [0] * count
+    for each in parameters.values():
+        if each in home:
+            sizes[home[each]] += each.numel()
+    smallest = sizes.index(min(sizes))
+    fragments: list[dict[str, nn.Parameter]] = [{} for _ in range(count)]
+    for fqn, each in parameters.items():
+        fragments[home.get(each, smallest)][fqn] = each
+    return fragments

@@ -1,0 +1,102 @@
+"""What a user decides about the outer optimisation. No torch here: the command line asks."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+
+class WireFormat(enum.Enum):
+    """What pseudo-gradients are on the wire; they are computed and applied in fp32.
+
+    ``INT8`` sends a byte for each element and one fp32 scale for every 256 of them: 1.016 bytes an
+    element.
+    """
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterSGD:
+    """The outer optimizer: SGD with momentum, as ``torch.optim.SGD`` defines it.
+
+    The defaults are those of the DiLoCo paper, section 3.
+
+    Attributes:
+        lr: learning rate.
+        momentum: decay of the running sum of pseudo-gradients.
+        nesterov: look ahead by one step of the momentum.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        _require(0 < self.lr < math.inf, "outer lr", self.lr, "a number above 0")
+        _require(0 <= self.momentum < 1, "outer momentum", self.momentum, "0 to 1, without 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming:
+    """Fragments of the model that are exchanged one after another, while inner steps go on.
+
+    Attributes:
+        fragments: how many the model is cut into. Blocks are dealt out in turn ("strided"), and
+            the exchanges of the fragments are spread evenly over the inner steps of a round.
+        overlap: inner steps between the begin of an exchange and the use of its result.
+        alpha: what remains of the inner parameters when the outer ones are mixed in: 0 replaces
+            them (what the steps during the overlap did is dropped), 1 would ignore all others.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    fragments: int = 1
+    overlap: int = 0
+    alpha: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.fragments >= 1, "fragments", self.fragments, "1 or more")
+        _require(self.overlap >= 0, "overlap", self.overlap, "0 or more inner steps")
+        _require(0 <= self.alpha < 1, "alpha", self.alpha, "0 to 1, without 1")
+
+    def check(self, every: int) -> None:
+        """Check against the length of a round.
+
+        Raises:
+            ValueError: they contradict each other.
+        """
+        _require(every >= 1, "every", every, "1 or more inner steps")
+        _require(
+            self.fragments <= every,
+            "fragments",
+            self.fragments,
+            f"at most {every}, the inner steps of a round: one exchange begins at a step",
+        )
+        _require(
+            self.overlap < every,
+            "overlap",
+            self.overlap,
+            f"less than {every}, the inner steps of a round: a fragment's exchange ends before its "
+            "next one begins",
+        )
+
+    def due(self, fragment: int, steps: int, every: int) -> bool:
+        """Whether the exchange of a fragment begins after so many inner steps.
+
+        Fragment 0 ends a round; the others come before it, evenly spread.
+        """
+        return (steps + fragment * every // self.fragments) % every == 0
+
+
+def _require(condition: bool, name: str, found: object, expected: str) -> None:
+    if not condition:  # written so that NaN fails every one of them
+        raise ValueError(f"{name}: found {found}, expected {expected}")

@@ -1,0 +1,150 @@
+"""The outer state in the shape of an optimizer's state dict, beside the inner optimizer's.
+
+    {"state": {0: {"exp_avg": T, ..., "diloco": {"outer": T, "momentum": T}}},
+     "param_groups": [...],
+     "diloco": {"steps": 120, "rounds": [2], "even_at": [100], "begun": [None]}}
+
+Tensors are sharded as their parameters are, so whatever saves and reshards an optimizer's state
+(:mod:`shardwise.checkpoint`) does the same with the outer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import _torch
+from shardwise.diloco.fragment import Fragment, Pending
+
+KEY = "diloco"
+_OUTER, _MOMENTUM, _ERROR, _MEAN = "outer", "momentum", "error", "pending"
+
+
+def pack(inner: torch.optim.Optimizer, fragments: Sequence[Fragment], steps: int) -> dict[str, Any]:
+    """The state of both optimizers; tensors are the live ones. No exchange is under way."""
+    packed = inner.state_dict()
+    state: dict[Any, Any] = {number: dict(found) for number, found in packed["state"].items()}
+    numbers = {parameter: number for number, parameter in _numbered(inner)}
+    for fragment in fragments:
+        for name, flat in _flats(fragment).items():
+            for fqn, view in fragment.views(flat).items():
+                parameter = fragment.parameters[fqn]
+                own = state.setdefault(numbers[parameter], {}).setdefault(KEY, {})
+                own[name] = _like(parameter, view)
+    facts = {
+        "steps": steps,
+        "rounds": [fragment.rounds for fragment in fragments],
+        "even_at": [fragment.even_at for fragment in fragments],
+        "begun": [None if each.pending is None else each.pending.begun for each in fragments],
+    }
+    return {**packed, "state": state, KEY: facts}
+
+
+def unpack(
+    inner: torch.optim.Optimizer, fragments: Sequence[Fragment], state_dict: Mapping[str, Any]
+) -> int:
+    """Give both optimizers a state that :func:`pack` has made, or one of the inner optimizer alone.
+
+    In the latter case the outer state begins at the model's present parameters.
+
+    Returns:
+        Inner steps made.
+
+    Raises:
+        ValueError: it is of other parameters, or does not fit.
+    """
+    rest = {key: value for key, value in state_dict.items() if key != KEY}
+    saved = state_dict.get("state", {})
+    rest["state"] = {
+        number: {key: value for key, value in found.items() if key != KEY}
+        if isinstance(found, Mapping)
+        else found
+        for number, found in saved.items()
+    }
+    # An optimizer that has not made a step has no state of these parameters.
+    rest["state"] = {number: found for number, found in rest["state"].items() if found}
+    facts = state_dict.get(KEY)
+    told: list[tuple[int, int, int | None]] = [(0, 0, None)] * len(fragments)
+    if facts is not None:
+        told = _per_fragment(facts, len(fragments))
+    inner.load_state_dict(rest)
+    numbers = {
+        parameter: number
+        for (_, parameter), number in zip(_numbered(inner), _saved_numbers(rest), strict=True)
+    }
+    for fragment, (rounds, even_at, begun) in zip(fragments, told, strict=True):
+        fragment.begin_at_inner()
+        fragment.rounds, fragment.even_at, fragment.pending = rounds, even_at, None
+        if begun is not None:
+            fragment.pending = Pending(begun, mean=torch.empty_like(fragment.outer))
+        if facts is not None:
+            found = {each: saved.get(n, {}).get(KEY, {}) for each, n in numbers.items()}
+            _fill(fragment, found)
+    return 0 if facts is None else int(facts["steps"])
+
+
+def _flats(fragment: Fragment) -> dict[str, Tensor]:
+    """What is saved of a fragment, by name."""
+    flats = {_OUTER: fragment.outer, _MOMENTUM: fragment.momentum}
+    if fragment.error is not None:
+        flats[_ERROR] = fragment.error
+    if fragment.pending is not None:
+        flats[_MEAN] = fragment.pending.wait()
+    return flats
+
+
+@torch.no_grad()
+def _fill(fragment: Fragment, saved: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+    for name, flat in _flats(fragment).items():
+        for fqn, view in fragment.views(flat).items():
+            value = saved[fragment.parameters[fqn]].get(name)
+            if value is None and name == _ERROR:
+                continue  # saved without error feedback: nothing is known to be lost
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{fqn}: the state dict has no tensor {KEY}.{name} for it")
+            local = _torch.local_of(value) if isinstance(value, DTensor) else value
+            if local.shape != view.shape:
+                raise ValueError(
+                    f"{fqn}: {KEY}.{name} of the state dict has shape {tuple(local.shape)} on this "
+                    f"rank, expected {tuple(view.shape)}, as its shard; shardwise.checkpoint.load "
+                    "cuts anew what was saved on another mesh"
+                )
+            view.copy_(local)
+
+
+def _per_fragment(facts: Mapping[str, Any], count: int) -> list[tuple[int, int, int | None]]:
+    """Of each fragment: outer steps, when inner and outer were alike, when an exchange began."""
+    told = list(zip(facts["rounds"], facts["even_at"], facts["begun"], strict=True))
+    if len(told) == count:
+        return told
+    if any(begun is not None for _, _, begun in told):
+        raise ValueError(
+            f"fragments: the state dict has an exchange under way among {len(told)} fragments, "
+            f"found {count}; load it with as many, or call flush() before saving"
+        )
+    # Cut in another way, a fragment has come as far as the one that is least far.
+    return [(min(facts["rounds"]), min(facts["even_at"]), None)] * count
+
+
+def _like(parameter: nn.Parameter, view: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return view
+    spec = _torch.with_dtype(_torch.spec_of(parameter), torch.float32)
+    return _torch.wrap_local(view, spec)
+
+
+def _numbered(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, nn.Parameter]]:
+    """The parameters of an optimizer, numbered as its state dict does."""
+    number = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield number, parameter
+            number += 1
+
+
+def _saved_numbers(state_dict: Mapping[str, Any]) -> list[Any]:
+    return [number for group in state_dict["param_groups"] for number in group["params"]]

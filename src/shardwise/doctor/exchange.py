@@ -1,0 +1,97 @@
+"""Pairs of hosts connect, and measure the way between them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import statistics
+import threading
+import time
+
+from shardwise.doctor.links import Link
+
+CONNECT = 3.0  # seconds for a connection
+STREAM = 0.5  # seconds of sending, for bandwidth
+DRAIN = 5.0  # seconds for what was sent to arrive
+_ECHOES = 50
+_CHUNK = bytes(2**18)
+_PING, _STREAM = b"p", b"s"
+
+
+class Echo:
+    """Answers other hosts at a port that the kernel chose, until it is closed."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("", 0))
+        self._listener.settimeout(0.2)
+        self.port: int = self._listener.getsockname()[1]
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._closed.set()
+        self._thread.join()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while not self._closed.is_set():
+            with contextlib.suppress(TimeoutError):
+                connection, _ = self._listener.accept()
+                threading.Thread(target=_answer, args=(connection,), daemon=True).start()
+
+
+def _answer(connection: socket.socket) -> None:
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(STREAM + DRAIN)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        kind = connection.recv(1)
+        while chunk := connection.recv(2**18):
+            if kind == _PING:
+                connection.sendall(chunk)
+        if kind == _STREAM:
+            connection.sendall(b"!")
+
+
+def measure(address: str, port: int) -> Link:
+    """Connect to another host's :class:`Echo`, and time small messages and a stream.
+
+    Takes at most ``CONNECT + STREAM + 2 * DRAIN`` seconds.
+    """
+    try:
+        return Link(gbit=_stream(address, port), ms=_ping(address, port))
+    except OSError as error:
+        return Link(error=f"{address} port {port}: {error.strerror or error}")
+
+
+def _ping(address: str, port: int) -> float:
+    with socket.create_connection((address, port), timeout=CONNECT) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(_PING)
+        connection.settimeout(DRAIN)
+        took: list[float] = []
+        deadline = time.perf_counter() + DRAIN
+        while len(took) < _ECHOES and time.perf_counter() < deadline:
+            began = time.perf_counter()
+            connection.sendall(b"x" * 8)
+            received = 0
+            while received < 8:
+                part = connection.recv(8 - received)
+                if not part:
+                    raise ConnectionResetError(None, "the connection was closed")
+                received += len(part)
+            took.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(took)
+
+
+def _stream(address: str, port: int) -> float:
+    with socket.create_connection((address, port), timeout=CONNECT) as connection:
+        connection.settimeout(DRAIN)
+        connection.sendall(_STREAM)
+        sent, began = 0, time.perf_counter()
+        while time.perf_counter() - began < STREAM:
+            sent += connection.send(_CHUNK)
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)  # once all has arrived
+        return 8e-9 * sent / (time.perf_counter() - began)

@@ -1,0 +1,108 @@
+"""A visit to all hosts: what is asked, in which order, and how long it may take."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+
+from shardwise.doctor import clocks, interfaces, limits, links, roster, table, versions
+from shardwise.doctor.exchange import CONNECT, DRAIN, STREAM, Echo, measure
+from shardwise.doctor.facts import Facts, look
+from shardwise.doctor.finding import Finding, Level, fail, good
+from shardwise.doctor.links import Link
+from shardwise.doctor.table import RendezvousError, Table
+from shardwise.launch.hosts import Nodes
+
+#: Every check by name, in the order in which it is made.
+CHECKS = (
+    table.RENDEZVOUS,
+    roster.RANKS,
+    roster.WORLD,
+    versions.VERSIONS,
+    clocks.CLOCKS,
+    interfaces.INTERFACES,
+    limits.LIMITS,
+    links.PORTS,
+    links.LINKS,
+    links.INSIDE,
+)
+
+#: The longest that each part of a visit takes, in seconds, beside ``--timeout`` for all to come.
+LIMITS = {"facts": 10.0, "clocks": 5.0, "ways": CONNECT + STREAM + 2 * DRAIN + 1.5}
+
+
+def visit(nodes: Nodes, nproc: int, least_gbit: float, say: Callable[[Finding], None]) -> bool:
+    """Look at this host and, with all others, at the ways between them.
+
+    Args:
+        nodes: the job, as this host was told; a job of one host needs no other.
+        nproc: ranks of this host.
+        least_gbit: what the way between two hosts should carry, in Gbit/s.
+        say: shows a finding as soon as there is one; all hosts show the same.
+
+    Returns:
+        Whether a job would run.
+    """
+    healthy = True
+
+    def tell(findings: Iterable[Finding]) -> None:
+        nonlocal healthy
+        for finding in findings:
+            healthy = healthy and finding.level is not Level.FAIL
+            say(finding)
+
+    mine = look(nodes, nproc)
+    try:
+        with contextlib.closing(Table(nodes)) as seats:
+            _examine(seats, mine, least_gbit, tell)
+    except RendezvousError as error:
+        tell([error.finding])
+        # What can be told of this host alone.
+        tell([*interfaces.check_interfaces([mine]), *limits.check_limits([mine])])
+    return healthy
+
+
+def _examine(
+    seats: Table, mine: Facts, least_gbit: float, tell: Callable[[Iterable[Finding]], None]
+) -> None:
+    told = seats.gather(mine.to_json(), LIMITS["facts"])
+    gone = [place for place, each in enumerate(told) if each is None]
+    hosts = [Facts(**each) for each in told if each is not None]
+    tell([good(table.RENDEZVOUS, f"{len(hosts)} {'host' if len(hosts) == 1 else 'hosts'} met")])
+    if gone:
+        text = f"{len(gone)} came and said nothing"
+        tell([fail(table.RENDEZVOUS, text, "something else connects to the port: take another")])
+    tell(roster.check_ranks(hosts, hosts[0].nnodes))
+    tell(roster.check_world(hosts))
+    tell(versions.check_versions(hosts))
+    ahead = seats.clocks(LIMITS["clocks"])
+    places = [place for place, each in enumerate(told) if each is not None]
+    tell(clocks.check_clocks(hosts, {places.index(p): s for p, s in ahead.items() if p in places}))
+    tell(interfaces.check_interfaces(hosts))
+    tell(limits.check_limits(hosts))
+    ways = _measure(seats, mine, len(told))
+    kept = {
+        (places.index(a), places.index(b)): link
+        for (a, b), link in ways.items()
+        if a in places and b in places
+    }
+    tell(links.check_ports(hosts, kept))
+    tell(links.check_links(hosts, kept, least_gbit))
+    tell(links.check_inside(hosts, kept))
+
+
+def _measure(seats: Table, mine: Facts, count: int) -> dict[tuple[int, int], Link]:
+    """Every host towards every other, and itself: in each round a host sends to one other."""
+    found: dict[tuple[int, int], Link] = {}
+    with contextlib.closing(Echo()) as echo:
+        address = mine.interfaces.get(mine.towards or "", "127.0.0.1")
+        doors = seats.gather([address, echo.port], LIMITS["facts"])
+        for turn in range(count):
+            other = (seats.seat + turn) % count
+            door = doors[other]
+            link = Link(error="it left") if door is None else measure(*door)
+            for place, each in enumerate(seats.gather(asdict(link), LIMITS["ways"])):
+                if each is not None:
+                    found[place, (place + turn) % count] = Link(**each)
+    return found

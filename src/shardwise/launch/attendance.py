@@ -1,0 +1,167 @@
+"""One host's side of the meeting in ``rendezvous.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from shardwise.launch import rendezvous
+from shardwise.launch.errors import UserError
+from shardwise.launch.hosts import Nodes, Share, interface_towards
+from shardwise.launch.wire import ClosedError, Line
+
+_RETRY = 0.3  # seconds between attempts to reach host 0, which may start later
+
+
+class LostError(UserError):
+    """Host 0 is gone, or cannot be reached any more."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows a round.
+
+    Attributes:
+        again: begin another round.
+        text: why the round ended, where it did not end well.
+    """
+
+    again: bool
+    text: str
+
+
+class Attendance:
+    """This host's connection to the meeting.
+
+    Args:
+        nodes: the job.
+        nproc: ranks of this host.
+
+    Raises:
+        UserError: host 0 cannot be reached in time.
+    """
+
+    def __init__(self, nodes: Nodes, nproc: int) -> None:
+        self._nodes = nodes
+        self._nproc = nproc
+        self._line = _connect(nodes)
+        self._verdict: Verdict | None = None
+        self._beaten = 0.0
+        self._heard = time.monotonic()
+
+    def begin(self, port: int, stopped: Callable[[], bool]) -> Share | None:
+        """Wait for all hosts, and learn which ranks are this host's.
+
+        Args:
+            port: where this host would serve the store, if it is host 0.
+            stopped: whether a signal asked to stop; then None is returned.
+
+        Raises:
+            UserError: this host is refused, or not all hosts came in time.
+            LostError: host 0 is gone.
+        """
+        nodes = self._nodes
+        self._verdict = None
+        self._send(
+            kind="ready",
+            rank=nodes.rank,
+            nnodes=nodes.count,
+            nproc=self._nproc,
+            port=port,
+            versions={name: metadata.version(name) for name in ("shardwise", "torch")},
+        )
+        while not stopped():
+            for message in self._exchange(0.1):
+                match message["kind"]:
+                    case "refused":
+                        raise UserError(str(message["text"]))
+                    case "start":
+                        return Share(
+                            int(message["first"]),
+                            int(message["world_size"]),
+                            nodes.address,
+                            int(message["port"]),
+                            interface_towards(nodes.address),
+                        )
+        return None
+
+    def is_over(self) -> bool:
+        """Whether the round has ended elsewhere. Ask often: it is this host's sign of life."""
+        for message in self._exchange(0.0):
+            if message["kind"] == "verdict":
+                self._verdict = Verdict(bool(message["again"]), str(message["text"]))
+        return self._verdict is not None
+
+    def end(
+        self, *, failed: bool, echo: bool, may_restart: bool, stopped: Callable[[], bool]
+    ) -> Verdict:
+        """Tell how this host's ranks ended, and wait for what follows.
+
+        Args:
+            failed: whether one ended badly.
+            echo: whether only because ranks of other hosts went first.
+            may_restart: whether another attempt could end better.
+            stopped: whether a signal asked to stop waiting.
+        """
+        if self._verdict is None:
+            self._send(kind="ended", failed=failed, echo=echo, may_restart=may_restart)
+        while not self.is_over():
+            if stopped():
+                return Verdict(False, "")
+            time.sleep(0.02)
+        assert self._verdict is not None
+        return self._verdict
+
+    def close(self) -> None:
+        """Leave."""
+        self._line.close()
+
+    def _exchange(self, seconds: float) -> list[dict[str, Any]]:
+        now = time.monotonic()
+        if now - self._beaten > 3 * rendezvous.SILENCE and self._beaten:
+            # It is this host that stood still; the others have gone on without it.
+            raise LostError(self._lost("this host did nothing for long, and counts as lost"))
+        if now - self._beaten > rendezvous.BEAT:
+            self._beaten = now
+            self._send(kind="here")
+        try:
+            messages = self._line.receive(seconds)
+        except ClosedError as error:
+            raise LostError(self._lost(str(error))) from None
+        if messages:
+            self._heard = now
+        elif now - self._heard > rendezvous.SILENCE:
+            raise LostError(self._lost(f"no sign of life for {rendezvous.SILENCE:.0f} s"))
+        return messages
+
+    def _send(self, **message: Any) -> None:
+        with contextlib.suppress(ClosedError):  # which the next receive tells, with what came
+            self._line.send(message)
+
+    def _lost(self, why: str) -> str:
+        return (
+            f"host 0 ({self._nodes.where}) was lost: {why}; the job ends here. Start it again on "
+            "all hosts with --auto-resume"
+        )
+
+
+def _connect(nodes: Nodes) -> Line:
+    deadline = time.monotonic() + nodes.timeout
+    while True:
+        try:
+            return Line(socket.create_connection((nodes.address, nodes.port), timeout=3.0))
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"--rdzv: host 0 cannot be reached at {nodes.where} for "
+                    f"{nodes.timeout:.0f} s ({error.strerror or error}); is the command running "
+                    "there, and the port open? `shardwise doctor` looks closer"
+                ) from None
+        time.sleep(_RETRY)

@@ -1,0 +1,92 @@
+"""The lines that start a job over several hosts: one for each host, or a script for Slurm."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from shardwise.launch.errors import UserError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a job runs.
+
+    Attributes:
+        hosts: their names; the first is where they meet.
+        nproc: ranks of each.
+        port: where they meet.
+        arguments: of ``shardwise``: ``train lm --model llama-150m``.
+    """
+
+    hosts: tuple[str, ...]
+    nproc: int
+    port: int
+    arguments: tuple[str, ...]
+
+    def check(self) -> None:
+        """Check that it can be started.
+
+        Raises:
+            UserError: naming what cannot.
+        """
+        if not self.arguments:
+            raise UserError("launch-lines: found no command, expected one behind --: -- train lm")
+        if len(set(self.hosts)) < len(self.hosts) or not all(self.hosts):
+            raise UserError(f"--hosts: found {','.join(self.hosts)}, expected names, each once")
+        if self.nproc < 1:
+            raise UserError(f"--nproc: found {self.nproc}, expected 1 or more")
+        if not 0 < self.port < 65536:
+            raise UserError(f"--rdzv-port: found {self.port}, expected 1 to 65535")
+        ours = {"--nnodes", "--node-rank", "--rdzv", "--nproc"}
+        for argument in self.arguments:
+            if argument.partition("=")[0] in ours:
+                raise UserError(f"launch-lines: found {argument} behind --, which it adds itself")
+
+
+def own_lines(layout: Layout) -> list[tuple[str, str]]:
+    """Host and line, with our own launcher."""
+    lines = []
+    for rank, host in enumerate(layout.hosts):
+        words = ["shardwise", *layout.arguments, "--nproc", str(layout.nproc)]
+        if len(layout.hosts) > 1:
+            words += ["--nnodes", str(len(layout.hosts)), "--node-rank", str(rank)]
+            words += ["--rdzv", f"{layout.hosts[0]}:{layout.port}"]
+        lines.append((host, shlex.join(words)))
+    return lines
+
+
+def torchrun_lines(layout: Layout) -> list[tuple[str, str]]:
+    """Host and line, with torchrun."""
+    lines = []
+    for rank, host in enumerate(layout.hosts):
+        words = ["torchrun", f"--nnodes={len(layout.hosts)}", f"--node-rank={rank}"]
+        words += [f"--nproc-per-node={layout.nproc}", "--master-addr", layout.hosts[0]]
+        words += ["--master-port", str(layout.port), "-m", "shardwise", *layout.arguments]
+        lines.append((host, shlex.join(words)))
+    return lines
+
+
+def slurm_script(layout: Layout, nodes: int) -> str:
+    """A script for ``sbatch``, over as many nodes, whichever Slurm gives."""
+    command = shlex.join(["shardwise", *layout.arguments, "--nproc", str(layout.nproc)])
+    doctor = f"shardwise doctor --nproc {layout.nproc}"
+    where = '--nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" --rdzv "$MEET"'
+    return f"""#!/bin/bash
+#SBATCH --job-name=shardwise
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+# Slurm tells ranks to save and stop, five minutes before the time is over; --auto-resume goes on.
+#SBATCH --signal=TERM@300
+set -euo pipefail
+
+# The first host of the job is where the others meet.
+MEET="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):{layout.port}"
+export MEET
+
+# What would go wrong, before anything is trained.
+srun bash -c {shlex.quote(f"exec {doctor} {where}")}
+
+srun --kill-on-bad-exit=1 bash -c {shlex.quote(f"exec {command} {where}")}
+"""

@@ -1,0 +1,105 @@
+"""A job from its first round to its last, on one host: launch, and launch again after a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+
+from shardwise.launch.attendance import Attendance
+from shardwise.launch.hosts import Nodes, listening
+from shardwise.launch.launcher import Launcher
+from shardwise.launch.rendezvous import Meeting
+from shardwise.launch.signals import STOP_SIGNALS
+
+Command = Callable[[int], Sequence[str]]
+
+
+def run_here(command: Command, nproc: int, restarts: int) -> int:
+    """Run a job on this host alone.
+
+    Args:
+        command: gives the command of a round, 0 for the first.
+        nproc: ranks.
+        restarts: how often to begin again after a rank was killed or crashed.
+
+    Returns:
+        The exit code of the last round; see :meth:`Launcher.run`.
+    """
+    attempt = 0
+    while True:
+        launcher = Launcher(command(attempt), nproc)
+        code = launcher.run()
+        if code == 0 or not launcher.may_restart or attempt == restarts:
+            return code
+        attempt += 1
+        _say(f"restart    {attempt} of {restarts}, from the last checkpoint")
+
+
+def run_over_hosts(command: Command, nproc: int, nodes: Nodes, restarts: int) -> int:
+    """Run this host's part of a job.
+
+    Raises:
+        UserError: the hosts did not come together, or host 0 was lost.
+    """
+    with contextlib.ExitStack() as stack:
+        if nodes.rank == 0:
+            meeting = Meeting(nodes, restarts)
+            stack.callback(meeting.close)
+            meeting.start()
+        attendance = Attendance(nodes, nproc)
+        stack.callback(attendance.close)
+        attempt = 0
+        while True:
+            code, again = _round(command(attempt), nproc, nodes, attendance)
+            if not again:
+                return code
+            attempt += 1
+
+
+def _round(
+    command: Sequence[str], nproc: int, nodes: Nodes, attendance: Attendance
+) -> tuple[int, bool]:
+    listener = listening(nodes.address) if nodes.rank == 0 else None
+    port = 0 if listener is None else listener.getsockname()[1]
+    with _noting_signals() as noted:
+        share = attendance.begin(port, lambda: bool(noted))
+    if share is None:
+        _say("Stopped while waiting for the other hosts.")
+        return 128 + noted[0], False
+    launcher = Launcher(command, nproc, share=share, listener=listener, is_over=attendance.is_over)
+    code = launcher.run()
+    with _noting_signals() as noted:
+        verdict = attendance.end(
+            failed=launcher.failed,
+            echo=launcher.echo,
+            may_restart=launcher.may_restart,
+            stopped=lambda: bool(noted),
+        )
+    if verdict.text:
+        _say(f"{'restart' if verdict.again else 'error:'}    {verdict.text}")
+    return (code or (1 if verdict.text else 0)), verdict.again
+
+
+@contextlib.contextmanager
+def _noting_signals() -> Iterator[list[int]]:
+    """Note stop signals instead of dying of them, while no rank of this host runs."""
+    noted: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        del frame
+        noted.append(signum)
+
+    before = {signum: signal.signal(signum, note) for signum in STOP_SIGNALS}
+    try:
+        yield noted
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,170 @@
+"""Replicas that train apart: what a recipe does for them beside training.
+
+checkpoints/step-00000040/               replica 0, committed last: complete if all others are
+checkpoints/replicas/1/step-00000040/    replica 1: its inner parameters and optimizer differ
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.checkpoint.background import group_for
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.diloco import DiLoCo
+from shardwise.errors import CheckpointError
+from shardwise.frontends.strategies import REPLICATE, SHARD
+from shardwise.recipes.checkpointing import Checkpoints, Resumable, SaveError
+from shardwise.recipes.diloco_config import DilocoConfig
+from shardwise.recipes.span import Position
+
+#: After so many steps at most, all ranks tell each other whether they were asked to stop.
+MEET_EVERY = 10
+
+
+class Replicas:
+    """The replicas of a run, as its training loop sees them.
+
+    Args:
+        diloco: of this rank.
+        mesh: (replicate, shard).
+        config: how they meet.
+    """
+
+    def __init__(self, diloco: DiLoCo, mesh: DeviceMesh, config: DilocoConfig) -> None:
+        self._diloco = diloco
+        self._every = min(MEET_EVERY, config.local_steps)
+        self._own_group: dist.ProcessGroup = mesh.get_group(SHARD)
+
+    def group_after(self, step: int) -> dist.ProcessGroup | None:
+        """The ranks that tell each other how they do after a step; ``None``: all of them."""
+        return self._own_group if step % self._every else None
+
+    def outer_parameters(self) -> AbstractContextManager[None]:
+        """Inside, the model of every replica has the outer parameters."""
+        return self._diloco.outer_parameters()
+
+    def end(self) -> None:
+        """After the last step: all replicas become alike."""
+        self._diloco.flush()
+
+
+def replicas_of(
+    model: nn.Module, inner: torch.optim.Optimizer, mesh: DeviceMesh, config: DilocoConfig
+) -> tuple[DiLoCo, Replicas]:
+    """The optimizer of a replica, as it was asked for, and the replicas."""
+    diloco = DiLoCo(
+        model,
+        inner,
+        outer=config.outer,
+        every=config.local_steps,
+        group=mesh[REPLICATE],
+        wire=config.wire,
+        error_feedback=config.error_feedback,
+        streaming=config.streaming,
+    )
+    return diloco, Replicas(diloco, mesh, config)
+
+
+class _PositionOfAll:
+    """What the data of all ranks say of where they stand, for the checkpoint of each replica.
+
+    Args:
+        data: of this rank.
+    """
+
+    def __init__(self, data: Resumable) -> None:
+        self._data = data
+        self._told: dict[str, Any] = {}
+
+    def tell(self) -> None:
+        """Tell all ranks, and hear from all. Every rank calls it."""
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, self._data.state())
+        self._told = {name: value for part in parts for name, value in part.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What all ranks have told."""
+        return self._told
+
+    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+        """Go on from it.
+
+        Raises:
+            CheckpointError: it is no such state.
+        """
+        self._data.load_state(state, where)
+
+
+class ReplicaCheckpoints(Checkpoints):
+    """The checkpoints of a run whose replicas train apart: one of each replica.
+
+    Args:
+        folder: where they lie.
+        keep_last: how many to keep.
+        mesh: (replicate, shard).
+        data: what has a position of its own in them.
+    """
+
+    def __init__(
+        self, folder: Path, keep_last: int, mesh: DeviceMesh, data: Resumable | None
+    ) -> None:
+        self._count = mesh.size(0)
+        self._number = mesh.get_local_rank(REPLICATE)
+        self._own_group = mesh.get_group(SHARD)
+        self._position = None if data is None else _PositionOfAll(data)
+        self._root, self._keep = folder, keep_last
+        super().__init__(folder, keep_last)
+
+    def save(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+        """Save every replica, the first one last. Every rank calls it.
+
+        Raises:
+            SaveError: a rank could not write; every rank raises it.
+        """
+        if isinstance(optimizer, DiLoCo):
+            optimizer.finish_exchanges()  # together: then replicas save one after the other
+        if self._position is not None:
+            self._position.tell()
+        ranks = Ranks(group_for(None))
+
+        def save_if(own_turn: bool) -> None:
+            if own_turn:
+                self._of(self._number).save(position, model, optimizer)
+
+        try:
+            for first in (False, True):
+                turn = (self._number == 0) == first
+                ranks.all(
+                    f"saving step {position.step}",
+                    lambda turn=turn: save_if(turn),  # type: ignore[misc]
+                )
+        except CheckpointError as error:
+            raise SaveError(str(error)) from error
+        return self.path(position.step)
+
+    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
+        """Load what each replica has saved. Every rank calls it.
+
+        Where there are more replicas than there were, the further ones begin as the first ones do.
+
+        Raises:
+            UserError: a checkpoint is damaged, or is of another model.
+        """
+        return self._of(self._number % self.replicas(step)).load(step, model, optimizer)
+
+    def _of(self, number: int) -> Checkpoints:
+        """The checkpoints of a replica. Of the others one more is kept than of the first."""
+        first = number == 0
+        folder = self._root if first else self._root / "replicas" / str(number)
+        keep = self._keep if first else self._keep + 1
+        return Checkpoints(
+            folder, keep, self._position, group=self._own_group, replicas=self._count
+        )

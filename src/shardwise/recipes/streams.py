@@ -1,0 +1,244 @@
+"""Documents as packed sequences, in an order that does not depend on the world.
+
+A source is dealt out to a fixed number of streams, by ``datasets.split_dataset_by_node``: no two
+streams have a document in common. Each stream packs its documents into sequences for itself:
+
+    stream 0   S a a a a S b b | b b b S c c c | ...      S: the separator in front of a document
+    stream 1   S d d S e e e e | e e e e e S f | ...
+
+    order      stream 0, stream 1, stream 0, stream 1, ...        example p: stream p mod streams
+
+Which tokens are example p follows from the source and the number of streams alone. A rank takes
+the examples p of a microbatch with p mod world size = rank: where the world size divides the
+number of streams, every stream is read by one rank. Else some are read by several, and each
+trains on examples of its own.
+
+A position is, for each stream, how many sequences it has given, where its source stands, and the
+tokens that are left over. It goes into checkpoints, and any other world goes on from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shardwise.errors import CheckpointError
+from shardwise.launch.world import World
+from shardwise.recipes.config import OptionError
+from shardwise.recipes.documents import Source
+from shardwise.recipes.tokens import Vocabulary
+
+LEAST_STREAMS = 8  # so that a run can go on over fewer ranks, with whole streams for each
+
+
+def streams_for(world_size: int) -> int:
+    """How many streams a run gets that does not say: a multiple of the world size, at least 8."""
+    streams = world_size
+    while streams < LEAST_STREAMS:
+        streams *= 2
+    return streams
+
+
+class PackedStream:
+    """One stream: documents in, sequences out.
+
+    Args:
+        source: where documents come from.
+        number: of the stream, 0 .. streams - 1.
+        streams: how many there are.
+        encode: text to tokens, with the separator in front.
+        length: tokens of a sequence, without the one that only is a target.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        number: int,
+        streams: int,
+        encode: Callable[[str], list[int]],
+        length: int,
+    ) -> None:
+        self._source = source
+        self._number = number
+        self._streams = streams
+        self._encode = encode
+        self._length = length
+        self._given = 0
+        self._epoch = 0
+        self._left: list[int] = []
+        self._began_at: Mapping[str, Any] | None = None
+        self._begin(None)
+
+    def sequence(self, index: int) -> NDArray[np.int64]:
+        """Sequence ``index`` of the stream, int64 of shape (length + 1,); those before are passed.
+
+        Its last token is the first of the next sequence: every token is a target once.
+
+        Raises:
+            ValueError: it was given already.
+            UserError: the source cannot be read, or has no text for this stream.
+        """
+        if index < self._given:
+            raise ValueError(f"sequence {index} of stream {self._number} was given already")
+        while True:
+            self._fill()
+            tokens = self._left[: self._length + 1]
+            del self._left[: self._length]
+            self._given += 1
+            if self._given > index:
+                return np.array(tokens, dtype=np.int64)
+
+    def _fill(self) -> None:
+        while len(self._left) <= self._length:
+            self._began_at = None
+            try:
+                text = next(self._texts)
+            except StopIteration:
+                self._end_epoch()
+                continue
+            if text:
+                self._left += self._encode(text)
+                self._empty = False
+
+    def _end_epoch(self) -> None:
+        if self._empty:
+            raise OptionError(
+                "--streams",
+                f"{self._streams}, of which stream {self._number} has no text to learn from",
+                "fewer streams, or more documents",
+            )
+        self._epoch += 1
+        self._begin(None)
+
+    def _begin(self, where: Mapping[str, Any] | None) -> None:
+        self._part = self._source.part(self._number, self._streams)
+        if where is not None:
+            self._part.load_state_dict(where)
+        self._texts = self._source.training_texts(self._part)
+        self._empty = where is None
+        self._began_at = where
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands, as tensors and plain values."""
+        # A dataset that was told where to begin, and has not begun, does not know it yet.
+        source = self._part.state_dict() if self._began_at is None else self._began_at
+        return {
+            "given": self._given,
+            "epoch": self._epoch,
+            "source": json.dumps(source),
+            "left": torch.tensor(self._left, dtype=torch.int64),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Stand where another stream of the same number stood.
+
+        Raises:
+            CheckpointError: it is no such state.
+        """
+        try:
+            self._given, self._epoch = int(state["given"]), int(state["epoch"])
+            self._left = state["left"].tolist()
+            self._begin(json.loads(state["source"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"the position of stream {self._number} cannot be read ({error!r})"
+            ) from None
+
+
+class StreamBatches:
+    """Training batches: int64 of shape (count, length + 1), on the device.
+
+    Args:
+        source: where documents come from.
+        vocabulary: what tokens mean.
+        length: tokens of a sequence.
+        streams: how many there are; None leaves it to the checkpoint, or the world.
+        world: this rank.
+        device: where batches go.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        vocabulary: Vocabulary,
+        length: int,
+        streams: int | None,
+        world: World,
+        device: torch.device,
+    ) -> None:
+        self._source = source
+        self._vocabulary = vocabulary
+        self._length = length
+        self._asked = streams
+        self._world = world
+        self._device = device
+        self._open: dict[int, PackedStream] = {}
+        self._saved: dict[int, Mapping[str, Any]] = {}
+        self.streams = streams or streams_for(world.size)
+
+    def batch(self, position: int, count: int) -> torch.Tensor:
+        """This rank's part of the microbatch in which its ``count`` examples begin at ``position``.
+
+        All ranks together get the examples that all ``position .. position + count`` make, each
+        once; which rank takes which follows from the streams.
+        """
+        start, size = position - self._world.rank * count, self._world.size
+        first = start + (self._world.rank - start) % size
+        rows = [self._example(p) for p in range(first, first + count * size, size)]
+        return torch.from_numpy(np.stack(rows)).to(self._device)
+
+    def _example(self, position: int) -> NDArray[np.int64]:
+        index, number = divmod(position, self.streams)
+        stream = self._open.get(number)
+        if stream is None:
+            stream = PackedStream(self._source, number, self.streams, self._encode, self._length)
+            if number in self._saved:
+                stream.load_state(self._saved[number])
+            self._open[number] = stream
+        return stream.sequence(index)
+
+    def _encode(self, text: str) -> list[int]:
+        return [self._vocabulary.separator, *self._vocabulary.encode(text)]
+
+    def state(self) -> dict[str, Any]:
+        """Where this rank's streams stand, under names that no other rank has."""
+        rank = self._world.rank
+        mine = {f"stream{n}-rank{rank}": stream.state() for n, stream in self._open.items()}
+        # Of streams that nobody has opened since the run was resumed, as they were then.
+        rest = {
+            f"stream{n}-rank{rank}": dict(state)
+            for n, state in self._saved.items()
+            if n not in self._open and n % self._world.size == rank
+        }
+        return {"streams": self.streams, **mine, **rest}
+
+    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+        """Go on from what :meth:`state` gave on all ranks of any world.
+
+        Raises:
+            CheckpointError: it is no such state.
+            OptionError: it has another number of streams than was asked for.
+        """
+        streams = state.get("streams")
+        if not isinstance(streams, int) or streams < 1:
+            raise CheckpointError(f"{where}: found {streams!r} as extra.data.streams")
+        if self._asked not in (None, streams):
+            raise OptionError(
+                "--streams", self._asked, f"{streams}, as the run began that --resume goes on"
+            )
+        self.streams = streams
+        for name, each in state.items():
+            number, _, _ = name.removeprefix("stream").partition("-rank")
+            if not isinstance(each, Mapping) or not number.isdecimal():
+                continue
+            kept = self._saved.get(int(number))
+            # Where ranks shared a stream, the one that came furthest is nearest to what is next.
+            if kept is None or int(each.get("given", 0)) > int(kept["given"]):
+                self._saved[int(number)] = each
+        self._open.clear()

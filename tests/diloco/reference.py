@@ -1,0 +1,141 @@
+"""DiLoCo by definition: all replicas in one process, one after the other, with torch's own SGD."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shardwise.diloco import OuterSGD, Streaming
+from tests.sharding.nets import Net, batches, loss_of, seeded
+
+ROWS = 4  # of a replica's batch, however many ranks share it
+
+
+def make_inner(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """The inner optimizer of all tests."""
+    # A large epsilon: else the sign of a rounding error becomes a whole step.
+    return torch.optim.AdamW(parameters, lr=0.02, eps=1e-3)
+
+
+def batch_of(replica: int, step: int) -> torch.Tensor:
+    """What a replica learns from in a step (the first is 1), ``(ROWS, WIDTH)``."""
+    return batches(3, step, ROWS)[replica]
+
+
+class Reference:
+    """Replicas that take turns.
+
+    Args:
+        count: how many.
+        outer: the outer optimizer.
+        fragments: beginnings of the parameters' names, a fragment each.
+        alpha: of the inner parameters that remains.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        outer: OuterSGD,
+        fragments: Sequence[tuple[str, ...]] = (("",),),
+        alpha: float = 0.0,
+    ) -> None:
+        self.alpha = alpha
+        self.outer = seeded(Net)
+        self.replicas: dict[int, nn.Module] = {}
+        self.inner: dict[int, torch.optim.AdamW] = {}
+        for replica in range(count):
+            self.join(replica)
+        self.fragments = [
+            [name for name, _ in self.outer.named_parameters() if name.startswith(beginnings)]
+            for beginnings in fragments
+        ]
+        parameters = dict(self.outer.named_parameters())
+        assert sorted(itertools.chain(*self.fragments)) == sorted(parameters), (
+            "each in one fragment"
+        )
+        self.sgd = [
+            torch.optim.SGD(
+                [parameters[name] for name in names],
+                lr=outer.lr,
+                momentum=outer.momentum,
+                nesterov=outer.nesterov,
+            )
+            for names in self.fragments
+        ]
+        self.under_way: dict[int, Mapping[str, torch.Tensor]] = {}
+
+    def join(self, replica: int) -> None:
+        """A replica begins at the outer parameters, with a new optimizer."""
+        model = seeded(Net)
+        model.load_state_dict(self.outer.state_dict())
+        self.replicas[replica] = model
+        self.inner[replica] = make_inner(model.parameters())
+
+    def leave(self, replica: int) -> None:
+        """A replica is gone."""
+        del self.replicas[replica], self.inner[replica]
+
+    def inner_step(self, step: int) -> None:
+        """One inner step of every replica."""
+        for replica, model in self.replicas.items():
+            loss_of(model, batch_of(replica, step)).backward()
+            self.inner[replica].step()
+            self.inner[replica].zero_grad()
+
+    @torch.no_grad()
+    def begin(self, fragment: int = 0) -> None:
+        """Average the pseudo-gradients as they are now."""
+        outer = dict(self.outer.named_parameters())
+        found = [dict(model.named_parameters()) for model in self.replicas.values()]
+        self.under_way[fragment] = {
+            name: sum(outer[name] - inner[name] for inner in found) / len(found)
+            for name in self.fragments[fragment]
+        }
+
+    @torch.no_grad()
+    def apply(self, fragment: int = 0) -> None:
+        """Make the outer step, and mix it into every replica."""
+        outer = dict(self.outer.named_parameters())
+        for name, mean in self.under_way.pop(fragment).items():
+            outer[name].grad = mean
+        self.sgd[fragment].step()
+        for model in self.replicas.values():
+            inner = dict(model.named_parameters())
+            for name in self.fragments[fragment]:
+                inner[name].mul_(self.alpha).add_(outer[name], alpha=1 - self.alpha)
+
+    def exchange(self, fragment: int = 0) -> None:
+        """Both at once."""
+        self.begin(fragment)
+        self.apply(fragment)
+
+
+#: The fragments of ``Net`` when there are two: blocks in turn, the rest to the smaller one.
+TWO_FRAGMENTS = (("blocks.0.", "blocks.2."), ("blocks.1.", "head.", "gain"))
+STREAMING = Streaming(fragments=2, overlap=2, alpha=0.25)
+
+
+def plain(steps: int, every: int, outer: OuterSGD, count: int = 2) -> Reference:
+    """DiLoCo of so many inner steps."""
+    reference = Reference(count, outer)
+    for step in range(1, steps + 1):
+        reference.inner_step(step)
+        if step % every == 0:
+            reference.exchange()
+    return reference
+
+
+def streamed(steps: int) -> Reference:
+    """Streaming DiLoCo with rounds of 4: begin and end of each exchange written out."""
+    reference = Reference(2, OuterSGD(), TWO_FRAGMENTS, STREAMING.alpha)
+    begins = {2: 1, 4: 0, 6: 1, 8: 0, 10: 1}
+    for step in range(1, steps + 1):
+        reference.inner_step(step)
+        if step - STREAMING.overlap in begins:
+            reference.apply(begins[step - STREAMING.overlap])
+        if step in begins:
+            reference.begin(begins[step])
+    return reference

@@ -1,0 +1,110 @@
+"""Replicas as ranks: a model sharded inside each replica, and DiLoCo across them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shardwise import FullyShardedDataParallel, fully_shard
+from shardwise.diloco import DiLoCo
+from tests.diloco.reference import ROWS, batch_of, make_inner
+from tests.sharding.nets import Net, loss_of, seeded
+
+Values = dict[str, torch.Tensor]
+
+
+def two_replicas() -> DeviceMesh:
+    """A mesh (replicate, shard) of two replicas over all ranks."""
+    shape = (2, dist.get_world_size() // 2)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(mesh: DeviceMesh | None, seed: int = 0) -> nn.Module:
+    """``Net``, sharded block by block; plain where there is no mesh."""
+    net = seeded(Net, seed)
+    if mesh is not None:
+        for block in net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    return net
+
+
+class Replica:
+    """One rank of one replica.
+
+    Args:
+        mesh: (replicate, shard).
+        wrapped: sharded by the wrapper, not by the function.
+        settings: of DiLoCo.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, wrapped: bool = False, **settings: Any) -> None:
+        self.number, self.part = mesh.get_coordinate()
+        self.parts = mesh.size(1)
+        self.model = (
+            FullyShardedDataParallel(sharded(None), device_mesh=mesh["shard"])
+            if wrapped
+            else sharded(mesh["shard"])
+        )
+        self.inner = make_inner(self.model.parameters())
+        self.diloco = DiLoCo(self.model, self.inner, group=mesh["replicate"], **settings)
+
+    def train(self, first: int, last: int) -> None:
+        """Inner steps ``first`` .. ``last``, both included."""
+        for step in range(first, last + 1):
+            rows = ROWS // self.parts
+            batch = batch_of(self.number, step)[self.part * rows :][:rows]
+            loss_of(self.model, batch).backward()
+            self.diloco.step()
+            self.diloco.zero_grad()
+
+    def inner_values(self) -> Values:
+        """Whole inner parameters of this replica."""
+        return whole(self.model)
+
+    def outer_values(self) -> Values:
+        """Whole outer parameters."""
+        with self.diloco.outer_parameters():
+            return whole(self.model)
+
+    def outer_bits(self) -> list[torch.Tensor]:
+        """This rank's part of the outer state."""
+        packed = self.diloco.state_dict()["state"].values()
+        found = [each["diloco"][name] for each in packed for name in ("outer", "momentum")]
+        return [each.to_local() if isinstance(each, DTensor) else each for each in found]
+
+
+def whole(model: nn.Module) -> Values:
+    """Copies of all parameters, unsharded."""
+    return {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
+        for name, each in model.named_parameters()
+    }
+
+
+def equal_everywhere(tensors: list[torch.Tensor], mesh: DeviceMesh) -> bool:
+    """Whether all replicas have the same bits."""
+    found: list[Any] = [None] * mesh.size(0)
+    dist.all_gather_object(found, tensors, group=mesh.get_group("replicate"))
+    return all(
+        torch.equal(mine, theirs)
+        for other in found
+        for mine, theirs in zip(tensors, other, strict=True)
+    )
+
+
+def assert_values(found: Values, expected: nn.Module, what: str, tolerance: float = 1e-5) -> None:
+    """Compare with a model of the reference, by name."""
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(
+            found[name],
+            parameter.detach(),
+            atol=tolerance,
+            rtol=tolerance,
+            msg=lambda text, name=name: f"{what}, {name}: {text}",
+        )

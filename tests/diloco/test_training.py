@@ -1,0 +1,177 @@
+"""DiLoCo over ranks is what its definition says, however a replica is sharded inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise import checkpoint
+from shardwise.diloco import OuterSGD, WireFormat
+from tests.diloco.reference import STREAMING, plain, streamed
+from tests.diloco.replicas import (
+    Replica,
+    assert_values,
+    equal_everywhere,
+    two_replicas,
+)
+from tests.harness import run_ranks
+
+AVERAGING = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"every": 3},
+    "wrapped": {"every": 3, "wrapped": True},
+    "averaging": {"every": 1, "outer": AVERAGING},
+    "streaming": {"every": 4, "streaming": STREAMING},
+    **{each.value: {"every": 3, "wire": each} for each in WireFormat},
+    "feedback": {"every": 1, "wire": WireFormat.INT8, "error_feedback": True},
+}
+STEPS = 11
+
+
+def _train_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Every setting for some steps; one is saved in the middle, by the larger world only."""
+    mesh = two_replicas()
+    found: dict[str, Any] = {}
+    for name, settings in SETTINGS.items():
+        replica = Replica(mesh, **settings)
+        replica.train(1, STEPS)
+        found[name] = {
+            "inner": replica.inner_values(),
+            "outer": replica.outer_values(),
+            "same": equal_everywhere(replica.outer_bits(), mesh),
+            "bytes": replica.diloco.bytes_sent,
+            "rounds": replica.diloco.rounds,
+            "numel": [view.numel() for view in replica.outer_bits()[::2]],
+        }
+    for name in ("plain", "streaming", "feedback"):
+        found[name]["resumed"] = _resume(mesh, folder / name, saves=world_size == 4, name=name)
+    replica.diloco.flush()
+    found["flushed"] = equal_everywhere(list(replica.inner_values().values()), mesh)
+    return found
+
+
+def _resume(mesh: Any, folder: Path, *, saves: bool, name: str) -> Any:
+    """Train, save and go on in another object; or only the latter. A step is mid-round."""
+    group = mesh.get_group("shard")
+    path = folder / f"replica-{mesh.get_coordinate()[0]}"
+    if saves:
+        replica = Replica(mesh, **SETTINGS[name])
+        replica.train(1, 5)
+        checkpoint.save(path, replica.model, replica.diloco, group=group)
+    dist.barrier()
+    other = Replica(mesh, **SETTINGS[name])
+    checkpoint.load(path, other.model, other.diloco, group=group)
+    other.train(6, STEPS)
+    return {"inner": other.inner_values(), "outer": other.outer_values()}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What the ranks of both worlds found, by the number of shards of a replica."""
+    folder = tmp_path_factory.mktemp("diloco")
+    return {shards: run_ranks(_train_all, 2 * shards, folder) for shards in (2, 1)}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_it_is_what_one_process_computes_replica_by_replica(found: Any, shards: int) -> None:
+    expected = {
+        "plain": plain(STEPS, 3, OuterSGD()),
+        "wrapped": plain(STEPS, 3, OuterSGD()),
+        "averaging": plain(STEPS, 1, AVERAGING),
+        "streaming": streamed(STEPS),
+    }
+    for name, reference in expected.items():
+        for rank, results in enumerate(found[shards]):
+            replica = rank // shards
+            what = f"{name}, {shards} shards, rank {rank}"
+            assert_values(results[name]["outer"], reference.outer, f"{what}, outer")
+            assert_values(results[name]["inner"], reference.replicas[replica], f"{what}, inner")
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_all_replicas_have_the_same_outer_state_to_the_bit(found: Any, shards: int) -> None:
+    for rank, results in enumerate(found[shards]):
+        for name in SETTINGS:
+            assert results[name]["same"], f"{name}, rank {rank}"
+
+
+def test_every_step_with_rate_1_and_no_momentum_is_averaging(found: Any) -> None:
+    for results in found[1]:
+        one, other = (each["averaging"] for each in found[1])
+        for name, value in results["averaging"]["outer"].items():
+            assert torch.equal(one["inner"][name], other["inner"][name]), name
+            assert torch.equal(value, results["averaging"]["inner"][name]), name
+
+
+def test_replicas_move_apart_inside_a_round(found: Any) -> None:
+    one, other = (results["plain"]["inner"] for results in found[1])
+    assert not torch.equal(one["head.weight"], other["head.weight"])
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
+def test_what_is_rounded_on_the_wire_stays_near(found: Any, name: str) -> None:
+    exact = plain(STEPS, 3, OuterSGD())
+    for results in found[2]:
+        assert_values(results[name]["outer"], exact.outer, name, tolerance=5e-3)
+        values = results[name]["outer"]["head.weight"]
+        assert not torch.equal(values, results["plain"]["outer"]["head.weight"]), "not rounded"
+
+
+def test_with_error_feedback_nothing_is_lost_in_the_long_run(found: Any) -> None:
+    exact = plain(STEPS, 1, OuterSGD())
+    for results in found[2]:
+        assert_values(results["feedback"]["outer"], exact.outer, "feedback", tolerance=5e-3)
+
+
+def test_ranks_of_a_replica_have_the_same_of_what_is_not_cut(found: Any) -> None:
+    for replica in (0, 1):
+        one, other = found[2][2 * replica :][:2]
+        for name in SETTINGS:
+            for part in ("inner", "outer"):
+                for fqn, value in one[name][part].items():
+                    assert torch.equal(value, other[name][part][fqn]), f"{name}, {part} {fqn}"
+
+
+def test_bytes_are_those_of_two_halves_of_the_encoded_vector(found: Any) -> None:
+    sizes = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1 + 4 / 256}
+    for results in found[1]:
+        numel = sum(results["fp32"]["numel"])
+        assert numel == sum(each.numel() for each in plain(0, 1, OuterSGD()).outer.parameters())
+        # The scalar comes first and has a block of its own; int8 fills up the last of each half.
+        length = 256 + numel - 1
+        for name, size in sizes.items():
+            half = -(-length // 512) * 256 if name == "int8" else -(-length // 2)
+            assert results[name]["bytes"] == 3 * 2 * half * size, name
+
+
+def test_exchanges_happen_when_they_are_due(found: Any) -> None:
+    assert found[1][0]["plain"]["rounds"] == (3,)
+    assert found[1][0]["averaging"]["rounds"] == (STEPS,)
+    # Fragment 0 begins after steps 4 and 8, fragment 1 after 2, 6 and 10, which ends after 12.
+    assert found[1][0]["streaming"]["rounds"] == (2, 2)
+
+
+@pytest.mark.parametrize("name", ["plain", "streaming", "feedback"])
+def test_a_run_saved_inside_a_round_goes_on_bit_for_bit(found: Any, name: str) -> None:
+    for rank, results in enumerate(found[2]):
+        for part in ("inner", "outer"):
+            for fqn, value in results[name]["resumed"][part].items():
+                expected = results[name][part][fqn]
+                assert torch.equal(value, expected), f"{part} {fqn} on rank {rank}"
+
+
+@pytest.mark.parametrize("name", ["plain", "streaming"])
+def test_what_two_shards_saved_one_loads(found: Any, name: str) -> None:
+    expected = plain(STEPS, 3, OuterSGD()) if name == "plain" else streamed(STEPS)
+    for replica, results in enumerate(found[1]):
+        resumed = results[name]["resumed"]
+        assert_values(resumed["outer"], expected.outer, "outer")
+        assert_values(resumed["inner"], expected.replicas[replica], "inner")
+
+
+def test_after_a_flush_all_replicas_are_alike(found: Any) -> None:
+    assert all(results["flushed"] for shards in (1, 2) for results in found[shards])

@@ -1,0 +1,41 @@
+"""The doctor on one host, and what the documents say of it. Faults are in tests/hosts."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.main import app
+from shardwise.doctor.visit import CHECKS, LIMITS
+
+GUIDE = Path(__file__).parents[2] / "docs" / "multi-node.md"
+
+
+def test_the_troubleshooting_table_has_a_row_for_every_check() -> None:
+    table = GUIDE.read_text().split("## Troubleshooting")[1]
+    rows = re.findall(r"^\| `([\w ]+)` \|", table, re.MULTILINE)
+    assert tuple(rows) == CHECKS
+
+
+def test_the_documented_limits_are_those_of_the_code() -> None:
+    text = " ".join(GUIDE.read_text().split())
+    assert f"{LIMITS['facts']:.0f} s for what hosts say" in text
+    assert f"{LIMITS['clocks']:.0f} s a host for clocks" in text
+    assert f"measures towards one other, {LIMITS['ways']:.0f} s" in text
+
+
+def test_a_host_alone_is_looked_at_without_any_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shardwise", "doctor", "--nproc", "2"])
+    with pytest.raises(SystemExit) as ended:
+        app()
+    lines = capsys.readouterr().out.splitlines()
+    assert (ended.value.code == 0) == (not any(line.startswith("fail") for line in lines))
+    found = {line[5:17].strip() for line in lines}
+    assert found == set(CHECKS) - {"links"}
+    [inside] = [line for line in lines if line[5:11] == "inside"]
+    assert re.search(r"\d+\.\d\d Gbit/s, \d+\.\d\d ms", inside)

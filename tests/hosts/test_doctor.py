@@ -1,0 +1,202 @@
+"""What ``shardwise doctor`` finds between hosts, each fault provoked.
+
+A visit is a process on each host, without torch; several faults that do not hide each other are
+provoked in one visit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shardwise.doctor.visit import CHECKS
+from tests.hosts.network import Host, needs_hosts, run_ip, two_hosts
+
+pytestmark = needs_hosts
+
+PORT = 29411
+Pair = tuple[Host, Host]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Pair]:
+    with two_hosts() as pair:
+        yield pair
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What a host was told."""
+
+    code: int
+    lines: list[str]
+    seconds: float
+
+    def of(self, check: str, level: str) -> list[str]:
+        """The lines of a check that have a level."""
+        head = f"{level:<5}{check:<12}"
+        return [line[len(head) :] for line in self.lines if line.startswith(head)]
+
+    @property
+    def checks(self) -> set[str]:
+        """The checks that said something."""
+        return {line[5:17].strip() for line in self.lines}
+
+
+@dataclass
+class Guest:
+    """Who is visited: a host, what it is told, and what is wrong in its processes."""
+
+    host: Host
+    rank: int
+    nnodes: int = 2
+    nproc: int = 1
+    rdzv: str = f"10.77.0.1:{PORT}"
+    env: dict[str, str] | None = None
+
+    def begin(self, timeout: float) -> subprocess.Popen[str]:
+        options = f"--nnodes {self.nnodes} --node-rank {self.rank} --rdzv {self.rdzv}"
+        more = f"--nproc {self.nproc} --timeout {timeout} --least-gbit 0.2"
+        arguments = ["doctor", *options.split(), *more.split()]
+        return self.host.start("shardwise", self.env or {}, *arguments)
+
+
+def visit(*guests: Guest, timeout: float = 20) -> list[Verdicts]:
+    began = time.monotonic()
+    processes = [guest.begin(timeout) for guest in guests]
+    verdicts = []
+    for process in processes:
+        out, err = process.communicate(timeout=60)
+        assert err == "", err
+        seconds = time.monotonic() - began
+        verdicts.append(Verdicts(process.returncode, out.splitlines(), seconds))
+    return verdicts
+
+
+def spoilt(folder: Path, code: str = "", **versions: str) -> dict[str, str]:
+    """An environment in which Python starts with some code, or finds other versions installed."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
+    for name, version in versions.items():
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return {"PYTHONPATH": str(folder)}
+
+
+@contextlib.contextmanager
+def rule(host: Host, *words: str) -> Iterator[None]:
+    """A rule of the network of a host, for a while."""
+    run_ip("-n", host.name, *words[:1], "add", *words[1:])
+    try:
+        yield
+    finally:
+        run_ip("-n", host.name, *words[:1], "del", *words[1:])
+
+
+@contextlib.contextmanager
+def slowed(host: Host, rate: str) -> Iterator[None]:
+    """A link that lets no more pass."""
+    tc = ["tc", "-n", host.name, "qdisc"]
+    shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
+    subprocess.run([*tc, "add", "dev", "eth0", *shape], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*tc, "del", "dev", "eth0", "root"], check=True)
+
+
+def test_healthy_hosts_pass_every_check_and_are_told_the_same(hosts: Pair) -> None:
+    first, second = visit(Guest(hosts[0], 0), Guest(hosts[1], 1))
+    assert (first.code, second.code) == (0, 0), first.lines
+    assert first.lines == second.lines
+    assert all(line.startswith("ok") for line in first.lines), first.lines
+    assert first.checks == set(CHECKS)
+    assert len(first.of("links", "ok")) == 2
+    assert len(first.of("inside", "ok")) == 2
+    assert "Gbit/s" in first.of("links", "ok")[0]
+
+
+def test_what_is_wrong_on_one_host_is_told_on_all(hosts: Pair, tmp_path: Path) -> None:
+    wrong = """
+        import resource, time
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+        right = time.time
+        time.time = lambda: right() + 90
+    """
+    env = spoilt(tmp_path / "spoilt", wrong, torch="9.9.9", shardwise="8.8.8")
+    env["NCCL_SOCKET_IFNAME"] = "eth7"
+    env["GLOO_SOCKET_IFNAME"] = "lo"
+    with slowed(hosts[1], "20mbit"):
+        told = visit(Guest(hosts[0], 0), Guest(hosts[1], 1, nproc=2, env=env))
+    for each in told:
+        assert each.code == 1
+        assert "1 on host 0" in (world := " ".join(each.of("world size", "fail"))), each.lines
+        assert "2 x 2 on host 1" in world
+        versions = " ".join(each.of("versions", "fail"))
+        assert "9.9.9 on host 1" in versions
+        assert "8.8.8 on host 1" in versions
+        assert "host 1" in (clock := " ".join(each.of("clocks", "warn")))
+        assert "90.0 s ahead of host 0" in clock
+        assert "NCCL_SOCKET_IFNAME=eth7" in " ".join(each.of("interfaces", "fail"))
+        gloo = " ".join(each.of("interfaces", "warn"))
+        assert "gloo would take lo" in gloo
+        assert "export GLOO_SOCKET_IFNAME=eth0" in gloo
+        assert "100 open files" in " ".join(each.of("limits", "fail"))
+        assert "files may grow to 1 MiB only" in " ".join(each.of("limits", "warn"))
+        slow = [way for way in each.of("links", "warn") if way.startswith("host 1")]
+        assert "expected 0.2 Gbit/s; train with --strategy hybrid" in slow[0]
+
+
+def test_ranks_that_are_there_twice_or_never_are_named(hosts: Pair) -> None:
+    guests = [Guest(hosts[0], 0, 3), Guest(hosts[1], 1, 3), Guest(hosts[1], 1, 3)]
+    for each in visit(*guests):
+        assert each.code == 1
+        wrong = " ".join(each.of("node ranks", "fail"))
+        assert "rank 1 is that of 2 hosts" in wrong
+        assert "no host came as rank 2" in wrong
+        assert len(each.of("links", "ok")) + len(each.of("links", "warn")) == 6
+
+
+def test_ports_that_are_blocked_are_found_and_nothing_hangs(hosts: Pair) -> None:
+    blocked = ["rule", "to", "10.77.0.1", "ipproto", "tcp", "dport", "30000-65534", "prohibit"]
+    with rule(hosts[1], *blocked):
+        told = visit(Guest(hosts[0], 0), Guest(hosts[1], 1))
+    for each in told:
+        assert each.code == 1
+        ways = each.of("ports", "fail")
+        assert [way.split(" cannot connect to ")[0][:6] for way in ways] == ["host 0", "host 1"]
+        assert "let all TCP ports pass between the hosts" in ways[0]
+        assert each.seconds < 30
+
+
+def test_a_meeting_that_cannot_be_is_explained_to_each_host(hosts: Pair) -> None:
+    other = f"10.77.0.2:{PORT}"
+    refused, own, away, alone = visit(
+        Guest(hosts[1], 1),  # nobody listens
+        Guest(hosts[1], 1, rdzv=other),  # its own address
+        Guest(hosts[1], 1, rdzv=f"10.99.0.1:{PORT}"),  # no way there
+        Guest(hosts[0], 0, rdzv=other),  # not an address of host 0
+        timeout=1,
+    )
+    messages = [" ".join(each.of("rendezvous", "fail")) for each in (refused, own, away, alone)]
+    assert "the host is there, and nobody listens" in messages[0]
+    assert "that is this host's own address, and its rank is 1" in messages[1]
+    assert "there is no way to it" in messages[2]
+    assert "cannot listen at 10.77.0.2" in messages[3]
+    assert "10.77.0.1 on eth0" in messages[3]
+    assert [each.code for each in (refused, own, away, alone)] == [1] * 4
+    # A way that swallows what is sent is as good as none: it is given up after --timeout.
+    with rule(hosts[1], "route", "blackhole", "10.77.0.1/32"):
+        [swallowed] = visit(Guest(hosts[1], 1), timeout=1)
+    assert swallowed.code == 1
+    assert "cannot be reached from here" in swallowed.of("rendezvous", "fail")[0]
+    assert swallowed.of("interfaces", "fail"), "no interface leads there"

@@ -1,0 +1,250 @@
+"""Jobs over hosts: started, restarted with the hosts that remain, ended.
+
+Ranks are small scripts without torch where it does not matter what they do; what a training makes
+of it is in the last test.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.hosts.network import Host, needs_hosts, run_ip, two_hosts
+from tests.recipes.corpora import texts, write_jsonl
+from tests.recipes.small import losses, small_config, write_model
+from tests.recipes.test_lm import train
+
+pytestmark = needs_hosts
+
+Pair = tuple[Host, Host]
+Ranks = Callable[..., list[Any]]
+WAIT = 60.0  # seconds that anything may take on a busy machine
+PORT = 29412
+
+RANK = """
+import sys, time
+from pathlib import Path
+from shardwise.launch.rank import run_rank
+from shardwise.launch.world import find_world
+
+here, attempt = Path(sys.argv[1]), sys.argv[2]
+
+def body(world, signals):
+    (here / f"round {attempt}: rank {world.rank} of {world.size}").touch()
+    while not (here / f"end-{attempt}").exists():
+        time.sleep(0.02)
+
+run_rank(find_world(), body)
+"""
+
+JOB = """
+import sys
+from shardwise.launch import rendezvous, restarts
+from shardwise.launch.errors import UserError
+from shardwise.launch.hosts import Nodes
+
+rendezvous.SILENCE, rendezvous.BEAT = 4.0, 0.2
+script, folder, count, rank, timeout = sys.argv[1:]
+nodes = Nodes.of(int(count), int(rank), "10.77.0.1:29412", float(timeout))
+
+def command(attempt):
+    return [sys.executable, script, folder, str(attempt)]
+
+try:
+    sys.exit(restarts.run_over_hosts(command, 1, nodes, 1))
+except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Pair]:
+    with two_hosts() as pair:
+        yield pair
+
+
+class Job:
+    """A job of one rank on each host; the second attempt ends as soon as it has begun."""
+
+    def __init__(self, hosts: Pair, folder: Path, *ranks: int, timeout: float = WAIT) -> None:
+        self.folder = folder
+        (folder / "rank.py").write_text(RANK)
+        (folder / "job.py").write_text(JOB)
+        (folder / "seen").mkdir()
+        (folder / "seen" / "end-1").touch()
+        arguments = [str(folder / "rank.py"), str(folder / "seen"), "2"]
+        env = {"PYTHONPATH": str(folder)}
+        self.parents = [
+            hosts[min(rank, 1)].start("job", env, *arguments, str(rank), str(timeout))
+            for rank in ranks
+        ]
+
+    def seen(self) -> set[str]:
+        """Which ranks have begun."""
+        return {path.name for path in (self.folder / "seen").glob("round *")}
+
+    def wait_for(self, *expected: str) -> None:
+        """Until ranks have begun."""
+        deadline = time.monotonic() + WAIT
+        while not set(expected) <= self.seen():
+            assert time.monotonic() < deadline, f"found {self.seen()}"
+            assert any(p.poll() is None for p in self.parents), self.end()
+            time.sleep(0.02)
+
+    def processes(self, place: int) -> list[psutil.Process]:
+        """The launcher of a host and its ranks."""
+        parent = psutil.Process(self.parents[place].pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def end(self) -> list[tuple[int, str]]:
+        """Exit code and stderr of every host's launcher; none of their ranks may be left."""
+        ended = []
+        for parent in self.parents:
+            _, err = parent.communicate(timeout=WAIT)
+            ended.append((parent.returncode, err))
+        running = [
+            p.pid
+            for p in psutil.process_iter(["cmdline", "status"])
+            if str(self.folder / "rank.py") in (p.info["cmdline"] or [])
+            and p.info["status"] != psutil.STATUS_ZOMBIE
+        ]
+        assert not running, "ranks outlived their launcher"
+        return ended
+
+
+FIRST = ("round 0: rank 0 of 2", "round 0: rank 1 of 2")
+BOTH, ALONE = ("round 1: rank 0 of 2", "round 1: rank 1 of 2"), ("round 1: rank 0 of 1",)
+
+
+def test_a_rank_that_is_killed_brings_all_hosts_back(hosts: Pair, tmp_path: Path) -> None:
+    job = Job(hosts, tmp_path, 0, 1)
+    job.wait_for(*FIRST)
+    job.processes(1)[-1].kill()
+    job.wait_for(*BOTH)
+    for code, err in job.end():
+        assert code == 0, err
+        assert "a rank of host 1 (10.77.0.2) failed; beginning again with 2 hosts" in err
+    assert job.seen() == {*FIRST, *BOTH}
+
+
+def test_a_host_that_is_killed_is_named_and_the_others_go_on(hosts: Pair, tmp_path: Path) -> None:
+    job = Job(hosts, tmp_path, 0, 1)
+    job.wait_for(*FIRST)
+    for process in job.processes(1):
+        process.kill()
+    job.wait_for(*ALONE)
+    [(code, err), _] = job.end()
+    assert code == 0
+    assert "host 1 (10.77.0.2) was lost: the connection was closed" in err
+    assert "beginning again with 1 host" in err
+
+
+def test_a_link_that_is_cut_ends_one_side_and_not_the_other(hosts: Pair, tmp_path: Path) -> None:
+    job = Job(hosts, tmp_path, 0, 1)
+    job.wait_for(*FIRST)
+    run_ip("-n", hosts[1].name, "link", "set", "eth0", "down")
+    try:
+        job.wait_for(*ALONE)
+        [(code, err), (other_code, other)] = job.end()
+    finally:
+        run_ip("-n", hosts[1].name, "link", "set", "eth0", "up")
+    assert code == 0
+    assert "host 1 (10.77.0.2) was lost: no sign of life" in err
+    assert other_code == 1
+    assert "host 0 (10.77.0.1:29412) was lost" in other
+    assert "--auto-resume" in other
+
+
+def test_a_host_that_was_paused_ends_when_it_wakes_up(hosts: Pair, tmp_path: Path) -> None:
+    job = Job(hosts, tmp_path, 0, 1)
+    job.wait_for(*FIRST)
+    paused = job.processes(1)
+    for process in paused:
+        process.suspend()
+    job.wait_for(*ALONE)
+    job.parents[0].wait(timeout=WAIT)
+    for process in paused:
+        process.resume()
+    [(code, err), (other_code, other)] = job.end()
+    assert code == 0
+    assert "host 1 (10.77.0.2) was lost: no sign of life" in err
+    assert other_code == 1
+    assert "host 0 (10.77.0.1:29412) was lost" in other
+
+
+def test_without_host_0_the_others_end_and_say_so(hosts: Pair, tmp_path: Path) -> None:
+    job = Job(hosts, tmp_path, 0, 1)
+    job.wait_for(*FIRST)
+    for process in job.processes(0):
+        process.kill()
+    [_, (code, err)] = job.end()
+    assert code == 1
+    assert "host 0 (10.77.0.1:29412) was lost: the connection was closed" in err
+
+
+def test_hosts_that_do_not_fit_together_are_refused(hosts: Pair, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("on-time", "late")]
+    for folder in folders:
+        folder.mkdir()
+    job = Job(hosts, folders[0], 0, 1)
+    job.wait_for(*FIRST)
+    late = Job(hosts, folders[1], 1)
+    [(code, err)] = late.end()
+    assert code == 2
+    assert "has begun without this host" in err
+    (job.folder / "seen" / "end-0").touch()
+    assert job.end() == [(0, ""), (0, "")]
+
+
+def test_a_host_that_never_comes_is_named(hosts: Pair, tmp_path: Path) -> None:
+    [(code, err)] = Job(hosts, tmp_path, 0, timeout=0.5).end()
+    assert code == 2
+    assert "--rdzv: found hosts [0] within 0 s, expected [1] too" in err
+
+
+def test_a_training_goes_on_with_the_hosts_that_remain_and_loses_nothing(
+    hosts: Pair, ranks: Ranks, tmp_path: Path
+) -> None:
+    write_model(tmp_path, attention_dropout=0.0)
+    write_jsonl(tmp_path / "corpus.jsonl", texts(300))
+    options = (
+        "train lm --model config.json --data corpus.jsonl --seq-length 16 --steps 30 "
+        "--batch-size 2 --batch-tokens 128 --lr 0.01 --warmup 2 --checkpoint-every 5 "
+        "--eval-every 0 --device cpu --sample-tokens 0 --nproc 2 --strategy hybrid --out job "
+        f"--max-restarts 1 --nnodes 2 --rdzv 10.77.0.1:{PORT} --node-rank"
+    )
+    job = [
+        host.start("shardwise", {}, *options.split(), str(rank), folder=tmp_path)
+        for rank, host in enumerate(hosts)
+    ]
+    metrics = tmp_path / "job" / "metrics.jsonl"
+    deadline = time.monotonic() + 3 * WAIT
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 12):
+        assert time.monotonic() < deadline
+        assert job[0].poll() is None, job[0].communicate()
+        time.sleep(0.01)
+    parent = psutil.Process(job[1].pid)
+    for process in [*parent.children(recursive=True), parent]:
+        process.kill()
+    out, err = job[0].communicate(timeout=3 * WAIT)
+    job[1].communicate()
+    assert job[0].returncode == 0, err
+    assert "host 1 (10.77.0.2) was lost" in err
+    small = small_config(tmp_path, "one-host", steps=30, batch_size=8, checkpoint_every=0)
+    one = replace(small, data=(str(tmp_path / "corpus.jsonl"),), streams=8)
+    ranks(train, 1, one)
+    config = small_config(tmp_path, "job", steps=30)
+    inside = "shm" if "transport gloo/shm" in out else "gloo"
+    assert f"sharding   hybrid over dp_replicate=2 x dp_shard=2, transport gloo/{inside}" in out
+    sessions = config.files.read()["sessions"]
+    assert [(s["world_size"], s["hosts"]) for s in sessions] == [(4, 2), (2, 1)]
+    assert sessions[1]["from_step"] >= 5
+    for found, expected in zip(losses(config), losses(one), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)

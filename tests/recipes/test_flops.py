@@ -1,0 +1,73 @@
+"""What MFU is made of: operations of a token, and peaks of devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardwise.recipes.config import OptionError
+from shardwise.recipes.data import SEPARATOR, VOCAB_SIZE
+from shardwise.recipes.flops import Utilisation, flops_per_token, known_peak
+from shardwise.recipes.lm_config import sized
+from shardwise.recipes.model import build, next_token_loss
+from tests.recipes.small import MODEL, small_config
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_operations_of_a_token_are_those_that_torch_counts(tied: bool) -> None:
+    settings = {**MODEL, "attention_dropout": 0.0, "tie_word_embeddings": tied}
+    settings["attn_implementation"] = "eager"  # of which the counter sees every product
+    length = 32
+    model = build(settings, VOCAB_SIZE, SEPARATOR).to_empty(device="cpu")
+    model.train()
+    with FlopCounterMode(display=False) as counter:
+        next_token_loss(model, torch.zeros(2, length + 1, dtype=torch.int64)).backward()
+    counted = counter.get_total_flops() / (2 * length)
+    # Norms are parameters, and no products.
+    assert flops_per_token(model, length) == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA L4", 121),
+        ("AMD Instinct MI300X", 1307.4),
+        ("Tesla V100-SXM2-16GB", None),
+        ("cpu", None),
+    ],
+)
+def test_peaks_are_found_by_the_names_that_cuda_gives(name: str, tflops: float | None) -> None:
+    found = known_peak(name)
+    assert (None if found is None else found / 1e12) == (None if tflops is None else tflops)
+
+
+def test_mfu_is_not_known_on_a_cpu_unless_its_peak_is_given() -> None:
+    model = build(MODEL, VOCAB_SIZE, SEPARATOR)
+    unknown = Utilisation.of(model, 16, torch.device("cpu"), None)
+    assert unknown.peak_tokens_per_s(2) is None
+    assert "MFU not known: no peak of cpu is; say --peak-flops" in str(unknown)
+    given = Utilisation.of(model, 16, torch.device("cpu"), 1e12)
+    assert given.peak_tokens_per_s(2) == 2e12 / flops_per_token(model, 16)
+    assert "MFU of 1 TFLOP/s a rank, as --peak-flops says" in str(given)
+
+
+def test_microbatches_follow_from_the_tokens_of_a_step(tmp_path: Path) -> None:
+    config = dataclasses.replace(small_config(tmp_path, batch_size=4), batch_tokens=24 * 16)
+    for world, size, microbatches in ((1, 4, 6), (2, 4, 3), (3, 4, 2), (4, 3, 2), (8, 3, 1)):
+        train = sized(config, world).train
+        assert (train.batch_size, train.accumulate) == (size, microbatches), f"{world} ranks"
+        assert train.examples_per_step(world) == 24
+    with pytest.raises(OptionError, match=r"found 384, expected a multiple of 80.* such as 400"):
+        sized(config, 5)

@@ -1,0 +1,94 @@
+"""A language model trained by replicas that meet seldom: recorded, saved, stopped and resumed."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardwise.diloco import Streaming, WireFormat
+from shardwise.frontends.strategies import Strategy
+from shardwise.recipes.checkpointing import Checkpoints
+from shardwise.recipes.diloco_config import DilocoConfig
+from shardwise.recipes.lm_config import LmConfig
+from tests.recipes.corpora import texts, write_jsonl
+from tests.recipes.small import losses, small_config, validation, write_model
+from tests.recipes.test_lm import train, train_until
+
+Ranks = Callable[..., list[Any]]
+
+#: Exchanges begin after steps 2 (fragment 1), 4 (0), 6 (1): after step 4 one is under way.
+STREAMING = DilocoConfig(
+    local_steps=4, wire=WireFormat.INT8, streaming=Streaming(fragments=2, overlap=1, alpha=0.5)
+)
+
+
+def diloco(folder: Path, name: str, **settings: Any) -> LmConfig:
+    given = {"replicas": 2, "diloco": STREAMING, "checkpoint_every": 4, "steps": 7, **settings}
+    return small_config(folder, name, strategy=Strategy.DILOCO, eval_every=4, **given)
+
+
+def resumed_at_4(before: LmConfig, config: LmConfig) -> LmConfig:
+    """Have a run go on from what another had saved after step 4."""
+    shutil.copytree(before.train.output.out, config.train.output.out)
+    shutil.rmtree(config.files.checkpoints / "step-00000007")
+    return config
+
+
+def train_and_resume(rank: int, world_size: int, whole: LmConfig, resumed: LmConfig) -> list[str]:
+    """In one world, whose ranks import what reads documents once."""
+    ended = train(rank, world_size, whole)
+    if rank == 0:
+        resumed_at_4(whole, resumed)
+    dist.barrier()
+    return [*ended, *train(rank, world_size, resumed)]
+
+
+def test_a_run_goes_on_bit_for_bit_from_inside_a_round(ranks: Ranks, tmp_path: Path) -> None:
+    # Documents that are streamed: each replica's checkpoint says where the streams of all stand.
+    documents = (str(write_jsonl(tmp_path / "corpus.jsonl", texts(300))),)
+    whole = replace(diloco(tmp_path, "whole"), data=documents)
+    resumed = replace(diloco(tmp_path, "resumed", resume=True), data=documents)
+    assert ranks(train_and_resume, 2, whole, resumed) == [["finished"] * 2] * 2
+    assert losses(resumed) == losses(whole)
+    assert validation(resumed) == validation(whole)
+    assert [step for step, _ in validation(whole)] == [4, 7]
+    assert [s["from_step"] for s in resumed.files.read()["sessions"]] == [0, 4]
+
+
+def test_a_run_goes_on_with_other_shards_and_other_replicas(ranks: Ranks, tmp_path: Path) -> None:
+    model = str(write_model(tmp_path, attention_dropout=0.0))
+    plain: dict[str, Any] = {"model": model, "diloco": DilocoConfig(local_steps=3)}
+    whole = diloco(tmp_path, "whole", **plain, batch_size=1)
+    ranks(train, 4, whole)
+    # One rank a replica instead of two, with the same sequences.
+    fewer = resumed_at_4(whole, diloco(tmp_path, "fewer", **plain, batch_size=2, resume=True))
+    one = resumed_at_4(whole, diloco(tmp_path, "one", **plain, replicas=1, resume=True))
+    ranks(train, 2, fewer, one)
+    for found, expected in zip(validation(fewer), validation(whole), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    assert [step for step, _, _ in losses(one)] == [1, 2, 3, 4, 5, 6, 7]
+    assert Checkpoints(one.files.checkpoints).replicas(7) == 1
+    # What one replica has saved two go on from; and none but replicas.
+    two = diloco(tmp_path, "one", **{**plain, "batch_size": 1, "resume": True, "steps": 8})
+    assert ranks(train, 2, two) == [["finished"]] * 2
+    assert Checkpoints(two.files.checkpoints).replicas(8) == 2
+    full = small_config(tmp_path, "one", model=model, steps=9, resume=True)
+    with pytest.raises(AssertionError, match="was saved by --strategy diloco; go on with that"):
+        ranks(train, 1, full)
+
+
+def test_all_replicas_stop_together_and_soon(ranks: Ranks, tmp_path: Path) -> None:
+    stopped = diloco(tmp_path, "stopped", checkpoint_every=0)
+    # Ranks of different replicas tell each other after steps 4 and 8, not after every step.
+    told = ranks(train_until, 2, stopped, 2, signal.SIGTERM, 1)
+    assert told[0] == told[1]
+    assert "Stopped by SIGTERM after step 4 of 7, which is saved" in told[0]
+    checkpoints = stopped.files.checkpoints
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["replicas", "step-00000004"]

@@ -1,0 +1,230 @@
+"""Documents that are streamed: never two ranks the same, in one order for every world."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.launch.errors import UserError
+from shardwise.launch.world import World
+from shardwise.recipes.config import OptionError
+from shardwise.recipes.data import SEPARATOR, decode
+from shardwise.recipes.documents import Source, validation_tokens
+from shardwise.recipes.sources import find_documents, is_streamed
+from shardwise.recipes.streams import StreamBatches, streams_for
+from shardwise.recipes.tokens import Bytes, Tokenizer
+from tests.recipes.corpora import (
+    texts,
+    write_hub_folder,
+    write_jsonl,
+    write_parquet,
+    write_tokenizer,
+)
+
+LENGTH = 24
+CPU = torch.device("cpu")
+
+
+def source_of(*paths: object) -> Source:
+    return Source(find_documents([str(path) for path in paths], None))
+
+
+def batches(source: Source, rank: int, size: int, streams: int | None) -> StreamBatches:
+    world = World(rank, size, rank, size)
+    return StreamBatches(source, Bytes(), LENGTH, streams, world, CPU)
+
+
+class Ranks:
+    """All ranks of a world, one after another in this process."""
+
+    def __init__(self, source: Source, size: int, streams: int | None) -> None:
+        self.all = [batches(source, rank, size, streams) for rank in range(size)]
+
+    def step(self, position: int, examples: int) -> list[list[int]]:
+        """What all ranks together take for a step of so many examples, in one order."""
+        size = len(self.all)
+        each = examples // size
+        taken = [rank.batch(position + i * each, each) for i, rank in enumerate(self.all)]
+        return sorted(row.tolist() for row in torch.cat(taken))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds: plain values of the first rank, the others' own keys."""
+        merged: dict[str, Any] = {}
+        for rank in self.all:
+            merged = {**rank.state(), **merged}
+        return merged
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for rank in self.all:
+            rank.load_state(state, Path("checkpoint"))
+
+
+def documents_in(rows: Sequence[Sequence[int]]) -> list[str]:
+    """The whole documents in sequences of one stream."""
+    tokens = [*rows[0], *(token for row in rows[1:] for token in row[1:])]
+    text = "".join("\0" if token == SEPARATOR else chr(token) for token in tokens)
+    return text.split("\0")[1:-1]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four files of documents."""
+    folder = tmp_path_factory.mktemp("corpus")
+    documents = texts(400)
+    for i in range(4):
+        write_jsonl(folder / f"{i}.jsonl.zst", documents[i * 100 : (i + 1) * 100])
+    return folder
+
+
+def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path) -> None:
+    documents = texts(60)
+    text = tmp_path / "a.txt"
+    text.write_text("\n\n".join(documents))
+    tables = [
+        write_jsonl(tmp_path / name, documents) for name in ("a.jsonl", "b.jsonl.zst", "c.jsonl.gz")
+    ]
+    found = {}
+    for path in (*tables, write_parquet(tmp_path / "a.parquet", documents), text):
+        source = source_of(path)
+        assert source.holds_back
+        read = [each for each in source.training_texts(source.part(0, 1)) if each is not None]
+        held = list(source.validation_texts())
+        assert len(held) in range(1, 10), "one document in 20 is held back"
+        assert sorted(read + held) == sorted(documents)
+        found[path.name] = read
+    assert all(read == found["a.jsonl"] for read in found.values())
+
+
+def test_a_folder_as_the_hub_has_them_brings_its_own_validation(tmp_path: Path) -> None:
+    folder = write_hub_folder(tmp_path / "c4", texts(50), texts(30, seed=9))
+    source = source_of(f"hf:{folder}:en")
+    assert not source.holds_back
+    assert list(source.training_texts(source.part(0, 1))) == texts(50)
+    held = validation_tokens(source, Bytes(), LENGTH, 4)
+    assert len(held) == 4 * (LENGTH + 1)
+    assert decode(held.read(1, LENGTH)) == texts(30, seed=9)[0][:LENGTH]
+
+
+@pytest.mark.parametrize("streams", [4, 6])  # with files of their own; taking turns in all files
+def test_no_two_streams_have_a_document_in_common(corpus: Path, streams: int) -> None:
+    source = source_of(corpus)
+    assert source.dealt_by_file(streams) == (streams == 4)
+    seen: Counter[str] = Counter()
+    for number in range(streams):
+        one = batches(source, 0, 1, streams)
+        rows = [one.batch(number + streams * i, 1)[0].tolist() for i in range(180)]
+        seen.update(set(documents_in(rows)))
+    assert len(seen) > 200
+    assert max(seen.values()) == 1
+
+
+def test_a_step_has_the_same_examples_in_every_world(corpus: Path) -> None:
+    source = source_of(corpus)
+    whole = Ranks(source, 1, 8)
+    worlds = {size: Ranks(source, size, 8) for size in (2, 3, 4)}  # 3 does not divide 8
+    for position in range(0, 60, 12):
+        expected = whole.step(position, 12)
+        assert len({tuple(row) for row in expected}) == 12
+        for size, world in worlds.items():
+            assert world.step(position, 12) == expected, f"{size} ranks, from {position}"
+
+
+def test_a_run_goes_on_exactly_in_every_world(corpus: Path) -> None:
+    source = source_of(corpus)
+    whole = Ranks(source, 1, None)
+    expected = {position: whole.step(position, 12) for position in range(0, 120, 12)}
+    assert streams_for(1) == streams_for(2) == 8
+    for before, after in ((2, 2), (2, 4), (4, 3), (3, 1), (1, 2)):
+        first = Ranks(source, before, 8)
+        for position in range(0, 60, 12):
+            first.step(position, 12)
+        second = Ranks(source, after, None)
+        second.load(first.state())
+        for position in range(60, 120, 12):
+            assert second.step(position, 12) == expected[position], (before, after, position)
+
+
+def test_streams_that_nobody_opened_since_are_still_where_they_were(corpus: Path) -> None:
+    source = source_of(corpus)
+    whole = Ranks(source, 1, 8)
+    expected = [whole.step(position, 2) for position in range(0, 40, 2)]
+    ranks = Ranks(source, 2, 8)
+    for i in range(20):
+        assert ranks.step(2 * i, 2) == expected[i]
+        again = Ranks(source, 2, None)  # resumed after every step, with two streams of eight open
+        again.load(ranks.state())
+        ranks = again
+
+
+def test_a_stream_begins_again_when_its_documents_are_over(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", texts(20))
+    one = batches(source_of(path), 0, 1, 1)
+    rows = [one.batch(i, 1)[0].tolist() for i in range(150)]
+    counts = Counter(documents_in(rows))
+    assert 2 <= min(counts.values()) <= max(counts.values()) <= min(counts.values()) + 1
+    assert all(np.array_equal(a[-1:], b[:1]) for a, b in itertools.pairwise(rows))
+
+
+def test_what_is_wrong_with_a_source_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    import huggingface_hub
+
+    few = write_jsonl(tmp_path / "few.jsonl", texts(3))
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"a": 1, "b": 2}\n')
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "a"}\n{"text": \n')
+    table = write_parquet(tmp_path / "a.parquet", texts(9))
+
+    def message(call: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    def read(*paths: object) -> Any:
+        return lambda: batches(source_of(*paths), 0, 1, 8).batch(0, 8)
+
+    assert "--streams: found 8, of which stream" in message(read(few))
+    assert "with fields a, b, expected a field text" in message(read(other))
+    assert f"--data: {broken} cannot be" in message(read(broken))
+    assert "expected files of one kind" in message(read(few, table))
+    assert "expected one hf:NAME and nothing else" in message(read("hf:a", few))
+    assert "expected a dataset behind hf:" in message(read("hf:"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "--data: hf:allenai/c4:en cannot be opened" in message(read("hf:allenai/c4:en"))
+    assert "the hub needs the network" in message(read("hf:allenai/c4:en"))
+    assert "--tokenizer: found no/such" in message(lambda: Tokenizer("no/such"))
+    one = batches(source_of(few), 0, 1, 2)
+    with pytest.raises(OptionError, match="--streams: found 2, expected 8, as the run began"):
+        one.load_state({"streams": 8}, Path("checkpoint"))
+
+
+def test_bytes_of_files_stay_what_they_were(tmp_path: Path) -> None:
+    note = tmp_path / "note.md"
+    note.write_text("text")
+    table = write_jsonl(tmp_path / "a.jsonl", texts(3))
+    assert is_streamed([str(table)], None)
+    assert is_streamed([str(note)], "gpt2")
+    assert is_streamed(["hf:name"], None)
+    assert not is_streamed([str(note)], None)
+    assert not is_streamed([str(note), str(table)], None)
+    assert not is_streamed([], None)
+
+
+def test_a_tokenizer_says_what_stands_between_documents(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(str(write_tokenizer(tmp_path)))
+    assert (tokenizer.separator, tokenizer.used, tokenizer.size) == (0, 10, 64)
+    tokens = tokenizer.encode("shard gather")
+    assert len(tokens) == 2
+    assert tokenizer.decode([0, *tokens]) == "shard gather"
