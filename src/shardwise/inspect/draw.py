@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 from shardwise.inspect.grid import Grid
-from shardwise.inspect.picture import Picture, outline, shape, words
+from shardwise.inspect.picture import Picture, outline, ring, shape, words
 from shardwise.inspect.report import ParameterReport, Report
 from shardwise.inspect.tiling import Block, Span, Tiling
 from shardwise.inspect.words import (
@@ -74,7 +74,7 @@ def draw_mesh(grid: Grid, parameter: ParameterReport, rank: int | None = None) -
         parts += [
             words(_LABEL + (i + 0.5) * wide, y - 3, str(i), f"d m{small}") for i in range(across)
         ]
-    panel = ""
+    panel, marks = "", ""
     for line in grid.lines(across):
         if line.panel != panel:
             panel = line.panel
@@ -82,32 +82,26 @@ def draw_mesh(grid: Grid, parameter: ParameterReport, rank: int | None = None) -
             y += 18
         parts.append(words(_LABEL - 6, y + tall / 2 + 4, line.label, "d e"))
         for i, each in enumerate(line.ranks):
-            block = parameter.block(each)
             x = _LABEL + i * wide
-            parts.append(
-                _cell(each, block, parameter, hues, numbers, (x, y, wide, tall), each == rank)
-            )
+            path = outline([(x, y, wide, tall)])
+            block = parameter.block(each)
+            number = None if block is None else numbers[block]
+            hue = None if block is None else hues.get(block)
+            parts.append(_cell(each, number, parameter, hue, path))
             parts.append(words(x + wide / 2, y + tall / 2 + 4, str(each), f"m{small}"))
+            marks += ring(path) if each == rank else ""
         y += tall
-    return Picture(WIDTH, y + 4, "".join(parts))
+    return Picture(WIDTH, y + 4, "".join(parts) + marks)
 
 
 def _cell(
-    rank: int,
-    block: Block | None,
-    parameter: ParameterReport,
-    hues: dict[Block, float],
-    numbers: dict[Block, int],
-    box: tuple[float, float, float, float],
-    marked: bool,
+    rank: int, number: int | None, parameter: ParameterReport, hue: float | None, path: str
 ) -> str:
-    empty = block is None or not block.numel
+    block = parameter.block(rank)
     held = "does not have it" if block is None else block_in_words(block, parameter.shape)
-    classes = "c b" + (" v" if empty else "") + (" on" if marked else "")
-    number = "" if block is None else f' data-b="{numbers[block]}"'
-    hue = None if block is None or empty else hues[block]
+    data = f' data-r="{rank}"' + ("" if number is None else f' data-b="{number}"')
     title = f"rank {rank}: {held}, {brief_size(parameter.nbytes_on(rank))}"
-    return shape(outline([box]), hue, classes, f'data-r="{rank}"{number}', title)
+    return shape(path, hue, "c b v" if hue is None else "c b", data, title)
 
 
 def draw_parameter(parameter: ParameterReport, rank: int | None = None) -> Picture:
@@ -121,7 +115,7 @@ def draw_parameter(parameter: ParameterReport, rank: int | None = None) -> Pictu
     y_axis = _Axis(rows, down, 30, height / high)
     x_axis = _Axis(columns, across, _LABEL, width / wide)
     parts = [words(0, 10, _axis_title(tiling, rows, columns), "d")]
-    parts += _blocks(parameter, y_axis, x_axis, rank)
+    parts += _blocks(parameter, y_axis, x_axis)
     parts += _labels(tiling, y_axis, x_axis)
     bottom = 30 + height
     if parameter.padding_nbytes:
@@ -130,6 +124,9 @@ def draw_parameter(parameter: ParameterReport, rank: int | None = None) -> Pictu
         parts.append(shape(path, None, "b v", "", f"{text}, while it is gathered"))
         parts.append(words(_LABEL + width / 2, bottom + 11.5, text, "d m t"))
         bottom += 15
+    own = None if rank is None else parameter.block(rank)
+    if own is not None and own.numel:
+        parts.append(ring(_path(own, y_axis, x_axis)))
     return Picture(WIDTH, bottom + 6, "".join(parts))
 
 
@@ -174,25 +171,28 @@ class _Axis:
         return min((b - a for a, b in pairwise(ends)), default=math.inf) * self.scale
 
 
-def _blocks(
-    parameter: ParameterReport, y_axis: _Axis, x_axis: _Axis, rank: int | None
-) -> Iterator[str]:
+def _blocks(parameter: ParameterReport, y_axis: _Axis, x_axis: _Axis) -> Iterator[str]:
     tiling, hues = parameter.tiling, _hues(parameter.tiling)
-    thin = " s" if len(tiling.blocks) > 64 else ""
+    classes = "b s" if len(tiling.blocks) > 64 else "b"
     for number, block in enumerate(tiling.blocks):
-        if not block.numel:
-            continue
-        boxes = [
+        if block.numel:
+            title = (
+                f"{'ranks' if len(block.ranks) > 1 else 'rank'} {ranks_in_words(block.ranks)}: "
+                f"{block_in_words(block, tiling.shape)}, "
+                f"{brief_size(block.numel * parameter.itemsize)}"
+            )
+            path = _path(block, y_axis, x_axis)
+            yield shape(path, hues[block], classes, f' data-b="{number}"', title)
+
+
+def _path(block: Block, y_axis: _Axis, x_axis: _Axis) -> str:
+    spans = product(y_axis.spans(block), x_axis.spans(block))
+    return outline(
+        [
             (x_axis.position(a), y_axis.position(b), n * x_axis.scale, m * y_axis.scale)
-            for (b, m), (a, n) in product(y_axis.spans(block), x_axis.spans(block))
+            for (b, m), (a, n) in spans
         ]
-        title = (
-            f"{'ranks' if len(block.ranks) > 1 else 'rank'} {ranks_in_words(block.ranks)}: "
-            f"{block_in_words(block, tiling.shape)}, "
-            f"{brief_size(block.numel * parameter.itemsize)}"
-        )
-        classes = f"b{thin} on" if rank in block.ranks else f"b{thin}"
-        yield shape(outline(boxes), hues[block], classes, f'data-b="{number}"', title)
+    )
 
 
 def _labels(tiling: Tiling, y_axis: _Axis, x_axis: _Axis) -> Iterator[str]:

@@ -14,7 +14,7 @@ font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
 --void:#2a303c;--mark:#fff}}
 .b{fill:hsl(var(--h) var(--s) var(--l));stroke:var(--line);stroke-width:.6}
 .b.s{stroke:none}.b.v{fill:var(--void)}
-.on{stroke:var(--mark);stroke-width:2}
+.ring{fill:none;stroke:var(--mark);stroke-width:2;pointer-events:none}
 text{fill:var(--ink);font-size:11px}.d{fill:var(--dim);font-size:10px}.t{font-size:8.5px}
 .m{text-anchor:middle}.e{text-anchor:end}.n{font-weight:600}text{pointer-events:none}
 """.strip().replace("\n", "")
@@ -75,7 +75,12 @@ def shape(path: str, hue: float | None, classes: str, data: str, title: str) -> 
     """A filled path with a tooltip; no hue: the colour of what is empty."""
     style = f' style="--h:{hue:.0f}"' if hue is not None else ""
     tooltip = f"<title>{escape(title)}</title>" if title else ""
-    return f'<path class="{classes}" d="{path}"{style} {data}>{tooltip}</path>'
+    return f'<path class="{classes}" d="{path}"{style}{data}>{tooltip}</path>'
+
+
+def ring(path: str) -> str:
+    """A line around a shape, to mark it. Drawn last, for what is drawn later covers it."""
+    return f'<path class="ring" d="{path}"/>'
 
 
 def _n(number: float) -> str:

@@ -214,9 +214,8 @@ def _summary(report: Report, rank: int | None) -> Iterator[Text | Table | Paddin
     table = _plain("bytes on a rank")
     for name in ("parameters", "same elsewhere", "gradients*", "Adam*", "all*"):
         table.add_column(name, justify="right", no_wrap=True)
-    for figures, ranks in _alike(totals):
-        head = "rank" if len(ranks) == 1 else "ranks"
-        table.add_row(Text(f"{head} {ranks_in_words(ranks)}"), *figures)
+    for cells in rank_rows(totals):
+        table.add_row(*map(Text, cells))
     yield table
     yield Text("* estimates, in the dtype of the parameters: gradients while they are there, and")
     yield Text("  Adam's two states. Activations and parameters while unsharded come on top.")
@@ -227,8 +226,8 @@ def _summary(report: Report, rank: int | None) -> Iterator[Text | Table | Paddin
             yield Padding(Text(f"{remark.kind}: {remark.text}"), (0, 0, 0, 2))
 
 
-def _alike(totals: Iterable[RankTotals]) -> Iterator[tuple[tuple[str, ...], list[int]]]:
-    """What is told of ranks, and those of which the same is told."""
+def rank_rows(totals: Iterable[RankTotals]) -> Iterator[tuple[str, ...]]:
+    """Cells of a table: ranks of which the same is told, and what they hold."""
     found: dict[tuple[str, ...], list[int]] = {}
     for each in totals:
         state = each.gradients + each.optimizer
@@ -241,7 +240,8 @@ def _alike(totals: Iterable[RankTotals]) -> Iterator[tuple[tuple[str, ...], list
         )
         found.setdefault(tuple(map(brief_size, figures)), []).append(each.rank)
     for told, ranks in found.items():
-        yield told, sorted(ranks)
+        head = "rank" if len(ranks) == 1 else "ranks"
+        yield f"{head} {ranks_in_words(sorted(ranks))}", *told
 
 
 def _values(
