@@ -221,7 +221,7 @@ def test_values_of_a_model_that_has_none() -> None:
 
 
 def test_the_name_is_of_a_function_and_of_a_package() -> None:
-    import shardwise.inspect.words  # noqa: F401
+    import shardwise.inspect.words
 
     assert not isinstance(Net(), FSDPModule)
     assert isinstance(shardwise.inspect(Net()), Report)

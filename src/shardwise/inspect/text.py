@@ -16,6 +16,7 @@ from rich.text import Text
 from shardwise.inspect.collapse import Row, collapsed
 from shardwise.inspect.report import ParameterReport, RankTotals, Report
 from shardwise.inspect.runs import runs_of
+from shardwise.inspect.values import MOST_ELEMENTS
 from shardwise.inspect.words import (
     counted,
     dimension_name,
@@ -249,7 +250,9 @@ def _values(
 ) -> Iterator[Text | Padding]:
     assert report.values is not None
     yield Text()
-    yield Text("values of small parameters")
+    yield Text(f"values of parameters with at most {MOST_ELEMENTS} elements")
+    if not any(each.name in report.values for each in found):
+        yield Padding(Text("there is none"), (0, 0, 0, 2))
     for each in found:
         held = report.values.get(each.name)
         if held is None:

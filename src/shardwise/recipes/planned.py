@@ -114,7 +114,8 @@ def _styles(model: PreTrainedModel) -> Iterator[tuple[str, ParallelStyle]]:
     plan: Mapping[str, str] = model.tp_plan or {}
     if not plan:
         return
-    ends = {model.get_input_embeddings(): "rowwise", model.get_output_embeddings(): "colwise"}
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    ends = {model.get_input_embeddings(): "rowwise", head: "colwise"}
     for name, module in model.named_modules():
         style = ends.get(module) or next(
             (style for pattern, style in plan.items() if _matches(name, pattern)), ""
