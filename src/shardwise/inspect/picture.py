@@ -14,7 +14,7 @@ font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
 --void:#2a303c;--mark:#fff}}
 .b{fill:hsl(var(--h) var(--s) var(--l));stroke:var(--line);stroke-width:.6}
 .b.s{stroke:none}.b.v{fill:var(--void)}
-.ring{fill:none;stroke:var(--mark);stroke-width:2;pointer-events:none}
+.ring{fill:none;stroke:var(--mark);stroke-width:1.6;pointer-events:none}
 text{fill:var(--ink);font-size:11px}.d{fill:var(--dim);font-size:10px}.t{font-size:8.5px}
 .m{text-anchor:middle}.e{text-anchor:end}.n{font-weight:600}text{pointer-events:none}
 """.strip().replace("\n", "")

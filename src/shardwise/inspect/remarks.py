@@ -78,14 +78,15 @@ def _unbalanced(report: Report) -> Iterator[Remark]:
         if len({each.nbytes_on(rank) for rank in report.grid.ranks}) > 1
     ]
     ratio = most.parameters / least.parameters if least.parameters else None
-    times = "" if ratio is None else f", {ratio:.2f} times as much"
+    more = most.parameters - least.parameters
+    times = "" if ratio is None else f", {ratio:.2f} times as much ({brief_size(more)} more)"
     yield _remark(
         "unbalanced",
         f"rank {most.rank} holds {brief_size(most.parameters)} and rank {least.rank} "
-        f"{brief_size(least.parameters)}{times}: {counted(found, 'parameter')} "
+        f"{brief_size(least.parameters)}{times}; {counted(found, 'parameter')} "
         f"{'is' if len(found) == 1 else 'are'} cut unevenly",
         found,
-        most.parameters - least.parameters,
+        more,
     )
 
 
