@@ -35,6 +35,12 @@
     links.forEach(a => decodeURIComponent(a.hash.slice(1)) === title.id
       ? a.setAttribute("aria-current", "true") : a.removeAttribute("aria-current"));
     mark(at === undefined ? null : Number(at));
+    bringIntoView();
+  }
+
+  function bringIntoView() {  // in the mesh, which may scroll by itself
+    const marked = rank === null ? null : title.closest("section").querySelector(".mesh .ring");
+    if (marked) marked.scrollIntoView({ block: "nearest" });
   }
 
   function choose(next) {
@@ -57,6 +63,7 @@
     const ranks = [...figure.querySelectorAll(".c")].map(c => Number(c.dataset.r));
     const at = rank === null ? (step > 0 ? -1 : 0) : ranks.indexOf(rank);
     choose(ranks[(at + step + ranks.length) % ranks.length]);
+    bringIntoView();
     event.preventDefault();
   });
 
