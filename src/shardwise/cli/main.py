@@ -11,6 +11,7 @@ import typer
 from shardwise.cli import (
     checkpoint,
     doctor,
+    inspect,
     launch_lines,
     train_imagenet,
     train_lm,
@@ -43,6 +44,7 @@ train.command("lm", epilog=train_lm.EXAMPLES)(train_lm.train_lm)
 train.command("mnist", epilog=train_mnist.EXAMPLES)(train_mnist.train_mnist)
 train.command("imagenet", epilog=train_imagenet.EXAMPLES)(train_imagenet.train_imagenet)
 train.command("vit", epilog=train_vit.EXAMPLES)(train_vit.train_vit)
+cli.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
 
 
 def _show_version(wanted: bool) -> None:
