@@ -24,29 +24,33 @@ LARGEST = 0.5
 
 
 def _accelerator(**plugin: Any) -> Any:
-    """As on GPUs: Accelerate asks for an accelerator before it goes the way of FSDP2."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    """As on GPUs: Accelerate goes the way of FSDP2 only where it has found several of them."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
 
-    AcceleratorState._reset_state()
-    accelerator = Accelerator(cpu=True)
-    accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        **plugin,
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    return Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            **plugin,
+        )
     )
-    return accelerator
 
 
 def _prepared(accelerator: Any, model: nn.Module) -> tuple[Any, Any]:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with shardwise.patch_torch():
         model, optimizer = accelerator.prepare(model, optimizer)
     assert isinstance(model, shardwise.FSDPModule)
-    assert shardwise.fully_shard.state(model.model.layers[0]).groups
+    layers = [m for m in model.modules() if isinstance(m, LlamaDecoderLayer)]
+    assert layers
+    assert all(isinstance(layer, shardwise.FSDPModule) for layer in layers)
     return model, optimizer
 
 
