@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 

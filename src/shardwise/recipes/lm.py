@@ -24,7 +24,14 @@ from shardwise.recipes.data import SEPARATOR, VOCAB_SIZE, decode
 from shardwise.recipes.device import backend_for, choose_device
 from shardwise.recipes.lm_config import LmConfig, LmInputs, check_folder
 from shardwise.recipes.loop import Loop, Task
-from shardwise.recipes.model import build, next_token_loss, shard, shard_bytes, transport_name
+from shardwise.recipes.model import (
+    build,
+    config_json,
+    next_token_loss,
+    shard,
+    shard_bytes,
+    transport_name,
+)
 from shardwise.recipes.optim import count, make_adamw, warmup_cosine
 from shardwise.recipes.progress import Display, brief, make_display, printable
 from shardwise.recipes.rundir import write_text
@@ -115,6 +122,7 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
     facts = run.inputs.facts(run.config)
     facts["model"]["parameters"] = count(run.model.parameters())
     record = journal.RunRecord(files, facts, _session(run, position))
+    write_text(files.model_config, config_json(run.model))
     log = journal.FileJournal(
         files, "tokens", position.step, tensorboard=run.config.train.output.tensorboard
     )

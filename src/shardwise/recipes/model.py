@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -53,6 +54,13 @@ def build(settings: dict[str, Any], vocab_size: int, separator: int) -> PreTrain
         ) from error
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def config_json(model: PreTrainedModel) -> str:
+    """The ``config.json`` by which ``from_pretrained`` makes the model that was trained."""
+    settings = json.loads(model.config.to_json_string())
+    settings.pop("use_cache", None)  # of training alone
+    return json.dumps({**settings, "architectures": [type(model).__name__]}, indent=2) + "\n"
 
 
 def shard(
