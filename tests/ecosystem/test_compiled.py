@@ -59,6 +59,7 @@ def _trains(rank: int, world_size: int) -> None:
     for wrap in CHECKPOINTING:
         for compiled in (False, True):
             torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
             for reshard in (True, False):
                 what = f"{wrap.__name__}, {compiled=}, {reshard=}"
                 net, twin = _sharded(wrap, compiled, reshard), seeded(lambda: Net(BLOCKS))
