@@ -20,7 +20,7 @@ Ranks = Callable[..., list[Any]]
 # Dynamo and the compiler behind it warn of what they do themselves.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-BLOCKS = 4
+BLOCKS = 2
 KEPT = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
@@ -44,14 +44,14 @@ def _by_operator(i: int, block: nn.Module) -> nn.Module:
 CHECKPOINTING = [_never, _all, _every_second, _by_operator]
 
 
-def _sharded(wrap: Callable[..., nn.Module], compiled: bool, reshard: bool) -> Any:
+def _sharded(wrap: Callable[..., nn.Module], compiled: bool) -> Any:
     net = seeded(lambda: Net(BLOCKS))
     for i, block in enumerate(net.blocks):
         net.blocks[i] = wrap(i, block)
         if compiled:
             # The backend that makes graphs of forward and backward, and then no kernels of them.
             net.blocks[i].compile(backend="aot_eager")
-        fully_shard(net.blocks[i], reshard_after_forward=reshard)
+        fully_shard(net.blocks[i])
     return fully_shard(net)
 
 
@@ -60,23 +60,22 @@ def _trains(rank: int, world_size: int) -> None:
         for compiled in (False, True):
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-            for reshard in (True, False):
-                what = f"{wrap.__name__}, {compiled=}, {reshard=}"
-                net, twin = _sharded(wrap, compiled, reshard), seeded(lambda: Net(BLOCKS))
-                assert all(isinstance(block, FSDPModule) for block in net.blocks)
-                optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (net, twin)]
-                for step in range(2):
-                    x = batches(world_size, step)
-                    loss_of(net, x[rank]).backward()
-                    average_backward(twin, x)
-                    for optimizer in optimizers:
-                        optimizer.step()
-                        optimizer.zero_grad()
-                pairs = zip(net.parameters(), twin.parameters(), strict=True)
-                for found, wanted in pairs:
-                    torch.testing.assert_close(
-                        found.full_tensor(), wanted.detach(), msg=lambda t, w=what: f"{w}: {t}"
-                    )
+            what = f"{wrap.__name__}, {compiled=}"
+            net, twin = _sharded(wrap, compiled), seeded(lambda: Net(BLOCKS))
+            assert all(isinstance(block, FSDPModule) for block in net.blocks)
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (net, twin)]
+            for step in range(2):
+                x = batches(world_size, step)
+                loss_of(net, x[rank]).backward()
+                average_backward(twin, x)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            pairs = zip(net.parameters(), twin.parameters(), strict=True)
+            for found, wanted in pairs:
+                torch.testing.assert_close(
+                    found.full_tensor(), wanted.detach(), msg=lambda t, w=what: f"{w}: {t}"
+                )
             frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             assert bool(frames) == compiled, f"{what}: {frames} graphs"
 

@@ -53,6 +53,7 @@ def build(settings: dict[str, Any], vocab_size: int, separator: int) -> PreTrain
             "those of a causal language model",
         ) from error
     assert isinstance(model, PreTrainedModel)
+    model.config.architectures = [type(model).__name__]  # as it is called before it is sharded
     return model
 
 
@@ -60,7 +61,7 @@ def config_json(model: PreTrainedModel) -> str:
     """The ``config.json`` by which ``from_pretrained`` makes the model that was trained."""
     settings = json.loads(model.config.to_json_string())
     settings.pop("use_cache", None)  # of training alone
-    return json.dumps({**settings, "architectures": [type(model).__name__]}, indent=2) + "\n"
+    return json.dumps(settings, indent=2) + "\n"
 
 
 def shard(
