@@ -6,21 +6,26 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TRAIN  := $(VENV)/.ready-train
 DEV    := $(VENV)/.ready-dev
+TITAN  := tests/ecosystem/torchtitan.txt
 
 # What you add to a command: make train ARGS="--steps 50", make test ARGS="-k layout"
 ARGS ?=
 
-.PHONY: help train test check format bench clean
+.PHONY: help train test ecosystem check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 train: $(TRAIN) ## train a small language model, sharded over two local processes
 	@$(BIN)/shardwise train lm --nproc 2 $(ARGS)
 
 test: $(DEV) ## run the tests
 	@$(BIN)/python -m pytest $(ARGS)
+
+ecosystem: ## run the tests with other people's programs, all of them, in .venv-ecosystem
+	@$(MAKE) --no-print-directory VENV=.venv-ecosystem .venv-ecosystem/.ready-ecosystem
+	@.venv-ecosystem/bin/python -m pytest tests/ecosystem $(ARGS)
 
 check: $(DEV) ## check formatting, lint and types
 	@$(BIN)/ruff format --check
@@ -36,7 +41,7 @@ bench: $(DEV) ## measure step time and memory beside torch's own data parallel t
 	@$(BIN)/python benchmarks/memory.py $(ARGS)
 
 clean: ## remove the virtual environment, caches and build outputs (runs/ stays)
-	rm -rf $(VENV) build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-ecosystem build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Setting up happens once, and again when the requirements change.
@@ -53,7 +58,13 @@ $(TRAIN): pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) -e '.[train]'
 	@touch $@
 
-$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+$(DEV): pyproject.toml constraints.txt $(TITAN) | $(BIN)/python
 	@echo "installing shardwise and what developing needs into $(VENV)"
 	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-deps -r $(TITAN)
 	@touch $@ $(TRAIN)
+
+$(VENV)/.ready-ecosystem: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing shardwise and other people's programs into $(VENV)"
+	@$(PIP) -e '.[ecosystem]'
+	@touch $@

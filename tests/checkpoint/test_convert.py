@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import nn
 
 from shardwise import checkpoint
 from shardwise.checkpoint.boxes import Box
+from shardwise.checkpoint.consolidate import consolidate
 from shardwise.checkpoint.convert import convert
 from shardwise.checkpoint.diff import Difference, differences
 from shardwise.checkpoint.extents import Extent, ExtentReader
@@ -81,6 +84,49 @@ def test_weights_come_back_through_every_format(saved: Path, tmp_path: Path) -> 
     assert not wrong(model, torch.optim.SGD(model.parameters()))
     assert len(read_manifest(tmp_path / "5").files) == 1
     assert all(diff.what == "missing" for diff in _diff(saved, tmp_path / "5"))
+
+
+@pytest.mark.parametrize("run", [True, False], ids=["in the run", "in the checkpoint"])
+def test_config_json_is_copied_and_tied_weights_are_written_once(tmp_path: Path, run: bool) -> None:
+    model = nn.ModuleDict({"norm": nn.LayerNorm(4), "other": nn.LayerNorm(4)})
+    model["embed"], model["head"] = nn.Embedding(6, 4), nn.Linear(4, 6)
+    model["twin"] = nn.Linear(4, 6, bias=False)  # as many rows, other values
+    model["head"].weight = model["embed"].weight
+    saved = tmp_path / "run" / "checkpoints" / "step-00000001"
+    saved.parent.mkdir(parents=True)
+    checkpoint.save(saved, model)
+    config = {"model_type": "llama", "vocab_size": 6, "tie_word_embeddings": True}
+    text = json.dumps(config)
+    ((tmp_path / "run" if run else saved) / "config.json").write_text(text)
+    moved: list[int] = []
+
+    convert(tmp_path / "run", tmp_path / "hf", Format.HF, watch=lambda total: moved.append)
+
+    names = set(model.state_dict())
+    assert set(load_file(tmp_path / "hf" / "model.safetensors")) == names - {"head.weight"}
+    assert (tmp_path / "hf" / "config.json").read_text() == text
+    assert sum(moved) == sum(tensor.nbytes for tensor in model.state_dict().values())
+
+    consolidate(tmp_path / "run", tmp_path / "folder")
+    assert (tmp_path / "folder" / "config.json").read_text() == text
+
+
+def test_without_a_config_json_that_says_so_no_weight_is_left_out(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6)})
+    model["head"].weight = model["embed"].weight
+    for name, said in {
+        "none": None,
+        "untied": {"model_type": "llama", "vocab_size": 6, "tie_word_embeddings": False},
+        "unknown": {"vocab_size": 6, "tie_word_embeddings": True},
+        "no object": ["model_type"],
+    }.items():
+        checkpoint.save(tmp_path / name, model)
+        if said is not None:
+            (tmp_path / name / "config.json").write_text(json.dumps(said))
+        convert(tmp_path / name, tmp_path / f"{name}-hf", Format.HF)
+        found = load_file(tmp_path / f"{name}-hf" / "model.safetensors")
+        assert set(found) == set(model.state_dict()), name
+        assert (tmp_path / f"{name}-hf" / "config.json").exists() == (name == "untied")
 
 
 def test_a_format_is_told_by_what_is_there(saved: Path, tmp_path: Path) -> None:

@@ -217,7 +217,8 @@ def test_consolidate_makes_what_others_load(shell: Shell, run: Path) -> None:
 def test_convert_goes_everywhere_and_back(shell: Shell, run: Path) -> None:
     shell("convert", run, "dcp", "--to", "dcp")
     shell("convert", "dcp", "ours", "--to", "shardwise")
-    shell("convert", "ours", "hf", "--to", "hf", "--max-shard-size", "150")
+    told = shell("convert", "ours", "hf", "--to", "hf", "--max-shard-size", "150")
+    assert "from_pretrained needs hf/config.json; there was none to copy" in told
     assert "hold the same" in shell("diff", run, "ours")
     formats = {each["path"]: each["format"] for each in shell.json("ls", ".")}
     assert formats == {"dcp": "dcp", "hf": "hf", "ours": "shardwise"}

@@ -120,6 +120,22 @@ def test_run_json_tells_what_ran(whole: Ended) -> None:
     assert session["validation_loss"] == last
 
 
+def test_what_was_trained_becomes_a_model_of_transformers(whole: Ended, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from shardwise.checkpoint.convert import convert
+    from shardwise.checkpoint.formats import Format
+
+    convert(whole.folder / "run", tmp_path / "hf", Format.HF)
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(told.values()), told
+    record = json.loads((whole.folder / "run" / "run.json").read_text())
+    assert sum(p.numel() for p in model.parameters()) == record["model"]["parameters"]
+    assert json.loads((whole.folder / "run" / "config.json").read_text())["architectures"] == [
+        type(model).__name__
+    ]
+
+
 def test_picture_sample_and_event_files_are_there(whole: Ended) -> None:
     run = whole.folder / "run"
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -45,9 +45,11 @@ def train(model: nn.Module, rank: int, world_size: int, steps: int = 2) -> torch
     return optimizer
 
 
-def trained_twin(world_size: int, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained_twin(
+    world_size: int, steps: int = 2, make: Callable[[], nn.Module] = Net
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same training on one process: gradients are averages over all batches."""
-    model = seeded(Net)
+    model = seeded(make)
     optimizer = optimizer_of(model)
     for step in range(steps):
         average_backward(model, batches(world_size, step))

@@ -5,7 +5,8 @@
     model.safetensors.index.json          which tensor is in which file
 
 A model that fits in one file is ``model.safetensors``, without an index. There is only the model:
-neither optimizer nor plain values. ``config.json`` and the tokenizer are not ours to write.
+neither optimizer nor plain values. ``config.json`` is copied where it lies beside what is read; the
+tokenizer is not ours to write.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ import torch
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.entries import StatePath
 from shardwise.checkpoint.extents import ExtentReader, whole_extent
+from shardwise.checkpoint.hfconfig import CONFIG, find_config, tied_copies
 from shardwise.checkpoint.safefile import Place, read_header, write_safetensors
 from shardwise.checkpoint.stored import Opened, Source, TensorInfo, Window, model_tensors
 from shardwise.checkpoint.strict import Fields, parse, refuse
@@ -175,6 +178,9 @@ def write_hf(
 ) -> list[Path]:
     """Write the model of a source in this layout, front to back.
 
+    Where the source has a ``config.json`` beside it, or in the folder of its run, that is copied,
+    and weights that it says are tied are written once, as transformers does.
+
     Args:
         folder: an empty folder.
         source: what to write.
@@ -188,6 +194,12 @@ def write_hf(
         CheckpointError: the source is damaged, or holds no model.
     """
     paths = model_tensors(source)
+    config = find_config(source.where)
+    if config is not None:
+        copied, said = config
+        for name in tied_copies(source, paths, said, Window(window.nbytes)):
+            window.progress(source.tensors[paths.pop(name)].nbytes)
+        shutil.copyfile(copied, folder / CONFIG)
     files = plan_files({name: source.tensors[path] for name, path in paths.items()}, max_shard_size)
     for file in files:
         write_safetensors(folder / file.name, file.tensors, _chunks_of(source, paths, window))

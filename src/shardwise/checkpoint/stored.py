@@ -157,6 +157,11 @@ class Window:
         self.progress = progress
         self._memory = torch.empty(0, dtype=torch.uint8)
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes may be in memory."""
+        return self._bytes
+
     def parts(
         self, source: Source, path: StatePath, box: Box | None = None
     ) -> Iterator[tuple[Box, torch.Tensor]]:

@@ -217,11 +217,17 @@ def differences(first: Path, second: Path, found: Sequence[Difference], *, json:
 
 
 def written(path: Path) -> None:
-    """What was made."""
+    """What was made, and what it lacks for ``from_pretrained``."""
+    from shardwise.checkpoint.formats import Format, format_of
+    from shardwise.checkpoint.hfconfig import CONFIG
+
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
     size = sum(file.stat().st_size for file in files)
     what = "" if path.is_file() else f" in {len(files)} file{'' if len(files) == 1 else 's'}"
     print(f"wrote {path}: {brief_size(size)}{what}")
+    if path.is_dir() and format_of(path) is Format.HF and not (path / CONFIG).exists():
+        note = f"note: from_pretrained needs {path / CONFIG}; there was none to copy, so add it"
+        print(note)
 
 
 def _table(*columns: str) -> Table:

@@ -9,7 +9,7 @@ import torch
 from shardwise import checkpoint_module
 from shardwise.recipes.config import SgdConfig
 from shardwise.recipes.imagenet_config import ImagenetInputs
-from shardwise.recipes.model import build_classifier, initialise
+from shardwise.recipes.model import build_classifier, config_json, initialise
 from shardwise.recipes.optim import make_sgd
 from shardwise.recipes.sharded import shard
 from shardwise.recipes.task import Place, Task
@@ -38,6 +38,7 @@ def assemble(inputs: ImagenetInputs, place: Place) -> Task:
         model_name=config.model,
         data_name=inputs.facts()["data"]["name"],
         model=sharded,
+        model_config=config_json(model),
         plain=plain,
         optimizer=make_sgd(model, train.optimizer),
         schedule=lambda position: config.lr(position.examples / per_epoch),

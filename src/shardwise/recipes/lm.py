@@ -16,6 +16,7 @@ from shardwise.recipes.lm_data import open_data
 from shardwise.recipes.model import (
     build,
     checkpoint_layers,
+    config_json,
     decoder_layers,
     initialise,
     next_token_loss,
@@ -54,6 +55,7 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
         title=f"{config.model} on {inputs.text.name}",
         model_name=config.model,
         model=sharded,
+        model_config=config_json(model),
         optimizer=optimizer,
         schedule=lambda position: curve(position.step),
         data=data.batches,

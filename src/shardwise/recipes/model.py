@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ def _from_settings(family: Any, settings: dict[str, Any], kind: str) -> PreTrain
             f"those of {'an' if kind[0] in 'aeiou' else 'a'} {kind}",
         ) from error
     assert isinstance(model, PreTrainedModel)
+    model.config.architectures = [type(model).__name__]  # as it is called before it is sharded
     return model
 
 
@@ -76,6 +78,13 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     # The newer name of transformers 5.x, or the older one.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def config_json(model: PreTrainedModel) -> str:
+    """The ``config.json`` by which ``from_pretrained`` makes the model that was trained."""
+    settings = json.loads(model.config.to_json_string())
+    settings.pop("use_cache", None)  # of training alone
+    return json.dumps(settings, indent=2) + "\n"
 
 
 def initialise(model: PreTrainedModel, seed: int) -> None:

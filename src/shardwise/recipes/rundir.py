@@ -2,6 +2,7 @@
 
     runs/lm/
       run.json         configuration, versions, how it went
+      config.json      the model's, for transformers
       metrics.jsonl    a line a step
       loss.png         the curve
       sample.txt       what the model writes at the end (lm)
@@ -40,6 +41,11 @@ class RunDir:
     def run_json(self) -> Path:
         """Configuration, versions, how it went. A folder with this file is a run."""
         return self.root / "run.json"
+
+    @property
+    def model_config(self) -> Path:
+        """The model's configuration, as transformers reads it."""
+        return self.root / "config.json"
 
     @property
     def metrics(self) -> Path:
@@ -117,7 +123,7 @@ class RunDir:
             if folder.is_dir():
                 shutil.rmtree(folder)
         # run.json goes last: a deletion that is cut short leaves what still is a run.
-        results = (self.picture, self.sample, self.weights, self.confusion)
+        results = (self.model_config, self.picture, self.sample, self.weights, self.confusion)
         for file in (self.metrics, *results, self.run_json):
             file.unlink(missing_ok=True)
 

@@ -64,6 +64,7 @@ class Task:
         title: above the loss curve.
         model_name: for the first line.
         model: after ``fully_shard``.
+        model_config: its ``config.json`` as ``transformers`` reads it; None: it is none of theirs.
         optimizer: over the model's shards.
         schedule: the learning rate of a step, by the position that the step leads to.
         data: where batches come from.
@@ -87,6 +88,7 @@ class Task:
     title: str
     model_name: str
     model: FSDPModule
+    model_config: str | None = None
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     data: Data

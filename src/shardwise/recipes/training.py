@@ -24,7 +24,7 @@ from shardwise.recipes.loop import Loop
 from shardwise.recipes.optim import count
 from shardwise.recipes.progress import make_display
 from shardwise.recipes.replicas import ReplicaCheckpoints
-from shardwise.recipes.rundir import RunDir
+from shardwise.recipes.rundir import RunDir, write_text
 from shardwise.recipes.sharded import shard_bytes, transport_name
 from shardwise.recipes.span import Position
 from shardwise.recipes.task import Place, Task
@@ -118,6 +118,8 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
     facts["model"]["parameters"] = count(task.module.parameters())
     _introduce(run, position)
     record = journal.RunRecord(files, facts, _session(run, position))
+    if task.model_config is not None:
+        write_text(files.model_config, task.model_config)
     log = journal.FileJournal(
         files, task.unit, position.step, tensorboard=run.inputs.train.output.tensorboard
     )

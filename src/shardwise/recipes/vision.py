@@ -50,6 +50,7 @@ def vision_task(
     model_name: str,
     data_name: str,
     model: FSDPModule,
+    model_config: str | None = None,
     plain: Callable[[], nn.Module] | None,
     optimizer: torch.optim.Optimizer,
     schedule: Schedule,
@@ -65,6 +66,7 @@ def vision_task(
         model_name: what the model is called.
         data_name: what the data are called.
         model: after sharding.
+        model_config: see :class:`Task`.
         plain: builds the same model unsharded, for a last evaluation of what was saved; None
             where it is too large for one rank.
         optimizer: over the model's shards.
@@ -85,6 +87,7 @@ def vision_task(
         title=f"{model_name} on {data_name}",
         model_name=model_name,
         model=model,
+        model_config=model_config,
         optimizer=optimizer,
         schedule=schedule,
         data=TrainingPictures(training, train.seed, train.batch_size * world.size, place.device),

@@ -13,6 +13,7 @@ from shardwise.checkpoint import load_weights
 from shardwise.recipes.classify import Evaluation
 from shardwise.recipes.config import AdamWConfig, resolve_sharding
 from shardwise.recipes.dry_run import Outlook, show
+from shardwise.recipes.model import config_json
 from shardwise.recipes.optim import make_adamw, warmup_cosine
 from shardwise.recipes.picture_config import FAKE_CLASSES
 from shardwise.recipes.task import Place, Task
@@ -36,6 +37,7 @@ def assemble(inputs: VitInputs, place: Place) -> Task:
         model_name=config.model,
         data_name=inputs.facts()["data"]["name"],
         model=sharded,
+        model_config=config_json(model),
         plain=None,  # no rank has room for it
         optimizer=make_adamw(model, train.optimizer),
         # By examples, so that it does not matter how many a step has had before.

@@ -201,7 +201,8 @@ class ShardedForm:
     def _copy_of_shard(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows in memory of their own, so that the whole can be freed."""
         rows = self.layout.cut(whole.detach(), self.mesh.shard.rank)
-        shard = torch.empty_like(rows, memory_format=torch.contiguous_format).copy_(rows)
+        # Subclasses of others have this operator, seldom empty_like.
+        shard = rows.clone(memory_format=torch.contiguous_format)
         return self._offload.place(shard)
 
     def _register_everywhere(self, parameter: nn.Parameter) -> None:

@@ -63,7 +63,7 @@ class KeptShards:
         """Copy this rank's shards out of the full parameters, and put them into the modules."""
         for param, layout in self._layouts.items():
             rows = layout.cut(param.full_data, self.mesh.shard.rank)
-            shard = torch.empty_like(rows, memory_format=torch.contiguous_format).copy_(rows)
+            shard = rows.clone(memory_format=torch.contiguous_format)
             spec = _torch.make_spec(
                 self.mesh.mesh,
                 self.mesh.placements(layout.dim),

@@ -1,0 +1,111 @@
+"""LoRA by ``peft``: adapters train on a frozen base, which is sharded with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import shardwise
+from shardwise import checkpoint
+from tests.ecosystem.llama import assert_equal, full, tiny_llama, tokens, train
+from tests.harness import run_ranks
+
+pytest.importorskip("peft", reason="needs peft: install .[ecosystem]")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what others warn of is theirs
+
+STEPS = 3
+
+
+def _adapted(seed: int = 1) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    base = tiny_llama()
+    torch.manual_seed(seed)
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(base, config)
+
+
+def _sharded(seed: int = 1) -> Any:
+    model = _adapted(seed)
+    llama = model.base_model.model
+    for module in (llama.model.embed_tokens, *llama.model.layers, llama.lm_head):
+        shardwise.fully_shard(module)
+    return shardwise.fully_shard(model)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def _reduced(model: nn.Module, batch: Callable[[int], torch.Tensor]) -> Counter[int]:
+    """How many elements of full gradients each reduce-scatter of a step takes."""
+    sizes: Counter[int] = Counter()
+
+    def count(output: torch.Tensor, full: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes[full.numel()] += 1
+        return original(output, full, *args, **kwargs)
+
+    name = next(
+        name
+        for name in ("reduce_scatter_single", "reduce_scatter_tensor")
+        if hasattr(torch.distributed, name)
+    )
+    original = getattr(torch.distributed, name)
+    setattr(torch.distributed, name, count)
+    try:
+        train(model, torch.optim.SGD(model.parameters(), lr=0.0), batch, 1)
+    finally:
+        setattr(torch.distributed, name, original)
+    return sizes
+
+
+def _lora(rank: int, world_size: int, folder: Path) -> None:
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    def mine(step: int) -> torch.Tensor:
+        return tokens(world_size, step)[rank]
+
+    model, twin = _sharded(), _adapted()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    frozen = {n: full(p).clone() for n, p in model.named_parameters() if not p.requires_grad}
+    optimizer, its_optimizer = _optimizer(model), _optimizer(twin)
+    train(model, optimizer, mine, STEPS)
+    train(twin, its_optimizer, lambda step: tokens(world_size, step), STEPS)
+    assert_equal(model, twin)
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            assert param.grad is None, name
+            assert torch.equal(full(param), frozen[name]), f"{name} is frozen"
+        elif "lora_B" in name:
+            assert full(param).abs().max() > 0, f"{name} has learnt nothing"
+
+    # Of a group with a frozen base and adapters, adapters are reduced; of a frozen group, nothing.
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    found = _reduced(model, mine)
+    assert found == {adapters // 2: 2}, "one reduction for each of two layers, of adapters alone"
+
+    checkpoint.save(folder / "lora", model, optimizer)
+    other = _sharded(seed=2)
+    its = _optimizer(other)
+    checkpoint.load(folder / "lora", other, its)
+    train(other, its, mine, STEPS)
+    train(twin, its_optimizer, lambda step: tokens(world_size, step), STEPS)
+    assert_equal(other, twin)
+
+    # What peft saves: adapters by its names. Full tensors, for a program without shards.
+    adapter = {name: full(p) for name, p in get_peft_model_state_dict(other).items()}
+    plain = _adapted(seed=3)
+    set_peft_model_state_dict(plain, adapter)
+    assert_equal(plain, twin)
+
+
+def test_adapters_train_on_a_frozen_base(tmp_path: Path) -> None:
+    run_ranks(_lora, 2, tmp_path, env={"SHARDWISE_TRANSPORT": "collectives"})
