@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import main, train_lm
+from shardwise.cli import main, train_imagenet, train_lm, train_mnist
 from shardwise.cli.main import app
 from shardwise.recipes.job import Job
 
@@ -82,13 +82,49 @@ def test_bad_options(
     Path("short.txt").write_text("short")
     Path("taken").mkdir()
     Path("taken", "thesis.tex").touch()
-    assert call(monkeypatch, "train", "lm", *arguments.split()) == 2
+    refused(monkeypatch, capsys, f"lm {arguments}", message)
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: str, message: str) -> None:
+    """Check that a training is refused in one line, before anything happens."""
+    assert call(monkeypatch, "train", *arguments.split()) == 2
     shown = capsys.readouterr()
     assert shown.out == "", "nothing was started"
     assert shown.err.startswith("error: ")
     assert message in shown.err
     assert shown.err.count("\n") == 1
     assert not Path("runs").exists(), "nothing was written"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("mnist", "Missing option '--data-dir'."),
+        ("mnist --data-dir nowhere", "--data-dir: found no folder nowhere, expected one with"),
+        ("mnist --data-dir mnist", "that begins with 3c 21 64 6f, expected 00 00 08 03"),
+        ("mnist --data-dir mnist --epochs 0", "--epochs: found 0, expected 1 or more"),
+        ("mnist --data-dir mnist --steps 0", "--steps: found 0, expected 1 or more"),
+        ("mnist --data-dir mnist --eval-interval -1", "--eval-every: found -1, expected 0 or"),
+        ("imagenet", "--data-dir: found none, expected a folder with train and val, or --fake-"),
+        ("imagenet --data-dir x --fake-data", "--fake-data: found --data-dir too, expected one"),
+        ("imagenet --data-dir mnist", "--data-dir: found no folder train in mnist, expected"),
+        ("imagenet --fake-data --model resnet51", "did you mean resnet"),
+        ("imagenet --fake-data --momentum 1", "--momentum: found 1.0, expected 0 to 1, without 1"),
+        ("imagenet --fake-data --warmup-epochs nan", "--warmup-epochs: found nan"),
+        ("imagenet --fake-data --lr-drop-factor 0", "--lr-drop-factor: found 0.0"),
+        ("imagenet --fake-data --lr-drop-epochs -1", "--lr-drop-epochs: found -1"),
+        ("imagenet --fake-data --image-size 8", "--image-size: found 8, expected 32 or more"),
+        ("imagenet --fake-data --workers 0", "--workers: found 0, expected 1 or more"),
+        ("imagenet --fake-data --resume", "--resume: found no run in runs/imagenet"),
+    ],
+)
+def test_bad_options_of_trainings_on_pictures(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: str, message: str
+) -> None:
+    Path("mnist").mkdir()
+    Path("mnist", "train-images-idx3-ubyte").write_text("<!doctype html>")
+    Path("mnist", "train-labels-idx1-ubyte").touch()
+    refused(monkeypatch, capsys, arguments, message)
 
 
 def test_a_bad_environment_variable_is_named(
@@ -152,6 +188,42 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
     }  # fmt: skip
 
 
+def test_options_for_pictures_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.recipes.config import as_json, flatten
+
+    jobs: list[Job] = []
+    for command in (train_mnist, train_imagenet):
+        monkeypatch.setattr(command, "run", lambda job, nproc: jobs.append(job))
+    common = "--epochs 3 --steps 9 --batch-size 5 --use-gradient-checkpointing --eval-interval 7 "
+    mnist = "--data-dir d --use-nested-fsdp --lr 0.5 --warmup 4 --weight-decay 0"
+    imagenet = (
+        "--data-dir d --model tiny --image-size 64 --workers 3 --warmup-epochs 2.5 "
+        "--lr-drop-epochs 8 --lr-drop-factor 2 --momentum 0.5"
+    )
+    assert call(monkeypatch, "train", "mnist", *common.split(), *mnist.split()) == 0
+    assert call(monkeypatch, "train", "imagenet", *common.split(), *imagenet.split()) == 0
+    assert call(monkeypatch, "train", "imagenet", "--fake-data") == 0
+    first, second, default = (flatten(as_json(job.recipe)) for job in jobs)
+    asked = {
+        "data_dir": "d", "epochs": 3, "steps": 9, "batch_size": 5, "eval_every": 7,
+        "activation_checkpointing": True,
+    }  # fmt: skip
+    assert first.items() >= asked.items()
+    own: dict[str, object] = {"nested": True, "lr": 0.5, "warmup": 4, "weight_decay": 0.0}
+    assert first.items() >= own.items()
+    assert second.items() >= asked.items()
+    own = {
+        "model": "tiny", "image_size": 64, "threads": 3, "warmup_epochs": 2.5, "drop_epochs": 8,
+        "drop_factor": 2.0, "momentum": 0.5,
+    }  # fmt: skip
+    assert second.items() >= own.items()
+    published = {
+        "model": "resnet50", "lr": 0.4, "warmup_epochs": 5.0, "drop_epochs": 30,
+        "drop_factor": 10.0, "epochs": 100, "momentum": 0.9, "weight_decay": 1e-4, "steps": None,
+    }  # fmt: skip
+    assert default.items() >= published.items()
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["train"], ["train", "lm", "--help"]])
 def test_help_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str]
@@ -163,16 +235,17 @@ def test_help_is_shown(
         assert "shardwise train lm --nproc 2" in shown, "an example"
 
 
+@pytest.mark.parametrize("recipe", ["lm", "mnist", "imagenet"])
 def test_every_option_is_explained_and_legible_in_80_columns(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, recipe: str
 ) -> None:
     import typer
 
-    command = typer.main.get_command(main.cli).commands["train"].commands["lm"]  # type: ignore[attr-defined]
+    command = typer.main.get_command(main.cli).commands["train"].commands[recipe]  # type: ignore[attr-defined]
     options = [p for p in command.params if not p.hidden]
     assert [p.name for p in options if not p.help] == []
     monkeypatch.setenv("COLUMNS", "80")
-    assert call(monkeypatch, "train", "lm", "--help") == 0
+    assert call(monkeypatch, "train", recipe, "--help") == 0
     shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert [p.opts[0] for p in options if p.opts[0] not in shown] == []
     assert "…" not in shown

@@ -301,3 +301,22 @@ def _on_a_cpu(rank: int, world_size: int) -> None:
 
 def test_everything_that_works_on_a_gpu_works_on_a_cpu(ranks: Ranks) -> None:
     ranks(_on_a_cpu, 2)
+
+
+def test_batch_norms_in_checkpointed_modules_count_once_what_they_see_twice() -> None:
+    def norms(**settings: Any) -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, **settings), nn.Tanh())
+
+    for settings in ({}, {"momentum": None}, {"track_running_stats": False}):
+        plain, again = norms(**settings), checkpoint_module(norms(**settings))
+        for scale in (1.0, 3.0):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)) * scale
+            for model in (plain, again):
+                model(x).square().sum().backward()
+        found, expected = again.state_dict(), plain.state_dict()
+        assert list(found) == list(expected), settings
+        assert all(torch.equal(found[name], expected[name]) for name in expected), settings
+        for mine, other in zip(again.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None and other.grad is not None
+            assert torch.equal(mine.grad, other.grad), settings

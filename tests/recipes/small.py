@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
 from typing import Any
 
-from shardwise.recipes.config import AdamWConfig, OutputConfig, ShardingConfig, TrainConfig
+from shardwise.recipes.config import (
+    AdamWConfig,
+    OutputConfig,
+    SgdConfig,
+    ShardingConfig,
+    TrainConfig,
+)
 from shardwise.recipes.lm_config import LmConfig
 from shardwise.recipes.metrics import read_metrics
 
@@ -51,41 +58,48 @@ def small_config(folder: Path, name: str = "run", **changes: Any) -> LmConfig:
         write_text(folder)
     if not (folder / "config.json").exists():
         write_model(folder)
-    given = dict(changes)
-
-    def take(*names: str) -> dict[str, Any]:
-        return {name: given.pop(name) for name in names if name in given}
-
+    given = {"steps": 4, "batch_size": 2, **changes}
     config = LmConfig(
         model=given.pop("model", str(folder / "config.json")),
         data=(str(folder / "words.txt"),),
         seq_length=16,
         sample_tokens=given.pop("sample_tokens", 0),
-        train=TrainConfig(
-            optimizer=AdamWConfig(
-                **{"lr": 1e-2, "warmup": 2, **take("lr", "warmup", "betas", "weight_decay")}
-            ),
-            output=OutputConfig(
-                out=folder / name,
-                **take("checkpoint_every", "keep_last", "eval_every", "resume", "overwrite"),
-            ),
-            sharding=ShardingConfig(
-                **take("strategy", "replicas", "param_dtype", "activation_checkpointing")
-            ),
-            **{"steps": 4, "batch_size": 2, **take("steps", "batch_size", "accumulate", "seed")},
-        ),
+        train=train_config(folder / name, given, AdamWConfig(lr=1e-2, warmup=2)),
     )
     assert not given, f"unknown settings: {sorted(given)}"
     return config
 
 
-def losses(config: LmConfig) -> list[tuple[int, float, float]]:
+def train_config(
+    out: Path, given: dict[str, Any], optimizer: AdamWConfig | SgdConfig
+) -> TrainConfig:
+    """Take from ``given`` what belongs to every training, by the innermost names.
+
+    Args:
+        out: folder of the run.
+        given: settings; those that are taken are removed.
+        optimizer: its settings, where none are given.
+    """
+
+    def take(kind: Any) -> dict[str, Any]:
+        names = [field.name for field in dataclasses.fields(kind)]
+        return {name: given.pop(name) for name in names if name in given}
+
+    return TrainConfig(
+        optimizer=dataclasses.replace(optimizer, **take(optimizer)),
+        output=OutputConfig(out=out, **take(OutputConfig)),
+        sharding=ShardingConfig(**take(ShardingConfig)),
+        **take(TrainConfig),
+    )
+
+
+def losses(config: Any) -> list[tuple[int, float, float]]:
     """Step, loss and gradient norm of every step that the run has written down."""
     records = read_metrics(config.files.metrics)
     return [(r["step"], r["loss"], r["grad_norm"]) for r in records if "loss" in r]
 
 
-def validation(config: LmConfig) -> list[tuple[int, float]]:
+def validation(config: Any) -> list[tuple[int, float]]:
     """Step and validation loss, each time that it was looked at."""
     records = read_metrics(config.files.metrics)
     return [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]

@@ -19,41 +19,20 @@ import pytest
 import torch
 
 from shardwise.frontends.strategies import Strategy
-from shardwise.launch.errors import Stopped
-from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World
 from shardwise.recipes import lm, text
 from shardwise.recipes.begin import check_folder
-from shardwise.recipes.checkpointing import Checkpoints, SaveError
+from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import OptionError, Precision
 from shardwise.recipes.lm_config import LmConfig, check_lm
-from shardwise.recipes.loop import DivergedError
 from shardwise.recipes.metrics import read_metrics
 from shardwise.recipes.sample import sample_tokens
-from shardwise.recipes.training import place_for, train_connected
+from shardwise.recipes.training import place_for
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
+from tests.recipes.running import train, train_one
 from tests.recipes.small import losses, small_config, validation, write_model
 
 Ranks = Callable[..., list[Any]]
-
-
-def train(rank: int, world_size: int, *configs: LmConfig) -> list[str]:
-    """What every rank does: train each configuration; say how each ended."""
-    return [_train_one(rank, world_size, config) for config in configs]
-
-
-def _train_one(rank: int, world_size: int, config: LmConfig, at: Any = None) -> str:
-    world = World(rank, world_size, rank, world_size)
-    signals = StopSignals()
-    signals.install()
-    inputs = check_lm(config, world)
-    if rank == 0:
-        check_folder(inputs)
-    try:
-        train_connected(inputs, world, torch.device("cpu"), signals)
-    except (Stopped, DivergedError, SaveError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "finished"
 
 
 def train_until(
@@ -68,7 +47,7 @@ def train_until(
         return batch(self, position, count)
 
     text.TextBatches.batch = signalling  # type: ignore[method-assign]
-    return _train_one(rank, world_size, config)
+    return train_one(rank, world_size, config)
 
 
 # -- strategies and worlds -------------------------------------------------------------------------
@@ -264,7 +243,7 @@ def train_on_a_full_disk(rank: int, world_size: int, config: LmConfig) -> str:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     Checkpoints.save = full  # type: ignore[method-assign]
-    return _train_one(rank, world_size, config)
+    return train_one(rank, world_size, config)
 
 
 def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_whole(

@@ -98,12 +98,10 @@ class Evaluation:
             if indices:
                 sums += self._tally(logits, classes, confusion)
         model.train(training)
-        everything = torch.cat([sums, confusion.double()])
-        everyone = [torch.empty_like(everything) for _ in range(self._world.size)]
-        dist.all_gather(everyone, everything)
-        total = torch.stack(everyone).sum(0)
-        loss, top5 = (total[:2] / len(self._pictures)).tolist()
-        return Scores(loss, total[2:].long().view(self._classes, self._classes), top5)
+        dist.all_reduce(sums)
+        dist.all_reduce(confusion)
+        loss, top5 = (sums / len(self._pictures)).tolist()
+        return Scores(loss, confusion.view(self._classes, self._classes), top5)
 
     def _tally(
         self, logits: torch.Tensor, classes: torch.Tensor, confusion: torch.Tensor

@@ -29,10 +29,11 @@ class Job:
         position = check_folder(inputs)
         if inputs.span.left(position, inputs.train.examples_per_step(self._size)):
             return None
-        option = "--steps" if inputs.span.epochs is None else "--epochs"
+        span = inputs.span
+        option = "--steps" if span.steps is not None and position.step >= span.steps else "--epochs"
         return (
             f"Nothing to do: the run in {inputs.train.output.out} is at "
-            f"{inputs.span.shown(position)}. To go on, say --resume with more {option}."
+            f"{span.shown(position)}. To go on, say --resume with more {option}."
         )
 
     def run(self, world: World, signals: StopSignals) -> None:

@@ -176,7 +176,8 @@ def _introduce(run: _Run, position: Position) -> None:
     units = run.per_step * task.units_per_example
     span = run.inputs.span
     steps = f"{span.steps_in_all(run.per_step):,} steps"
-    length = steps if span.epochs is None else f"{span.epochs} epochs, {steps}"
+    epochs = f"{span.epochs} {'epoch' if span.epochs == 1 else 'epochs'}"
+    length = steps if span.epochs is None else f"{epochs}, {steps}"
     say(
         f"step       {config.batch_size} {task.example}{accumulate} x "
         f"{ranks} = {units:,} {task.unit}; {length}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +12,9 @@ from torch import nn
 
 from shardwise import FSDPModule
 from shardwise.checkpoint.consolidate import consolidate
+from shardwise.errors import CheckpointError
 from shardwise.recipes.begin import Inputs
+from shardwise.recipes.checkpointing import SaveError
 from shardwise.recipes.classify import Evaluation, Scores, classification_loss
 from shardwise.recipes.optim import Schedule
 from shardwise.recipes.pictures import Pictures, TrainingPictures
@@ -92,7 +93,10 @@ def _finish(
     """Write the model as one file, and judge what others get when they load it."""
     say, first = place.display.say, place.world.rank == 0
     if first:
-        consolidate(checkpoint, files.weights, force=True)
+        try:
+            consolidate(checkpoint, files.weights, force=True)
+        except (CheckpointError, OSError) as error:
+            raise SaveError(f"{files.weights}: {error}; {checkpoint} is whole") from error
         say(f"weights    {files.weights}")
     dist.barrier()  # the file is whole
     if plain is None:
@@ -103,9 +107,8 @@ def _finish(
             f"again      accuracy {scores.accuracy:.4f} by the file alone, loaded into a plain "
             f"module; {results['accuracy']:.4f} sharded"
         )
-        with contextlib.suppress(OSError):
-            plot_confusion(scores.confusion.tolist(), classes, title, files.confusion)
-            say(f"confusion  {files.confusion}")
+        plot_confusion(scores.confusion.tolist(), classes, title, files.confusion)
+        say(f"confusion  {files.confusion}")
     return {**results, "accuracy_of_file": scores.accuracy}
 
 

@@ -1,0 +1,52 @@
+"""``shardwise train mnist`` as its user sees it. Each start takes seconds, so there are two."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.recipes.digits import write_digits
+
+
+def shardwise(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a folder."""
+    names = ("RANK", "WORLD_SIZE", "SHARDWISE_TRANSPORT")
+    env = {k: v for k, v in os.environ.items() if k not in names}
+    return subprocess.run(
+        [sys.executable, "-m", "shardwise", *arguments],
+        cwd=folder,
+        env={**env, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def test_a_training_on_digits_from_start_to_end(tmp_path: Path) -> None:
+    write_digits(tmp_path / "mnist")
+    command = "train mnist --data-dir mnist --nproc 2 --batch-size 16 --device cpu --epochs 4"
+    ended = shardwise(tmp_path, *command.split())
+    assert (ended.returncode, ended.stderr) == (0, "")
+    lines = ended.stdout.splitlines()
+    told = dict(line.split(maxsplit=1) for line in lines)
+    assert told["data"] == "MNIST: 203 pictures to learn from, 45 held back; 10 classes"
+    assert told["step"] == "16 images x 2 ranks = 32 images; 4 epochs, 26 steps"
+    steps = [line for line in lines if line.startswith("step=")]
+    assert len(steps) == 26
+    assert steps[-1].startswith("step=26 epoch=4.098 loss=")
+    judged = [line.split()[1] for line in lines if line.startswith("evaluation")]
+    assert judged == ["step=7", "step=13", "step=20", "step=26"]
+    assert told["again"].startswith("accuracy ")
+    for name in ("model.safetensors", "confusion.png", "loss.png", "run.json"):
+        assert (tmp_path / "runs" / "mnist" / name).is_file(), name
+        assert name == "run.json" or f"runs/mnist/{name}" in ended.stdout
+
+    again = shardwise(tmp_path, *command.split(), "--resume")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout == (
+        "Nothing to do: the run in runs/mnist is at epoch 4.10 of 4 (step 26). "
+        "To go on, say --resume with more --epochs.\n"
+    )

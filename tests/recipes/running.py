@@ -1,0 +1,61 @@
+"""Training any recipe inside a world of the harness."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.launch.errors import Stopped
+from shardwise.launch.signals import StopSignals
+from shardwise.launch.world import World
+from shardwise.recipes.begin import Recipe, check_folder
+from shardwise.recipes.checkpointing import SaveError
+from shardwise.recipes.loop import DivergedError
+from shardwise.recipes.training import train_connected
+
+
+def train(rank: int, world_size: int, *recipes: Recipe) -> list[str]:
+    """What every rank does: train each recipe; say how each ended."""
+    return [train_one(rank, world_size, recipe) for recipe in recipes]
+
+
+def train_one(rank: int, world_size: int, recipe: Recipe) -> str:
+    """Train one recipe; say how it ended."""
+    world = World(rank, world_size, rank, world_size)
+    signals = StopSignals()
+    signals.install()
+    inputs = recipe.check(world)
+    if rank == 0:
+        check_folder(inputs)
+    try:
+        train_connected(inputs, world, torch.device("cpu"), signals)
+    except (Stopped, DivergedError, SaveError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "finished"
+
+
+def run_from_guide(number: int, replace: dict[str, str]) -> tuple[str, dict[str, Any]]:
+    """Run a program of docs/vision.md that has none of our code.
+
+    Args:
+        number: which one.
+        replace: texts to put in the place of others: paths.
+
+    Returns:
+        What it printed, and its names.
+    """
+    guide = (Path(__file__).parents[2] / "docs" / "vision.md").read_text()
+    code = re.findall(r"```py\n(.*?)```", guide, re.DOTALL)[number]
+    assert "shardwise" not in code
+    for old, new in replace.items():
+        assert old in code
+        code = code.replace(old, new)
+    shown, names = io.StringIO(), dict[str, Any]()
+    with contextlib.redirect_stdout(shown):
+        exec(compile(code, "vision.md", "exec"), names)
+    return shown.getvalue(), names

@@ -1,0 +1,226 @@
+"""A convolutional net on small digits: sharded in any way, stopped, resumed, loaded elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+from shardwise.frontends.strategies import Strategy
+from shardwise.launch.world import World
+from shardwise.recipes.begin import check_folder
+from shardwise.recipes.config import OptionError, Precision
+from shardwise.recipes.metrics import read_metrics
+from shardwise.recipes.mnist_config import MnistConfig
+from shardwise.recipes.pictures import TrainingPictures
+from shardwise.recipes.running_stats import RunningStatistics
+from tests.recipes.digits import small_mnist, write_digits
+from tests.recipes.running import run_from_guide, train, train_one
+from tests.recipes.small import losses
+
+Ranks = Callable[..., list[Any]]
+
+
+def accuracies(config: MnistConfig) -> list[tuple[int, float]]:
+    """Step and accuracy, each time that the model was judged."""
+    records = read_metrics(config.files.metrics)
+    return [(r["step"], r["accuracy"]) for r in records if "accuracy" in r]
+
+
+def same_weights(found: MnistConfig, expected: MnistConfig) -> None:
+    """Compare the files that two runs have written, bit for bit."""
+    mine, other = load_file(found.files.weights), load_file(expected.files.weights)
+    assert set(mine) == set(other)
+    different = [name for name in mine if not torch.equal(mine[name], other[name])]
+    assert not different, f"{found.train.output.out.name}: {different}"
+
+
+def test_a_net_learns_and_its_file_alone_knows_as_much(ranks: Ranks, tmp_path: Path) -> None:
+    config = small_mnist(tmp_path, epochs=6)
+    assert ranks(train, 2, config) == [["finished"]] * 2
+    # 203 pictures an epoch, 32 a step: none is left out, and no step is smaller.
+    assert [step for step, _ in accuracies(config)] == [7, 13, 20, 26, 32, 39]
+    assert losses(config)[0][1] > 2
+    accuracy = accuracies(config)[-1][1]
+    assert accuracy > 0.9
+    session = config.files.read()["sessions"][-1]
+    assert session["accuracy"] == session["accuracy_of_file"] == accuracy
+    assert config.files.confusion.read_bytes().startswith(b"\x89PNG")
+    paths = {"runs/mnist": str(tmp_path / "run"), '"mnist/': f'"{tmp_path}/mnist/'}
+    assert run_from_guide(0, paths)[0] == f"accuracy {accuracy:.4f}\n"
+
+
+def test_however_it_is_sharded_it_learns_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    plain = small_mnist(tmp_path, "plain")
+    variants = {
+        "nested": {"nested": True},
+        "checkpointed": {"nested": True, "activation_checkpointing": True},
+        "grad-op": {"nested": True, "strategy": Strategy.SHARD_GRAD_OP},
+    }
+    configs = [small_mnist(tmp_path, name, **changes) for name, changes in variants.items()]
+    bf16 = {"param_dtype": Precision.BF16, "nested": True}
+    rounded = [
+        # AdamW rounds an element by its place in the tensor, and tensors are whole here.
+        small_mnist(tmp_path, "no-shard", strategy=Strategy.NO_SHARD),
+        small_mnist(tmp_path, "bf16", **bf16),
+        small_mnist(tmp_path, "bf16-checkpointed", activation_checkpointing=True, **bf16),
+    ]
+    ranks(train, 2, plain, *configs, *rounded)
+    assert len(losses(plain)) == 7
+    for config in configs:
+        # With checkpointing too: running statistics have counted every picture once.
+        same_weights(config, plain)
+    assert losses(rounded[1]) != losses(plain)
+    for config in rounded:
+        for found, expected in zip(losses(config), losses(plain), strict=True):
+            assert found[1] == pytest.approx(expected[1], rel=0.1, abs=0.1)
+    same_weights(rounded[2], rounded[1])
+
+
+# -- running statistics ----------------------------------------------------------------------------
+
+
+def average(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Running statistics after three steps on data of this rank's own; and rank 0's, of all."""
+    norm, alone = nn.BatchNorm1d(5), [nn.BatchNorm1d(5) for _ in range(world_size)]
+    statistics = RunningStatistics(nn.Sequential(norm))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        parts = [torch.randn(8, 5, generator=generator) + r for r in range(world_size)]
+        norm(parts[rank])
+        statistics.average()
+        for each, part in zip(alone, parts, strict=True):
+            each(part)
+    assert norm.running_mean is not None and norm.running_var is not None
+    expected = [
+        torch.stack([getattr(each, name) for each in alone]).mean(0)
+        for name in ("running_mean", "running_var")
+    ]
+    torch.testing.assert_close([norm.running_mean, norm.running_var], expected)
+    assert norm.num_batches_tracked == 3
+    everyone = [torch.empty(10) for _ in range(world_size)]
+    dist.all_gather(everyone, torch.cat([norm.running_mean, norm.running_var]))
+    return everyone
+
+
+def test_running_statistics_are_those_of_all_ranks_data_on_every_rank(ranks: Ranks) -> None:
+    for first, *others in ranks(average, 3):
+        assert all(torch.equal(first, other) for other in others)
+
+
+# -- stopping and resuming -------------------------------------------------------------------------
+
+
+def train_until(rank: int, world_size: int, config: MnistConfig, step: int) -> str:
+    """Train, and send rank 1 a signal while a step is under way."""
+    batch = TrainingPictures.batch
+
+    def signalling(self: TrainingPictures, position: int, count: int) -> Any:
+        if rank == 1 and position // config.train.examples_per_step(world_size) == step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch(self, position, count)
+
+    TrainingPictures.batch = signalling  # type: ignore[method-assign]
+    try:
+        return train_one(rank, world_size, config)
+    finally:
+        TrainingPictures.batch = batch  # type: ignore[method-assign]
+
+
+def stop_and_go_on(rank: int, world_size: int, whole: MnistConfig, part: MnistConfig) -> str:
+    """One run undisturbed, and one that is stopped within its second epoch."""
+    train_one(rank, world_size, whole)
+    return train_until(rank, world_size, part, 10)
+
+
+def test_a_run_that_was_stopped_in_an_epoch_goes_on_as_if_nothing_had_been(
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = small_mnist(tmp_path, "whole", epochs=2)
+    part = small_mnist(tmp_path, "part", epochs=2)
+    told = ranks(stop_and_go_on, 2, whole, part)
+    assert "Stopped by SIGTERM after epoch 1.58 of 2 (step 10), which is saved" in told[0]
+    elsewhere = small_mnist(tmp_path, "elsewhere", epochs=2, batch_size=32, resume=True)
+    shutil.copytree(part.train.output.out, elsewhere.train.output.out)
+
+    assert (
+        ranks(train, 2, small_mnist(tmp_path, "part", epochs=2, resume=True)) == [["finished"]] * 2
+    )
+    assert losses(part) == losses(whole)
+    assert accuracies(part) == accuracies(whole)
+    same_weights(part, whole)
+
+    # On one rank, with as many pictures a step: the same ones. Batch norm sees them in one part
+    # instead of two, so what is learnt is another.
+    capfd.readouterr()
+    assert ranks(train, 1, elsewhere) == [["finished"]]
+    assert "warning" not in capfd.readouterr().out
+    assert [step for step, *_ in losses(elsewhere)] == [step for step, *_ in losses(whole)]
+    assert accuracies(elsewhere)[-1][0] == accuracies(whole)[-1][0]
+
+
+def test_a_run_goes_on_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(train, 1, small_mnist(tmp_path, steps=1))
+
+    def refusal(**changes: Any) -> str:
+        config = small_mnist(tmp_path, steps=2, resume=True, **changes)
+        with pytest.raises(OptionError) as caught:
+            check_folder(config.check(World(0, 1, 0, 1)))
+        return str(caught.value)
+
+    assert refusal(weight_decay=0.3).startswith("--weight-decay: found 0.3, expected 0.1, as the")
+    write_digits(tmp_path / "mnist", training=204)
+    assert refusal().startswith("--data-dir: found ")
+    files = small_mnist(tmp_path).files
+    files.write({**files.read(), "recipe": "lm"})
+    assert refusal().startswith("--resume: found a run of train lm in ")
+
+
+# -- the order of pictures -------------------------------------------------------------------------
+
+
+class Numbers:
+    """Pictures that are their own indices."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, indices: Any, keys: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor(indices), torch.tensor([key % 2**62 for key in keys])
+
+
+def taken(world_size: int, size: int, steps: int, seed: int = 0) -> list[tuple[int, int]]:
+    """Pictures with their keys in the order in which a world takes them, a step after another."""
+    ranks = [
+        TrainingPictures(Numbers(50), seed, size * world_size, torch.device("cpu"))
+        for _ in range(world_size)
+    ]
+    found: list[tuple[int, int]] = []
+    for step in range(steps):
+        for rank, pictures in enumerate(ranks):
+            indices, keys = pictures.batch((step * world_size + rank) * size, size)
+            found += zip(indices.tolist(), keys.tolist(), strict=True)
+    return found
+
+
+def test_ranks_share_out_an_epoch_whatever_their_number() -> None:
+    alone = taken(1, 12, 10)
+    assert taken(3, 4, 10) == taken(2, 6, 10) == alone
+    epochs = [alone[:50], alone[50:100]]
+    for epoch in epochs:
+        assert sorted(index for index, _ in epoch) == list(range(50)), "each once"
+    assert [i for i, _ in epochs[0]] != [i for i, _ in epochs[1]], "in another order"
+    assert len({key for _, key in alone}) == len(alone), "and every time done to as by chance"
+    assert taken(1, 12, 10, seed=1) != alone
