@@ -131,7 +131,6 @@ GradientCheckpointing = Annotated[
     bool,
     Option(
         "--use-gradient-checkpointing",
-        "--activation-checkpointing",
         help="Compute activations again in backward instead of keeping them.",
         rich_help_panel=SHARD,
     ),
