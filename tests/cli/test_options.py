@@ -144,6 +144,13 @@ def test_a_world_and_another_nproc_contradict(
         monkeypatch.setenv(name, value)
     assert call(monkeypatch, "train", "lm", "--nproc", "3") == 2
     assert capsys.readouterr().err.startswith("error: --nproc: found 3, expected 2 or none given")
+    hosts = ["--nnodes", "2", "--node-rank", "0", "--rdzv", "a:1"]
+    for more, message in (
+        (hosts, "--nnodes: found 2"),
+        (["--max-restarts", "1"], "--max-restarts"),
+    ):
+        assert call(monkeypatch, "train", "lm", *more) == 2
+        assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 @pytest.mark.parametrize("missing", ["transformers", "matplotlib"])
