@@ -161,6 +161,13 @@ def test_a_world_and_another_nproc_contradict(
         monkeypatch.setenv(name, value)
     assert call(monkeypatch, "train", "lm", "--nproc", "3") == 2
     assert capsys.readouterr().err.startswith("error: --nproc: found 3, expected 2 or none given")
+    hosts = ["--nnodes", "2", "--node-rank", "0", "--rdzv", "a:1"]
+    for more, message in (
+        (hosts, "--nnodes: found 2"),
+        (["--max-restarts", "1"], "--max-restarts"),
+    ):
+        assert call(monkeypatch, "train", "lm", *more) == 2
+        assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 @pytest.mark.parametrize("missing", ["transformers", "matplotlib"])
@@ -181,7 +188,7 @@ def test_a_missing_extra_says_what_to_install(
 
 def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
-    monkeypatch.setattr(train_lm, "run", lambda job, *_: jobs.append(job))
+    monkeypatch.setattr(train_lm, "run", lambda job, *hosts: jobs.append(job))
     arguments = (
         "--model llama-34m --data a.txt b.txt --data c.txt --steps 7 --batch-size 3 "
         "--accumulate 2 --lr 0.5 --beta2 0.5 --weight-decay 0 --warmup 1 --clip-grad 0 --seed 9 "
@@ -212,7 +219,7 @@ def test_options_for_pictures_become_a_configuration(monkeypatch: pytest.MonkeyP
 
     jobs: list[Job] = []
     for command in (train_mnist, train_imagenet, train_vit):
-        monkeypatch.setattr(command, "run", lambda job, nproc: jobs.append(job))
+        monkeypatch.setattr(command, "run", lambda job, *hosts: jobs.append(job))
     common = "--epochs 3 --steps 9 --batch-size 5 --use-gradient-checkpointing --eval-interval 7 "
     mnist = "--data-dir d --use-nested-fsdp --lr 0.5 --warmup 4 --weight-decay 0"
     imagenet = (

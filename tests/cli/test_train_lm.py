@@ -83,12 +83,13 @@ def test_a_run_ends_well_and_warns_of_nothing(whole: Ended) -> None:
 
 
 def test_the_first_lines_say_what_is_trained(whole: Ended) -> None:
-    lines = dict(line.split(maxsplit=1) for line in whole.out.splitlines()[:6])
+    lines = dict(line.split(maxsplit=1) for line in whole.out.splitlines()[:7])
     assert lines["starting"] == "2 processes, 1 thread each; importing torch takes a moment"
     assert re.fullmatch(r"config.json, [\d,]+ parameters, cpu", lines["model"])
     assert re.match(r"full over dp_shard=2, transport \w+; 0.\d of 0.\d MiB", lines["sharding"])
     assert lines["precision"] == "fp32 compute, fp32 reduction, fp32 shards"
     assert re.match(r"words.txt: [\d,]+ tokens to learn from, [\d,]+ held back", lines["data"])
+    assert lines["compute"].endswith("MFU not known: no peak of cpu is; say --peak-flops")
     assert lines["step"] == (
         "2 sequences x 16 tokens x 2 microbatches x 2 ranks = 128 tokens; 8 steps"
     )

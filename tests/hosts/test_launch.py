@@ -17,8 +17,8 @@ import pytest
 
 from tests.hosts.network import Host, needs_hosts, run_ip, two_hosts
 from tests.recipes.corpora import texts, write_jsonl
+from tests.recipes.running import train
 from tests.recipes.small import losses, small_config, write_model
-from tests.recipes.test_lm import train
 
 pytestmark = needs_hosts
 

@@ -10,7 +10,7 @@ from shardwise.launch.launcher import usable_cores
 from shardwise.launch.rank import run_rank
 from shardwise.launch.restarts import run_here, run_over_hosts
 from shardwise.launch.signals import StopSignals
-from shardwise.launch.world import World, find_world
+from shardwise.launch.world import World, find_world, launched_here
 from shardwise.recipes.config import check_nproc, require
 
 
@@ -42,6 +42,10 @@ def run(job: Job, nproc: int | None, nodes: Nodes | None = None, max_restarts: i
     world = find_world()
     processes = check_nproc(nproc, world)
     if world is not None:
+        if not launched_here():
+            count = 0 if nodes is None else nodes.count
+            require(not count, "--nnodes", count, "none given: the environment has a world")
+            require(not max_restarts, "--max-restarts", max_restarts, "none given: see torchrun's")
         job.check(world)
         run_rank(world, job.run)
     require(max_restarts >= 0, "--max-restarts", max_restarts, "0 or more")

@@ -42,7 +42,7 @@ class StepMetrics:
     def line(self, unit: str) -> str:
         """``step=12 loss=3.214 ...``, for grep."""
         epoch = "" if self.epoch is None else f"epoch={self.epoch:.3f} "
-        mfu = "" if self.mfu is None else f" mfu={self.mfu:.3f}"
+        mfu = "" if self.mfu is None else f" mfu={self.mfu:.3g}"
         return (
             f"step={self.step} {epoch}loss={self.loss:.4f} grad_norm={self.grad_norm:.3f} "
             f"lr={self.lr:.2e} {unit}_per_s={self.units_per_s:.0f} "

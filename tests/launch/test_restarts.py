@@ -1,0 +1,53 @@
+"""A job on one host that begins again after a rank was lost. Over hosts: tests/hosts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANK = """
+import os, signal, sys
+from shardwise.launch.errors import UserError
+from shardwise.launch.rank import run_rank
+from shardwise.launch.world import find_world
+
+attempt, how = int(sys.argv[1]), sys.argv[2]
+
+def body(world, signals):
+    if world.rank == 0:
+        print(f"attempt {attempt} of {world.size} ranks", flush=True)
+    if world.rank == 1 and (how == "always" or attempt == 0):
+        if how == "mistake":
+            raise UserError("--steps: found 0")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+run_rank(find_world(), body)
+"""
+
+PARENT = """
+import sys
+from shardwise.launch.restarts import run_here
+script, how = sys.argv[1:]
+sys.exit(run_here(lambda attempt: [sys.executable, script, str(attempt), how], 2, 2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "attempts"), [("once", 0, 2), ("always", 128 + 9, 3), ("mistake", 2, 1)]
+)
+def test_a_job_begins_again_as_often_as_it_may(
+    tmp_path: Path, how: str, code: int, attempts: int
+) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "rank.py"), how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == code, ended.stderr
+    # What rank 0 printed may be cut short by the end of rank 1, but for the attempt that is whole.
+    assert ended.stderr.count("restart    ") == attempts - 1
+    if how == "once":
+        assert "attempt 1 of 2 ranks" in ended.stdout
+        assert "rank 1 of 2 was killed by SIGKILL" in ended.stderr
+        assert "restart    1 of 2, from the last checkpoint" in ended.stderr
