@@ -42,7 +42,7 @@ def small_imagenet(folder: Path, name: str = "run", **changes: Any) -> ImagenetC
         changes: settings by their innermost names.
     """
     data = folder / "snapshots"
-    if not data.exists():
+    if "data_dir" not in changes and not data.exists():
         write_snapshots(data)
     given = {"epochs": 1, "batch_size": 8, "eval_every": 1, **changes}
     train = train_config(folder / name, given, SgdConfig(lr=0.05))
