@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise.cli import main, train_imagenet, train_lm, train_mnist, train_vit
 from shardwise.cli.main import app
+from shardwise.launch.hosts import Nodes
 from shardwise.recipes.job import Job
 
 Capture = pytest.CaptureFixture[str]
@@ -212,6 +214,22 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "diloco": None, "tokenizer": None, "streams": None, "batch_tokens": None,
         "peak_flops": None, "peer_timeout": None, "over_hosts": False,
     }  # fmt: skip
+
+
+def test_options_for_several_hosts_reach_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(train_lm, "run", lambda job, *hosts: calls.append((job.recipe, *hosts)))
+    options = (
+        "--nproc 2 --nnodes 3 --node-rank 1 --rdzv here:99 --rdzv-timeout 9 --max-restarts 4 "
+        "--peer-timeout 60 --tokenizer gpt2 --streams 12 --batch-tokens 256 --peak-flops 1e12"
+    )
+    assert call(monkeypatch, "train", "lm", *options.split()) == 0
+    [(recipe, *hosts)] = calls
+    assert hosts == [2, Nodes(3, 1, "here", 99, 9.0), 4]
+    assert recipe.train.peer_timeout == 60
+    assert recipe.train.sharding.over_hosts
+    found = (recipe.tokenizer, recipe.streams, recipe.batch_tokens, recipe.peak_flops)
+    assert found == ("gpt2", 12, 256, 1e12)
 
 
 def test_options_for_pictures_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
