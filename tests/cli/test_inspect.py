@@ -34,7 +34,7 @@ def call(monkeypatch: Patch, *arguments: str) -> int:
         ("--mesh dp=2,dp_shard=2", "expected one of them: they mean the same"),
         ("--mesh pp=2,dp=2", "found 'pp' in 'pp=2,dp=2', expected one of dp_replicate, dp"),
         ("--mesh tp=2,dp=4", "expected dp=4,tp=2: replicas outermost"),
-        ("--mesh dp=99999", "--mesh: found dp=99999, 99,999 ranks, expected at most 16,384"),
+        ("--mesh dp=99999", "--mesh: found dp=99999, 99,999 ranks, expected at most 4,096"),
         ("--mesh dp=4 --rank 4", "--rank: found 4, expected a rank from 0 to 3"),
         ("--mesh dp=4 --rank two", "--rank: found 'two', expected a whole number"),
         ("--svg x.svg", "--svg: found no --param, expected one"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardwise.frontends.strategies import REPLICATE, SHARD, MeshError
 
 DATA, TENSOR = "dp", "tp"
-MOST_RANKS = 16_384
+MOST_RANKS = 4_096
 
 _ORDER = (REPLICATE, DATA, SHARD, TENSOR)
 
@@ -46,7 +46,7 @@ class WantedMesh:
 
         Raises:
             MeshError: a name that is unknown, given twice or in another order than these, a size
-                that is no positive number, or more than 16,384 ranks.
+                that is no positive number, or more than 4,096 ranks.
         """
         sizes: dict[str, int] = {}
         for part in text.split(","):
