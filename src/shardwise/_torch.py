@@ -154,9 +154,15 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     return float(options._timeout.total_seconds())
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows ``tensor`` as a view of another."""
-    return tensor._base is not None
+def may_write_through(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a view of another that autograd lets be written to in place.
+
+    What a custom function returned, ``DTensor.to_local()`` for one, it does not.
+    """
+    made = torch._C._autograd
+    return tensor._base is not None and (
+        made._get_creation_meta(tensor) is made.CreationMeta.DEFAULT
+    )
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -32,6 +33,7 @@ from shardwise.sharding.mesh import DataMesh, default_mesh
 from shardwise.sharding.module import become_fsdp_module
 from shardwise.sharding.offload import Offload
 from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.placing import can_shard
 from shardwise.sharding.precision import Precision
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -247,6 +249,18 @@ def _check_placements(
             raise MisuseError(
                 f"shard_placement_fn returned {placement} for {fqn} of shape {tuple(param.shape)}; "
                 f"expected a dimension from {-param.ndim} to {param.ndim - 1}"
+            )
+        if (
+            placement is not None
+            and param.ndim
+            and not can_shard(param, its_mesh, placement.dim % param.ndim)
+        ):
+            raise MisuseError(
+                f"shard_placement_fn returned {placement!r} for {fqn} on rank {dist.get_rank()}: "
+                f"tensor parallelism cut it unevenly, shape {tuple(param.shape)} with placements "
+                f"{_torch.spec_of(param).placements}, so that no placement says which of its "
+                f"{its_mesh.shard.world_size} ranks holds which rows; expected another dimension, "
+                "or None to let fully_shard choose one"
             )
         form = form_of(param)
         if form is not None and form.mesh.mesh != its_mesh.mesh:

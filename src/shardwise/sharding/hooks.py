@@ -282,7 +282,7 @@ class FSDPState:
             return
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                if _torch.is_view(tensor):
+                if _torch.may_write_through(tensor):
                     self._warn_of_view()
                 tensor.register_hook(self._pre_backward)  # type: ignore[no-untyped-call]
 
