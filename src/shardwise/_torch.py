@@ -279,6 +279,21 @@ def mark_composable(module: nn.Module, name: str) -> None:
     registry[name] = RegistryItem()
 
 
+class _Refusal:
+    """Stands where ``distribute_module`` notes that it has run, and raises when it is asked."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __bool__(self) -> bool:
+        raise self._error
+
+
+def refuse_to_distribute(module: nn.Module, error: Exception) -> None:
+    """Have ``distribute_module``, behind torch's tensor parallel plans, raise ``error``."""
+    module.__dict__["_distribute_module_applied"] = _Refusal(error)
+
+
 def answer_torch(module: nn.Module, state: object) -> None:
     """Let torch's own ``fully_shard.state(module)`` return ``state``; pipelining asks for it."""
     module.__dict__.setdefault(STATE_KEY, {})[_TORCHS] = state

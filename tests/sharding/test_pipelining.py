@@ -27,7 +27,7 @@ def test_gradients_equal_those_of_one_process(ranks: Ranks) -> None:
     ranks(_two_stages_sharded_over_two, 4)
 
 
-def _reductions(rank: int, world_size: int) -> None:
+def _collectives(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     count = count_collectives()
     for name in SCHEDULES:
@@ -35,13 +35,16 @@ def _reductions(rank: int, world_size: int) -> None:
         pipeline.step(0)  # the first runs each stage once more, to see what it returns
         count.clear()
         pipeline.step(1)
-        groups = sum(3 for _ in pipeline.stages)
+        groups = 3 * len(pipeline.stages)
         assert count["reduce-scatter"] == groups, f"{name}: {count}"
         assert count["all-reduce"] == 0, f"{name}: {count}"
+        if name == "1f1b" and mesh["pp"].get_local_rank() == 1:
+            # Forward and backward of the first microbatch; then they stay until the step ends.
+            assert count["all-gather"] == 2 * 2 + 1, f"{name}: {count}"
 
 
 def test_gradients_are_reduced_once_a_step(ranks: Ranks) -> None:
-    ranks(_reductions, 4)
+    ranks(_collectives, 4)
 
 
 def _eight_ranks(rank: int, world_size: int) -> None:
