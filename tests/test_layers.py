@@ -16,13 +16,14 @@ NAMES = [str(path.relative_to(SOURCE)) for path in FILES]
 # From the bottom up; what stands on one line may import what stands on the lines before, and
 # from itself.
 LAYERS = [
-    ["errors", "_torch"],
+    ["errors", "_torch", "units"],
     ["transport"],
     ["sharding"],
     ["compat", "wrap"],
     ["frontends"],
+    ["inspect"],
     ["__init__"],
-    ["checkpoint", "diloco", "inspect", "launch"],
+    ["checkpoint", "diloco", "launch"],
     ["recipes"],
     ["cli"],
     ["__main__"],

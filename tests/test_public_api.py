@@ -40,6 +40,7 @@ PUBLIC = [
     "clip_grad_norm_",
     "fully_shard",
     "init_mesh",
+    "inspect",
     "materialize",
     "patch_torch",
     "register_fsdp_forward_method",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardwise.frontends.activation import checkpoint_module
     from shardwise.frontends.fsdp import FullyShardedDataParallel
     from shardwise.frontends.xla import XlaFullyShardedDataParallel
+    from shardwise.inspect.api import inspect
     from shardwise.sharding.api import fully_shard
     from shardwise.sharding.device_mesh import init_mesh
     from shardwise.sharding.grad import clip_grad_norm_
@@ -74,6 +75,7 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "init_mesh",
+    "inspect",
     "materialize",
     "patch_torch",
     "register_fsdp_forward_method",
@@ -122,8 +124,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "wrap":
-        return import_module("shardwise.wrap")
+    if name in ("inspect", "wrap"):
+        return import_module(f"shardwise.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -406,3 +406,60 @@ def without_checkpoint_prefix(name: str) -> str:
 def module_classes_to_ignore(mixed_precision: object) -> tuple[type[nn.Module], ...]:
     """The classes that a ``MixedPrecision`` leaves in full precision: batch norms, by default."""
     return tuple(cast(Any, mixed_precision)._module_classes_to_ignore)
+
+
+def dim_cut_by(placement: Placement) -> int | None:
+    """The dimension of the tensor that ``placement`` cuts, ``None`` if it cuts none."""
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def pieces_cut_before(placement: Placement) -> int:
+    """Into how many pieces others have cut the tensor before ``placement`` cuts each."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` was taken from, or itself."""
+    return mesh._get_root_mesh()
+
+
+def meshes_like(mesh: DeviceMesh) -> torch.Tensor:
+    """Ranks of all meshes that are cut from the root as ``mesh`` is, ``(count, *mesh.shape)``.
+
+    Of a mesh (dp, tp), ``mesh["dp"]`` has one for each place along ``tp``; this rank's is among
+    them.
+    """
+    layout, ranks = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
+    if layout is None or ranks is None:  # an older torch does not tell
+        return mesh.mesh.unsqueeze(0)
+    return cast(torch.Tensor, layout.remap_to_tensor(ranks)).view(-1, *mesh.shape)
+
+
+@contextmanager
+def pretended_world(world_size: int) -> Iterator[None]:
+    """Be rank 0 of a world that is not there: its collectives return at once and move nothing.
+
+    Raises:
+        RuntimeError: this process is part of a world.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"this process is rank {dist.get_rank()} of a world of {dist.get_world_size()}; "
+            "pretend another in a process of its own"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def describe_placement(placement: Placement) -> str:
+    """``Shard(0)``, ``StridedShard(0, 2)``, ``Replicate`` or ``Partial``, for people."""
+    if isinstance(placement, _StridedShard):
+        return f"StridedShard({placement.dim}, {placement.split_factor})"
+    if isinstance(placement, Shard):
+        return f"Shard({placement.dim})"
+    return type(placement).__name__.lstrip("_")

@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.sizes import brief_size
+from shardwise.units import brief_size
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.diff import Difference

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from shardwise.cli import checkpoint, train_lm
+from shardwise.cli import checkpoint, inspect, train_lm
 from shardwise.cli.errors import UsageError, describe
 from shardwise.launch.errors import UserError
 
@@ -26,6 +26,7 @@ train = typer.Typer(
 cli.add_typer(train)
 cli.add_typer(checkpoint.commands)
 train.command("lm", epilog=train_lm.EXAMPLES)(train_lm.train_lm)
+cli.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
 
 
 def _show_version(wanted: bool) -> None:

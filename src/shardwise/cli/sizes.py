@@ -1,4 +1,4 @@
-"""Sizes as people write them, and back."""
+"""Sizes as people write them on a command line."""
 
 from __future__ import annotations
 
@@ -23,13 +23,3 @@ def read_size(text: str | int) -> int:
     if match is None or factor is None:
         raise typer.BadParameter("expected a size such as 8MiB or 1.5GB")
     return int(float(match[1]) * factor)
-
-
-def brief_size(nbytes: int) -> str:
-    """A size as short as it stays telling: ``1.5 GB``."""
-    size, unit = float(nbytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"

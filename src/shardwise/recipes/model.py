@@ -18,25 +18,24 @@ from shardwise.recipes.config import OptionError, Precision, ShardingConfig
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
 
 
-def build(settings: dict[str, Any], vocab_size: int, separator: int) -> PreTrainedModel:
-    """Build the model on the meta device, for our vocabulary.
+def build(
+    settings: dict[str, Any], vocab_size: int | None, separator: int | None
+) -> PreTrainedModel:
+    """Build the model on the meta device.
 
     Args:
         settings: as in a ``config.json`` of ``transformers``.
-        vocab_size: rows of the embedding, whatever the settings say.
-        separator: the token that stands between documents.
+        vocab_size: rows of the embedding, whatever the settings say; ``None``: as they say.
+        separator: the token that stands between documents; ``None``: as they say.
 
     Raises:
         OptionError: ``transformers`` cannot make a causal language model of the settings.
     """
-    own = {
-        "vocab_size": vocab_size,
-        "bos_token_id": separator,
-        "eos_token_id": separator,
-        "pad_token_id": None,
-        "use_cache": False,
-        "dtype": "float32",
-    }
+    own: dict[str, Any] = {"use_cache": False, "dtype": "float32"}
+    if vocab_size is not None:
+        own |= {"vocab_size": vocab_size}
+    if separator is not None:
+        own |= {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
     rest = {k: v for k, v in settings.items() if k not in ("model_type", "torch_dtype")}
     try:
         config = AutoConfig.for_model(settings["model_type"], **{**rest, **own})

@@ -1,0 +1,151 @@
+"""The mesh as people see it, and where each rank stands in the meshes that a model uses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise import _torch
+
+Coordinate = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Ranks of a grid that are shown side by side.
+
+    Attributes:
+        panel: where they stand along all dimensions but the last two, ``"dp_replicate 0"``.
+        label: where along the last but one, and which run of the last, if that is too long.
+        ranks: the ranks.
+    """
+
+    panel: str
+    label: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks on a grid.
+
+    Attributes:
+        names: names of the dimensions, outermost first.
+        shape: ranks along each.
+        ranks: the global ranks, the last dimension running fastest.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+    @cached_property
+    def coordinates(self) -> Mapping[int, Coordinate]:
+        """Where each rank stands."""
+        return dict(zip(self.ranks, product(*map(range, self.shape)), strict=True))
+
+    def ranks_at(self, leading: Sequence[int]) -> tuple[int, ...]:
+        """The ranks along what is left, where the first dimensions have these coordinates."""
+        each = math.prod(self.shape[len(leading) :])
+        first = 0
+        for index, size in zip(leading, self.shape, strict=False):
+            first = first * size + index
+        return self.ranks[first * each : (first + 1) * each]
+
+    def lines(self, across: int) -> Iterator[Line]:
+        """The ranks in lines of at most ``across``, as they are read."""
+        *outer, last = self.shape
+        for place in product(*map(range, outer)):
+            ranks = self.ranks_at(place)
+            where = zip(self.names, place[:-1], strict=False)
+            panel = ", ".join(f"{name} {index}" for name, index in where)
+            for start in range(0, last, across):
+                run = "" if last <= across else f"{start}-{min(start + across, last) - 1}"
+                own = str(place[-1]) if place else ""
+                label = ": ".join(part for part in (own, run) if part)
+                yield Line(panel, label, ranks[start : start + across])
+
+    def __str__(self) -> str:
+        return " x ".join(f"{n}={s}" for n, s in zip(self.names, self.shape, strict=True))
+
+
+def standings(mesh: DeviceMesh) -> dict[int, Coordinate]:
+    """The coordinate of every rank in ``mesh`` or in one of the meshes beside it.
+
+    ``world["dp"]`` is the mesh of those ranks only that this rank shards with. The others shard
+    in the same way, each with those of its own row of ``world``.
+    """
+    beside = _torch.meshes_like(mesh)
+    places = list(product(*map(range, mesh.shape)))
+    return {
+        rank: place
+        for one in beside.flatten(1).tolist()
+        for rank, place in zip(one, places, strict=True)
+    }
+
+
+def reachable(meshes: Iterable[DeviceMesh], rank: int) -> set[int]:
+    """The ranks that hold the same model as ``rank``: those that meshes connect, step by step.
+
+    Ranks that no mesh of the model connects (other stages of a pipeline) may hold another model.
+    """
+    rows = [set(row) for mesh in meshes for row in _torch.meshes_like(mesh).flatten(1).tolist()]
+    found = {rank}
+    while True:
+        more = found.union(*(row for row in rows if row & found))
+        if more == found:
+            return found
+        found = more
+
+
+def grid_of(meshes: Sequence[DeviceMesh], ranks: set[int]) -> Grid:
+    """``ranks`` on the largest mesh that has them all.
+
+    Dimensions along which they all stand at one place (the pipeline's) are left out.
+    """
+    roots = sorted(map(_torch.root_of, meshes), key=lambda mesh: -mesh.ndim)
+    for root in roots:
+        grid = _part_of(root, ranks)
+        if grid is not None:
+            return grid
+    return Grid(("rank",), (len(ranks),), tuple(sorted(ranks)))
+
+
+def _part_of(root: DeviceMesh, ranks: set[int]) -> Grid | None:
+    tensor = root.mesh
+    inside = torch.isin(tensor, torch.tensor(sorted(ranks)))
+    kept = list(range(tensor.ndim))
+    for dim in kept:
+        others = [other for other in kept if other != dim]
+        present = inside.any(dim=others) if others else inside
+        tensor = tensor.index_select(dim, present.nonzero().flatten())
+    if set(tensor.flatten().tolist()) != ranks:
+        return None
+    names = names_of(root)
+    shown = [d for d in kept if tensor.shape[d] > 1 or root.mesh.shape[d] == 1]
+    shown = shown or kept[-1:]
+    return Grid(
+        tuple(names[dim] for dim in shown),
+        tuple(tensor.shape[dim] for dim in shown),
+        tuple(tensor.flatten().tolist()),
+    )
+
+
+def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Names of dimensions; those that ``fully_shard`` takes them for, where there are none."""
+    if mesh.mesh_dim_names is not None:
+        return tuple(mesh.mesh_dim_names)
+    if mesh.ndim <= 2:
+        return ("replicate", "shard")[2 - mesh.ndim :]
+    return tuple(f"dim {dim}" for dim in range(mesh.ndim))

@@ -1,0 +1,152 @@
+"""The report as one HTML page that needs nothing else: no network, and no script to be readable.
+
+Parameters that are cut alike share a section with one picture. A link selects it by ``:target``;
+the script adds what links cannot: marking a rank, and arrow keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import resources
+from itertools import groupby
+
+from shardwise.inspect.collapse import Row, collapsed
+from shardwise.inspect.draw import draw_mesh, draw_parameter
+from shardwise.inspect.picture import STYLE, escape
+from shardwise.inspect.report import ParameterReport, Report
+from shardwise.inspect.runs import runs_of
+from shardwise.inspect.text import rank_rows
+from shardwise.inspect.words import counted, dimension_name, shape_in_words
+from shardwise.units import brief_size
+
+
+def page(report: Report) -> str:
+    """The page, as text."""
+    rows = collapsed(report.parameters)
+    title = f"{report.model} on {report.grid}"
+    return "\n".join(
+        (
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width,initial-scale=1">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{STYLE}\n{_resource('page.css')}</style></head><body>",
+            *_head(report),
+            '<div class="columns">',
+            *_navigation(rows),
+            "<main>",
+            *_sections(report, rows),
+            "</main></div>",
+            f"<script>{_resource('page.js')}</script>",
+            "</body></html>\n",
+        )
+    )
+
+
+def _head(report: Report) -> Iterator[str]:
+    yield f"<header><h1>{escape(report.model)}</h1><p>"
+    yield escape(
+        f"{report.numel:,} parameters, {brief_size(report.nbytes)}, on "
+        f"{counted(report.grid.size, 'rank')}: {report.grid}"
+    )
+    yield "</p>"
+    yield "<details><summary>What each rank holds</summary>"
+    heads = ("ranks", "parameters", "same elsewhere", "gradients*", "Adam*", "all*")
+    yield _table(heads, list(rank_rows(report.totals)))
+    yield "<p>* estimates, in the dtype of the parameters. Activations come on top.</p></details>"
+    if report.remarks:
+        yield f"<details open><summary>What to mind ({len(report.remarks)})</summary><ul>"
+        for each in report.remarks:
+            yield f"<li><b>{escape(each.kind)}</b> {escape(each.text)}</li>"
+        yield "</ul></details>"
+    yield "</header>"
+
+
+def _navigation(rows: Sequence[Row]) -> Iterator[str]:
+    """Links to all parameters, those of repeated blocks folded."""
+    yield '<nav aria-label="Parameters"><h2>Parameters</h2><ul>'
+    for prefix, group in groupby(rows, key=lambda row: row.prefix):
+        members = list(group)
+        if prefix:
+            times = len(members[0].members)
+            alike = f" <small>{times} alike</small>" if times > 1 else ""
+            yield f"<li><details open><summary>{escape(prefix)}{alike}</summary><ul>"
+        for row in members:
+            size = brief_size(row.first.nbytes)
+            yield (
+                f'<li><a href="#{escape(row.full_name)}">{_breakable(row.name)}'
+                f"<small>{escape(shape_in_words(row.first.shape))}, {size}</small></a></li>"
+            )
+        if prefix:
+            yield "</ul></details></li>"
+    yield "</ul></nav>"
+
+
+def _sections(report: Report, rows: Sequence[Row]) -> Iterator[str]:
+    alike: dict[object, list[Row]] = {}
+    for row in rows:
+        alike.setdefault((row.first.tiling, row.first.itemsize), []).append(row)
+    for members in alike.values():
+        first = members[0].first
+        yield "<section>"
+        for row in members:
+            names = " ".join(name for each in row.members for name in (each.name, *each.aliases))
+            yield f'<div class="title" id="{escape(row.full_name)}" data-names="{escape(names)}">'
+            yield f"<h2>{_breakable(row.full_name)}</h2><p>{escape(_about(row))}</p></div>"
+        label = f"of {members[0].full_name}"
+        mesh = draw_mesh(report.grid, first).svg(f"the ranks and the blocks {label}", alone=False)
+        blocks = draw_parameter(first).svg(f"the blocks {label}", alone=False)
+        yield f'<div class="pictures"><figure class="mesh" tabindex="0">{mesh}</figure>'
+        yield f"<figure>{blocks}</figure></div>"
+        yield '<p class="told" aria-live="polite">Choose a rank to see its block.</p>'
+        heads = ("ranks", *(dimension_name(dim) for dim in range(len(first.shape))))
+        table = _table((*heads, "bytes", "padding"), [run.cells for run in runs_of(first)])
+        yield f"<details open><summary>Blocks</summary>{table}</details></section>"
+
+
+def _about(row: Row) -> str:
+    each = row.first
+    parts = [
+        f"{shape_in_words(each.shape)} {each.dtype}",
+        f"{brief_size(each.nbytes)}",
+        ", ".join(f"{name} {placement}" for name, placement in each.placements)
+        or each.kind.meaning,
+    ]
+    if len(row.members) > 1:
+        parts.append(f"{len(row.members)} alike")
+    if each.aliases:
+        parts.append(f"tied to {', '.join(each.aliases)}")
+    if not each.trainable:
+        parts.append("frozen")
+    if each.group is not None:
+        parts.append(_group(row))
+    return " · ".join(parts)
+
+
+def _group(row: Row) -> str:
+    each: ParameterReport = row.first
+    own = each.group or "the model itself"
+    return "in the group of its block" if len(row.members) > 1 else f"in the group of {own}"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in a box that scrolls by itself where the page is narrow."""
+    top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in rows
+    )
+    return (
+        '<div class="scroll" tabindex="0" role="region" aria-label="table"><table>'
+        f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _breakable(name: str) -> str:
+    """A name that may be broken behind its dots."""
+    return escape(name).replace(".", ".<wbr>")
+
+
+@cache
+def _resource(name: str) -> str:
+    return resources.files("shardwise.inspect").joinpath(name).read_text(encoding="utf-8").strip()

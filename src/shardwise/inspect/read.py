@@ -1,0 +1,224 @@
+"""From a model to the report: layouts are read off the sharded forms, nothing is communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardwise import _torch
+from shardwise.inspect.grid import Coordinate, Grid, grid_of, names_of, reachable, standings
+from shardwise.inspect.report import Kind, ParameterReport, Report
+from shardwise.inspect.tiling import Part, Tiling, cut, placed, shape_of, whole
+from shardwise.sharding.form import ShardedForm
+from shardwise.sharding.hooks import state_of
+from shardwise.sharding.layout import Layout
+
+Held = dict[int, tuple[Part, int]]
+
+
+@dataclass
+class Found:
+    """A parameter as a model has it now.
+
+    Attributes:
+        names: all its names.
+        parameter: what is registered: sharded or full.
+        form: its sharded form, if ``fully_shard`` took it.
+        group: the name of the module it was taken with.
+    """
+
+    parameter: torch.Tensor
+    form: ShardedForm | None
+    group: str | None
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """What this rank keeps between steps: a ``DTensor``, or a plain tensor."""
+        return self.parameter if self.form is None else self.form.parameter
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's elements of it."""
+        stored = self.stored
+        return _torch.local_of(stored) if isinstance(stored, DTensor) else stored.detach()
+
+    def meshes(self) -> Iterator[DeviceMesh]:
+        """The meshes that it lies on."""
+        if self.form is not None:
+            yield self.form.mesh.mesh
+            if self.form.origin is not None:
+                yield self.form.origin.mesh
+        elif isinstance(self.parameter, DTensor):
+            yield self.parameter.device_mesh
+
+
+def read(model: nn.Module, mesh: DeviceMesh | None = None, name: str | None = None) -> Report:
+    """Read the layout of every parameter; see :func:`shardwise.inspect`."""
+    found = parameters_of(model)
+    grid = _grid(found, mesh)
+    reader = _Reader(grid)
+    return Report(
+        model=name or _class_name(model),
+        grid=grid,
+        parameters=tuple(reader.report(each) for each in found),
+    )
+
+
+def parameters_of(model: nn.Module) -> list[Found]:
+    """All parameters of ``model``, each once, in its order."""
+    forms = _forms(model)
+    found: dict[int, Found] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        form, group = forms.get(id(parameter), (None, None))
+        key = id(parameter) if form is None else id(form)
+        found.setdefault(key, Found(parameter, form, group)).names.append(name)
+    return list(found.values())
+
+
+def _forms(model: nn.Module) -> dict[int, tuple[ShardedForm, str]]:
+    """The sharded form and the group of what modules hold, by the object they hold."""
+    forms: dict[int, tuple[ShardedForm, str]] = {}
+    for name, module in model.named_modules():
+        state = state_of(module)
+        for group in state.groups if state is not None else ():
+            for param in group.params:
+                for held in (param.form.parameter, param.full, param.form.lent):
+                    if held is not None:
+                        forms.setdefault(id(held), (param.form, name))
+    return forms
+
+
+class _Reader:
+    """Reads parameters; those that are cut alike share one tiling."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._tilings: dict[object, tuple[Tiling, tuple[tuple[int, ...], ...]]] = {}
+        self._standings: dict[DeviceMesh, Mapping[int, Coordinate]] = {}
+
+    def report(self, found: Found) -> ParameterReport:
+        stored = found.stored
+        tiling, cut_along = self._tiling(found)
+        first, *others = found.names
+        return ParameterReport(
+            name=first,
+            aliases=tuple(others),
+            dtype=str(stored.dtype).removeprefix("torch."),
+            itemsize=stored.dtype.itemsize,
+            trainable=stored.requires_grad,
+            kind=_kind(found),
+            group=found.group,
+            cut_dim=None if found.form is None else found.form.layout.dim,
+            placements=tuple(_placements(stored)),
+            tiling=tiling,
+            cut_along=cut_along,
+        )
+
+    def _tiling(self, found: Found) -> tuple[Tiling, tuple[tuple[int, ...], ...]]:
+        key = self._key(found)
+        if key not in self._tilings:
+            tiling = Tiling.of(tuple(found.stored.shape), self._held(found))
+            self._tilings[key] = tiling, _cut_along(tiling, self._grid)
+        return self._tilings[key]
+
+    def _key(self, found: Found) -> object:
+        form, stored = found.form, found.stored
+        spec = _torch.spec_of(stored) if isinstance(stored, DTensor) else None
+        own = None if spec is None else (spec.mesh, spec.placements)
+        if form is None:
+            return tuple(stored.shape), own
+        origin = form.origin and (form.origin.mesh, form.origin.placements)
+        return tuple(stored.shape), own, origin, form.layout.dim, form.mesh.mesh
+
+    def _held(self, found: Found) -> Held:
+        form = found.form
+        if form is None:
+            stored = found.stored
+            spec = _torch.spec_of(stored) if isinstance(stored, DTensor) else None
+            parts = self._parts(tuple(stored.shape), spec)
+            return {rank: (part, 0) for rank, part in parts.items()}
+        shape = form.layout.shape if form.origin is None else form.origin.shape
+        places = self._places(form.mesh.mesh)
+        return {
+            rank: _cut_by(form.layout, part, places[rank][-1])
+            for rank, part in self._parts(tuple(shape), form.origin).items()
+            if rank in places
+        }
+
+    def _parts(self, shape: tuple[int, ...], spec: _torch.DTensorSpec | None) -> dict[int, Part]:
+        """What each rank has of a tensor before ``fully_shard`` cuts it."""
+        if spec is None:
+            return dict.fromkeys(self._grid.ranks, whole(shape))
+        places = self._places(spec.mesh)
+        return {
+            rank: placed(shape, spec.placements, spec.mesh.shape, places[rank])
+            for rank in self._grid.ranks
+            if rank in places
+        }
+
+    def _places(self, mesh: DeviceMesh) -> Mapping[int, Coordinate]:
+        if mesh not in self._standings:
+            self._standings[mesh] = standings(mesh)
+        return self._standings[mesh]
+
+
+def _cut_by(own: Layout, part: Part, index: int) -> tuple[Part, int]:
+    """What rank ``index`` keeps of a part, and its padding; ``own`` is this rank's layout."""
+    if own.dim is None:
+        return part, 0
+    layout = Layout(torch.Size(shape_of(part)), own.dim, own.world_size)
+    padding = layout.chunk_numel - layout.shard_shape(index).numel()
+    return cut(part, own.dim, own.world_size, index), padding
+
+
+def _grid(found: list[Found], mesh: DeviceMesh | None) -> Grid:
+    if mesh is not None:
+        return grid_of([mesh], set(mesh.mesh.flatten().tolist()))
+    if not dist.is_initialized():
+        return Grid(("rank",), (1,), (0,))
+    meshes = list(dict.fromkeys(mesh for each in found for mesh in each.meshes()))
+    if not meshes:  # nothing tells otherwise: every rank has the model, whole
+        return Grid(("rank",), (dist.get_world_size(),), tuple(range(dist.get_world_size())))
+    return grid_of(meshes, reachable(meshes, dist.get_rank()))
+
+
+def _cut_along(tiling: Tiling, grid: Grid) -> tuple[tuple[int, ...], ...]:
+    """For each dimension of the grid, in which dimensions of the tensor parts change along it."""
+    changed: list[set[int]] = [set() for _ in grid.names]
+    first: dict[tuple[int, Coordinate], Part] = {}
+    for rank, place in grid.coordinates.items():
+        block = tiling.by_rank.get(rank)
+        if block is None:
+            continue
+        for dim in range(len(place)):
+            other = first.setdefault((dim, (*place[:dim], *place[dim + 1 :])), block.part)
+            changed[dim] |= {d for d, span in enumerate(block.part) if span != other[d]}
+    return tuple(tuple(sorted(dims)) for dims in changed)
+
+
+def _kind(found: Found) -> Kind:
+    if found.form is not None:
+        return Kind.REPLICATED if found.form.layout.dim is None else Kind.SHARDED
+    return Kind.TENSOR_PARALLEL if isinstance(found.parameter, DTensor) else Kind.PLAIN
+
+
+def _placements(stored: torch.Tensor) -> Iterator[tuple[str, str]]:
+    """Torch's placements, by the names of the dimensions of the mesh they are on."""
+    if not isinstance(stored, DTensor):
+        return
+    mesh = stored.device_mesh
+    for name, placement in zip(names_of(mesh), stored.placements, strict=True):
+        yield name, _torch.describe_placement(placement)
+
+
+def _class_name(model: nn.Module) -> str:
+    """Of a sharded module, the name of the class it was of before."""
+    return next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))
