@@ -55,11 +55,12 @@ class Attention(nn.Module):
 def _context_parallel() -> None:
     """The sharding dimension is dp and cp in one: here, all ranks."""
     mesh = init_mesh(dp=2, cp=2)
+    flat = mesh._flatten("dp_cp")
     net, whole = (seeded(lambda: nn.Sequential(Attention(), Attention())) for _ in range(2))
     for block in net:
         block.group = mesh["cp"].get_group()
-        fully_shard(block, mesh=mesh._flatten("dp_cp"))
-    fully_shard(net, mesh=mesh["dp_cp"])
+        fully_shard(block, mesh=flat)
+    fully_shard(net, mesh=flat)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in (net, whole)]
     for step in range(2):
         x = torch.randn(2, 2, 4, WIDTH, generator=torch.Generator().manual_seed(step))

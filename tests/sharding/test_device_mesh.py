@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -25,8 +26,7 @@ def _no_multiple_of_the_world() -> None:
 
 def _smaller_than_the_world() -> None:
     # Those in it are not told anything: others may have nothing to do with this model.
-    mesh = DeviceMesh("cpu", [0, 1] if dist.get_rank() == 9 else [0], mesh_dim_names=("dp",))
-    fully_shard(nn.Linear(4, 4), mesh=mesh)
+    fully_shard(nn.Linear(4, 4), mesh=DeviceMesh("cpu", [0], mesh_dim_names=("dp",)))
 
 
 def _three_dimensions() -> None:
@@ -139,7 +139,10 @@ CASES: dict[str, tuple[Callable[[], None], list[str]]] = {
         _wrong_device,
         ["fully_shard(Linear)", "on 'cuda' devices", "found no accelerator", "a mesh of 'cpu'"],
     ),
-    "the wrong device, in the wrapper": (_wrong_device_in_the_wrapper, ["on 'cuda' devices"]),
+    "the wrong device, in the wrapper": (
+        _wrong_device_in_the_wrapper,
+        ["FullyShardedDataParallel", "on 'cuda' devices"],
+    ),
 }
 
 
@@ -176,9 +179,12 @@ def _fitting(rank: int, world_size: int) -> None:
     assert tuple(mesh.shape) == (1, 2, 2)
     assert mesh.mesh_dim_names == ("pp", "dp", "tp")
     assert mesh["tp"].mesh.tolist() == ([0, 1] if rank < 2 else [2, 3])
-    # What sharding adds to modules to refuse the above does not stand in the way of copies.
+    # What refuses tensor parallelism after sharding is copied with the module.
     model = fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
-    assert torch.equal(model.weight.full_tensor(), model.weight.full_tensor())
+    for copied in (copy.deepcopy(model), copy.deepcopy(nn.Sequential(model))[0]):
+        assert torch.equal(copied.weight.full_tensor(), model.weight.full_tensor())
+        with pytest.raises(ValueError, match="tensor parallelism applied after sharding"):
+            parallelize_module(copied, mesh["tp"], ColwiseParallel())
 
 
 def test_sizes_fill_the_world() -> None:

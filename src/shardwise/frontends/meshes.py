@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import MisuseError
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy, resolve
-from shardwise.sharding.device_mesh import default_device_type
+from shardwise.sharding.device_mesh import check_member, default_device_type
 
 #: One process group, or for hybrid strategies the one that shards and the one that replicates.
 Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -52,6 +52,7 @@ def find_mesh(
     if mesh is not None:
         if groups is not None:
             raise ValueError("expected process_group or device_mesh, found both; pass one of them")
+        check_member(mesh, "FullyShardedDataParallel")
         return _check_mesh(strategy, mesh)
     device_type = _device_type(device_id)
     if isinstance(groups, tuple | list):

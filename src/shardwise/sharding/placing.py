@@ -32,13 +32,7 @@ def dim_to_shard(param: torch.Tensor, mesh: DataMesh, wanted: Shard | None) -> i
 
 
 def can_shard(param: torch.Tensor, mesh: DataMesh, dim: int) -> bool:
-    """Whether placements can say who holds which rows, once ``param`` is cut along ``dim``.
-
-    They say of each rank of the data parallel mesh which rows it holds together with its tensor
-    parallel peers, and that those peers cut these rows as ``torch.chunk`` does. Nine rows over two
-    ranks of tensor parallelism are 5 and 4, of which four that shard hold 2 2 1 0 and 1 1 1 1: the
-    last have no row and one row, where ``torch.chunk`` makes one and none.
-    """
+    """Whether placements can say who holds which rows, once ``param`` is cut along ``dim``."""
     if not isinstance(param, DTensor):
         return True
     origin = _torch.spec_of(param)
@@ -50,20 +44,26 @@ def can_shard(param: torch.Tensor, mesh: DataMesh, dim: int) -> bool:
     pieces, rows = math.prod(sizes), param.shape[dim]
     if rows % pieces == 0:
         return True
-    if len(sizes) > 1:
-        return False
-    left = [length for _, length in _chunks(rows, pieces)]
-    for rank in range(mesh.shard.world_size):
-        held = [_chunks(length, mesh.shard.world_size)[rank][1] for length in left]
-        if held != [length for _, length in _chunks(sum(held), pieces)]:
-            return False
-    return True
+    return len(sizes) == 1 and can_be_told(rows, pieces, mesh.shard.world_size)
 
 
-def _chunks(rows: int, ranks: int) -> list[tuple[int, int]]:
-    """First row and number of rows of every rank."""
+def can_be_told(rows: int, pieces: int, ranks: int) -> bool:
+    """Whether placements can say who holds which of ``rows``, in ``pieces`` that ``ranks`` shard.
+
+    They say of each of the ranks that shard which rows it holds together with its tensor parallel
+    peers, and that those peers cut these rows as ``torch.chunk`` does. Nine rows over two ranks of
+    tensor parallelism are 5 and 4, of which four that shard hold 2 2 1 0 and 1 1 1 1: the last have
+    no row and one row, where ``torch.chunk`` makes one and none.
+    """
+    by_piece = [_lengths(left, ranks) for left in _lengths(rows, pieces)]
+    by_rank = (list(held) for held in zip(*by_piece, strict=True))
+    return all(held == _lengths(sum(held), pieces) for held in by_rank)
+
+
+def _lengths(rows: int, ranks: int) -> list[int]:
+    """The number of rows of every rank."""
     layout = Layout(torch.Size((rows,)), 0, ranks)
-    return [layout.rows(rank) for rank in range(ranks)]
+    return [layout.rows(rank)[1] for rank in range(ranks)]
 
 
 def sharded_spec(param: torch.Tensor, mesh: DataMesh, layout: Layout) -> _torch.DTensorSpec:
