@@ -22,8 +22,8 @@ def _held(rows: int, pieces: int, ranks: int) -> list[list[list[int]]]:
 
 
 def _told(rows: int, pieces: int, ranks: int) -> list[list[list[int]]]:
-    """What ``(_StridedShard(0, pieces), Shard(0))`` means to torch: the ranks' rows, then pieces."""
-    together = (sum(held, []) for held in _held(rows, pieces, ranks))
+    """What ``(_StridedShard(0, pieces), Shard(0))`` means: rows of ranks, cut in pieces."""
+    together = ([row for part in held for row in part] for held in _held(rows, pieces, ranks))
     return [_chunks(torch.tensor(held), pieces) for held in together]
 
 
