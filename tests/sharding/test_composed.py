@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.nn.functional import all_gather, all_reduce
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -30,6 +29,40 @@ Ranks = Callable[..., list[Any]]
 WIDTH = 6
 
 
+class _Gathered(torch.autograd.Function):
+    """What all ranks of a group have, side by side along ``dim``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.chunk(ctx.group.size(), dim=ctx.dim)[ctx.group.rank()], None, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over all ranks of a group, on each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
 # -- context parallelism -----------------------------------------------------------------------
 
 
@@ -45,9 +78,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = self.qkv(x).chunk(3, dim=-1)
         if self.group is not None:
-            key, value = (
-                torch.cat(all_gather(part.contiguous(), self.group), dim=1) for part in (key, value)
-            )
+            key, value = (_Gathered.apply(part, self.group, 1) for part in (key, value))
         found = nn.functional.scaled_dot_product_attention(query, key, value)
         return x + self.out(found)
 
@@ -89,9 +120,9 @@ class Experts(nn.Module):
         if self.group is None:
             return _mixed(self.weight, x, gates)
         weight = self.weight.to_local()
-        x, gates = (torch.cat(all_gather(each, self.group)) for each in (x, gates))
+        x, gates = (_Gathered.apply(each, self.group, 0) for each in (x, gates))
         mine = gates.chunk(self.group.size(), dim=1)[self.group.rank()]
-        every = all_reduce(_mixed(weight, x, mine), group=self.group)
+        every = _Summed.apply(_mixed(weight, x, mine), self.group)
         return every.chunk(self.group.size())[self.group.rank()]
 
 
