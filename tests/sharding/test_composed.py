@@ -35,8 +35,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
+        x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
+        dist.all_gather(parts, x, group=group)
         return torch.cat(parts, dim=dim)
 
     @staticmethod
@@ -71,7 +72,7 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)  # a bias of keys changes nothing
         self.out = nn.Linear(WIDTH, WIDTH)
         self.group: dist.ProcessGroup | None = None
 

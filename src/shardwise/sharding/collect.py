@@ -94,7 +94,10 @@ def note_group(owners: Iterable[ParamOwner], fqn: str, group: str) -> None:
         group: the classes of the modules that were sharded together.
     """
     for owner in owners:
-        owner.module.__dict__.setdefault(_GROUPS, {})[owner.name] = group
+        groups = owner.module.__dict__.setdefault(_GROUPS, {})
+        groups[owner.name] = group
+        if len(groups) > 1:
+            continue  # one parameter of a module is named
         _torch.refuse_to_distribute(
             owner.module,
             MisuseError(
