@@ -39,6 +39,7 @@ PUBLIC = [
     "checkpoint_module",
     "clip_grad_norm_",
     "fully_shard",
+    "init_mesh",
     "inspect",
     "materialize",
     "patch_torch",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardwise.frontends.xla import XlaFullyShardedDataParallel
     from shardwise.inspect.api import inspect
     from shardwise.sharding.api import fully_shard
+    from shardwise.sharding.device_mesh import init_mesh
     from shardwise.sharding.grad import clip_grad_norm_
     from shardwise.sharding.init import materialize
     from shardwise.sharding.module import (
@@ -73,6 +74,7 @@ __all__ = [
     "checkpoint_module",
     "clip_grad_norm_",
     "fully_shard",
+    "init_mesh",
     "inspect",
     "materialize",
     "patch_torch",
@@ -113,6 +115,7 @@ _HOME = {
     "checkpoint_module": "shardwise.frontends.activation",
     "clip_grad_norm_": "shardwise.sharding.grad",
     "fully_shard": "shardwise.sharding.api",
+    "init_mesh": "shardwise.sharding.device_mesh",
     "materialize": "shardwise.sharding.init",
     "patch_torch": "shardwise.compat.patch",
     "register_fsdp_forward_method": "shardwise.sharding.module",

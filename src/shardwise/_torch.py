@@ -154,9 +154,15 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     return float(options._timeout.total_seconds())
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows ``tensor`` as a view of another."""
-    return tensor._base is not None
+def may_write_through(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a view of another that autograd lets be written to in place.
+
+    What a custom function returned, ``DTensor.to_local()`` for one, it does not.
+    """
+    made = torch._C._autograd
+    return tensor._base is not None and (
+        made._get_creation_meta(tensor) is made.CreationMeta.DEFAULT
+    )
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -271,6 +277,21 @@ def mark_composable(module: nn.Module, name: str) -> None:
             "already manages it"
         )
     registry[name] = RegistryItem()
+
+
+class _Refusal:
+    """Stands where ``distribute_module`` notes that it has run, and raises when it is asked."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __bool__(self) -> bool:
+        raise self._error
+
+
+def refuse_to_distribute(module: nn.Module, error: Exception) -> None:
+    """Have ``distribute_module``, behind torch's tensor parallel plans, raise ``error``."""
+    module.__dict__["_distribute_module_applied"] = _Refusal(error)
 
 
 def answer_torch(module: nn.Module, state: object) -> None:

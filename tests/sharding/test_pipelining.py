@@ -5,56 +5,60 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
-from shardwise import fully_shard
-from tests.sharding.nets import Block, assert_same_gradients, seeded
+from tests.parity.test_collectives import count_collectives
+from tests.sharding.pipelines import SCHEDULES, Pipeline
 
 Ranks = Callable[..., list[Any]]
 
 
-def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().mean()
-
-
-def _pipelined(rank: int, world_size: int, schedule: Any, per_rank: int) -> None:
+def _two_stages_sharded_over_two(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    stages_in_all = 2 * per_rank
-    whole = nn.Sequential(*(seeded(Block, seed=index) for index in range(stages_in_all)))
-    stages = []
-    for chunk in range(per_rank):
-        index = mesh["pp"].get_local_rank() + 2 * chunk
-        block = fully_shard(nn.Sequential(seeded(Block, seed=index)), mesh=mesh["dp"])
-        stages.append(
-            PipelineStage(
-                block, index, stages_in_all, torch.device("cpu"), group=mesh["pp"].get_group()
-            )
-        )
-    made = schedule(stages[0] if per_rank == 1 else stages, n_microbatches=4, loss_fn=_loss)
-    generator = torch.Generator().manual_seed(7)
-    x, target = torch.randn(2, 2, 8, 6, generator=generator)  # by data parallel rank
-    for _ in range(2):
-        mine = mesh["dp"].get_local_rank()
-        is_first = any(stage.is_first for stage in stages)
-        is_last = any(stage.is_last for stage in stages)
-        made.step(*([x[mine]] if is_first else []), target=target[mine] if is_last else None)
-        for part in range(2):
-            (_loss(whole(x[part]), target[part]) / 2).backward()
-        for stage in stages:
-            assert_same_gradients(stage.submod[0], whole[stage.stage_index])
-            stage.submod.zero_grad()
-        whole.zero_grad()
+    for name in SCHEDULES:
+        for reshard in (False, True):
+            print(f"{name}, reshard_after_forward={reshard}")
+            pipeline = Pipeline.of(name, mesh["pp"], mesh["dp"], reshard_after_forward=reshard)
+            for step in range(2):
+                pipeline.step(step)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "per_rank"),
-    [(ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)],
-    ids=["gpipe", "1f1b", "interleaved"],
-)
-def test_gradients_equal_those_of_one_process(ranks: Ranks, schedule: Any, per_rank: int) -> None:
-    ranks(_pipelined, 4, schedule, per_rank)
+def test_gradients_equal_those_of_one_process(ranks: Ranks) -> None:
+    ranks(_two_stages_sharded_over_two, 4)
+
+
+def _collectives(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    count = count_collectives()
+    for name in SCHEDULES:
+        pipeline = Pipeline.of(name, mesh["pp"], mesh["dp"], transport="collectives")
+        pipeline.step(0)  # the first runs each stage once more, to see what it returns
+        count.clear()
+        pipeline.step(1)
+        groups = 3 * len(pipeline.stages)
+        assert count["reduce-scatter"] == groups, f"{name}: {count}"
+        assert count["all-reduce"] == 0, f"{name}: {count}"
+        if name == "1f1b" and mesh["pp"].get_local_rank() == 1:
+            # Forward and backward of the first microbatch; then they stay until the step ends.
+            assert count["all-gather"] == 2 * 2 + 1, f"{name}: {count}"
+
+
+def test_gradients_are_reduced_once_a_step(ranks: Ranks) -> None:
+    ranks(_collectives, 4)
+
+
+def _eight_ranks(rank: int, world_size: int) -> None:
+    names = ("pp", "replicate", "shard", "tp")
+    for shape in ((2, 1, 4, 1), (2, 1, 2, 2), (2, 2, 1, 2), (2, 2, 2, 1)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        hybrid, tensor = shape[1] > 1, shape[3] > 1
+        data = mesh["replicate", "shard"] if hybrid else mesh["shard"]
+        for name in ("1f1b", "zero bubble, v"):
+            print(f"{name} on {shape}")
+            pipeline = Pipeline.of(name, mesh["pp"], data, mesh["tp"] if tensor else None)
+            for step in range(2):
+                pipeline.step(step)
+
+
+def test_with_hybrid_sharding_and_tensor_parallelism(ranks: Ranks) -> None:
+    ranks(_eight_ranks, 8)

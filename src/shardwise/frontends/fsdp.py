@@ -232,6 +232,7 @@ class FullyShardedDataParallel(ShardedUnit):
     ) -> Iterator[None]:
         """Inside, modules hold whole, plain parameters, in the dtype that they are stored in.
 
+        Those that tensor parallelism cut before are what it left: ``DTensor``s on its own mesh.
         Between steps only: neither forward nor backward may run inside. Every rank enters.
 
         Args:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import MisuseError
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy, resolve
+from shardwise.sharding.device_mesh import check_member, default_device_type
 
 #: One process group, or for hybrid strategies the one that shards and the one that replicates.
 Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -51,6 +52,7 @@ def find_mesh(
     if mesh is not None:
         if groups is not None:
             raise ValueError("expected process_group or device_mesh, found both; pass one of them")
+        check_member(mesh, "FullyShardedDataParallel")
         return _check_mesh(strategy, mesh)
     device_type = _device_type(device_id)
     if isinstance(groups, tuple | list):
@@ -178,7 +180,4 @@ def _ranks_of_a_host(world_size: int) -> int:
 
 
 def _device_type(device_id: int | torch.device | None) -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if isinstance(device_id, torch.device):
-        return device_id.type
-    return accelerator.type if accelerator is not None else "cpu"
+    return device_id.type if isinstance(device_id, torch.device) else default_device_type()

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -20,9 +21,11 @@ from shardwise.sharding.collect import (
     managed_modules,
     mark_taken,
     move_to_device,
+    note_group,
     outermost,
     parameters_of,
 )
+from shardwise.sharding.device_mesh import check_beside
 from shardwise.sharding.extension import check_extension
 from shardwise.sharding.form import ParamOwner, ShardedForm
 from shardwise.sharding.group import ParamGroup
@@ -32,6 +35,7 @@ from shardwise.sharding.mesh import DataMesh, default_mesh
 from shardwise.sharding.module import become_fsdp_module
 from shardwise.sharding.offload import Offload
 from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.placing import can_shard
 from shardwise.sharding.precision import Precision
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -118,11 +122,15 @@ def fully_shard(
 
     Raises:
         ValueError: a module without a forward of its own, one that is sharded already, a mesh that
-            is not 1-D or 2-D, or an argument out of its range. Nothing has been changed then.
+            does not fit the ranks, the devices or what tensor parallelism left, or an argument out
+            of its range. Nothing has been changed then.
         NotImplementedError: an integer ``reshard_after_forward`` for ``DTensor`` parameters.
     """
     tops = _check_modules((module,) if isinstance(module, nn.Module) else module)
-    data_mesh = DataMesh.of(default_mesh() if mesh is None else mesh, transport, dp_mesh_dims)
+    classes = ", ".join(type(top).__name__ for top in tops)
+    data_mesh = DataMesh.of(
+        default_mesh() if mesh is None else mesh, transport, dp_mesh_dims, f"fully_shard({classes})"
+    )
     size = _check_reshard_after_forward(reshard_after_forward, data_mesh.shard.world_size)
     managed = managed_modules(tops)
     found = parameters_of(managed, ignored_params or set())
@@ -140,6 +148,7 @@ def fully_shard(
         if form is None:
             form = ShardedForm(param, fqn, its_mesh, placement, offload_of())
             mark_taken(param, form)
+        note_group(owners, fqn, classes)
         by_mesh.setdefault(its_mesh, []).append(ShardedParam(form, owners))
     groups = []
     for its_mesh, params in by_mesh.items():
@@ -238,6 +247,8 @@ def _check_placements(
             info, placement = placement.mesh_info, placement.placement
             # One for every object: parameters of one mesh travel together.
             its_mesh = meshes.setdefault(id(info), DataMesh.of(info.mesh, mesh.requested))
+        if its_mesh.whole is None:
+            check_beside(param, fqn, its_mesh.mesh)
         if placement is not None and not isinstance(placement, Shard):
             raise ValueError(
                 f"shard_placement_fn returned {placement!r} for {fqn}; expected Shard(dim), a "
@@ -247,6 +258,18 @@ def _check_placements(
             raise MisuseError(
                 f"shard_placement_fn returned {placement} for {fqn} of shape {tuple(param.shape)}; "
                 f"expected a dimension from {-param.ndim} to {param.ndim - 1}"
+            )
+        if (
+            placement is not None
+            and param.ndim
+            and not can_shard(param, its_mesh, placement.dim % param.ndim)
+        ):
+            raise MisuseError(
+                f"shard_placement_fn returned {placement!r} for {fqn} on rank {dist.get_rank()}: "
+                f"tensor parallelism cut it unevenly, shape {tuple(param.shape)} with placements "
+                f"{_torch.spec_of(param).placements}, so that no placement says which of its "
+                f"{its_mesh.shard.world_size} ranks holds which rows; expected another dimension, "
+                "or None to let fully_shard choose one"
             )
         form = form_of(param)
         if form is not None and form.mesh.mesh != its_mesh.mesh:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import _torch
+from shardwise.errors import MisuseError
 from shardwise.sharding.form import ParamOwner, ShardedForm
 from shardwise.sharding.hooks import state_of
 
 _TAKEN = "_shardwise_form"
+_GROUPS = "_shardwise_groups"
 
 
 def outermost(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
@@ -42,13 +45,25 @@ def managed_modules(tops: tuple[nn.Module, ...]) -> dict[nn.Module, str]:
 def parameters_of(
     managed: dict[nn.Module, str], ignored: set[nn.Parameter]
 ) -> dict[nn.Parameter, tuple[str, list[ParamOwner]]]:
-    """Every parameter to shard, with its name and all its owners, in module order."""
+    """Every parameter to shard, with its name and all its owners, in module order.
+
+    Raises:
+        MisuseError: one is in the group of an earlier call, on a module around this one.
+    """
     found: dict[nn.Parameter, tuple[str, list[ParamOwner]]] = {}
     for module, prefix in managed.items():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if param in ignored:
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
+            group = module.__dict__.get(_GROUPS, {}).get(name)
+            if group is not None and isinstance(param, DTensor):
+                raise MisuseError(
+                    f"{fqn} of {type(module).__name__} on rank {dist.get_rank()} is in the group "
+                    f"of {group} already, which fully_shard was applied to earlier; expected each "
+                    "parameter in one group. Apply fully_shard from the inside out: first to this "
+                    "module, then to the one around it"
+                )
             if param not in found:
                 found[param] = (fqn, [])
             found[param][1].append(ParamOwner(module, name))
@@ -66,6 +81,32 @@ def form_of(param: nn.Parameter) -> ShardedForm | None:
 def mark_taken(param: nn.Parameter, form: ShardedForm) -> None:
     """Note the sharded form on an original parameter, for modules that still hold it."""
     setattr(param, _TAKEN, form)
+
+
+def note_group(owners: Iterable[ParamOwner], fqn: str, group: str) -> None:
+    """Note on the modules of a sharded parameter in which group it is.
+
+    From then on neither another call takes it, nor torch's tensor parallelism, which comes first.
+
+    Args:
+        owners: where the parameter is registered.
+        fqn: its fully qualified name.
+        group: the classes of the modules that were sharded together.
+    """
+    for owner in owners:
+        groups = owner.module.__dict__.setdefault(_GROUPS, {})
+        groups[owner.name] = group
+        if len(groups) > 1:
+            continue  # one parameter of a module is named
+        _torch.refuse_to_distribute(
+            owner.module,
+            MisuseError(
+                f"{fqn} of {type(owner.module).__name__} on rank {dist.get_rank()}: found tensor "
+                f"parallelism applied after sharding, to the group of {group}; expected it before. "
+                'Call parallelize_module(model, mesh["tp"], plan) first, then fully_shard(..., '
+                'mesh=mesh["dp"])'
+            ),
+        )
 
 
 def move_to_device(

@@ -20,7 +20,7 @@ from shardwise import _torch
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.offload import Offload
-from shardwise.sharding.placing import sharded_spec
+from shardwise.sharding.placing import dim_to_shard, sharded_spec
 from shardwise.transport.base import CommonFull, Transport
 
 #: Under this key a deepcopy's memo holds the modules that are being copied.
@@ -82,7 +82,9 @@ class ShardedForm:
         self._offload = offload
         whole = _torch.local_of(param) if isinstance(param, DTensor) else param.detach()
         self.origin = _torch.spec_of(param) if isinstance(param, DTensor) else None
-        self.layout = _layout(whole.shape, mesh, placement)
+        self.layout = Layout(
+            whole.shape, dim_to_shard(param, mesh, placement), mesh.shard.world_size
+        )
         with torch.no_grad():
             self.spec = sharded_spec(param, mesh, self.layout)
             self.parameter = nn.Parameter(
@@ -234,10 +236,3 @@ def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[Para
         for owner in owners
         if owner.module in copied
     ]
-
-
-def _layout(shape: torch.Size, mesh: DataMesh, placement: Shard | None) -> Layout:
-    ranks = mesh.shard.world_size
-    if not mesh.shards:
-        return Layout(shape, None, ranks)
-    return Layout.of(shape, ranks, 0 if placement is None else placement.dim)

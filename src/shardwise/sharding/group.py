@@ -199,7 +199,8 @@ class ParamGroup:
                 return
             self._free()
         with unrecorded():
-            if self._memory is not None and self._memory.is_in_common and not self._may_be_common:
+            if self._is_kept_in_common and not for_backward and self.options.requires_gradient_sync:
+                # No forward is waiting for its backward, which would know the former parameters.
                 self._memory = None
             if self._memory is None:
                 self._check_materialised()
@@ -229,6 +230,8 @@ class ParamGroup:
         if self.kept is not None:
             self.kept.release()
         self._use_full()
+        if self._is_kept_in_common:
+            self.keep_values()
 
     def keep_values(self) -> None:
         """Have the full parameters keep their values, though shards change, until they are freed.
@@ -411,6 +414,11 @@ class ParamGroup:
         return (
             self.kept is None and options.reshard_after_forward and options.reshard_after_backward
         )
+
+    @property
+    def _is_kept_in_common(self) -> bool:
+        """Whether full parameters are the shards themselves, and since then are to be kept."""
+        return self._memory is not None and self._memory.is_in_common and not self._may_be_common
 
     def _use_full(self) -> None:
         assert self._memory is not None

@@ -195,7 +195,8 @@ class FSDPState:
         recomputing = _torch.in_backward()
         for group in self.groups:
             if not recomputing:
-                group.reshard_after_forward()
+                if not self._leaves_whole(group):
+                    group.reshard_after_forward()
                 if torch.is_grad_enabled():
                     self.root.order.leave_forward(group)
         self._mark_outputs(output)
@@ -203,6 +204,15 @@ class FSDPState:
         if self.root.forward_root is self:
             output = self._leave_root(output)
         return self._precision.cast_outputs(output)
+
+    def _leaves_whole(self, group: ParamGroup) -> bool:
+        """Whether backwards of this step leave ``group`` whole, so that forwards may as well.
+
+        A pipeline's do. It also computes gradients of parameters apart from those of inputs, in a
+        backward that passes none of the hooks here, and so could not gather.
+        """
+        accumulates = not (self.root.is_last_backward or group.options.requires_gradient_sync)
+        return accumulates and not group.options.reshard_after_backward
 
     def _enter_root(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -282,7 +292,7 @@ class FSDPState:
             return
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                if _torch.is_view(tensor):
+                if _torch.may_write_through(tensor):
                     self._warn_of_view()
                 tensor.register_hook(self._pre_backward)  # type: ignore[no-untyped-call]
 

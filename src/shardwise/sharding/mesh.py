@@ -12,6 +12,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwise import _torch
 from shardwise._torch import DataParallelMeshDims
+from shardwise.sharding.device_mesh import check_member, check_mesh, default_device_type
 from shardwise.transport.base import Transport
 from shardwise.transport.custom import AllGather, CustomTransport, ReduceScatter, with_custom
 from shardwise.transport.local import LocalTransport
@@ -51,6 +52,7 @@ class DataMesh:
         mesh: DeviceMesh,
         transport: str | None = None,
         dims: DataParallelMeshDims | None = None,
+        what: str = "fully_shard",
     ) -> DataMesh:
         """Read a mesh and choose the transport of each of its dimensions.
 
@@ -58,23 +60,15 @@ class DataMesh:
             mesh: the data parallel mesh, or, with ``dims``, one that has more dimensions.
             transport: as for ``select_transport``.
             dims: which dimensions of ``mesh`` are data parallel.
+            what: what is to be sharded, for messages.
 
         Raises:
-            ValueError: the mesh is neither 1-D nor 2-D, this rank is not part of it, or ``dims``
-                are not dimensions of it.
+            ValueError: the mesh is neither 1-D nor 2-D, or its dimensions are named otherwise; this
+                rank is not part of it, or has no such device; ``dims`` are not dimensions of it.
         """
-        if mesh.get_coordinate() is None:
-            raise ValueError(
-                f"rank {dist.get_rank()} is not part of {mesh}; call fully_shard only on the ranks "
-                "of the mesh"
-            )
+        check_member(mesh, what)
         if dims is None:
-            if mesh.ndim not in (1, 2):
-                raise ValueError(
-                    f"fully_shard expects a 1-D (shard) or 2-D (replicate, shard) DeviceMesh, "
-                    f"found {mesh.ndim} dimensions: {mesh}. Pass the data parallel part of it, for "
-                    'example mesh["dp"], or name its data parallel dimensions by dp_mesh_dims'
-                )
+            check_mesh(mesh, what)
             return cls._over(mesh, transport, shards=True)
         _check_dims(mesh, dims)
         data = _data_parallel_part(mesh, dims)
@@ -175,9 +169,7 @@ def default_mesh() -> DeviceMesh:
     """A 1-D mesh over all ranks, on the accelerator where there is one, else on CPUs."""
     if not dist.is_initialized():
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device_type = accelerator.type if accelerator is not None else "cpu"
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    return init_device_mesh(default_device_type(), (dist.get_world_size(),))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -190,11 +182,15 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
     names = mesh.mesh_dim_names
     if names is None:
-        raise ValueError("dp_mesh_dims names dimensions of the mesh, but the mesh has no names")
+        raise ValueError(
+            f"dp_mesh_dims on rank {dist.get_rank()}: expected a mesh whose dimensions have names, "
+            f"found none on {mesh}; make it with mesh_dim_names=..., or with init_mesh(dp=2, tp=2)"
+        )
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in names:
             raise ValueError(
-                f"dp_mesh_dims: expected names among the mesh's dimensions {names}, found {name!r}"
+                f"dp_mesh_dims on rank {dist.get_rank()}: expected names among {names}, the mesh's "
+                f"dimensions, found {name!r}"
             )
 
 

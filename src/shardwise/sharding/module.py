@@ -339,6 +339,25 @@ class FSDPModule(TorchFSDPModule):
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Do nothing: here every gather is asynchronous and allocates on the current stream."""
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As of any module: the sharded ones between steps, full ones where those are registered.
+
+        Inside a step that accumulates full parameters (``set_is_last_backward(False)`` and
+        ``set_reshard_after_backward(False)``), always those that forward ran with. Pipelines that
+        split backward look them up in its graph, where sharded ones are not.
+        """
+        # Past torch's own FSDPModule, which is no nn.Module.
+        found = super(TorchFSDPModule, self).parameters(recurse)  # type: ignore[misc]
+        if self._state().root.is_last_backward:
+            return cast(Iterator[nn.Parameter], found)
+        fulls: dict[nn.Parameter, list[nn.Parameter]] = {}
+        for group in self._groups(recurse=True):
+            if not group.options.reshard_after_backward:
+                for param in group.params:
+                    if param.full is not None:
+                        fulls.setdefault(param.sharded, []).append(param.full)
+        return iter(dict.fromkeys(each for one in found for each in fulls.get(one, [one])))
+
     # -- inside --------------------------------------------------------------------------------
 
     def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]

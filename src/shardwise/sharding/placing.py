@@ -13,6 +13,59 @@ from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
 
 
+def dim_to_shard(param: torch.Tensor, mesh: DataMesh, wanted: Shard | None) -> int | None:
+    """Along which dimension to cut ``param`` over ``mesh``; ``None``: every rank holds it whole.
+
+    By default the first one that :func:`can_shard` allows. That is dimension 0, but for uneven
+    parts that tensor parallelism left, which torch could not find again by the placements.
+
+    Args:
+        param: a plain tensor, or a ``DTensor`` that tensor parallelism left.
+        mesh: over which to shard it.
+        wanted: what the user asked for, if anything.
+    """
+    if param.ndim == 0 or not mesh.shards:
+        return None
+    if wanted is not None:
+        return wanted.dim % param.ndim
+    return next((dim for dim in range(param.ndim) if can_shard(param, mesh, dim)), None)
+
+
+def can_shard(param: torch.Tensor, mesh: DataMesh, dim: int) -> bool:
+    """Whether placements can say who holds which rows, once ``param`` is cut along ``dim``."""
+    if not isinstance(param, DTensor):
+        return True
+    origin = _torch.spec_of(param)
+    first = 0
+    if mesh.whole is not None and mesh.dims is not None:
+        names = mesh.whole.mesh_dim_names or ()
+        first = max((names.index(name) + 1 for name in mesh.dims.shard_names), default=0)
+    sizes = _cuts_before(dim, origin.placements, origin.mesh, first)
+    pieces, rows = math.prod(sizes), param.shape[dim]
+    if rows % pieces == 0:
+        return True
+    return len(sizes) == 1 and can_be_told(rows, pieces, mesh.shard.world_size)
+
+
+def can_be_told(rows: int, pieces: int, ranks: int) -> bool:
+    """Whether placements can say who holds which of ``rows``, in ``pieces`` that ``ranks`` shard.
+
+    They say of each of the ranks that shard which rows it holds together with its tensor parallel
+    peers, and that those peers cut these rows as ``torch.chunk`` does. Nine rows over two ranks of
+    tensor parallelism are 5 and 4, of which four that shard hold 2 2 1 0 and 1 1 1 1: the last have
+    no row and one row, where ``torch.chunk`` makes one and none.
+    """
+    by_piece = [_lengths(left, ranks) for left in _lengths(rows, pieces)]
+    by_rank = (list(held) for held in zip(*by_piece, strict=True))
+    return all(held == _lengths(sum(held), pieces) for held in by_rank)
+
+
+def _lengths(rows: int, ranks: int) -> list[int]:
+    """The number of rows of every rank."""
+    layout = Layout(torch.Size((rows,)), 0, ranks)
+    return [layout.rows(rank)[1] for rank in range(ranks)]
+
+
 def sharded_spec(param: torch.Tensor, mesh: DataMesh, layout: Layout) -> _torch.DTensorSpec:
     """Mesh, placements and global shape of ``param`` once it is sharded over ``mesh``.
 
@@ -54,12 +107,19 @@ def _after(
     """``placement`` where mesh dimensions from ``first`` on have cut the tensor before."""
     if not isinstance(placement, Shard):
         return placement
-    pieces = math.prod(
+    pieces = math.prod(_cuts_before(placement.dim, others, mesh, first))
+    return _torch.strided_shard(placement.dim, pieces) if pieces > 1 else placement
+
+
+def _cuts_before(
+    dim: int, others: tuple[Placement, ...], mesh: DeviceMesh, first: int
+) -> list[int]:
+    """Into how many pieces each mesh dimension from ``first`` on has cut a tensor along ``dim``."""
+    return [
         mesh.size(i)
         for i, other in enumerate(others)
-        if i >= first and _torch.cuts(other, placement.dim)
-    )
-    return _torch.strided_shard(placement.dim, pieces) if pieces > 1 else placement
+        if i >= first and mesh.size(i) > 1 and _torch.cuts(other, dim)
+    ]
 
 
 def _on_whole_mesh(

@@ -1,0 +1,191 @@
+"""Making meshes, and what is said of one that does not fit, on every rank that it does not fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from shardwise import DataParallelMeshDims, FullyShardedDataParallel, fully_shard, init_mesh
+from tests.harness import run_ranks
+
+
+def _larger_than_the_world() -> None:
+    init_mesh(dp=2, tp=4)
+
+
+def _no_multiple_of_the_world() -> None:
+    init_mesh(dp=-1, tp=3)
+
+
+def _smaller_than_the_world() -> None:
+    # Those in it are not told anything: others may have nothing to do with this model.
+    fully_shard(nn.Linear(4, 4), mesh=DeviceMesh("cpu", [0], mesh_dim_names=("dp",)))
+
+
+def _three_dimensions() -> None:
+    fully_shard(nn.Linear(4, 4), mesh=init_mesh(pp=1, dp=2, tp=2))
+
+
+def _tensor_parallel_dimension() -> None:
+    fully_shard(nn.Linear(4, 4), mesh=init_mesh(dp=2, tp=2))
+
+
+def _swapped() -> None:
+    fully_shard(nn.Linear(4, 4), mesh=init_mesh(dp_shard=2, dp_replicate=2))
+
+
+def _unknown_name() -> None:
+    dims = DataParallelMeshDims(shard="data")
+    fully_shard(nn.Linear(4, 4), mesh=init_mesh(dp=2, tp=2), dp_mesh_dims=dims)
+
+
+def _no_names() -> None:
+    dims = DataParallelMeshDims(shard="dp")
+    fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2, 2)), dp_mesh_dims=dims)
+
+
+def _tensor_parallel(mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
+
+
+def _no_names_beside() -> None:
+    fully_shard(_tensor_parallel(init_mesh(dp=2, tp=2)["tp"]), mesh=init_device_mesh("cpu", (4,)))
+
+
+def _of_another_mesh() -> None:
+    other = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("tp", "dp"))
+    fully_shard(_tensor_parallel(init_mesh(dp=2, tp=2)["tp"]), mesh=other["dp"])
+
+
+def _same_dimension() -> None:
+    mesh = init_mesh(dp=2, tp=2)
+    fully_shard(_tensor_parallel(mesh["tp"]), mesh=mesh["tp"])
+
+
+def _tensor_parallel_after_sharding() -> None:
+    mesh = init_mesh(dp=2, tp=2)
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model, mesh=mesh["dp"])
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+
+
+def _outside_in() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model)
+    fully_shard(model[1])
+
+
+def _wrong_device() -> None:
+    fully_shard(nn.Linear(4, 4), mesh=_absent(init_mesh(dp=4)))
+
+
+def _wrong_device_in_the_wrapper() -> None:
+    FullyShardedDataParallel(nn.Linear(4, 4), device_mesh=_absent(init_mesh(dp=4)))
+
+
+def _absent(mesh: DeviceMesh) -> DeviceMesh:
+    """``mesh`` as one of accelerators, which the ranks of a test do not have."""
+    mesh._device_type = "cuda"
+    return mesh
+
+
+#: What is wrong, and what the message says beside the rank.
+CASES: dict[str, tuple[Callable[[], None], list[str]]] = {
+    "larger than the world": (
+        _larger_than_the_world,
+        ["init_mesh(dp=2, tp=4)", "found a mesh of 8 ranks", "expected the 4 ranks", "Start as"],
+    ),
+    "no multiple of the world": (
+        _no_multiple_of_the_world,
+        ["found a mesh of 3 ranks", "expected a factor of the 4 ranks"],
+    ),
+    "smaller than the world": (
+        _smaller_than_the_world,
+        ["fully_shard(Linear)", "is not part of DeviceMesh((dp=1)", "world of 4 ranks"],
+    ),
+    "three dimensions": (
+        _three_dimensions,
+        ["fully_shard(Linear)", "1-D (shard) or 2-D", "('pp', 'dp', 'tp')", 'mesh["dp"]'],
+    ),
+    "a dimension of tensor parallelism": (
+        _tensor_parallel_dimension,
+        ["fully_shard(Linear)", "('dp', 'tp')", "'tp' is tensor parallel", 'Pass mesh["dp"]'],
+    ),
+    "swapped": (_swapped, ["fully_shard(Linear)", "'dp_replicate' before 'dp_shard'"]),
+    "an unknown name": (_unknown_name, ["among ('dp', 'tp')", "found 'data'"]),
+    "no names": (_no_names, ["dp_mesh_dims", "whose dimensions have names", "mesh_dim_names=..."]),
+    "no names beside tensor parallelism": (
+        _no_names_beside,
+        ["0.weight", "found ranks", "also in the mesh to shard over", "this rank only"],
+    ),
+    "of another mesh": (_of_another_mesh, ["0.weight", "not a slice of the mesh", "init_mesh"]),
+    "the same dimension": (_same_dimension, ["0.weight", "(Shard(dim=0),)", "found ranks"]),
+    "tensor parallelism after sharding": (
+        _tensor_parallel_after_sharding,
+        ["0.weight of Linear", "after sharding", "Call parallelize_module"],
+    ),
+    "outside in": (
+        _outside_in,
+        ["weight of Linear", "in the group of Sequential already", "from the inside out"],
+    ),
+    "the wrong device": (
+        _wrong_device,
+        ["fully_shard(Linear)", "on 'cuda' devices", "found no accelerator", "a mesh of 'cpu'"],
+    ),
+    "the wrong device, in the wrapper": (
+        _wrong_device_in_the_wrapper,
+        ["FullyShardedDataParallel", "on 'cuda' devices"],
+    ),
+}
+
+
+def _provoke(rank: int, world_size: int) -> dict[str, str]:
+    messages = {}
+    for name, (case, _) in CASES.items():
+        try:
+            case()
+        except (ValueError, RuntimeError) as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+        dist.barrier()  # nobody is left waiting
+    return messages
+
+
+@pytest.fixture(scope="module")
+def messages() -> list[dict[str, str]]:
+    """What every rank was told, by case."""
+    return run_ranks(_provoke, 4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mesh_that_does_not_fit(messages: list[dict[str, str]], name: str) -> None:
+    for rank, told in enumerate(messages):
+        if name == "smaller than the world" and rank == 0:
+            assert name not in told
+            continue
+        assert name in told, f"rank {rank} was told nothing"
+        missing = [part for part in [f"rank {rank}", *CASES[name][1]] if part not in told[name]]
+        assert not missing, told[name]
+
+
+def _fitting(rank: int, world_size: int) -> None:
+    mesh = init_mesh(pp=1, dp=-1, tp=2)
+    assert tuple(mesh.shape) == (1, 2, 2)
+    assert mesh.mesh_dim_names == ("pp", "dp", "tp")
+    assert mesh["tp"].mesh.tolist() == ([0, 1] if rank < 2 else [2, 3])
+    # What refuses tensor parallelism after sharding is copied with the module.
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
+    for copied in (copy.deepcopy(model), copy.deepcopy(nn.Sequential(model))[0]):
+        assert torch.equal(copied.weight.full_tensor(), model.weight.full_tensor())
+        with pytest.raises(ValueError, match="tensor parallelism applied after sharding"):
+            parallelize_module(copied, mesh["tp"], ColwiseParallel())
+
+
+def test_sizes_fill_the_world() -> None:
+    run_ranks(_fitting, 4)
