@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.transport import sums
-from shardwise.transport.sums import add_in_order
+from shardwise.transport.sums import add_in_order, exact_factor
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -53,3 +53,30 @@ def test_one_of_the_first_two_parts_may_be_the_result(
     out = parts[position]
     add_in_order(out, parts, count)
     assert torch.equal(out, expected)
+
+
+@given(
+    count=st.sampled_from([2, 4, 8]),
+    numel=st.integers(0, 100),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    data=st.data(),
+)
+def test_an_average_of_parts_that_are_divided_already_is_the_same_bit_for_bit(
+    count: int, numel: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    parts = [torch.randn(numel).to(dtype) for _ in range(count)]
+    expected = _reference(parts, dtype, count)
+    factor = exact_factor(count, dtype)
+    assert factor is not None
+    own = data.draw(st.integers(0, count - 1))
+    laid_out = [part if i == own else part * factor for i, part in enumerate(parts)]
+    out = torch.empty(numel, dtype=dtype)
+    add_in_order(out, laid_out, unscaled=own, factor=factor)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(3, torch.float32), (2, torch.float16)])
+def test_an_average_is_divided_at_the_end_where_that_is_not_the_same(
+    world_size: int, dtype: torch.dtype
+) -> None:
+    assert exact_factor(world_size, dtype) is None

@@ -184,8 +184,8 @@ class ShardedForm:
 
         It may have another dtype than the parameter: then so has the parameter's gradient.
         """
-        shape = self.layout.shard_shape(self.mesh.shard.rank)
-        local = shard[: shape.numel()].view(shape)
+        own = self.local
+        local = (shard if shard.numel() == own.numel() else shard[: own.numel()]).view(own.shape)
         grad = self.parameter.grad
         if grad is None:
             local = self._offload.grad_to_host(local, self.parameter)

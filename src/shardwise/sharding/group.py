@@ -42,6 +42,7 @@ from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.phase import Phase
 from shardwise.sharding.precision import Precision
 from shardwise.sharding.reduce import AllReduceHook, Partial, Reduction
+from shardwise.sharding.unrecorded import unrecorded
 from shardwise.transport.base import Label
 
 
@@ -53,6 +54,9 @@ class GroupState(enum.Enum):
     UNSHARDED = "unsharded"
     KEPT = "kept on fewer ranks"
     LENT = "lent whole to a user"
+
+    # Members are singletons; the hash that enums have costs a call of a Python function.
+    __hash__ = object.__hash__
 
 
 #: A group of at most so many bytes keeps its memory from forward to backward, though it is sharded.
@@ -194,7 +198,7 @@ class ParamGroup:
                 self._use_full()
                 return
             self._free()
-        with torch.inference_mode(False), torch.no_grad():  # the former alone enables gradients
+        with unrecorded():
             if self._memory is not None and self._memory.is_in_common and not self._may_be_common:
                 self._memory = None
             if self._memory is None:
@@ -216,7 +220,7 @@ class ParamGroup:
             return
         assert self._memory is not None
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with unrecorded():
                 self._memory.finish()
         except BaseException:
             # Its memory stays: messages that are on their way may still be written to it.

@@ -21,6 +21,7 @@ from shardwise.sharding.group import GroupState, ParamGroup
 from shardwise.sharding.hooks import FSDPState
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.phase import Phase
+from shardwise.sharding.unrecorded import unrecorded
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _lent(group: ParamGroup, loan: Loan) -> Iterator[None]:
     group.refresh()
     group.reshard()
     own = [param for param in group.params if param.form.lent is None]  # others are tied
-    with torch.inference_mode(False), torch.no_grad():
+    with unrecorded():
         fulls = [_whole_parameter(param, loan) for param in own]
     if loan.first_rank_only and not is_first(group):
         yield
@@ -79,7 +80,7 @@ def _lent(group: ParamGroup, loan: Loan) -> Iterator[None]:
         for param in own:
             param.form.lent = None
         if loan.writeback:
-            with torch.inference_mode(False), torch.no_grad():
+            with unrecorded():
                 for param, full in zip(own, fulls, strict=True):
                     _write_back(param, full, with_grads=loan.with_grads)
 

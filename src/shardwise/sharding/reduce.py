@@ -113,9 +113,11 @@ class Reduction:
         self._stop_at_partial = mesh.replicate is not None and not all_reduce
         self._partial = partial
         dtypes = [precision.reduce_dtype(param.dtype) for param in params]
-        self._scalings = [
-            Scaling.of(dtype, mesh.world_size, divide_factor, force_sum) for dtype in dtypes
-        ]
+        scalings = {
+            dtype: Scaling.of(dtype, mesh.world_size, divide_factor, force_sum)
+            for dtype in set(dtypes)
+        }
+        self._scalings = [scalings[dtype] for dtype in dtypes]
         self._works: list[Work] = []
         # What the collective reads stays referenced until it has been waited for.
         self._alive: list[torch.Tensor] = []

@@ -33,7 +33,7 @@ from shardwise.transport.pages import PageMap
 from shardwise.transport.peers import peer_lost
 from shardwise.transport.shared import Pool, SharedBuffers
 from shardwise.transport.signals import MARKS, Count, Signals
-from shardwise.transport.sums import add_in_order, wire_dtype
+from shardwise.transport.sums import add_in_order, exact_factor, wire_dtype
 from shardwise.transport.work import PendingWork
 
 _LOOK_SECONDS = 0.1
@@ -155,11 +155,18 @@ class ShmTransport:
             [self.world_size * shard.numel() for shard in shards],
             [wire_dtype(full, shard) for full, shard in zip(fulls, shards, strict=True)],
         )
-        for full, shard, part in zip(fulls, shards, laid_out.own, strict=True):
+        # An average costs no pass of its own where what is laid out can be divided already.
+        factors = [
+            exact_factor(self.world_size, part.dtype) if op is Reduce.AVG else None
+            for part in laid_out.own
+        ]
+        for full, shard, part, factor in zip(fulls, shards, laid_out.own, factors, strict=True):
             for before, after in self._around(full.numel(), shard.numel()):
-                part[before:after].copy_(full[before:after])
+                if factor is None:
+                    part[before:after].copy_(full[before:after])
+                else:
+                    torch.mul(full[before:after], factor, out=part[before:after])
         number = self._post(call, laid_out)
-        divisor = self.world_size if op is Reduce.AVG else None
 
         def finish() -> None:
             self._wait_for_post(number, call)
@@ -170,7 +177,11 @@ class ShmTransport:
                 if first < last:
                     every = [part[i][first:last] for part in parts]
                     every[self.rank] = full[first:last]
-                    add_in_order(shard[: last - first], every, divisor)
+                    out, factor = shard[: last - first], factors[i]
+                    if factor is None:
+                        add_in_order(out, every, self.world_size if op is Reduce.AVG else None)
+                    else:
+                        add_in_order(out, every, unscaled=self.rank, factor=factor)
 
         return self._pending(finish, laid_out)
 
@@ -373,7 +384,8 @@ class _LaidOut:
 
 
 def _fold(places: int, at: int) -> int:
-    return (places * 31 + (at >> 12)) & 0xFFFFFFFF
+    page = at >> 12
+    return (places * 31 + (page ^ page >> 32)) & 0xFFFFFFFF
 
 
 def _mark(call: Call, places: int) -> int:
