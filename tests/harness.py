@@ -42,6 +42,7 @@ import torch.distributed as dist
 
 from shardwise.sharding import group
 from shardwise.transport import common
+from tests import packing
 
 _PRELOAD = [
     "torch.distributed.tensor",
@@ -236,20 +237,24 @@ class _World:
 
     def _collect(self, seconds: float) -> list[Outcome]:
         """Wait for the next reports, at most ``seconds``; none means time is up."""
-        waiting = {
-            self.pipes[job.rank]: job.rank for job in self.jobs if job.rank not in self.outcomes
-        }
+        waiting: dict[Any, int] = {}
+        for job in self.jobs:
+            if job.rank not in self.outcomes:
+                waiting[self.pipes[job.rank]] = job.rank
+                # A child of a rank that died may hold its pipe open.
+                waiting[self.processes[job.rank].sentinel] = job.rank
         arrived = []
-        for pipe in wait(list(waiting), timeout=max(seconds, 0)):
-            assert isinstance(pipe, Connection)
-            outcome = self._receive(waiting[pipe], pipe)
-            self.outcomes[outcome.rank] = outcome
-            arrived.append(outcome)
+        ready = wait(list(waiting), timeout=max(seconds, 0))
+        for rank in sorted({waiting[each] for each in ready}):
+            self.outcomes[rank] = self._receive(rank, self.pipes[rank])
+            arrived.append(self.outcomes[rank])
         return arrived
 
     def _receive(self, rank: int, pipe: Connection) -> Outcome:
         seconds = time.monotonic() - self.started
         try:
+            if not pipe.poll():
+                raise EOFError
             result, error = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionResetError):  # it died before it could report
             self.processes[rank].join()
@@ -325,7 +330,7 @@ def _rank_main(job: _Job, pipe: Connection) -> None:
         may_leave = _watch_parent(pipe)
         try:
             result, error = _call(job), None
-            report = pickle.dumps((result, error))
+            report = packing.dumps((result, error))
         except Exception:
             pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))
             _flush()

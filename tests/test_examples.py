@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.harness import run_ranks
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def _torchrun(name: str, *arguments: str, cwd: Path | None = None) -> str:
-    """Run an example under torchrun on two ranks; return what it prints."""
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    for _ in range(4):
-        result = subprocess.run(
-            [*command, "--nproc-per-node", "2", str(EXAMPLES / name), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            cwd=cwd,
-        )
-        # A process that has destroyed its groups and left Python may still abort as libraries
-        # unload, one time in ten, after all of its work: once more then.
-        if "terminate called without an active exception" not in result.stderr:
-            break
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def _example(rank: int, world_size: int, name: str, arguments: list[str], cwd: Path) -> str:
+    """Run an example as the process that it finds itself in; return what it prints."""
+    os.chdir(cwd)
+    sys.argv = [name, *arguments]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about gloo and its own state dicts
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return printed.getvalue()
+
+
+def _run(name: str, *arguments: str, cwd: Path, ranks: int = 2) -> str:
+    """Run an example on ranks that have what torchrun gives them; return what the first prints."""
+    printed = run_ranks(
+        _example, ranks, name, list(arguments), cwd, backend=None, spares_small_groups=True
+    )
+    return printed[0]
+
+
+def _losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
 
 
 def test_every_example_is_run_here() -> None:
@@ -44,19 +55,26 @@ def test_every_example_is_short() -> None:
     assert all(length < 100 for length in lengths.values()), lengths
 
 
-def test_the_minimal_example_is_short_and_learns() -> None:
-    assert len((EXAMPLES / "fully_shard_minimal.py").read_text().splitlines()) < 40
+def test_the_minimal_example_is_short_and_learns_under_torchrun() -> None:
+    example = EXAMPLES / "fully_shard_minimal.py"
+    assert len(example.read_text().splitlines()) < 40
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
-    losses = [
-        float(loss) for loss in re.findall(r"loss ([\d.]+)", _torchrun("fully_shard_minimal.py"))
-    ]
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", *torchrun, str(example)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
+    assert result.returncode == 0, result.stderr
+    losses = _losses(result.stdout)
     assert len(losses) == 6
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_the_stages_of_zero_differ_in_memory_and_agree_in_loss() -> None:
-    _, *rows = _torchrun("zero_1_2_3.py").splitlines()
+def test_the_stages_of_zero_differ_in_memory_and_agree_in_loss(tmp_path: Path) -> None:
+    _, *rows = _run("zero_1_2_3.py", cwd=tmp_path).splitlines()
 
     stages = {row.split()[0]: row.split()[1:] for row in rows}
     assert list(stages) == ["none", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
@@ -65,22 +83,14 @@ def test_the_stages_of_zero_differ_in_memory_and_agree_in_loss() -> None:
     assert len({stage[-1] for stage in stages.values()}) == 1, "the losses differ"
 
 
-def _losses(output: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
-
-
 def test_a_script_for_one_device_made_distributed_trains_alike(tmp_path: Path) -> None:
     alone, together = tmp_path / "alone", tmp_path / "together"
     alone.mkdir()
     together.mkdir()
-    single = [sys.executable, str(EXAMPLES / "single_gpu.py")]
-    output = subprocess.run(
-        single, capture_output=True, text=True, timeout=120, cwd=alone, check=True
-    ).stdout
 
-    losses = _losses(output)
+    losses = _losses(_run("single_gpu.py", cwd=alone, ranks=1))
     assert losses[-1] < 0.5 * losses[0]
-    assert _losses(_torchrun("distributed.py", cwd=together)) == pytest.approx(losses, abs=1e-3)
+    assert _losses(_run("distributed.py", cwd=together)) == pytest.approx(losses, abs=1e-3)
     one, other = (torch.load(folder / "model.pt") for folder in (alone, together))
     assert {name: value.shape for name, value in one.items()} == {
         name: value.shape for name, value in other.items()
@@ -98,8 +108,8 @@ def test_the_changed_lines_of_the_distributed_script_are_marked() -> None:
     assert len(new) < 20
 
 
-def test_a_script_for_fsdp1_runs_with_another_import() -> None:
-    output = _torchrun("fsdp1_no_sync.py")
+def test_a_script_for_fsdp1_runs_with_another_import(tmp_path: Path) -> None:
+    output = _run("fsdp1_no_sync.py", cwd=tmp_path)
 
     losses = _losses(output)
     assert losses[-1] < 0.7 * losses[0]
@@ -107,9 +117,9 @@ def test_a_script_for_fsdp1_runs_with_another_import() -> None:
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["by-hand", "by-policy"])
-def test_nested_fsdp_as_pytorch_xla_has_it(nested: bool) -> None:
+def test_nested_fsdp_as_pytorch_xla_has_it(tmp_path: Path, nested: bool) -> None:
     arguments = ["--use-nested-fsdp", "--use-gradient-checkpointing"] if nested else []
-    output = _torchrun("xla_nested_fsdp.py", *arguments)
+    output = _run("xla_nested_fsdp.py", *arguments, cwd=tmp_path)
 
     accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", output)]
     assert accuracies[-1] > 0.95

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.benchmarks.scripts import run_script
+from tests.benchmarks.scripts import call_script, run_script
 
 ROUNDS = 2
 
@@ -75,7 +74,7 @@ def test_a_difference_of_losses_is_told_and_fails(folder: Path, document: dict[s
     document["cases"][1]["contenders"]["ours"][1]["steps"][0][0]["loss"] += 1
     wrong = folder / "wrong.json"
     wrong.write_text(json.dumps(document))
-    done = run_script("scaling.py", "--stored", str(wrong))
+    done = call_script("scaling.py", "--stored", str(wrong))
     assert done.returncode == 1
     assert "losses at 2 ranks DIFFER: ours differs from fsdp2" in done.stdout
 
@@ -88,7 +87,7 @@ def test_stored_documents_give_the_same_picture(folder: Path, document: dict[str
         (folder / f"{axis}.json").write_text(json.dumps(part))
         names.append(str(folder / f"{axis}.json"))
     again = folder / "again.svg"
-    done = run_script("scaling.py", "--stored", ",".join(names), "--picture", str(again))
+    done = call_script("scaling.py", "--stored", ",".join(names), "--picture", str(again))
     assert done.returncode == 0, done.stdout + done.stderr
     assert again.read_text() == (folder / "picture.svg").read_text()
 
@@ -109,16 +108,7 @@ def test_picture_says_what_it_shows_and_suits_dark_screens(folder: Path) -> None
         (["--stored", "nowhere.json"], "there is no file 'nowhere.json'"),
     ],
 )
-def test_bad_options_are_refused_at_once(
-    arguments: list[str],
-    complaint: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    import scaling
-
-    monkeypatch.setattr(sys, "argv", ["scaling.py", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        scaling.main()
-    assert ended.value.code == 2
-    assert complaint in capsys.readouterr().err
+def test_bad_options_are_refused_at_once(arguments: list[str], complaint: str) -> None:
+    done = call_script("scaling.py", *arguments)
+    assert done.returncode == 2
+    assert complaint in done.stderr

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.benchmarks.scripts import run_script
+from tests.benchmarks.scripts import call_script, run_script
 
 ROUNDS, STEPS, WARMUP = 2, 2, 3
 
@@ -118,16 +117,7 @@ def test_table_is_computed_from_rounds(document: dict[str, Any]) -> None:
         (["--steps", "none"], "'none' is not a positive integer"),
     ],
 )
-def test_bad_options_are_refused_at_once(
-    arguments: list[str],
-    complaint: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    import step_time
-
-    monkeypatch.setattr(sys, "argv", ["step_time.py", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        step_time.main()
-    assert ended.value.code == 2
-    assert complaint in capsys.readouterr().err
+def test_bad_options_are_refused_at_once(arguments: list[str], complaint: str) -> None:
+    done = call_script("step_time.py", *arguments)
+    assert done.returncode == 2
+    assert complaint in done.stderr

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from tests.parity.gathering import optimizer_state, whole_parameters
 from tests.parity.models import MODELS, make_batch, make_model
 from tests.parity.training import (
     Case,
@@ -29,9 +30,7 @@ from tests.parity.training import (
     make_optimizer,
     make_sharded,
     naming,
-    optimizer_state,
     train_sharded,
-    whole_parameters,
 )
 
 Ranks = Callable[..., list[Any]]

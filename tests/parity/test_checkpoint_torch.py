@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from shardwise import checkpoint, fully_shard
+from tests.parity.gathering import optimizer_state, whole_parameters
 from tests.parity.models import MODELS, make_model
-from tests.parity.training import STRATEGIES, make_optimizer, optimizer_state, whole_parameters
+from tests.parity.training import STRATEGIES, make_optimizer
 
 Ranks = Callable[..., list[Any]]
 Whole = dict[str, Tensor]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise import materialize
+from tests.parity.gathering import whole_parameters
 from tests.parity.models import MODELS, make_model
 from tests.parity.training import (
     STRATEGIES,
@@ -22,7 +23,6 @@ from tests.parity.training import (
     naming,
     shard,
     train_sharded,
-    whole_parameters,
 )
 
 Ranks = Callable[..., list[Any]]

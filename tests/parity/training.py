@@ -14,11 +14,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from tests.parity.gathering import (
+    Part,
+    gather,
+    part_of,
+    parts_of_optimizer_state,
+    parts_of_parameters,
+)
 from tests.parity.models import MODELS, Batch, make_batch, make_model
 
 STEPS = 3
@@ -85,7 +93,8 @@ class Case:
 class History:
     """What a training went through: per step, and the optimizer's state at the end.
 
-    Every tensor is whole. A parameter without gradient has the gradient ``None``.
+    Every tensor is whole; losses are those of all ranks, ``(world_size,)``. A parameter without
+    gradient has the gradient ``None``.
     """
 
     losses: list[Tensor] = dataclasses.field(default_factory=list)
@@ -134,6 +143,17 @@ def train_sharded(
     steps: Iterable[int] = range(STEPS),
 ) -> History:
     """Train a sharded model on this rank's batches."""
+    return History(**gather(vars(train_in_parts(model, optimizer, case, rank, steps))))
+
+
+def train_in_parts(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    case: Case,
+    rank: int,
+    steps: Iterable[int] = range(STEPS),
+) -> History:
+    """Train as :func:`train_sharded` does, but return this rank's parts of the history."""
     history = History()
     for step in steps:
         loss = torch.zeros((), dtype=case.dtype)
@@ -143,28 +163,29 @@ def train_sharded(
             part = _loss(case, model, make_batch(case.model, rank, step, microbatch))
             part.backward()
             loss += part.detach()
-        history.losses.append(loss)
+        history.losses.append(Part(loss[None], (rank,), torch.Size([dist.get_world_size()])))
         history.gradients.append(
-            {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+            {name: part_of(parameter.grad) for name, parameter in model.named_parameters()}
         )
         if case.max_norm is not None:
             norm = clip_grad_norm_(model.parameters(), case.max_norm)
-            history.norms.append(whole(norm))
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            history.norms.append(Part(norm, (), norm.shape))
         optimizer.step()
         optimizer.zero_grad()
-        history.parameters.append(whole_parameters(model))
-    history.optimizer = optimizer_state(model, optimizer)
+        history.parameters.append(parts_of_parameters(model))
+    history.optimizer = parts_of_optimizer_state(model, optimizer)
     return history
 
 
 def sharded_trainings(rank: int, world_size: int, cases: Sequence[Case]) -> list[History]:
-    """Be one rank of every case in turn, each from the first weight to the last step."""
+    """Be one rank of every case in turn; return this rank's parts of each case's history."""
     histories = []
     for case in cases:
         with naming(case):
             model = make_sharded(case, world_size)
             optimizer = make_optimizer(case.optimizer, model.parameters())
-            histories.append(train_sharded(model, optimizer, case, rank))
+            histories.append(train_in_parts(model, optimizer, case, rank))
     return histories
 
 
@@ -178,59 +199,32 @@ def naming(case: Case) -> Iterator[None]:
         raise
 
 
-def whole(tensor: Tensor | None) -> Tensor | None:
-    """Gather a ``DTensor``; copy what is whole already."""
-    if tensor is None:
-        return None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Gather every parameter, by name."""
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
-
-
-def optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, dict[str, Tensor]]:
-    return {
-        name: {key: whole(value) for key, value in optimizer.state[parameter].items()}
-        for name, parameter in model.named_parameters()
-        if parameter in optimizer.state
-    }
-
-
 # ---- the reference ----
 
 
-def reference_training(case: Case, world_size: int, steps: int = STEPS) -> list[History]:
-    """Train unsharded on what ``world_size`` ranks would see.
+def reference_training(case: Case, world_size: int) -> History:
+    """Train unsharded on what ``world_size`` ranks would see; the strategy makes no difference."""
+    return _reference_training(dataclasses.replace(case, strategy="none"), world_size)
 
-    Returns:
-        A history per rank: they differ in their losses only.
-    """
+
+@functools.cache
+def _reference_training(case: Case, world_size: int) -> History:
     model = make_model(case.model).to(case.dtype)
     optimizer = make_optimizer(case.optimizer, model.parameters())
-    histories = [History() for _ in range(world_size)]
-    for step in range(steps):
+    history = History()
+    for step in range(STEPS):
         per_rank = [_reference_microbatches(case, model, rank, step) for rank in range(world_size)]
         for name, parameter in model.named_parameters():
             parameter.grad = _combine(case, [gradients[name] for _, gradients in per_rank])
-        gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-        norm = None
+        gradients = {name: part_of(parameter.grad) for name, parameter in model.named_parameters()}
         if case.max_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
+            history.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm))
         optimizer.step()
-        parameters = whole_parameters(model)
-        for history, (loss, _) in zip(histories, per_rank, strict=True):
-            history.losses.append(loss)
-            history.gradients.append(gradients)
-            history.parameters.append(parameters)
-            if norm is not None:
-                history.norms.append(norm)
-    for history in histories:
-        history.optimizer = optimizer_state(model, optimizer)
-    return histories
+        history.losses.append(torch.stack([loss for loss, _ in per_rank]))
+        history.gradients.append(gradients)
+        history.parameters.append(parts_of_parameters(model))
+    history.optimizer = parts_of_optimizer_state(model, optimizer)
+    return history
 
 
 def _reference_microbatches(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from shardwise import fully_shard
 
 WIDTH = 6
 
@@ -42,6 +45,14 @@ def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """``make()`` after seeding: the same values on every call and rank."""
     torch.manual_seed(seed)
     return make()
+
+
+def sharded_net(make: Callable[[], nn.Module] = Net, **kwargs: Any) -> nn.Module:
+    """A seeded model whose blocks and root are groups; ``kwargs`` are those of ``fully_shard``."""
+    net = seeded(make)
+    for block in getattr(net, "blocks", ()):
+        fully_shard(block, **kwargs)
+    return fully_shard(net, **kwargs)
 
 
 def batches(world_size: int, step: int = 0, rows: int = 2) -> torch.Tensor:

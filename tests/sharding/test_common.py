@@ -23,17 +23,11 @@ from tests.sharding.nets import (
     batches,
     loss_of,
     seeded,
+    sharded_net,
 )
 
 Ranks = Callable[..., list[Any]]
 pytestmark = pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
-
-
-def _sharded(make: Callable[[], nn.Module] = Net, **kwargs: Any) -> nn.Module:
-    net = seeded(make)
-    for block in getattr(net, "blocks", ()):
-        fully_shard(block, **kwargs)
-    return fully_shard(net, **kwargs)
 
 
 def _in_common(net: nn.Module) -> set[str]:
@@ -67,7 +61,7 @@ def _train(net: nn.Module, whole: nn.Module, rank: int, world_size: int, steps: 
 
 
 def _from_the_start(rank: int, world_size: int) -> None:
-    net, whole = _sharded(), seeded(Net)
+    net, whole = sharded_net(), seeded(Net)
     views = {name: param.to_local() for name, param in net.named_parameters()}
     assert _in_common(net) >= {"up.weight", "down.weight"}
     _train(net, whole, rank, world_size)
@@ -84,7 +78,7 @@ def test_shards_live_there_before_anybody_can_have_views_of_them(
 
 def _moved(rank: int, world_size: int, how: str) -> None:
     whole = seeded(Net)
-    net = _sharded()
+    net = sharded_net()
     if how == "meta":
         with torch.device("meta"):
             net = Net()
@@ -92,7 +86,7 @@ def _moved(rank: int, world_size: int, how: str) -> None:
             fully_shard(block)
         fully_shard(net)
         net.to_empty(device="cpu")
-        reference = _sharded().state_dict()
+        reference = sharded_net().state_dict()
         net.load_state_dict(reference)
     elif how == "assign":
         state = {name: value.clone() for name, value in net.state_dict().items()}
@@ -128,7 +122,7 @@ class _Clamped(nn.Module):
 
 
 def _changes_its_weight(rank: int, world_size: int, transport: str) -> list[torch.Tensor]:
-    net = _sharded(_Clamped, transport=transport, reshard_after_forward=True)
+    net = sharded_net(_Clamped, transport=transport, reshard_after_forward=True)
     seen = []
     for step in range(3):
         loss = loss_of(net, batches(world_size, step)[rank])
@@ -159,7 +153,7 @@ class _Slow(Net):
 
 
 def _writes_at_once(rank: int, world_size: int, grad: bool) -> None:
-    net, whole = _sharded(_Slow), seeded(_Slow)
+    net, whole = sharded_net(_Slow), seeded(_Slow)
     net.seconds = 0.01 * rank
     x = batches(world_size)[rank]
     for _ in range(5):
@@ -177,7 +171,7 @@ def test_shards_may_be_written_to_as_soon_as_a_forward_returns(ranks: Ranks, gra
 
 
 def _writes_after_reshard(rank: int, world_size: int) -> None:
-    net = _sharded(_Slow)
+    net = sharded_net(_Slow)
     before = net.head.weight.full_tensor().detach().clone()
     net.unshard()
     time.sleep(0.05 * rank)
@@ -192,7 +186,7 @@ def test_shards_may_be_written_to_as_soon_as_a_reshard_returns(ranks: Ranks) -> 
 
 
 def _alone(rank: int, world_size: int) -> None:
-    net, whole = _sharded(reshard_after_forward=False), seeded(Net)
+    net, whole = sharded_net(reshard_after_forward=False), seeded(Net)
     for module in net.modules():
         if state_of(module) is not None:
             module.unshard()
@@ -208,7 +202,7 @@ def test_a_forward_that_gathers_nothing_waits_for_nobody(ranks: Ranks) -> None:
 
 def _hybrid(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    net, whole = _sharded(mesh=mesh), seeded(Net)
+    net, whole = sharded_net(mesh=mesh), seeded(Net)
     _train(net, whole, rank, world_size)
     assert _in_common(net)
 
@@ -261,7 +255,7 @@ def _input_gradient(net: nn.Module, x: torch.Tensor, how: str) -> torch.Tensor:
 
 def _reads_on(rank: int, world_size: int, how: str, reshard: bool | None) -> None:
     x = batches(world_size)[rank]
-    net, whole = _sharded(_LateNet, reshard_after_forward=reshard), seeded(_LateNet)
+    net, whole = sharded_net(_LateNet, reshard_after_forward=reshard), seeded(_LateNet)
     if how == "no sync":
         net.set_requires_gradient_sync(False)
     if how == "evaluations":
@@ -296,7 +290,7 @@ def _writes_before_backward(rank: int, world_size: int, transport: str) -> list[
     """A step that comes between a forward and its backward, and one past autograd's sight."""
     found = []
     for reshard in (None, False):
-        net = _sharded(_LateNet, reshard_after_forward=reshard, transport=transport)
+        net = sharded_net(_LateNet, reshard_after_forward=reshard, transport=transport)
         shards = list(net.parameters())
         x = batches(world_size)[rank].requires_grad_()
         out = net(x)
@@ -310,7 +304,7 @@ def _writes_before_backward(rank: int, world_size: int, transport: str) -> list[
             for param in shards:
                 param.data.mul_(1.0 + rank)
             found.append(net(x))
-    net = _sharded(_LateNet, transport=transport)
+    net = sharded_net(_LateNet, transport=transport)
     for module in net.modules():
         if state_of(module) is not None:
             module.unshard()
@@ -339,7 +333,7 @@ def test_what_stays_unsharded_keeps_its_values_as_with_memory_of_its_own(ranks: 
 
 
 def _copied(rank: int, world_size: int) -> None:
-    net = copy.deepcopy(_sharded())
+    net = copy.deepcopy(sharded_net())
     views = [param.to_local() for param in net.parameters()]
     with torch.no_grad():
         x = batches(world_size)[rank]

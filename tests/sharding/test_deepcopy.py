@@ -20,20 +20,14 @@ from tests.sharding.nets import (
     batches,
     loss_of,
     seeded,
+    sharded_net,
 )
 
 Ranks = Callable[..., list[Any]]
 
 
-def _sharded(**kwargs: Any) -> Net:
-    net = seeded(Net)
-    for block in net.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(net, **kwargs)
-
-
 def _independent(rank: int, world_size: int, when: str, k: bool | int) -> None:
-    net, whole = _sharded(reshard_after_forward=k), seeded(Net)
+    net, whole = sharded_net(reshard_after_forward=k), seeded(Net)
     if when != "new":
         loss_of(net, batches(world_size)[rank]).backward()
         net.zero_grad()
@@ -74,7 +68,7 @@ def test_the_copy_trains_by_itself(ranks: Ranks, when: str, k: bool | int) -> No
 
 
 def _part(rank: int, world_size: int) -> None:
-    net = _sharded()
+    net = sharded_net()
     net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1]])
     net.blocks[0].set_modules_to_backward_prefetch([net.blocks[2]])
     loss_of(net, batches(world_size)[rank]).backward()

@@ -20,39 +20,9 @@ import shardwise
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise.sharding.group import GroupState
 from shardwise.sharding.hooks import state_of
+from tests.sharding.nets import Block, Net, sharded_net
 
 Ranks = Callable[..., list[Any]]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 7)
-        self.down = nn.Linear(7, 6, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
-
-
-class Net(nn.Module):
-    def __init__(self, blocks: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(6, 5)
-        self.gain = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.gain
-
-
-def _net(**kwargs: Any) -> Net:
-    torch.manual_seed(0)
-    net = Net()
-    for block in net.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(net, **kwargs)
 
 
 def _raises(kind: type[BaseException], fn: Callable[[], object]) -> str:
@@ -69,7 +39,7 @@ def _raises(kind: type[BaseException], fn: Callable[[], object]) -> str:
 def _forms(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     original = Net()
-    net = _net()
+    net = sharded_net()
 
     assert [name for name, _ in net.named_parameters()] == [
         name for name, _ in original.named_parameters()
@@ -99,7 +69,7 @@ def test_parameters_become_dtensors_under_their_names(ranks: Ranks, world_size: 
 
 
 def _lives(rank: int, world_size: int) -> None:
-    net = _net()
+    net = sharded_net()
     block = net.blocks[0]
     seen: dict[str, list[str]] = {}
 
@@ -134,7 +104,7 @@ def test_a_group_is_whole_only_while_it_computes(ranks: Ranks) -> None:
 
 
 def _memory(rank: int, world_size: int) -> None:
-    net = _net()
+    net = sharded_net()
     net(torch.ones(2, 6)).sum().backward()
     for state in (state_of(module) for module in net.modules()):
         if state is None:
@@ -153,7 +123,7 @@ def test_no_full_parameter_or_gradient_is_left_after_a_step(ranks: Ranks) -> Non
 
 
 def _manual(rank: int, world_size: int) -> None:
-    net = _net()
+    net = sharded_net()
     block = net.blocks[1]
     whole = block.up.weight.full_tensor()
 
@@ -231,7 +201,7 @@ def test_several_modules_as_one_group(ranks: Ranks) -> None:
 
 
 def _moved(rank: int, world_size: int) -> None:
-    net = _net()
+    net = sharded_net()
     net(torch.ones(2, 6)).sum().backward()
     parameters = list(net.parameters())
     net.zero_grad()
@@ -272,7 +242,7 @@ def test_slicing_a_sharded_sequential_gives_a_plain_one(ranks: Ranks) -> None:
 
 
 def _frozen(rank: int, world_size: int) -> None:
-    net = _net()
+    net = sharded_net()
     net.blocks[0].requires_grad_(False)
     net.head.bias.requires_grad_(False)
     net(torch.ones(2, 6)).sum().backward()
@@ -289,7 +259,7 @@ def test_freezing_and_unfreezing_while_training(ranks: Ranks) -> None:
 
 
 def _recovers(rank: int, world_size: int) -> None:
-    net, twin = _net(), _net()
+    net, twin = sharded_net(), sharded_net()
     x = torch.ones(2, 6)
     for each in (net, twin):
         each(x).sum().backward()
@@ -316,7 +286,7 @@ def test_a_failed_forward_can_be_reset(ranks: Ranks) -> None:
 
 
 def _evaluates(rank: int, world_size: int, mode: str) -> None:
-    net, twin = _net(), _net()
+    net, twin = sharded_net(), sharded_net()
     x = torch.ones(2, 6)
     guard = torch.no_grad if mode == "no_grad" else torch.inference_mode
     for _ in range(3):
@@ -336,32 +306,32 @@ def test_evaluation_between_steps_changes_nothing(ranks: Ranks, mode: str) -> No
 
 
 def _switched(rank: int, world_size: int) -> None:
-    net = _net()
+    net = sharded_net()
     net.set_reshard_after_forward(True)
     net(torch.ones(2, 6)).sum()
     assert isinstance(net.head.weight, DTensor), "also the root"
     assert "expected a bool" in _raises(ValueError, lambda: net.set_reshard_after_forward(1))
 
-    net = _net()
+    net = sharded_net()
     net.set_reshard_after_backward(False)
     net(torch.ones(2, 6)).sum().backward()
     assert not isinstance(net.blocks[0].up.weight, DTensor)
 
-    net = _net()
+    net = sharded_net()
     net.set_requires_gradient_sync(False)
     for _ in range(2):
         net(torch.ones(2, 6)).sum().backward()
     assert all(param.grad is None for param in net.parameters())
     net.set_requires_gradient_sync(True)
     net(torch.ones(2, 6)).sum().backward()
-    once = _net()
+    once = sharded_net()
     once(torch.ones(2, 6)).sum().mul(3).backward()
     for param, other in zip(net.parameters(), once.parameters(), strict=True):
         assert param.grad is not None
         assert other.grad is not None
         torch.testing.assert_close(param.grad.full_tensor(), other.grad.full_tensor())
 
-    halved = _net()
+    halved = sharded_net()
     for module in halved.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(2.0 * world_size)
@@ -378,7 +348,7 @@ def test_switches(ranks: Ranks) -> None:
 
 
 def _prefetches(rank: int, world_size: int) -> None:
-    net = _net()
+    net = sharded_net()
     first, second, third = net.blocks
     first.set_modules_to_forward_prefetch([second, third])
     third.set_modules_to_backward_prefetch([second, first])
@@ -443,7 +413,7 @@ def _refusals(rank: int, world_size: int) -> None:
     assert "weight, bias are on the meta device" in message
     assert f"rank {rank}" in message
 
-    nested = _net()
+    nested = sharded_net()
     nested.blocks[0](torch.ones(1, 6))
     message = _raises(RuntimeError, lambda: nested(torch.ones(1, 6)))
     assert "blocks.0 has already run" in message
@@ -508,7 +478,7 @@ def _two_dimensions(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     reference = Net()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    net = _net(mesh=mesh)
+    net = sharded_net(mesh=mesh)
     assert net.head.weight.placements == (Replicate(), Shard(0))
     batches = torch.randn(3, world_size, 2, 6, generator=torch.Generator().manual_seed(1))
 
@@ -537,7 +507,7 @@ def test_accumulating_with_reduce_scatter_but_without_all_reduce(ranks: Ranks) -
 def _more_than_once(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     reference = Net()
-    net = _net()
+    net = sharded_net()
     x = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(1))
 
     def losses(model: nn.Module) -> list[torch.Tensor]:
@@ -561,7 +531,7 @@ def test_several_forwards_before_backward_and_backward_twice(ranks: Ranks) -> No
 def _gradient_of_the_input(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     reference = Net()
-    net = _net()
+    net = sharded_net()
     grads = []
     for model in (net, reference):
         x = torch.ones(2, 6, requires_grad=True)

@@ -19,6 +19,7 @@ from tests.sharding.nets import (
     batches,
     loss_of,
     seeded,
+    sharded_net,
 )
 
 Ranks = Callable[..., list[Any]]
@@ -36,13 +37,6 @@ class Fails(torch.autograd.Function):
         raise ArithmeticError("in backward")
 
 
-def _sharded(**kwargs: Any) -> Net:
-    net = seeded(Net)
-    for block in net.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(net, **kwargs)
-
-
 def _fail(where: str, net: Net, x: torch.Tensor) -> None:
     def raise_error(*_: object) -> None:
         raise ArithmeticError("in forward")
@@ -58,7 +52,7 @@ def _fail(where: str, net: Net, x: torch.Tensor) -> None:
 
 
 def _trains_on(rank: int, world_size: int, where: str, reset: bool, first: bool) -> None:
-    net, whole = _sharded(), seeded(Net)
+    net, whole = sharded_net(), seeded(Net)
     if not first:
         loss_of(net, batches(world_size)[rank]).backward()
         net.zero_grad()
@@ -126,7 +120,7 @@ def test_an_exception_that_the_model_itself_handles(ranks: Ranks) -> None:
 
 
 def _inside_a_handler(rank: int, world_size: int) -> None:
-    net, whole = _sharded(), seeded(Net)
+    net, whole = sharded_net(), seeded(Net)
     x = batches(world_size)
     try:
         raise ArithmeticError
@@ -141,7 +135,7 @@ def test_a_step_inside_an_exception_handler_is_no_failure(ranks: Ranks) -> None:
 
 
 def _second_backward(rank: int, world_size: int) -> None:
-    net = _sharded()
+    net = sharded_net()
     x = batches(world_size)[rank]
     with pytest.raises(NotImplementedError, match=r"backward\(create_graph=True\)"):
         loss_of(net, x).backward(create_graph=True)

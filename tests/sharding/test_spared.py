@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise import fully_shard
 from shardwise.sharding.group import GroupState
 from shardwise.sharding.hooks import state_of
 from tests.sharding.nets import (
@@ -19,19 +18,13 @@ from tests.sharding.nets import (
     batches,
     loss_of,
     seeded,
+    sharded_net,
 )
 
 Ranks = Callable[..., list[Any]]
 
 # There a full parameter without memory has an empty storage.
 ON_GLOO = {"SHARDWISE_TRANSPORT": "c10d"}
-
-
-def _sharded(**kwargs: Any) -> Net:
-    net = seeded(Net)
-    for block in net.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(net, **kwargs)
 
 
 def _held(net: Net) -> bool:
@@ -41,7 +34,7 @@ def _held(net: Net) -> bool:
 
 
 def _saves_a_gather(rank: int, world_size: int) -> None:
-    net, whole = _sharded(), seeded(Net)
+    net, whole = sharded_net(), seeded(Net)
     group = state_of(net.blocks[0]).groups[0]
     gathers: list[str] = []
     transport = type(group.mesh.shard)
@@ -72,7 +65,7 @@ def test_backward_gathers_nothing(ranks: Ranks) -> None:
 
 def _written_to(rank: int, world_size: int) -> None:
     """Between forward and backward the last layer's weights are doubled, as by a user."""
-    net = _sharded(reshard_after_forward=True)
+    net = sharded_net(reshard_after_forward=True)
     x = batches(world_size)
     loss = loss_of(net, x[rank])
     weight = net.blocks[2].down.weight
@@ -81,7 +74,7 @@ def _written_to(rank: int, world_size: int) -> None:
     loss.backward()
 
     # The gradient of what comes before passes through the doubled weights.
-    other = _sharded(reshard_after_forward=True)
+    other = sharded_net(reshard_after_forward=True)
     loss_of(other, x[rank]).backward()
     mine, theirs = net.blocks[2].up.weight.grad, other.blocks[2].up.weight.grad
     assert mine is not None
@@ -95,7 +88,7 @@ def test_a_shard_that_was_written_to_is_gathered_again(ranks: Ranks, spares: boo
 
 
 def _freed(rank: int, world_size: int) -> None:
-    net = _sharded()
+    net = sharded_net()
     x = batches(world_size)[rank]
     with torch.no_grad():
         net(x)
@@ -117,7 +110,7 @@ def test_when_it_is_freed(ranks: Ranks) -> None:
 
 
 def _counted(rank: int, world_size: int) -> None:
-    net = _sharded(transport="collectives")
+    net = sharded_net(transport="collectives")
     loss_of(net, batches(world_size)[rank])
     assert not _held(net)
 

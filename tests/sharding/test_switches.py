@@ -33,18 +33,12 @@ from tests.sharding.nets import (
     batches,
     loss_of,
     seeded,
+    sharded_net,
 )
 
 Ranks = Callable[..., list[Any]]
 
 SHARDED, UNSHARDING, UNSHARDED = GroupState.SHARDED, GroupState.UNSHARDING, GroupState.UNSHARDED
-
-
-def _net(**kwargs: Any) -> Net:
-    net = seeded(Net)
-    for block in net.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(net, **kwargs)
 
 
 def _group(module: nn.Module) -> ParamGroup:
@@ -68,7 +62,7 @@ def _sharded_modules(net: nn.Module) -> list[FSDPModule]:
 
 
 def _accumulates(rank: int, world_size: int) -> None:
-    net, whole = _net(), seeded(Net)
+    net, whole = sharded_net(), seeded(Net)
     net.set_requires_gradient_sync(False)
     for step in range(2):
         loss_of(net, batches(world_size, step)[rank]).backward()
@@ -86,13 +80,13 @@ def test_without_gradient_sync_gradients_wait_for_the_next_backward_with_it(rank
 
 def _own_group_only(rank: int, world_size: int) -> None:
     x = batches(world_size)[rank]
-    net = _net()
+    net = sharded_net()
     net.set_requires_gradient_sync(False, recurse=False)
     loss_of(net, x).backward()
     assert net.head.weight.grad is None
     assert net.blocks[0].up.weight.grad is not None
 
-    net = _net(mesh=_hybrid(world_size))
+    net = sharded_net(mesh=_hybrid(world_size))
     net.set_requires_all_reduce(False, recurse=False)
     loss_of(net, x).backward()
     assert net.head.weight.grad is None
@@ -141,7 +135,7 @@ def test_reduce_scatter_now_and_all_reduce_later(
 
 
 def _sync_includes_all_reduce(rank: int, world_size: int) -> None:
-    net, whole = _net(mesh=_hybrid(world_size)), seeded(Net)
+    net, whole = sharded_net(mesh=_hybrid(world_size)), seeded(Net)
     x = batches(world_size)
     net.set_requires_all_reduce(False)
     loss_of(net, x[rank]).backward()
@@ -157,7 +151,7 @@ def test_gradient_sync_switches_both_collectives(ranks: Ranks) -> None:
 
 
 def _not_last(rank: int, world_size: int) -> None:
-    net, whole = _net(), seeded(Net)
+    net, whole = sharded_net(), seeded(Net)
     net.set_is_last_backward(False)
     for step in range(3):
         net.set_is_last_backward(step == 2)
@@ -178,7 +172,7 @@ def test_reductions_outlive_a_backward_that_is_not_the_last(ranks: Ranks) -> Non
 
 def _after_forward(rank: int, world_size: int) -> None:
     x = batches(world_size)[rank]
-    net, whole = _net(), seeded(Net)
+    net, whole = sharded_net(), seeded(Net)
     average_backward(whole, batches(world_size))
 
     net.set_reshard_after_forward(False)
@@ -210,7 +204,7 @@ def test_reshard_after_forward(ranks: Ranks) -> None:
 
 def _no_longer_kept(rank: int, world_size: int, between: bool) -> None:
     x = batches(world_size)
-    net, whole = _net(reshard_after_forward=2), seeded(Net)
+    net, whole = sharded_net(reshard_after_forward=2), seeded(Net)
     loss = loss_of(net, x[rank])
     assert _states(net) == [GroupState.KEPT] * 3
     if not between:
@@ -235,7 +229,7 @@ def test_a_bool_takes_the_place_of_an_int(ranks: Ranks, between: bool) -> None:
 
 def _after_backward(rank: int, world_size: int) -> None:
     x = batches(world_size)
-    net, whole = _net(), seeded(Net)
+    net, whole = sharded_net(), seeded(Net)
     net.set_reshard_after_backward(False)
     for sync in (False, True):
         net.set_requires_gradient_sync(sync)
@@ -261,7 +255,7 @@ def test_reshard_after_backward(ranks: Ranks) -> None:
 
 
 def _prefetches(rank: int, world_size: int) -> None:
-    net = _net(transport="collectives")  # which gathers literally whenever it could
+    net = sharded_net(transport="collectives")  # which gathers literally whenever it could
     first, second, third = net.blocks
     seen: list[list[GroupState]] = []
     for module in (first.up, second.up):
@@ -344,7 +338,7 @@ def test_an_embedding_need_not_be_gathered_for_backward(ranks: Ranks) -> None:
 
 def _divides(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    net, whole = _net(mp_policy=policy), seeded(Net)
+    net, whole = sharded_net(mp_policy=policy), seeded(Net)
     x = batches(world_size)
     net.set_gradient_divide_factor(4.0)
     for block in net.blocks:
@@ -372,7 +366,7 @@ def test_a_factor_of_the_users_takes_the_place_of_the_world_size(
 
 
 def _divides_in_two_dimensions(rank: int, world_size: int) -> None:
-    net, whole = _net(mesh=_hybrid(world_size)), seeded(Net)
+    net, whole = sharded_net(mesh=_hybrid(world_size)), seeded(Net)
     x = batches(world_size)
     for module in _sharded_modules(net):
         with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
@@ -392,7 +386,7 @@ def test_the_older_name_of_the_factor_still_works_but_warns(ranks: Ranks) -> Non
 
 def _hooked(rank: int, world_size: int, replicates: bool, force_sum: bool) -> None:
     mesh = _hybrid(world_size) if replicates else None
-    net, whole = _net(mesh=mesh), seeded(Net)
+    net, whole = sharded_net(mesh=mesh), seeded(Net)
     x = batches(world_size)
     seen: list[torch.Tensor] = []
     net.set_force_sum_reduction_for_comms(force_sum)
@@ -597,7 +591,7 @@ def test_custom_collectives_of_any_mesh(ranks: Ranks) -> None:
 
 
 def _separate_group(rank: int, world_size: int, custom: bool) -> None:
-    net, whole = _net(), seeded(Net)
+    net, whole = sharded_net(), seeded(Net)
     gather, scatter = Gather(returns_work=True), Scatter(returns_work=True)
     if custom:
         for module in _sharded_modules(net):
@@ -652,7 +646,7 @@ def test_a_separate_group_to_reduce_in_can_be_switched_on_and_off(
 
 
 def _switched_while_accumulating(rank: int, world_size: int) -> None:
-    net, whole = _net(), seeded(Net)
+    net, whole = sharded_net(), seeded(Net)
     x = batches(world_size)
     net.set_requires_gradient_sync(False)
     loss_of(net, x[rank]).backward()
@@ -758,7 +752,7 @@ def test_more_gradients_may_be_on_their_way_at_once(ranks: Ranks) -> None:
 
 
 def _event(rank: int, world_size: int) -> None:
-    net = _net()
+    net = sharded_net()
     event = object()
     net.set_post_optim_event(event)
     root = state_of(net).root
@@ -844,7 +838,7 @@ def test_roots_over_the_same_ranks_share_a_transport(ranks: Ranks) -> None:
 
 
 def _classes(rank: int, world_size: int) -> None:
-    net = _net()
+    net = sharded_net()
     assert get_cls_to_fsdp_cls()[Net] is type(net)
     assert get_cls_to_fsdp_cls()[Block] is type(net.blocks[0])
     assert type(type(net)()) is Net, "constructing the class makes a plain module"
@@ -863,7 +857,7 @@ def test_the_classes_that_sharding_makes(ranks: Ranks) -> None:
 
 
 def _reset_nested(rank: int, world_size: int) -> None:
-    net = _net()
+    net = sharded_net()
     loss_of(net, batches(world_size)[rank]).backward()
     with pytest.raises(RuntimeError, match=r"expected the root.*found a nested FSDPBlock"):
         net.blocks[0].reset_iter_state()

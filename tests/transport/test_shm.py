@@ -9,8 +9,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
 from shardwise.sharding.hooks import state_of
 from shardwise.transport import futex, meeting, select_transport, shm, signals
+from shardwise.transport.arena import Arena
 from shardwise.transport.base import Label, Reduce, Transport
 from shardwise.transport.shm import ShmTransport
 from tests.harness import run_ranks
@@ -332,7 +331,7 @@ def test_nothing_is_left_when_all_ranks_are_killed(tmp_path: Path) -> None:
     assert [name for name in names if name in listed] == []
 
 
-def _survive(rank: int, world_size: int, how: str) -> tuple[str, float]:
+def _survive(rank: int, world_size: int, how: str, folder: Path) -> tuple[str, float]:
     transport = _transport()
     _gather(transport)
     if rank == world_size - 1:
@@ -340,9 +339,10 @@ def _survive(rank: int, world_size: int, how: str) -> tuple[str, float]:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "killed, with a child":
             # As a data loader's worker does, it holds what its parent had open.
-            if os.fork() == 0:
-                time.sleep(8)
+            if (child := os.fork()) == 0:
+                time.sleep(60)
                 os._exit(0)
+            (folder / "child").write_text(str(child))
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(0)
     start = time.monotonic()
@@ -353,8 +353,10 @@ def _survive(rank: int, world_size: int, how: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("how", ["killed", "killed, with a child", "left"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_dead_peer_is_named_at_once(world_size: int, how: str) -> None:
-    outcomes = run_ranks(_survive, world_size, how, pg_timeout=600, expect_failures=True)
+def test_a_dead_peer_is_named_at_once(tmp_path: Path, world_size: int, how: str) -> None:
+    outcomes = run_ranks(_survive, world_size, how, tmp_path, pg_timeout=600, expect_failures=True)
+    if how == "killed, with a child":
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)  # it was there all the time
     for rank, outcome in enumerate(outcomes[:-1]):
         assert outcome.ok, outcome.describe(world_size)
         message, seconds = outcome.result
@@ -459,7 +461,8 @@ def test_dtypes_and_uneven_chunks(world_size: int, dtype: torch.dtype) -> None:
 
 def test_a_small_dev_shm_does_not_matter() -> None:
     """The memory is in no file system that has a size, as the one at /dev/shm has."""
-    code = "from shardwise.transport.arena import Arena; import os; print(os.readlink("
-    code += "f'/proc/self/fd/{Arena.create()}'))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "/memfd:shardwise (deleted)"
+    descriptor = Arena.create()
+    try:
+        assert os.readlink(f"/proc/self/fd/{descriptor}") == "/memfd:shardwise (deleted)"
+    finally:
+        os.close(descriptor)
