@@ -16,10 +16,10 @@ from shardwise.inspect.wanted import WantedMesh
 from shardwise.launch.errors import UserError
 from shardwise.recipes.config import OptionError, require
 from shardwise.recipes.planned import (
-    FAMILIES,
-    family_of,
+    PLANNED,
     make_plan,
     near_parameters,
+    settings_of,
     with_counted_values,
 )
 from shardwise.units import brief_size
@@ -42,14 +42,12 @@ A page to look at in a browser, for a model of transformers on 512 ranks:
       --html plan.html[/cyan]
 """
 
-_MODELS = ", ".join(name for family in FAMILIES for name in family.names)
-
 
 def inspect(
     *,
     model: Annotated[
         str,
-        Option(help=f"{_MODELS}, or the path of a config.json of transformers."),
+        Option(help=", ".join(PLANNED) + ", or the path of a config.json of transformers."),
     ] = "llama-150m",
     mesh: Annotated[
         str,
@@ -97,13 +95,12 @@ def inspect(
     mesh that is only pretended. In a running job, shardwise.inspect(model) makes the same report.
     """
     wanted = _wanted(mesh)
-    family = family_of(model)
-    family.check(model)
+    settings = settings_of(model)
     if rank is not None:
         last = wanted.size - 1
         require(0 <= rank <= last, "--rank", rank, f"a rank from 0 to {last}")
     require(svg is None or param is not None, "--svg", "no --param", "one: the picture is of it")
-    report = make_plan(family, model, wanted, mesh)
+    report = make_plan(settings, model, wanted, mesh)
     found = [each.name for each in report.matching(param)]
     if param is not None and not found:
         raise OptionError("--param", param, near_parameters(report, param))

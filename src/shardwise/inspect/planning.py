@@ -7,11 +7,12 @@ layouts are read as they are read off a running job. Nothing is computed twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shardwise import _torch
@@ -30,12 +31,14 @@ class Planned:
         blocks: the modules that become groups of their own; the rest is one group.
         tensor_parallel: torch's styles by the names of modules, for a mesh with ``tp``.
         heads: numbers that the size of ``tp`` has to divide, by what they count.
+        placement: along which dimension a parameter is cut; ``None``: as ``fully_shard`` does.
     """
 
     model: nn.Module
     blocks: Sequence[nn.Module]
-    tensor_parallel: Mapping[str, ParallelStyle]
-    heads: Mapping[str, int]
+    tensor_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    heads: Mapping[str, int] = field(default_factory=dict)
+    placement: Callable[[nn.Parameter], Shard | None] | None = None
 
 
 def plan(planned: Planned, wanted: WantedMesh, name: str) -> Report:
@@ -53,7 +56,12 @@ def plan(planned: Planned, wanted: WantedMesh, name: str) -> Report:
         if wanted.data_parallel:
             data = mesh[wanted.data_parallel]
             for module in (*planned.blocks, model):
-                fully_shard(module, mesh=data, transport="collectives")
+                fully_shard(
+                    module,
+                    mesh=data,
+                    transport="collectives",
+                    shard_placement_fn=planned.placement,
+                )
         return read(model, mesh, name)
 
 

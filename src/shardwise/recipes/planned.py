@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardwise.inspect.wanted import WantedMesh
 from shardwise.recipes.config import require
-from shardwise.recipes.presets import PRESETS, model_settings
+from shardwise.recipes.presets import PRESETS, find_settings
+from shardwise.recipes.vit_presets import VIT_PRESETS
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -21,32 +21,25 @@ if TYPE_CHECKING:
     from shardwise.inspect.report import Report
 
 
-@dataclass(frozen=True)
-class Family:
-    """Models of one recipe.
-
-    Attributes:
-        names: of its presets.
-        check: is given a name or a path, and raises an ``OptionError`` if it is neither; without
-            importing torch.
-        build: makes the model on the meta device.
-    """
-
-    names: Sequence[str]
-    check: Callable[[str], object]
-    build: Callable[[str], Planned]
+#: Every preset of every recipe, as the ``config.json`` that it stands for.
+PLANNED: dict[str, dict[str, Any]] = {
+    name: preset.settings()
+    for presets in (PRESETS, VIT_PRESETS)
+    for name, preset in presets.items()
+}
 
 
-def family_of(model: str) -> Family:
-    """The family that has a preset of this name; the first, which takes paths, if none has."""
-    return next((family for family in FAMILIES if model in family.names), FAMILIES[0])
+def settings_of(model: str) -> dict[str, Any]:
+    """The settings of a preset or of a ``config.json``; see :func:`find_settings`."""
+    return find_settings(model, PLANNED)
 
 
-def make_plan(family: Family, model: str, wanted: WantedMesh, text: str) -> Report:
+def make_plan(settings: dict[str, Any], model: str, wanted: WantedMesh, text: str) -> Report:
     """The report of a plan.
 
     Args:
-        family: of the model.
+        settings: of the model; those of type ``vit`` tell classes of pictures apart, all others
+            are causal language models.
         model: its name or path.
         wanted: the mesh.
         text: the mesh as it was written.
@@ -56,7 +49,8 @@ def make_plan(family: Family, model: str, wanted: WantedMesh, text: str) -> Repo
     """
     from shardwise.inspect.planning import plan
 
-    planned = family.build(model)
+    is_vit = settings["model_type"] == "vit"
+    planned = _vision_transformer(settings) if is_vit else _language_model(model, settings)
     size = wanted.tensor_parallel
     for what, count in planned.heads.items():
         require(count % size == 0, "--mesh", text, f"a tp that divides the {count} {what}")
@@ -84,12 +78,20 @@ def with_counted_values(report: Report) -> Report:
     return dataclasses.replace(report, values=counted_values(report))
 
 
-def _language_model(model: str) -> Planned:
+def _vision_transformer(settings: dict[str, Any]) -> Planned:
+    from shardwise.inspect.planning import Planned
+    from shardwise.recipes.picture_config import FAKE_CLASSES
+    from shardwise.recipes.vit_model import build, placement, units_of
+
+    made = build(settings, FAKE_CLASSES)
+    return Planned(model=made, blocks=units_of(made, nested=True), placement=placement)
+
+
+def _language_model(model: str, settings: dict[str, Any]) -> Planned:
     from shardwise.inspect.planning import Planned
     from shardwise.recipes.data import SEPARATOR, VOCAB_SIZE
     from shardwise.recipes.model import build, decoder_layers
 
-    settings = model_settings(model)
     # A preset is what `train lm` makes of it; a config file describes a model of its own.
     ours = model in PRESETS
     made = build(settings, VOCAB_SIZE if ours else None, SEPARATOR if ours else None)
@@ -141,6 +143,3 @@ def _heads(config: Any) -> Iterator[tuple[str, int]]:
         count = getattr(config, field, None)
         if isinstance(count, int):
             yield what, count
-
-
-FAMILIES = (Family(tuple(PRESETS), model_settings, _language_model),)
