@@ -196,6 +196,20 @@ def test_diff_tells_what_differs(shell: Shell, run: Path) -> None:
     assert shown.splitlines()[-1] == "1 difference"
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_tables_fit_a_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Names are folded and stay whole; nothing is cut off."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    name = "model.layers.0.post_attention_layernorm." + "very_long_" * 3 + "weight"
+    save_file({name: torch.zeros(40, 110, 3), "only.in.a": torch.zeros(2)}, "a.safetensors")
+    save_file({name: torch.ones(40, 110, 3)}, "b.safetensors")
+    for command, code in (("show a.safetensors", 0), ("diff a.safetensors b.safetensors", 1)):
+        shown = shell(*command.split(), code=code)
+        assert max(map(len, shown.splitlines())) <= width, shown
+        assert "…" not in shown
+
+
 # ---- making ----
 
 
@@ -226,6 +240,20 @@ def test_convert_goes_everywhere_and_back(shell: Shell, run: Path) -> None:
 
 
 # ---- saying no ----
+
+
+def test_ctrl_c_is_one_line_too(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardwise.checkpoint.consolidate.write_single", interrupted)
+    save_file({"a": torch.ones(3)}, "good.safetensors")
+    assert shell.refused("consolidate", "good.safetensors", "out.safetensors", code=130) == (
+        "error: stopped\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["good.safetensors"], "nothing is left"
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: str, me
         ("mnist --data-dir mnist --epochs 0", "--epochs: found 0, expected 1 or more"),
         ("mnist --data-dir mnist --steps 0", "--steps: found 0, expected 1 or more"),
         ("mnist --data-dir mnist --eval-interval -1", "--eval-every: found -1, expected 0 or"),
+        ("mnist --data-dir mnist --strategy diloco", "expected another: only train lm has them"),
+        ("vit --dry-run --strategy diloco", "--strategy: found diloco without settings of DiLoCo"),
         ("imagenet", "--data-dir: found none, expected a folder with train and val, or --fake-"),
         ("imagenet --data-dir x --fake-data", "--fake-data: found --data-dir too, expected one"),
         ("imagenet --data-dir mnist", "--data-dir: found no folder train in mnist, expected"),
@@ -312,9 +316,44 @@ def test_every_option_is_explained_and_legible_in_80_columns(
     assert "…" not in shown
 
 
+def test_no_line_of_help_is_broken_in_two_in_80_columns() -> None:
+    """Typer keeps the line breaks of paragraphs and examples, so lines have to fit."""
+    import inspect
+
+    import typer
+
+    def commands(of: Any, name: str) -> Iterator[tuple[str, Any]]:
+        yield name, of
+        for inner, command in getattr(of, "commands", {}).items():
+            yield from commands(command, f"{name} {inner}")
+
+    broken = []
+    for name, command in commands(typer.main.get_command(main.cli), "shardwise"):
+        _, *paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+        examples = re.sub(r"\[/?(bold|cyan)\]", "", command.epilog or "")
+        lines = [line for text in (*paragraphs, examples) for line in text.splitlines()]
+        broken += [(name, line) for line in lines if len(line) > 78]
+    assert not broken
+
+
 def test_the_version_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     assert call(monkeypatch, "--version") == 0
     assert re.fullmatch(r"shardwise \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("arguments", ["train lm --help", "launch-lines --hosts a,b -- train lm"])
+def test_a_reader_that_has_gone_is_no_mistake(arguments: str) -> None:
+    """As behind ``| head``: the exit code is what shells make of SIGPIPE, and nothing is said."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "shardwise", *arguments.split()],
+            stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 def test_help_and_mistakes_need_no_torch() -> None:

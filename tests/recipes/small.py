@@ -62,7 +62,7 @@ def small_config(folder: Path, name: str = "run", **changes: Any) -> LmConfig:
     config = LmConfig(
         model=given.pop("model", str(folder / "config.json")),
         data=(str(folder / "words.txt"),),
-        seq_length=16,
+        seq_length=given.pop("seq_length", 16),
         sample_tokens=given.pop("sample_tokens", 0),
         train=train_config(folder / name, given, AdamWConfig(lr=1e-2, warmup=2)),
     )

@@ -81,6 +81,7 @@ def test_a_run_goes_on_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path
 
     assert refusal(momentum=0.5).startswith("--momentum: found 0.5, expected 0.9, as the run")
     assert refusal(model="resnet18").startswith("--model: found resnet18, another model, expected")
+    assert refusal(model="resnet18", image_size=64).startswith("--model: found resnet18, another")
     assert refusal(image_size=64).startswith("--image-size: found 64, expected 32, as the run")
     (tmp_path / "snapshots" / "train" / "sea" / "0.JPEG").unlink()
     assert refusal().startswith("--data-dir: found ")

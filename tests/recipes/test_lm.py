@@ -320,6 +320,9 @@ def test_a_run_is_resumed_only_with_what_it_began_with(ranks: Ranks, tmp_path: P
     assert betas.startswith("--beta1 and --beta2: found [0.5, 0.9], expected [0.9, 0.95], as the")
     model = str(write_model(other, hidden_size=12))
     assert refusal(model=model).startswith(f"--model: found {model}, another model")
+    both = refusal(model=model, seq_length=12)  # as where the default goes with the model
+    assert both.startswith(f"--model: found {model}, another model")
+    assert refusal(seq_length=12).startswith("--seq-length: found 12, expected ")
     (tmp_path / "words.txt").write_text("other text " * 100)
     assert refusal().startswith("--data: found ")
 

@@ -289,6 +289,7 @@ def test_the_guide_shows_what_the_command_prints(
         app()
     assert ended.value.code == 0
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == expected.splitlines()
+    assert max(map(len, expected.splitlines())) <= 80
     assert not list(tmp_path.iterdir()), "nothing was written"
 
 
@@ -384,6 +385,9 @@ def test_a_run_goes_on_only_with_the_model_it_began_with(ranks: Ranks, tmp_path:
     other = small_vit(tmp_path, steps=2, layers=3, resume=True)
     with pytest.raises(OptionError, match=r"--model: found .*, another model"):
         check_folder(other.check(World(0, 1, 0, 1)))
+    larger = small_vit(tmp_path, steps=2, image_size=64, resume=True)
+    with pytest.raises(OptionError, match=r"--image-size: found 64, expected "):
+        check_folder(larger.check(World(0, 1, 0, 1)))
 
 
 @pytest.mark.parametrize(

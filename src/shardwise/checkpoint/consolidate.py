@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ from shardwise.checkpoint.stored import (
 from shardwise.checkpoint.torchfile import Hole, write_tree
 from shardwise.errors import CheckpointError
 
-# Programs take these for something else than a folder, so one of such a name is a mistake.
-_OTHER_SUFFIXES = (".ckpt", ".pkl", ".pickle", ".npz", ".h5", ".gguf", ".onnx", ".tar", ".zip")
+# What ends so is meant to be a file: .txt, .ckpt, .h5. A version number is no such ending: lm-0.1b.
+_FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w*")
 
 
 def consolidate(
@@ -49,7 +50,8 @@ def consolidate(
 
     - ``.safetensors``: one file with the model;
     - ``.pt``, ``.pth``, ``.bin``: a file of ``torch.save`` with the model's state dict;
-    - anything else: a folder of safetensors files with an index, as ``save_pretrained`` makes it.
+    - a name without such an ending: a folder of safetensors files with an index, as
+      ``save_pretrained`` makes it.
 
     Args:
         source: the checkpoint, of any format.
@@ -68,10 +70,10 @@ def consolidate(
     """
     to_torch = destination.suffix in TORCH_SUFFIXES
     to_folder = not to_torch and destination.suffix != ".safetensors"
-    if to_folder and destination.suffix in _OTHER_SUFFIXES:
+    if to_folder and _FILE_SUFFIX.fullmatch(destination.suffix):
         raise ValueError(
             f"found a destination {destination.suffix}, expected .safetensors, "
-            f"{', '.join(TORCH_SUFFIXES)}, or the name of a folder"
+            f"{', '.join(TORCH_SUFFIXES)}, or the name of a folder, without an ending"
         )
     if everything and not to_torch:
         raise ValueError("--everything goes with a file of torch.save: .pt, .pth or .bin")

@@ -54,6 +54,8 @@ def _told() -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise DamagedError(str(error)) from error
+    except BrokenPipeError:
+        raise  # of what is printed, not of the checkpoint
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise DamagedError(f"{where}{error.strerror or error}") from error
@@ -87,7 +89,8 @@ def ls(
 def verify(path: Checkpoint, buffer: Buffer = _BUFFER, json: Json = False) -> None:
     """Read a checkpoint, and compare every checksum.
 
-    Exit code 1: something is damaged, or a newer one than the newest complete one is.
+    Exit code 1: something is damaged, or a newer one than the newest complete one
+    is.
     """
     from shardwise.checkpoint.formats import Format, find_checkpoint, format_of
     from shardwise.checkpoint.survey import newer_incomplete
@@ -155,7 +158,8 @@ def consolidate(
         Path,
         Argument(
             metavar="DST",
-            help="file.safetensors; file.pt, .pth or .bin; or a folder of safetensors files.",
+            help="file.safetensors; file.pt, .pth or .bin; or a name without an ending, for a "
+            "folder of safetensors files.",
             show_default=False,
         ),
     ],
@@ -176,7 +180,8 @@ def consolidate(
 ) -> None:
     """Write full tensors into plain files, however large the checkpoint, with little memory.
 
-    safetensors, torch.load and from_pretrained read them. No process group is needed.
+    safetensors, torch.load and from_pretrained read them. No process group is
+    needed.
     """
     from shardwise.checkpoint.consolidate import consolidate as run
 

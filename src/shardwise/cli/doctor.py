@@ -34,7 +34,8 @@ def doctor(
 ) -> None:
     """Look for what goes wrong with a job over several hosts. Run it on each of them.
 
-    A line a verdict, and what to do. Ends with exit code 1 if a job would not run.
+    A line a verdict, and what to do. Ends with exit code 1 if a job would not
+    run.
     """
     # Here, and not before: other commands start without it.
     from shardwise.doctor.finding import Finding

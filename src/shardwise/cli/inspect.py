@@ -34,12 +34,12 @@ What rank 5 holds:
   [cyan]shardwise inspect --model llama-150m --mesh dp=2,tp=4 --rank 5[/cyan]
 
 Every block of the embedding, and a picture of it:
-  [cyan]shardwise inspect --model llama-150m --mesh dp=8 --param model.embed_tokens.weight \\
-      --svg embedding.svg[/cyan]
+  [cyan]shardwise inspect --model llama-150m --mesh dp=8 \\
+      --param model.embed_tokens.weight --svg embedding.svg[/cyan]
 
 A page to look at in a browser, for a model of transformers on 512 ranks:
-  [cyan]shardwise inspect --model my-llama/config.json --mesh dp_replicate=4,dp_shard=16,tp=8 \\
-      --html plan.html[/cyan]
+  [cyan]shardwise inspect --model my-llama/config.json \\
+      --mesh dp_replicate=4,dp_shard=16,tp=8 --html plan.html[/cyan]
 """
 
 
@@ -91,8 +91,9 @@ def inspect(
 ) -> None:
     """Show which rank would hold what of a model, before anything runs.
 
-    One process, no memory for parameters: the model is built on the meta device and sharded over a
-    mesh that is only pretended. In a running job, shardwise.inspect(model) makes the same report.
+    One process, no memory for parameters: the model is built on the meta device
+    and sharded over a mesh that is only pretended. In a running job,
+    shardwise.inspect(model) makes the same report.
     """
     wanted = _wanted(mesh)
     settings = settings_of(model)

@@ -15,13 +15,17 @@ EXAMPLES = """
 
   [cyan]shardwise launch-lines --hosts a,b --nproc 8 -- train lm --strategy hybrid[/cyan]
 
-  [cyan]shardwise launch-lines --slurm 4 --nproc 8 -- train lm --auto-resume > job.sh[/cyan]
+  [cyan]shardwise launch-lines --slurm 4 --nproc 8 \\
+    -- train lm --auto-resume > job.sh[/cyan]
 """
 
 
 def launch_lines(
     *,
-    arguments: Annotated[list[str] | None, Argument(metavar="-- COMMAND...")] = None,
+    arguments: Annotated[
+        list[str] | None,
+        Argument(metavar="-- COMMAND", help="What to start: train lm, with its options."),
+    ] = None,
     hosts: Annotated[
         str | None, Option(help="Names of the hosts, by commas; they meet at the first.")
     ] = None,

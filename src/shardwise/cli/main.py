@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import metadata
 from typing import Annotated, NoReturn
@@ -20,6 +21,8 @@ from shardwise.cli import (
 )
 from shardwise.cli.errors import UsageError, describe
 from shardwise.launch.errors import UserError
+
+_STOPPED, _UNREAD = 130, 141  # 128 and the signal, as shells count: SIGINT, SIGPIPE
 
 cli = typer.Typer(
     name="shardwise",
@@ -81,18 +84,37 @@ def _help_if_alone(context: typer.Context) -> None:
 
 
 def app() -> NoReturn:
-    """Run the command line: a mistake of its user is one line on stderr and exit code 2."""
+    """Run the command line: a mistake of its user is one line on stderr and exit code 2.
+
+    Exit code 130: stopped by Ctrl-C. 141: whoever read what it prints has gone, as in ``| head``.
+    """
     try:
         code = cli(standalone_mode=False)
+        print(end="", flush=True)  # now, while it can be told
     except UserError as error:
         _end(str(error), error.exit_code)
     except UsageError as error:
         _end(describe(error, sys.argv[1:]), 2)
     except KeyboardInterrupt:
-        _end("stopped", 130)
+        code = _STOPPED
+    except BrokenPipeError:
+        _end_unread()
+    except SystemExit as ended:
+        # Typer and rich make it of a pipe that nobody reads, with an exit code that means an error.
+        if isinstance(ended.__context__, BrokenPipeError):
+            _end_unread()
+        raise
+    if code == _STOPPED:  # typer makes it of KeyboardInterrupt, and says nothing
+        _end("stopped", _STOPPED)
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _end(message: str, code: int) -> NoReturn:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
+
+
+def _end_unread() -> NoReturn:
+    # What is still in the buffer goes nowhere, without a complaint at the end of the process.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(_UNREAD)

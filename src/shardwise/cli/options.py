@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -103,13 +104,15 @@ OnDevice = Annotated[
     Device, Option(help="auto: GPUs if every rank can have one.", rich_help_panel=STEP)
 ]
 
-StrategyName = Annotated[
-    Strategy,
-    Option(
-        metavar="NAME",
-        help=f"What is sharded: {', '.join(s.value for s in Strategy)}.",
-        rich_help_panel=SHARD,
-    ),
+
+def _strategy_option(known: Iterable[Strategy]) -> Any:
+    names = ", ".join(strategy.value for strategy in known)
+    return Option(metavar="NAME", help=f"What is sharded: {names}.", rich_help_panel=SHARD)
+
+
+StrategyName = Annotated[Strategy, _strategy_option(Strategy)]
+PictureStrategy = Annotated[
+    Strategy, _strategy_option(each for each in Strategy if each is not Strategy.DILOCO)
 ]
 Replicas = Annotated[
     int | None,

@@ -29,8 +29,9 @@ The published schedule, on 8 GPUs; the folder has train/CLASS/ and val/CLASS/:
   [cyan]shardwise train imagenet --data-dir imagenet --model resnet50 --nproc 8[/cyan]
 
 A small net on pictures of your own, on two CPUs:
-  [cyan]shardwise train imagenet --data-dir pictures --model resnet18 --image-size 96
-    --nproc 2 --batch-size 16 --lr 0.05 --epochs 20 --warmup-epochs 1[/cyan]
+  [cyan]shardwise train imagenet --data-dir pictures --model resnet18 \\
+    --image-size 96 --nproc 2 --batch-size 16 --lr 0.05 --epochs 20 \\
+    --warmup-epochs 1[/cyan]
 
 How fast it is without reading pictures:
   [cyan]shardwise train imagenet --fake-data --nproc 2 --batch-size 8 --steps 20[/cyan]
@@ -79,7 +80,7 @@ def train_imagenet(
     clip_grad: options.ClipGrad = 0.0,
     seed: options.Seed = 0,
     device: options.OnDevice = Device.AUTO,
-    strategy: options.StrategyName = Strategy.FULL_SHARD,
+    strategy: options.PictureStrategy = Strategy.FULL_SHARD,
     replicas: options.Replicas = None,
     mesh: options.MeshText = None,
     param_dtype: options.ParamDtype = Precision.FP32,
@@ -97,8 +98,9 @@ def train_imagenet(
 ) -> None:
     """Train a residual net on pictures in folders, sharded over processes.
 
-    The defaults are ImageNet's published schedule for 1,024 pictures a step. At the end the model
-    is written as one safetensors file, loaded into a plain module, and judged again.
+    The defaults are ImageNet's published schedule for 1,024 pictures a step. At
+    the end the model is written as one safetensors file, loaded into a plain
+    module, and judged again.
     """
     output = OutputConfig(
         out=out,

@@ -31,20 +31,22 @@ Two processes on this machine, about a minute:
   [cyan]shardwise train lm --nproc 2[/cyan]
 
 Your own text, four processes, two copies of the model with two shards each:
-  [cyan]shardwise train lm --nproc 4 --data 'notes/**/*.md' --strategy hybrid --replicas 2[/cyan]
+  [cyan]shardwise train lm --nproc 4 --data 'notes/**/*.md' \\
+    --strategy hybrid --replicas 2[/cyan]
 
 Two replicas that meet every 50 steps, as over a slow link:
-  [cyan]shardwise train lm --nproc 2 --strategy diloco --replicas 2 --local-steps 50[/cyan]
+  [cyan]shardwise train lm --nproc 2 --strategy diloco --replicas 2 \\
+    --local-steps 50[/cyan]
 
 Go on with a run that was stopped, or train a finished one for longer:
   [cyan]shardwise train lm --nproc 2 --out runs/lm --resume --steps 900[/cyan]
 
 Documents of the Hugging Face hub, half a million tokens a step:
-  [cyan]shardwise train lm --nproc 8 --data hf:allenai/c4:en --model llama-150m --tokenizer gpt2
-    --batch-tokens 524288[/cyan]
+  [cyan]shardwise train lm --nproc 8 --data hf:allenai/c4:en --model llama-150m \\
+    --tokenizer gpt2 --batch-tokens 524288[/cyan]
 
 Two hosts, a copy of the model on each; on the second, --node-rank 1:
-  [cyan]shardwise train lm --nproc 8 --strategy hybrid --nnodes 2 --node-rank 0
+  [cyan]shardwise train lm --nproc 8 --strategy hybrid --nnodes 2 --node-rank 0 \\
     --rdzv host-a:29400[/cyan]
 
 In a world that torchrun made:
@@ -79,7 +81,7 @@ def train_lm(
             show_default="the Python standard library's source",
         ),
     ] = None,
-    more_data: Annotated[list[str] | None, Argument(hidden=True, metavar="[FILES]...")] = None,
+    more_data: Annotated[list[str] | None, Argument(hidden=True, metavar="FILES")] = None,
     tokenizer: Annotated[
         str | None,
         Option(
@@ -207,8 +209,8 @@ def train_lm(
 ) -> None:
     """Train a language model on text, sharded over processes.
 
-    A Llama learns to continue text, byte by byte. Every process keeps its part of the parameters,
-    gradients and optimizer state.
+    A Llama learns to continue text, byte by byte. Every process keeps its part of
+    the parameters, gradients and optimizer state.
     """
     if more_data and not data:
         raise OptionError("arguments", " ".join(more_data), "options; text goes behind --data")

@@ -24,11 +24,11 @@ from shardwise.recipes.mnist_config import MnistConfig
 EXAMPLES = """
 [bold]Examples[/bold]
 
-Two processes on this machine; the folder has MNIST's four files, gzipped or not:
+Two processes; the folder has MNIST's four files, gzipped or not:
   [cyan]shardwise train mnist --data-dir mnist --nproc 2[/cyan]
 
 Each convolution a unit of its own, activations computed twice:
-  [cyan]shardwise train mnist --data-dir mnist --nproc 2 --use-nested-fsdp
+  [cyan]shardwise train mnist --data-dir mnist --nproc 2 --use-nested-fsdp \\
     --use-gradient-checkpointing[/cyan]
 """
 
@@ -67,7 +67,7 @@ def train_mnist(
         ),
     ] = False,
     use_gradient_checkpointing: options.GradientCheckpointing = False,
-    strategy: options.StrategyName = Strategy.FULL_SHARD,
+    strategy: options.PictureStrategy = Strategy.FULL_SHARD,
     replicas: options.Replicas = None,
     mesh: options.MeshText = None,
     param_dtype: options.ParamDtype = Precision.FP32,
@@ -84,8 +84,8 @@ def train_mnist(
 ) -> None:
     """Train a convolutional net on MNIST, sharded over processes.
 
-    At the end the model is written as one safetensors file, loaded into a plain module, and
-    judged again; a picture shows which digits it takes for which.
+    At the end the model is written as one safetensors file, loaded into a plain
+    module, and judged again; a picture shows which digits it takes for which.
     """
     output = OutputConfig(
         out=out,

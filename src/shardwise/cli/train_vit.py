@@ -26,11 +26,11 @@ from shardwise.recipes.vit_presets import VIT_PRESETS
 EXAMPLES = """
 [bold]Examples[/bold]
 
-Who would hold what, of 10 billion parameters over 128 ranks; nothing is trained:
+Who would hold what of 10 billion parameters on 128 ranks, without training:
   [cyan]shardwise train vit --model vit-10b --dry-run --world-size 128[/cyan]
 
 ImageNet, on 8 GPUs; the folder has train/CLASS/ and val/CLASS/:
-  [cyan]shardwise train vit --data-dir imagenet --model vit-huge --nproc 8
+  [cyan]shardwise train vit --data-dir imagenet --model vit-huge --nproc 8 \\
     --param-dtype bf16 --use-gradient-checkpointing[/cyan]
 
 How fast it is without reading pictures, on two CPUs:
@@ -107,7 +107,7 @@ def train_vit(
         ),
     ] = False,
     use_gradient_checkpointing: options.GradientCheckpointing = False,
-    strategy: options.StrategyName = Strategy.FULL_SHARD,
+    strategy: options.PictureStrategy = Strategy.FULL_SHARD,
     replicas: options.Replicas = None,
     mesh: options.MeshText = None,
     param_dtype: options.ParamDtype = Precision.FP32,
@@ -138,9 +138,10 @@ def train_vit(
 ) -> None:
     """Train a Vision Transformer on pictures in folders, built block by block.
 
-    Neither a host nor a device ever holds the model whole. The defaults are those of PyTorch/XLA's
-    example with 10 billion parameters, for 1,024 pictures a step. At the end the model is written
-    as one safetensors file, loaded into new shards, and judged again.
+    Neither a host nor a device ever holds the model whole. The defaults are those
+    of PyTorch/XLA's example with 10 billion parameters, for 1,024 pictures a
+    step. At the end the model is written as one safetensors file, loaded into new
+    shards, and judged again.
     """
     output = OutputConfig(
         out=out,
@@ -185,7 +186,8 @@ def train_vit(
         ),
     )
     if dry_run:
-        _show_shares(config, nproc or 1 if world_size is None else world_size)
+        given = nproc if world_size is None else world_size
+        _show_shares(config, 1 if given is None else given)
         return
     if world_size is not None:
         raise OptionError(

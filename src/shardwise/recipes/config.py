@@ -226,7 +226,7 @@ def _check_diloco(config: TrainConfig) -> None:
         apart == (config.diloco is not None),
         "--strategy",
         f"{strategy} with{'out' if apart else ''} settings of DiLoCo",
-        f"{Strategy.DILOCO.value} with them, or another without",
+        "another: only train lm has them" if apart else Strategy.DILOCO.value,
     )
     if config.diloco is not None:
         try:

@@ -97,7 +97,7 @@ def _copies(plan: ShardingPlan) -> str:
 def _table(outlook: Outlook) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("group", no_wrap=True)
-    for name in ("groups", "parameters", "padding", "ranks", "elements a rank", "MiB a rank"):
+    for name in ("groups", "parameters", "padding", "ranks", "elements", "MiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for alike in _alike(outlook.groups):
         name = _pattern(alike[0].fqn) if len(alike) > 1 else alike[0].fqn
@@ -134,16 +134,17 @@ def _ranks(each: RankRange) -> str:
 
 
 def _memory(outlook: Outlook) -> list[str]:
-    def gib(nbytes: int) -> str:
-        return f"{nbytes / 2**30:.2f} GiB"
+    def size(nbytes: int) -> str:
+        return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
     # The first rank has no fewer rows of anything than any other, and the last has no more.
     first, last = outlook.at_rest(0), outlook.at_rest(outlook.whole.world_size - 1)
-    least, most = gib(last), gib(first)
+    least, most = size(last), size(first)
     rest = f"{most} a rank" if least == most else f"{least} to {most} a rank"
     dtype = outlook.config.param_dtype.value
     return [
         f"at rest    {rest}: parameters, gradients and two states of AdamW, fp32",
-        f"at peak    {gib(outlook.unsharded)} of full parameters and {gib(outlook.gradients)} of "
-        f"full gradients beside it, {dtype}, and activations",
+        f"at peak    {size(outlook.unsharded)} of full parameters, {size(outlook.gradients)} of "
+        "full gradients beside it,",
+        f"           {dtype}, and activations",
     ]

@@ -99,7 +99,7 @@ def _read(file: Path, dimensions: int) -> tuple[list[int], bytes]:
             if header[:4] != expected:
                 found = f"{file} that begins with {header[:4].hex(' ') or 'nothing'}"
                 raise OptionError(
-                    _OPTION, found, f"{expected.hex(' ')}, IDX of {dimensions} dimensions"
+                    _OPTION, found, f"{expected.hex(' ')}, IDX with {_counted(dimensions)}"
                 )
             if len(header) < 4 + 4 * dimensions:
                 raise OptionError(_OPTION, f"{file}, which ends in its header", "a whole file")
@@ -125,3 +125,7 @@ def _pieces(stream: BinaryIO | gzip.GzipFile, most: int) -> Iterator[bytes]:
     while most > 0 and (piece := stream.read(min(most, 2**20))):
         most -= len(piece)
         yield piece
+
+
+def _counted(dimensions: int) -> str:
+    return "1 dimension" if dimensions == 1 else f"{dimensions} dimensions"

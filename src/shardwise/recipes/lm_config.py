@@ -115,11 +115,12 @@ class LmInputs:
     def check_same(self, before: Mapping[str, Any]) -> None:
         """Check that model, data and order are those of the run that is resumed."""
         now = self.facts()
-        check_same(before.get("config", {}), now["config"], {"seq_length": "--seq-length"})
         model, data = before.get("model", {}), before.get("data", {})
+        # First, since the default of --seq-length goes with the model.
         if model.get("settings") != now["model"]["settings"]:
             expected = f"{model.get('name')} as it was when the run began that --resume goes on"
             raise OptionError("--model", f"{self.config.model}, another model", expected)
+        check_same(before.get("config", {}), now["config"], {"seq_length": "--seq-length"})
         if data.get("fingerprint") != now["data"]["fingerprint"]:
             raise OptionError(
                 "--data",

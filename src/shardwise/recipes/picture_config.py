@@ -130,12 +130,18 @@ class PictureInputs:
     def check_same(self, before: Mapping[str, Any]) -> None:
         """Check that model and data are those of the run that is resumed."""
         now = self.facts()
-        check_same(before.get("config", {}), now["config"], {"image_size": "--image-size"})
         model, data = before.get("model", {}), before.get("data", {})
-        if model.get("settings") != self.settings:
+        # First, since the default of --image-size may go with the model.
+        if _but_size(model.get("settings", {})) != _but_size(self.settings):
             expected = f"{model.get('name')} as it was when the run began that --resume goes on"
             raise OptionError("--model", f"{self.config.model}, another model", expected)
+        check_same(before.get("config", {}), now["config"], {"image_size": "--image-size"})
         if data.get("fingerprint") != now["data"]["fingerprint"]:
             found = f"{now['data']['name']}, other pictures"
             expected = f"those of {data.get('name')}, as the run began that --resume goes on"
             raise OptionError("--data-dir", found, expected)
+
+
+def _but_size(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a model without the size of its pictures, which is an option of its own."""
+    return {name: value for name, value in settings.items() if name != "image_size"}

@@ -82,7 +82,8 @@ def plot_confusion(
         for i, row in enumerate(counts):
             for j, n in enumerate(row):
                 if n:
-                    color = "white" if i == j else RED
+                    color = BLUE if i == j else RED
+                    color = "white" if shades[i][j] > 0.45 else color  # legible on its ground
                     axes.text(j, i, f"{n}", ha="center", va="center", color=color, fontsize=9)
     _save(figure, path)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.launch.world import World
 from shardwise.recipes.begin import check_extras
-from shardwise.recipes.config import OptionError, require, resolve_sharding
+from shardwise.recipes.config import OptionError, check_train, require, resolve_sharding
 from shardwise.recipes.picture_config import PictureConfig, PictureInputs
 from shardwise.recipes.presets import find_settings
 from shardwise.recipes.vit_presets import VIT_PRESETS, VitPreset
@@ -80,6 +80,7 @@ class VitConfig(PictureConfig):
         """
         require(world_size >= 1, "--world-size", world_size, "1 or more")
         self.settings()
+        check_train(self.train)
         resolve_sharding(self.train.sharding, world_size)
         check_extras(["transformers"], tensorboard=False)
 
