@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,7 @@ def test_tables_fit_a_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch, wi
     save_file({name: torch.zeros(40, 110, 3), "only.in.a": torch.zeros(2)}, "a.safetensors")
     save_file({name: torch.ones(40, 110, 3)}, "b.safetensors")
     for command, code in (("show a.safetensors", 0), ("diff a.safetensors b.safetensors", 1)):
-        shown = shell(*command.split(), code=code)
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", shell(*command.split(), code=code))
         assert max(map(len, shown.splitlines())) <= width, shown
         assert "…" not in shown
 

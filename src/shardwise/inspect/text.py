@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ def as_text(report: Report, view: View | None = None) -> str:
     )
     for part in _parts(report, view):
         console.print(part)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
+    lines = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    return re.sub(r"\n{3,}", "\n\n", lines).strip("\n")
 
 
 def _parts(report: Report, view: View) -> Iterator[Text | Table | Padding]:
@@ -282,4 +284,5 @@ def _plain(*columns: str) -> Table:
 
 
 def _short(name: str) -> str:
-    return name.replace("replicate", "repl")
+    """The name of a mesh dimension above its column, so that names of parameters have room."""
+    return name.removeprefix("dp_").replace("replicate", "repl")

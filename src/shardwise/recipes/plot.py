@@ -33,7 +33,7 @@ def plot_loss(records: Sequence[dict[str, Any]], title: str, unit: str, path: Pa
         steps, losses = zip(*valid, strict=True)
         axes.plot(steps, losses, "o-", color=RED, markersize=5, label="validation")
         axes.annotate(
-            f"{losses[-1]:.2f}",
+            f"{losses[-1]:.3g}",
             (steps[-1], losses[-1]),
             textcoords="offset points",
             xytext=(0, 9),
