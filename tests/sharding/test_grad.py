@@ -105,7 +105,7 @@ def _on_some_ranks(rank: int, world_size: int) -> None:
         wide.grad = wide.detach().clone()
     norm = clip_grad_norm_([narrow, wide], 1.0)
     assert norm.dtype == torch.float32
-    assert norm == pytest.approx(6**0.5)
+    assert norm.item() == pytest.approx(6**0.5, rel=1e-2)  # of numbers in bf16
 
 
 def test_ranks_agree_on_the_dtype_where_some_have_no_gradient(ranks: Ranks) -> None:
