@@ -133,6 +133,30 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
+class _Arrived(torch.autograd.Function):
+    """The plain tensor that a collective under way makes, with the gradient of the wrapper."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        # A tensor of its own: autograd marks what is returned, and the wrapper keeps what it has.
+        return wait_tensor(tensor).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """As :func:`wait_tensor`, and part of autograd's graph as ``tensor`` is.
+
+    Compilers that trace backward wait for such an input past autograd, and then give it no
+    gradient.
+    """
+    if not isinstance(tensor, AsyncCollectiveTensor):
+        return tensor
+    return cast(torch.Tensor, _Arrived.apply(tensor))  # type: ignore[no-untyped-call]
+
+
 def swap(one: torch.Tensor, other: torch.Tensor) -> None:
     """Let two tensors change places, for all who hold them."""
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]

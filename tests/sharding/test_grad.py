@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from shardwise import clip_grad_norm_, fully_shard
 
@@ -92,3 +92,21 @@ def _edges(rank: int, world_size: int) -> None:
 
 def test_edges(ranks: Ranks) -> None:
     ranks(_edges, 2)
+
+
+def _on_some_ranks(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    narrow, wide = (
+        nn.Parameter(DTensor.from_local(torch.ones(2, dtype=dtype), mesh, [Shard(0)]))
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    narrow.grad = narrow.detach().clone()
+    if rank == 0:
+        wide.grad = wide.detach().clone()
+    norm = clip_grad_norm_([narrow, wide], 1.0)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(6**0.5, rel=1e-2)  # of numbers in bf16
+
+
+def test_ranks_agree_on_the_dtype_where_some_have_no_gradient(ranks: Ranks) -> None:
+    ranks(_on_some_ranks, 2)

@@ -137,6 +137,27 @@ def test_resharding_by_hand_and_changing_ones_mind(ranks: Ranks) -> None:
     ranks(_changes, 4)
 
 
+def _outdated(rank: int, world_size: int) -> None:
+    """An optimizer steps after a forward of which no backward came."""
+    whole, net = seeded(Net), seeded(Net)
+    _shard(net, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, whole)]
+    x = batches(world_size)
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    for grads in (False, True):
+        with torch.set_grad_enabled(grads):
+            net(x[rank])
+        assert state_of(net.blocks[1]).groups[0].state is GroupState.KEPT
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.testing.assert_close(net(x[rank]), whole(x[rank]))
+
+
+def test_what_an_optimizer_has_outdated_is_gathered_anew(ranks: Ranks) -> None:
+    ranks(_outdated, 4)
+
+
 def test_numbers_that_do_not_divide_are_refused(ranks: Ranks) -> None:
     ranks(_refuses, 4)
 

@@ -158,3 +158,17 @@ def _sparse(rank: int, world_size: int) -> None:
 
 def test_sparse_gradients_are_refused_by_name(ranks: Ranks) -> None:
     ranks(_sparse, 2)
+
+
+def _in_a_pipeline(rank: int, world_size: int) -> None:
+    net = sharded_net()
+    before = list(net.parameters())
+    net.set_is_last_backward(False)  # as a pipeline does before every backward of a step
+    net.set_reshard_after_backward(False)
+    _fail("backward", net, batches(world_size)[rank])
+    net.reset_iter_state()
+    assert all(one is other for one, other in zip(net.parameters(), before, strict=True))
+
+
+def test_after_a_step_of_a_pipeline_parameters_are_the_sharded_ones(ranks: Ranks) -> None:
+    ranks(_in_a_pipeline, 2)

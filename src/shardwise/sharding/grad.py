@@ -32,8 +32,8 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is NaN or infinite, instead of scaling by it.
 
     Returns:
-        The norm before clipping: a 0-dim tensor in the widest dtype of the gradients, the same
-        on every rank.
+        The norm before clipping: a 0-dim tensor in the widest dtype of the gradients and of the
+        trained ``DTensor``s without one, the same on every rank.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
@@ -73,11 +73,14 @@ def grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> tor
         grads = spread.setdefault(_sharding_groups(param), [])
         if param.grad is not None:
             local = _local(param.grad)
-            dtype = local.dtype if dtype is None else torch.promote_types(dtype, local.dtype)
             grads.append(local)
-            device = local.device
         elif isinstance(param, DTensor):
-            device = _torch.local_of(param).device
+            local = _torch.local_of(param)
+        else:
+            continue
+        device = local.device
+        if param.grad is not None or param.requires_grad:  # other ranks may have its gradient
+            dtype = local.dtype if dtype is None else torch.promote_types(dtype, local.dtype)
     dtype = torch.float32 if dtype is None else dtype.to_real()
     total = torch.zeros((), dtype=dtype, device=device)
     for groups, grads in spread.items():

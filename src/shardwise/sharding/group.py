@@ -133,7 +133,7 @@ class ParamGroup:
         self._label: tuple[str, Label] | None = None
         # Versions of the shards that the memory, though the group is sharded, still holds.
         self._spared: list[int] | None = None
-        # Versions of the shards when the group was left unsharded.
+        # Versions of the shards when the group was left unsharded, or kept.
         self._left: list[int] | None = None
         self._left_with_grads = False
         self._partial = Partial()
@@ -298,8 +298,8 @@ class ParamGroup:
         else:
             self.reshard()
 
-    def note_left_unsharded(self) -> None:
-        """Note of which shards the full parameters are that stay beyond a forward."""
+    def note_left(self) -> None:
+        """Note of which shards the parameters are that stay whole, or kept, beyond a forward."""
         self._left = self._versions()
         # An evaluation, and not one of the forwards and backwards that accumulate gradients.
         evaluated = not torch.is_grad_enabled() and self.options.reshard_after_backward
@@ -308,13 +308,13 @@ class ParamGroup:
         )
 
     def reshard_if_stale(self) -> None:
-        """Free full parameters that were left, if their shards may have changed since.
+        """Free what was left of full parameters, if their shards may have changed since.
 
         Optimizers write to shards past autograd's sight, where there are gradients: one may have
         stepped after an evaluation.
         """
         left, self._left = self._left, None
-        if self._state is not GroupState.UNSHARDED or left is None:
+        if self._state not in (GroupState.UNSHARDED, GroupState.KEPT) or left is None:
             return
         if self._left_with_grads or left != self._versions():
             self.reshard()

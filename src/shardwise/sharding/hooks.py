@@ -166,6 +166,8 @@ class FSDPState:
         """Unshard, and prepare the inputs."""
         if self.phase is Phase.BACKWARD and not _torch.in_backward():
             self.root.reset()  # the last backward raised
+        if torch.is_grad_enabled():
+            args, kwargs = map_tensors(_torch.arrived, (args, kwargs))
         if self.phase is Phase.BACKWARD:
             # Activation checkpointing computes forward again; backward's hooks do the rest.
             for group in self.groups:

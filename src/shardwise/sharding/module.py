@@ -355,7 +355,7 @@ class FSDPModule(TorchFSDPModule):
             if not group.options.reshard_after_backward:
                 for param in group.params:
                     if param.full is not None:
-                        fulls.setdefault(param.sharded, []).append(param.full)
+                        fulls.setdefault(param.owners[0].registered, []).append(param.full)
         return iter(dict.fromkeys(each for one in found for each in fulls.get(one, [one])))
 
     # -- inside --------------------------------------------------------------------------------

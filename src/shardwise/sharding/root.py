@@ -60,8 +60,8 @@ class Root(Generic[State]):
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
         self._pending: list[Reduction] = []
-        # Groups that were left unsharded, which the optimizer may outdate.
-        self._whole: list[ParamGroup] = []
+        # Groups that were left unsharded, or on fewer ranks, which the optimizer may outdate.
+        self._left: list[ParamGroup] = []
         self._end_is_queued = False
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Root[State]:
@@ -77,9 +77,9 @@ class Root(Generic[State]):
         """The outermost forward begins."""
         self.forward_root = state
         self.order.begin_forward()
-        for group in self._whole:
+        for group in self._left:
             group.reshard_if_stale()
-        self._whole.clear()
+        self._left.clear()
 
     def abort_forward(self) -> None:
         """The outermost forward raised."""
@@ -143,6 +143,7 @@ class Root(Generic[State]):
         self._pending.clear()
         self._end_is_queued = False
         self.forward_root = None
+        self.is_last_backward = True
         self.order.reset()
         for state in self.states:
             state.modules_to_run.clear()
@@ -178,6 +179,6 @@ class Root(Generic[State]):
             for group in state.groups:
                 if group.state is GroupState.UNSHARDING:
                     group.reshard()
-                elif group.state is GroupState.UNSHARDED:
-                    group.note_left_unsharded()
-                    self._whole.append(group)
+                elif group.state is not GroupState.SHARDED:
+                    group.note_left()
+                    self._left.append(group)
