@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -136,9 +137,18 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: str, me
         ("vit --fake-data --image-size 100", "--image-size: found 100, expected a multiple of 16"),
         ("vit --fake-data --layers 0", "--layers: found 0, expected 1 or more"),
         ("vit --fake-data --world-size 4", "--world-size: found 4 without --dry-run, expected"),
+        (
+            "vit --dry-run --nnodes 2 --node-rank 0 --rdzv a:1",
+            "--nnodes: found 2, expected none with --dry-run: say --world-size",
+        ),
         ("vit --dry-run --world-size 0", "--world-size: found 0, expected 1 or more"),
         ("vit --dry-run --nproc 6 --strategy hybrid", "one that divides the 6 ranks; say"),
         ("imagenet --fake-data --resume", "--resume: found no run in runs/imagenet"),
+        ("mnist --data-dir mnist --nnodes 2", "--node-rank: found None, expected 0 to 1"),
+        ("imagenet --fake-data --node-rank 0", "--node-rank: found without --nnodes, expected"),
+        ("imagenet --fake-data --max-restarts -1", "--max-restarts: found -1, expected 0 or more"),
+        ("vit --fake-data --nnodes 2 --node-rank 0", "--rdzv: found None, expected HOST:PORT"),
+        ("vit --fake-data --peer-timeout nan", "--peer-timeout: found nan, expected a number"),
     ],
 )
 def test_bad_options_of_trainings_on_pictures(
@@ -220,18 +230,42 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
     }  # fmt: skip
 
 
-def test_options_for_several_hosts_reach_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        (train_lm, "lm"),
+        (train_mnist, "mnist --data-dir d"),
+        (train_imagenet, "imagenet --fake-data"),
+        (train_vit, "vit --fake-data"),
+    ],
+    ids=["lm", "mnist", "imagenet", "vit"],
+)
+def test_options_for_several_hosts_reach_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, recipe: ModuleType, more: str
+) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(train_lm, "run", lambda job, *hosts: calls.append((job.recipe, *hosts)))
+    monkeypatch.setattr(recipe, "run", lambda job, *hosts: calls.append((job.recipe, *hosts)))
     options = (
         "--nproc 2 --nnodes 3 --node-rank 1 --rdzv here:99 --rdzv-timeout 9 --max-restarts 4 "
-        "--peer-timeout 60 --tokenizer gpt2 --streams 12 --batch-tokens 256 --peak-flops 1e12"
+        "--peer-timeout 60"
     )
+    assert call(monkeypatch, "train", *more.split(), *options.split()) == 0
+    assert call(monkeypatch, "train", *more.split(), *options.split()[:2]) == 0
+    several, one = calls
+    assert several[1:] == (2, Nodes(3, 1, "here", 99, 9.0), 4)
+    assert several[0].train.peer_timeout == 60
+    assert several[0].train.sharding.over_hosts
+    assert one[1:] == (2, None, 0)
+    assert one[0].train.peer_timeout is None
+    assert not one[0].train.sharding.over_hosts
+
+
+def test_options_for_streams_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(train_lm, "run", lambda job, *hosts: jobs.append(job))
+    options = "--tokenizer gpt2 --streams 12 --batch-tokens 256 --peak-flops 1e12"
     assert call(monkeypatch, "train", "lm", *options.split()) == 0
-    [(recipe, *hosts)] = calls
-    assert hosts == [2, Nodes(3, 1, "here", 99, 9.0), 4]
-    assert recipe.train.peer_timeout == 60
-    assert recipe.train.sharding.over_hosts
+    recipe: Any = jobs[0].recipe
     found = (recipe.tokenizer, recipe.streams, recipe.batch_tokens, recipe.peak_flops)
     assert found == ("gpt2", 12, 256, 1e12)
 

@@ -27,6 +27,28 @@ def test_the_documented_limits_are_those_of_the_code() -> None:
     assert f"measures towards one other, {LIMITS['ways']:.0f} s" in text
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--nproc 0", "--nproc: found 0, expected 1 or more"),
+        ("--timeout nan", "--timeout: found nan, expected seconds, above 0"),
+        ("--least-gbit -1", "--least-gbit: found -1.0, expected 0 or more"),
+        ("--nnodes 2", "--node-rank: found None, expected 0 to 1"),
+    ],
+)
+def test_mistakes_are_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shardwise", "doctor", *options.split()])
+    with pytest.raises(SystemExit) as ended:
+        app()
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", f"error: {message}\n")
+
+
 def test_a_host_alone_is_looked_at_without_any_other(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ of it is in the last test.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -49,7 +50,7 @@ from shardwise.launch import rendezvous, restarts
 from shardwise.launch.errors import UserError
 from shardwise.launch.hosts import Nodes
 
-rendezvous.SILENCE, rendezvous.BEAT = 4.0, 0.2
+rendezvous.SILENCE, rendezvous.BEAT, rendezvous.STOP_GRACE = 4.0, 0.2, 1.0
 script, folder, count, rank, timeout = sys.argv[1:]
 nodes = Nodes.of(int(count), int(rank), "10.77.0.1:29412", float(timeout))
 
@@ -177,6 +178,19 @@ def test_a_host_that_was_paused_ends_when_it_wakes_up(hosts: Pair, tmp_path: Pat
     assert "host 1 (10.77.0.2) was lost: no sign of life" in err
     assert other_code == 1
     assert "host 0 (10.77.0.1:29412) was lost" in other
+
+
+def test_ctrl_c_on_one_host_stops_all_and_is_no_reason_to_begin_again(
+    hosts: Pair, tmp_path: Path
+) -> None:
+    job = Job(hosts, tmp_path, 0, 1)
+    job.wait_for(*FIRST)
+    job.parents[1].send_signal(signal.SIGINT)  # before a step: host 0 waits for its rank in vain
+    [(code, err), (other_code, other)] = job.end()
+    assert (code, other_code) == (1, 128 + signal.SIGINT)
+    assert "host 1 (10.77.0.2) was stopped" in err
+    assert "Stopped by SIGINT" in other
+    assert job.seen() == set(FIRST)
 
 
 def test_without_host_0_the_others_end_and_say_so(hosts: Pair, tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ def test_every_host_has_a_line_of_its_own(
     for rank, line in enumerate(lines):
         words = ["shardwise", *COMMAND, "--nproc", "4", "--nnodes", "2"]
         assert shlex.split(line) == [*words, "--node-rank", str(rank), "--rdzv", "a:29500"]
+    code, again, _ = output(monkeypatch, capsys, "--hosts", "a, b", *options[2:])
+    assert (code, again) == (0, out)
     code, out, _ = output(monkeypatch, capsys, "--torchrun", *options)
     line = out.splitlines()[3]
     assert line.startswith("torchrun --nnodes=2 --node-rank=1 --nproc-per-node=4 --master-addr a ")
@@ -69,6 +71,25 @@ def test_the_script_for_slurm_is_one_that_bash_takes(
     assert train == f"{'|'.join(COMMAND)}|--nproc|8|{where}"
 
 
+def test_a_line_in_bash_is_the_command_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = ["it's", 'a "word"', "$HOME `pwd` *.md", "two\nlines", "", "back\\slash", "-x", "ü"]
+    command = ["train", "lm", "--strategy", "diloco", "--local-steps", "50", "--data", *odd]
+    shown = 'shardwise() { printf \'%s\\0\' "$@"; }; torchrun() { shardwise "$@"; }\n'
+    for more in ([], ["--torchrun"]):
+        code, out, _ = output(monkeypatch, capsys, "--hosts", "::1", *more, "--", *command)
+        assert code == 0
+        ran = subprocess.run(
+            ["bash", "-c", shown + out], capture_output=True, text=True, check=True
+        )
+        words = ran.stdout.split("\0")
+        start = words.index("train")
+        assert words[start : start + len(command)] == command
+    _, out, _ = output(monkeypatch, capsys, "--hosts", "::1,::2", "--", "train", "lm")
+    assert Nodes.of(2, 0, shlex.split(out.splitlines()[1])[-1], 1.0) == Nodes(2, 0, "::1", 29400, 1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -77,7 +98,11 @@ def test_the_script_for_slurm_is_one_that_bash_takes(
         ("--hosts a,a -- train lm", "--hosts: found a,a, expected names, each once"),
         ("--hosts a --nproc 0 -- train lm", "--nproc: found 0"),
         ("--hosts a -- train lm --nproc 2", "found --nproc behind --, which it adds itself"),
-        ("--hosts a --slurm 2 -- train lm", "--slurm: found 2, expected 1 or more, and no --hosts"),
+        ("--hosts a --slurm 2 -- train lm", "expected 1 or more, and neither --hosts nor --torchr"),
+        ("--hosts a --nprocs 3 -- train lm", "found --nprocs, expected options of its own, then"),
+        ("--hosts a -- inspect llama-tiny", "found inspect, expected options of its own, then --"),
+        ("--hosts a;b -- train lm", "--hosts: found a;b, expected names, each once"),
+        ("--hosts a --torchrun -- train lm --max-restarts 1", "--torchrun: found --max-restarts"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from shardwise.frontends.strategies import Strategy
+from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World
 from shardwise.recipes import lm, text
 from shardwise.recipes.begin import check_folder
@@ -27,7 +28,7 @@ from shardwise.recipes.config import OptionError, Precision
 from shardwise.recipes.lm_config import LmConfig, check_lm
 from shardwise.recipes.metrics import read_metrics
 from shardwise.recipes.sample import sample_tokens
-from shardwise.recipes.training import place_for
+from shardwise.recipes.training import place_for, train_connected
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import train, train_one
 from tests.recipes.small import losses, small_config, validation, write_model
@@ -290,6 +291,40 @@ def test_a_damaged_checkpoint_is_named(ranks: Ranks, tmp_path: Path) -> None:
 
 
 # -- refusals --------------------------------------------------------------------------------------
+
+
+def train_as_another_host(rank: int, world_size: int, configs: list[LmConfig]) -> str:
+    world = World(rank, world_size, 0, 1)
+    inputs = configs[min(rank, len(configs) - 1)].check(world)
+    with pytest.raises(OptionError) as raised:
+        train_connected(inputs, world, torch.device("cpu"), StopSignals())
+    return str(raised.value)
+
+
+def other_commands(rank: int, world_size: int, cases: list[list[LmConfig]]) -> list[str]:
+    return [train_as_another_host(rank, world_size, case) for case in cases]
+
+
+def test_hosts_that_were_asked_for_something_else_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    first = small_config(tmp_path)
+    other_text = tmp_path / "other.txt"
+    other_text.write_text("something else " * 1000)
+    (tmp_path / "wide").mkdir()
+    wide = write_model(tmp_path / "wide", hidden_size=48)
+    others = [
+        small_config(tmp_path, lr=0.5),
+        small_config(tmp_path, steps=9),
+        dataclasses.replace(first, data=(str(other_text),)),
+        small_config(tmp_path, model=str(wide)),
+    ]
+    told = ranks(other_commands, 2, [[first, other] for other in others])
+    assert told[0] == told[1]
+    rate, steps, data, model = told[0]
+    assert rate == "--lr: found 0.5 on host 1, expected 0.01, as on host 0"
+    assert steps == "--steps: found 9 on host 1, expected 4, as on host 0"
+    assert data.startswith("--data: found data with fingerprint ")
+    assert model.startswith("--model: found settings with checksum ")
+    assert not first.files.root.exists(), "nothing was written"
 
 
 def test_a_diverging_run_ends_and_says_so(ranks: Ranks, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Annotated
 
@@ -43,6 +44,8 @@ def doctor(
     from shardwise.recipes.config import require
 
     require(nproc >= 1, "--nproc", nproc, "1 or more")
+    require(0 < timeout < math.inf, "--timeout", timeout, "seconds, above 0")
+    require(0 <= least_gbit < math.inf, "--least-gbit", least_gbit, "0 or more")
     nodes = Nodes.of(nnodes, node_rank, rdzv, timeout) or Nodes(1, 0, "127.0.0.1", 0, timeout)
 
     def show(finding: Finding) -> None:

@@ -37,12 +37,13 @@ def launch_lines(
     torchrun: Annotated[bool, Option("--torchrun", help="Print lines for torchrun.")] = False,
 ) -> None:
     """Print the line that starts a job, for each host, or a script for Slurm."""
-    names = tuple(hosts.split(",")) if hosts else ("",) * 0
+    names = tuple(name.strip() for name in hosts.split(",")) if hosts else ("",) * 0
     layout = Layout(names or ("host-a",), nproc, rdzv_port, tuple(arguments or ()))
     layout.check()
     if slurm is not None:
         if names or torchrun or slurm < 1:
-            raise UserError(f"--slurm: found {slurm}, expected 1 or more, and no --hosts")
+            expected = "1 or more, and neither --hosts nor --torchrun"
+            raise UserError(f"--slurm: found {slurm}, expected {expected}")
         typer.echo(slurm_script(layout, slurm), nl=False)
         return
     if not names:

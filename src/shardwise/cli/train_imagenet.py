@@ -10,6 +10,7 @@ from typer import Option
 from shardwise.cli import options
 from shardwise.cli.run import run
 from shardwise.frontends.strategies import Strategy
+from shardwise.launch.hosts import Nodes, spans_hosts
 from shardwise.recipes.config import (
     Device,
     OutputConfig,
@@ -41,6 +42,12 @@ How fast it is without reading pictures:
 def train_imagenet(
     *,
     nproc: options.Nproc = None,
+    nnodes: options.Nnodes = None,
+    node_rank: options.NodeRank = None,
+    rdzv: options.Rdzv = None,
+    rdzv_timeout: options.RdzvTimeout = 300.0,
+    max_restarts: options.MaxRestarts = 0,
+    peer_timeout: options.PeerTimeout = None,
     data_dir: options.PictureFolder = None,
     fake_data: options.FakeData = False,
     model: Annotated[
@@ -102,6 +109,7 @@ def train_imagenet(
     the end the model is written as one safetensors file, loaded into a plain
     module, and judged again.
     """
+    nodes = Nodes.of(nnodes, node_rank, rdzv, rdzv_timeout)
     output = OutputConfig(
         out=out,
         checkpoint_every=checkpoint_every,
@@ -125,12 +133,14 @@ def train_imagenet(
             accumulate=accumulate,
             seed=seed,
             device=device,
+            peer_timeout=peer_timeout,
             optimizer=SgdConfig(
                 lr=lr, momentum=momentum, weight_decay=weight_decay, clip_grad=clip_grad
             ),
             sharding=ShardingConfig(
                 strategy=strategy,
                 replicas=replicas,
+                over_hosts=spans_hosts(nodes),
                 mesh=mesh,
                 param_dtype=param_dtype,
                 reduce_dtype=reduce_dtype,
@@ -140,4 +150,4 @@ def train_imagenet(
             output=options.Restart(resume, auto_resume, overwrite).of(output),
         ),
     )
-    run(Job(config), nproc)
+    run(Job(config), nproc, nodes, max_restarts)

@@ -10,7 +10,7 @@ from typer import Argument, Option
 from shardwise.cli import diloco, options
 from shardwise.cli.run import run
 from shardwise.frontends.strategies import Strategy
-from shardwise.launch.hosts import Nodes
+from shardwise.launch.hosts import Nodes, spans_hosts
 from shardwise.recipes.config import (
     AdamWConfig,
     Device,
@@ -251,7 +251,7 @@ def train_lm(
             sharding=ShardingConfig(
                 strategy=strategy,
                 replicas=replicas,
-                over_hosts=nodes is not None and nodes.count > 1,
+                over_hosts=spans_hosts(nodes),
                 mesh=mesh,
                 param_dtype=param_dtype,
                 reduce_dtype=reduce_dtype,

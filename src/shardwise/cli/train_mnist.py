@@ -10,6 +10,7 @@ from typer import Option
 from shardwise.cli import options
 from shardwise.cli.run import run
 from shardwise.frontends.strategies import Strategy
+from shardwise.launch.hosts import Nodes, spans_hosts
 from shardwise.recipes.config import (
     AdamWConfig,
     Device,
@@ -36,6 +37,12 @@ Each convolution a unit of its own, activations computed twice:
 def train_mnist(
     *,
     nproc: options.Nproc = None,
+    nnodes: options.Nnodes = None,
+    node_rank: options.NodeRank = None,
+    rdzv: options.Rdzv = None,
+    rdzv_timeout: options.RdzvTimeout = 300.0,
+    max_restarts: options.MaxRestarts = 0,
+    peer_timeout: options.PeerTimeout = None,
     data_dir: Annotated[
         Path,
         Option(help="Folder with MNIST's four IDX files.", rich_help_panel=options.MODEL),
@@ -87,6 +94,7 @@ def train_mnist(
     At the end the model is written as one safetensors file, loaded into a plain
     module, and judged again; a picture shows which digits it takes for which.
     """
+    nodes = Nodes.of(nnodes, node_rank, rdzv, rdzv_timeout)
     output = OutputConfig(
         out=out,
         checkpoint_every=checkpoint_every,
@@ -104,6 +112,7 @@ def train_mnist(
             accumulate=accumulate,
             seed=seed,
             device=device,
+            peer_timeout=peer_timeout,
             optimizer=AdamWConfig(
                 lr=lr,
                 betas=(0.9, 0.999),
@@ -114,6 +123,7 @@ def train_mnist(
             sharding=ShardingConfig(
                 strategy=strategy,
                 replicas=replicas,
+                over_hosts=spans_hosts(nodes),
                 mesh=mesh,
                 param_dtype=param_dtype,
                 reduce_dtype=reduce_dtype,
@@ -123,4 +133,4 @@ def train_mnist(
             output=options.Restart(resume, auto_resume, overwrite).of(output),
         ),
     )
-    run(Job(config), nproc)
+    run(Job(config), nproc, nodes, max_restarts)

@@ -10,6 +10,7 @@ from typer import Option
 from shardwise.cli import options
 from shardwise.cli.run import run
 from shardwise.frontends.strategies import Strategy
+from shardwise.launch.hosts import Nodes, spans_hosts
 from shardwise.recipes.config import (
     AdamWConfig,
     Device,
@@ -18,6 +19,7 @@ from shardwise.recipes.config import (
     Precision,
     ShardingConfig,
     TrainConfig,
+    require,
 )
 from shardwise.recipes.job import Job
 from shardwise.recipes.vit_config import VitConfig, defaults_for, image_size_of
@@ -41,6 +43,12 @@ How fast it is without reading pictures, on two CPUs:
 def train_vit(
     *,
     nproc: options.Nproc = None,
+    nnodes: options.Nnodes = None,
+    node_rank: options.NodeRank = None,
+    rdzv: options.Rdzv = None,
+    rdzv_timeout: options.RdzvTimeout = 300.0,
+    max_restarts: options.MaxRestarts = 0,
+    peer_timeout: options.PeerTimeout = None,
     data_dir: options.PictureFolder = None,
     fake_data: options.FakeData = False,
     model: Annotated[
@@ -143,6 +151,7 @@ def train_vit(
     step. At the end the model is written as one safetensors file, loaded into new
     shards, and judged again.
     """
+    nodes = Nodes.of(nnodes, node_rank, rdzv, rdzv_timeout)
     output = OutputConfig(
         out=out,
         checkpoint_every=checkpoint_every,
@@ -166,6 +175,7 @@ def train_vit(
             accumulate=accumulate,
             seed=seed,
             device=device,
+            peer_timeout=peer_timeout,
             optimizer=AdamWConfig(
                 lr=lr,
                 betas=(0.9, 0.999),
@@ -176,6 +186,7 @@ def train_vit(
             sharding=ShardingConfig(
                 strategy=strategy,
                 replicas=replicas,
+                over_hosts=spans_hosts(nodes),
                 mesh=mesh,
                 param_dtype=param_dtype,
                 reduce_dtype=reduce_dtype,
@@ -186,6 +197,8 @@ def train_vit(
         ),
     )
     if dry_run:
+        expected = "none with --dry-run: say --world-size, and --replicas for hybrid strategies"
+        require(nodes is None, "--nnodes", nnodes, expected)
         given = nproc if world_size is None else world_size
         _show_shares(config, 1 if given is None else given)
         return
@@ -193,7 +206,7 @@ def train_vit(
         raise OptionError(
             "--world-size", f"{world_size} without --dry-run", "--nproc, or a world of torchrun"
         )
-    run(Job(config), nproc)
+    run(Job(config), nproc, nodes, max_restarts)
 
 
 def _show_shares(config: VitConfig, world_size: int) -> None:

@@ -55,6 +55,7 @@ class Attendance:
         self._verdict: Verdict | None = None
         self._beaten = 0.0
         self._heard = time.monotonic()
+        self._met = False  # host 0 has answered
 
     def begin(self, port: int, stopped: Callable[[], bool]) -> Share | None:
         """Wait for all hosts, and learn which ranks are this host's.
@@ -64,7 +65,8 @@ class Attendance:
             stopped: whether a signal asked to stop; then None is returned.
 
         Raises:
-            UserError: this host is refused, or not all hosts came in time.
+            UserError: this host is refused, not all hosts came in time, or it is no host 0 that
+                listens at the address.
             LostError: host 0 is gone.
         """
         nodes = self._nodes
@@ -100,7 +102,13 @@ class Attendance:
         return self._verdict is not None
 
     def end(
-        self, *, failed: bool, echo: bool, may_restart: bool, stopped: Callable[[], bool]
+        self,
+        *,
+        failed: bool,
+        echo: bool,
+        may_restart: bool,
+        by_signal: bool,
+        stopped: Callable[[], bool],
     ) -> Verdict:
         """Tell how this host's ranks ended, and wait for what follows.
 
@@ -108,10 +116,12 @@ class Attendance:
             failed: whether one ended badly.
             echo: whether only because ranks of other hosts went first.
             may_restart: whether another attempt could end better.
+            by_signal: whether a signal asked them to stop.
             stopped: whether a signal asked to stop waiting.
         """
         if self._verdict is None:
-            self._send(kind="ended", failed=failed, echo=echo, may_restart=may_restart)
+            how = {"failed": failed, "echo": echo, "may_restart": may_restart}
+            self._send(kind="ended", stopped=by_signal, **how)
         while not self.is_over():
             if stopped():
                 return Verdict(False, "")
@@ -134,9 +144,14 @@ class Attendance:
         try:
             messages = self._line.receive(seconds)
         except ClosedError as error:
+            if not self._met:
+                raise UserError(
+                    f"--rdzv: what listens at {self._nodes.where} does not answer as host 0 does "
+                    f"({error}); is its command running there, with this port?"
+                ) from None
             raise LostError(self._lost(str(error))) from None
         if messages:
-            self._heard = now
+            self._heard, self._met = now, True
         elif now - self._heard > rendezvous.SILENCE:
             raise LostError(self._lost(f"no sign of life for {rendezvous.SILENCE:.0f} s"))
         return messages

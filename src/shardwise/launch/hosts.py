@@ -64,6 +64,11 @@ class Nodes:
         return f"{self.address}:{self.port}"
 
 
+def spans_hosts(nodes: Nodes | None) -> bool:
+    """Whether a job was asked for over several hosts."""
+    return nodes is not None and nodes.count > 1
+
+
 @dataclass(frozen=True)
 class Share:
     """The ranks of one host among all ranks of a round.

@@ -133,6 +133,11 @@ class Launcher:
         self.echo = False
         self.may_restart = False
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal asked this launcher, or one of its ranks, to stop."""
+        return bool(self._signals) or any(rank.stopped for rank in self._ranks)
+
     def run(self) -> int:
         """Start the ranks and wait for them.
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 
 from shardwise.launch.errors import UserError
+
+_NAME = re.compile(r"[\w.:-]+", re.ASCII)  # of a host, or its address
+_OVER_HOSTS = ("train", "doctor")  # the commands that take the options for several hosts
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,10 @@ class Layout:
         """
         if not self.arguments:
             raise UserError("launch-lines: found no command, expected one behind --: -- train lm")
-        if len(set(self.hosts)) < len(self.hosts) or not all(self.hosts):
+        if self.arguments[0] not in _OVER_HOSTS:
+            expected = "options of its own, then --, then train or doctor: -- train lm"
+            raise UserError(f"launch-lines: found {self.arguments[0]}, expected {expected}")
+        if len(set(self.hosts)) < len(self.hosts) or not all(map(_NAME.fullmatch, self.hosts)):
             raise UserError(f"--hosts: found {','.join(self.hosts)}, expected names, each once")
         if self.nproc < 1:
             raise UserError(f"--nproc: found {self.nproc}, expected 1 or more")
@@ -51,13 +58,23 @@ def own_lines(layout: Layout) -> list[tuple[str, str]]:
         words = ["shardwise", *layout.arguments, "--nproc", str(layout.nproc)]
         if len(layout.hosts) > 1:
             words += ["--nnodes", str(len(layout.hosts)), "--node-rank", str(rank)]
-            words += ["--rdzv", f"{layout.hosts[0]}:{layout.port}"]
+            first = f"[{layout.hosts[0]}]" if ":" in layout.hosts[0] else layout.hosts[0]
+            words += ["--rdzv", f"{first}:{layout.port}"]
         lines.append((host, shlex.join(words)))
     return lines
 
 
 def torchrun_lines(layout: Layout) -> list[tuple[str, str]]:
-    """Host and line, with torchrun."""
+    """Host and line, with torchrun.
+
+    Raises:
+        UserError: the command has restarts of our own launcher, or is none that torchrun starts.
+    """
+    command, *options = layout.arguments
+    ours = [o for o in options if o.partition("=")[0] == "--max-restarts"]
+    if ours or command == "doctor":
+        found = ours[0] if ours else command
+        raise UserError(f"--torchrun: found {found} behind --, expected train without it")
     lines = []
     for rank, host in enumerate(layout.hosts):
         words = ["torchrun", f"--nnodes={len(layout.hosts)}", f"--node-rank={rank}"]

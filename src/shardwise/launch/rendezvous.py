@@ -7,8 +7,9 @@
 
 Every host says "here" once a second, and is answered. A host that has been silent for
 :data:`SILENCE` seconds, or whose connection closed, is lost: the others are told its name, end
-their ranks, and begin another round without it if restarts are left. With host 0 the meeting
-itself is lost; each of the others notices that in the same time.
+their ranks, and begin another round without it if restarts are left. With host 0 the meeting itself
+is lost; each of the others notices that in the same time. A host that a signal stopped stops the
+job: the others have ``STOP_GRACE`` seconds to stop in order.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 from shardwise.launch.errors import UserError
 from shardwise.launch.hosts import Nodes, listening
+from shardwise.launch.launcher import STOP_GRACE
 from shardwise.launch.wire import ClosedError, Line
 
 SILENCE = 10.0  # seconds without a sign of life after which a host counts as lost
@@ -68,6 +70,7 @@ class Meeting:
         self._round = -1
         self._running = False
         self._echoed = 0.0  # when ranks were the first to notice that others are gone
+        self._stopped: tuple[float, str] | None = None  # when a signal stopped a host, and which
         self._over = threading.Event()  # all is said
         self._closed = threading.Event()
         self._lost: list[str] = []
@@ -120,6 +123,8 @@ class Meeting:
                 host.ready, host.ended = message, None
             case "ended":
                 host.ended = message
+                if message["stopped"] and self._stopped is None:
+                    self._stopped = (host.heard, host.name)
 
     def _admit(self, host: Host, message: Mapping[str, Any]) -> None:
         host.rank = int(message["rank"])
@@ -201,21 +206,25 @@ class Meeting:
     def _judge(self) -> None:
         """Whether the round is over, and what follows."""
         failed = [h for h in self._hosts if h.ended is not None and h.ended["failed"]]
-        if not self._lost and not failed:
-            if all(host.ended is not None for host in self._hosts):
+        waits = self._stopped is None or time.monotonic() - self._stopped[0] < STOP_GRACE
+        if not self._lost and not failed and (waits or self._all_ended()):
+            if self._all_ended():
                 self._tell_all("verdict", again=False, text="")
                 self._running = False
                 self._over.set()
             return
         own = [host for host in failed if host.ended is not None and not host.ended["echo"]]
-        if not (self._lost or own or all(host.ended is not None for host in self._hosts)):
+        if waits and not (self._lost or own or self._all_ended()):
             # Ranks that lost a peer say so at once; why, is told a moment later.
             self._echoed = self._echoed or time.monotonic()
             if time.monotonic() - self._echoed < _ECHO:
                 return
-        reasons = self._lost or [f"a rank of {host.name} failed" for host in own or failed]
+        reasons = self._lost or [f"a rank of {host.name} failed" for host in own]
+        if not reasons and self._stopped is not None:
+            reasons = [f"{self._stopped[1]} was stopped"]
+        reasons = reasons or [f"a rank of {host.name} failed" for host in failed]
         fatal = any(h.ended is not None and not h.ended["may_restart"] for h in failed)
-        again = self._restarts > 0 and not fatal
+        again = self._restarts > 0 and not fatal and self._stopped is None
         self._restarts -= again
         self._running = False
         left = len(self._hosts)
@@ -225,6 +234,9 @@ class Meeting:
         self._tell_all("verdict", again=again, text=text)
         if not again:
             self._over.set()
+
+    def _all_ended(self) -> bool:
+        return all(host.ended is not None for host in self._hosts)
 
     def _drop(self, host: Host, why: str) -> None:
         if host in self._strangers:

@@ -76,6 +76,7 @@ def _round(
             failed=launcher.failed,
             echo=launcher.echo,
             may_restart=launcher.may_restart,
+            by_signal=launcher.stopped,
             stopped=lambda: bool(noted),
         )
     if verdict.text:

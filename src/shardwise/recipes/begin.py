@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,6 +26,9 @@ _FIXED = {
     "betas": "--beta1 and --beta2",
     "momentum": "--momentum",
 }
+
+# Where things lie on a host, and what to do about a run that is there: each host's own business.
+_OWN = frozenset({"out", "data", "data_dir", "model", "tokenizer", "resume", "overwrite"})
 
 
 class Inputs(Protocol):
@@ -105,6 +110,39 @@ def check_folder(inputs: Inputs) -> Position:
 def _check_fixed(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     known = flatten(now)
     check_same(before, now, {name: option for name, option in _FIXED.items() if name in known})
+
+
+def check_alike(told: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all hosts were asked for the same training, of the same model and data.
+
+    Args:
+        told: of each host, host 0 first: the name of the recipe and :meth:`Inputs.facts`.
+
+    Raises:
+        OptionError: naming the first difference, and the host.
+    """
+    expected = _compared(told[0])
+    for host, facts in enumerate(told):
+        for option, found in _compared(facts).items():
+            if found != expected.get(option):
+                raise OptionError(
+                    option, f"{found} on host {host}", f"{expected.get(option)}, as on host 0"
+                )
+
+
+def _compared(facts: Mapping[str, Any]) -> dict[str, Any]:
+    settings = json.dumps(facts["model"].get("settings"), sort_keys=True)
+    options = {
+        _FIXED.get(name, f"--{name.replace('_', '-')}"): value
+        for name, value in flatten(facts["config"]).items()
+        if name not in _OWN
+    }
+    return {
+        "train": facts["recipe"],
+        **options,
+        "--model": f"settings with checksum {zlib.crc32(settings.encode()):08x}",
+        "--data": f"data with fingerprint {facts['data'].get('fingerprint')}",
+    }
 
 
 def check_extras(names: Sequence[str], *, tensorboard: bool) -> None:

@@ -16,7 +16,7 @@ from shardwise.launch.rank import connected
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World, launched_here
 from shardwise.recipes import journal
-from shardwise.recipes.begin import Inputs, check_folder
+from shardwise.recipes.begin import Inputs, check_alike, check_folder
 from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import TrainConfig, resolve_sharding
 from shardwise.recipes.device import backend_for, choose_device
@@ -64,7 +64,16 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> None:
 def train_connected(
     inputs: Inputs, world: World, device: torch.device, signals: StopSignals
 ) -> None:
-    """As :func:`train`, as a member of the default process group already."""
+    """As :func:`train`, as a member of the default process group already.
+
+    Raises:
+        OptionError: another host was asked for something else.
+    """
+    if world.hosts > 1:
+        # Each host has a command line of its own.
+        told: list[Any] = [None] * world.size
+        dist.all_gather_object(told, {"recipe": inputs.recipe, **inputs.facts()})
+        check_alike(told[:: world.local_size])
     place = place_for(inputs.train, world, device)
     task = inputs.assemble(place)
     # From here on every rank has random numbers of its own, for dropout.
