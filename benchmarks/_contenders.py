@@ -121,11 +121,7 @@ def _model(case: Case) -> nn.Module:
     return model
 
 
-def _mesh(case: Case) -> DeviceMesh:
-    return init_device_mesh(case.device, (case.ranks,), mesh_dim_names=("shard",))
-
-
-class _ByModule(Contender):
+class ByModule(Contender):
     """What ours and FSDP2 have in common: ``fully_shard`` called bottom-up with one signature."""
 
     def __init__(self, case: Case) -> None:
@@ -134,7 +130,7 @@ class _ByModule(Contender):
         if case.dtype == "bf16":
             policy = policy_class(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = _model(case)
-        mesh = _mesh(case)
+        mesh = self.mesh(case)
         *inner, last = groups(model)
         for group in inner:
             fully_shard(group[0], mesh=mesh, mp_policy=policy, reshard_after_forward=case.zero == 3)
@@ -144,13 +140,17 @@ class _ByModule(Contender):
         self.model = model
         self.optimizer = make_optimizer(case, model.parameters())
 
+    def mesh(self, case: Case) -> DeviceMesh:
+        """Make the mesh to shard over: all ranks, in one dimension."""
+        return init_device_mesh(case.device, (case.ranks,), mesh_dim_names=("shard",))
+
     @staticmethod
     @abstractmethod
     def api() -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Return ``fully_shard`` and ``MixedPrecisionPolicy``."""
 
 
-class Ours(_ByModule):
+class Ours(ByModule):
     """``shardwise.fully_shard``."""
 
     name = "ours"
@@ -164,7 +164,7 @@ class Ours(_ByModule):
         return fully_shard, MixedPrecisionPolicy
 
 
-class FSDP2(_ByModule):
+class FSDP2(ByModule):
     """``torch.distributed.fsdp.fully_shard``."""
 
     name = "fsdp2"

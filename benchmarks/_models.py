@@ -46,6 +46,7 @@ class Preset:
 
 PRESETS = {
     "tiny": Preset(hidden=64, intermediate=176, layers=3, heads=4, vocab=256),  # 0.2 M: for tests
+    "5m": Preset(hidden=256, intermediate=688, layers=5, heads=4, vocab=2048),  # 5.0 M
     "34m": Preset(hidden=512, intermediate=1376, layers=8, heads=8, vocab=8192),  # 33.7 M
     "150m": Preset(hidden=768, intermediate=2048, layers=14, heads=12, vocab=32000),  # 148.3 M
     "10m": Preset(hidden=320, intermediate=864, layers=6, heads=5, vocab=4096),  # 10.1 M

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from _contenders import CONTENDERS, Case
+from _contenders import CONTENDERS, Case, Contender
 from _report import Table
 
 FOUR_DECIMALS = 5e-5
@@ -36,22 +37,28 @@ def losses(case: dict[str, Any], name: str) -> list[float]:
     return [fmean(rank["loss"] for rank in step) for step in steps]
 
 
-def disagreement(case: dict[str, Any]) -> str | None:
+def disagreement(
+    case: dict[str, Any], contenders: Mapping[str, type[Contender]] = CONTENDERS
+) -> str | None:
     """Compare the losses of the contenders.
 
     Those that exchange gradients must agree to four decimals at every step. The floor exchanges
     none, so that only its very first loss is comparable.
 
+    Args:
+        case: of a document.
+        contenders: what its names stand for.
+
     Returns:
         What differs, for people, or ``None``.
     """
     names = list(case["contenders"])
-    reference = min(names, key=lambda name: (not CONTENDERS[name].exchanges, name != "fsdp2"))
+    reference = min(names, key=lambda name: (not contenders[name].exchanges, name != "fsdp2"))
     expected = losses(case, reference)
     found = []
     for name in names:
         own = losses(case, name)
-        comparable = len(own) if CONTENDERS[name].exchanges else 1
+        comparable = len(own) if contenders[name].exchanges else 1
         for step, (mine, theirs) in enumerate(zip(own[:comparable], expected, strict=False)):
             if not abs(mine - theirs) < FOUR_DECIMALS:  # NaN differs
                 found.append(

@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -30,6 +30,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from _hosts import Host
 
 _ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
@@ -66,6 +68,8 @@ class World:
             its settings from ``env``, and which shares no page with another. Else processes are
             forked from a server that has imported torch and computed nothing: seconds faster.
         timeout: seconds that the ranks have to start, and to answer a call.
+        hosts: where the ranks run, as many of them on each; by default here.
+        port: of the first host, where ranks on ``hosts`` meet; one world at a time can have it.
 
     Raises:
         WorldError: a rank could not start.
@@ -81,11 +85,16 @@ class World:
         env: Mapping[str, str] | None = None,
         exec_each: bool = False,
         timeout: float = 600,
+        hosts: Sequence[Host] = (),
+        port: int = 29500,
     ) -> None:
         self.name = name
         self._timeout = timeout
-        # The store lives here, on a port that the kernel chose: there is no port to race for.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store: TCPStore | None = None
+        if not hosts:
+            # The store lives here, on a port that the kernel chose: there is no port to race for.
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = self._store.port
         context: BaseContext = multiprocessing.get_context("spawn" if exec_each else "forkserver")
         context.set_forkserver_preload(_PRELOAD)
         variables = {**_ONE_THREAD, **(env or {})}
@@ -97,7 +106,9 @@ class World:
         with _environment(variables):
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
-                place = _Place(rank, ranks, self._store.port, device, timeout, variables)
+                host = hosts[rank * len(hosts) // ranks] if hosts else None
+                address = hosts[0].address if hosts else "127.0.0.1"
+                place = _Place(rank, ranks, address, port, device, timeout, variables, host)
                 process = context.Process(  # type: ignore[attr-defined]  # of every context
                     target=_serve,
                     args=(theirs, place, factory, args),
@@ -233,10 +244,12 @@ class _Place:
 
     rank: int
     ranks: int
+    address: str
     port: int
     device: str
     timeout: float
     variables: Mapping[str, str]
+    host: Host | None
 
 
 def _serve(
@@ -247,7 +260,10 @@ def _serve(
     os.environ.update(place.variables)  # a fork has those of its server
     torch.set_num_threads(1)
     try:
-        store = TCPStore("127.0.0.1", place.port, is_master=False)
+        if place.host is not None:
+            place.host.enter()
+        serves = place.host is not None and place.rank == 0
+        store = TCPStore(place.address, place.port, is_master=serves, wait_for_workers=False)
         if place.device == "cuda":
             torch.cuda.set_device(place.rank)
         dist.init_process_group(

@@ -27,6 +27,7 @@ from _overhead_tables import overhead_tables
 from _report import ROOT, Table, machine_line
 from _scaling_tables import scaling_tables
 from _step_tables import step_tables
+from _strategies_tables import strategies_tables
 from _transport_tables import transport_tables
 from _vit_build_tables import vit_build_tables
 
@@ -40,6 +41,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "scaling": scaling_tables,
     "vit_build": vit_build_tables,
     "diloco": diloco_tables,
+    "strategies": strategies_tables,
 }
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL

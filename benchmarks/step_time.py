@@ -14,16 +14,16 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from _contenders import CONTENDERS, Case
+from _contenders import CONTENDERS, Case, Contender
 from _models import BATCHES, PRESETS, batches
 from _options import cases, contender_env, parser, positive_int
 from _report import document, machine, machine_line, save, wide_console
@@ -55,8 +55,10 @@ class Step:
 class StepWorker:
     """One rank of a contender, taking steps on demand."""
 
+    contenders: ClassVar[Mapping[str, type[Contender]]] = CONTENDERS
+
     def __init__(self, name: str, case: Case) -> None:
-        self._contender = CONTENDERS[name](case)
+        self._contender = self.contenders[name](case)
         drawn = batches(case.params, case.tokens, dist.get_rank(), case.seed)
         self._batches = [batch.to(case.device) for batch in drawn]
         self._cuda = case.device == "cuda"
@@ -137,8 +139,8 @@ class Match:
             busy, own = _machine_busy() - busy, world.cpu_seconds() - own
             self._idle_cpu += sum(w.cpu_seconds() for w in others) - idle
         return {
-            "warmup": _transposed(warm),
-            "steps": _transposed(steps),
+            "warmup": transposed(warm),
+            "steps": transposed(steps),
             "foreign_cpu_seconds": max(busy - own, 0.0),
         }
 
@@ -169,7 +171,7 @@ class Match:
             self._console.print(f"  {self._case.label()}, {text}", end="\r", soft_wrap=True)
 
 
-def _transposed(by_rank: list[list[Step]]) -> list[list[dict[str, float]]]:
+def transposed(by_rank: list[list[Step]]) -> list[list[dict[str, float]]]:
     """Turn steps of ranks into ranks of steps, as plain data."""
     return [[asdict(step) for step in ranks] for ranks in zip(*by_rank, strict=True)]
 
