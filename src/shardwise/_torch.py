@@ -161,7 +161,7 @@ def may_write_through(tensor: torch.Tensor) -> bool:
     """
     made = torch._C._autograd
     return tensor._base is not None and (
-        made._get_creation_meta(tensor) is made.CreationMeta.DEFAULT
+        made._get_creation_meta(tensor) == made.CreationMeta.DEFAULT
     )
 
 

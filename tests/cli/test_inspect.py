@@ -27,6 +27,7 @@ def call(monkeypatch: Patch, *arguments: str) -> int:
     [
         ("--model llama-15m", "--model: found llama-15m, expected"),
         ("--model llama-15m", "did you mean llama-150m?"),
+        ("--model vit-10", "did you mean vit-10b?"),
         ("--mesh dp=2,tp", "--mesh: found 'tp' in 'dp=2,tp', expected tp=N, N a number from 1"),
         ("--mesh dp=0", "--mesh: found 'dp=0' in 'dp=0', expected dp=N"),
         ("--mesh dp=-2", "--mesh: found 'dp=-2'"),
@@ -66,6 +67,18 @@ def test_mistakes_that_need_the_model(
     monkeypatch.chdir(tmp_path)
     assert call(monkeypatch, "--model", "llama-tiny", *arguments.split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_plan_of_a_vision_transformer_is_that_of_its_training(
+    monkeypatch: Patch, capsys: Capture
+) -> None:
+    assert call(monkeypatch, "--model", "vit-base", "--mesh", "dp=4", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    placements = {p["name"]: p["placements"] for p in report["parameters"]}
+    assert placements["vit.embeddings.position_embeddings"] == [["dp", "Shard(2)"]]
+    assert placements["classifier.weight"] == [["dp", "Shard(0)"]]
+    assert call(monkeypatch, "--model", "vit-tiny", "--mesh", "dp=2,tp=2") == 2
+    assert "no tensor parallel plan" in capsys.readouterr().err
 
 
 def test_a_plan_of_a_preset(monkeypatch: Patch, capsys: Capture) -> None:

@@ -83,7 +83,7 @@ def hybrid(mesh: DeviceMesh) -> None:
     net = shard_blocks(counted_net(), mesh)
     report = shardwise.inspect(net)
     check(net, report)
-    assert str(report.grid) == "dp=2 x tp=2"
+    assert str(report.grid) == "dp_replicate=2 x dp_shard=2"
     assert all(not each.cut_along[0] for each in report.parameters), "copies along the first"
     assert report.find("head.bias").cut_along == ((), (0,))
 
@@ -180,8 +180,9 @@ def values_of_ranks(rank: int, mesh: DeviceMesh) -> None:
 def _every_kind(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     one_dimension()
-    hybrid(mesh)
-    sharded_columns(mesh["dp", "tp"])
+    data = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    hybrid(data)
+    sharded_columns(data)
     tensor_then_data_parallel(mesh)
     tensor_parallel_only(mesh)
     named_dimensions(mesh)

@@ -38,7 +38,9 @@ def test_blocks_tile_every_parameter(
     report = planned_report(mesh, lambda: Pair(inner, outer))
     for each in report.parameters:
         copies = replicas * (1 if each.name.startswith(("up", "down")) else tensor)
-        copies *= shards if each.name == "gain" else 1
+        # Nothing more is cut of a scalar, nor of what tensor parallelism cut so unevenly that no
+        # placement could tell.
+        copies *= shards if each.cut_dim is None else 1
         found = torch.zeros(each.shape, dtype=torch.int64)
         positions = torch.arange(found.numel()).view(each.shape)
         for rank in range(report.grid.size):
