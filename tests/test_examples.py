@@ -124,3 +124,15 @@ def test_nested_fsdp_as_pytorch_xla_has_it(tmp_path: Path, nested: bool) -> None
     accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", output)]
     assert accuracies[-1] > 0.95
     assert "5 units, 7106 parameters on this rank" in output
+
+
+def test_the_training_function_for_ray_runs_under_torchrun_and_goes_on(tmp_path: Path) -> None:
+    first = _run("ray_train.py", "--steps", "40", cwd=tmp_path)
+    then = _run("ray_train.py", "--steps", "60", cwd=tmp_path)
+    whole = _run("ray_train.py", "--steps", "60", "--out", "whole", cwd=tmp_path, ranks=1)
+
+    assert first.startswith("2 ranks, from step 0\n")
+    assert then.startswith("2 ranks, from step 40\n")
+    assert len(losses := [*_losses(first), *_losses(then)]) == 6
+    assert losses[-1] < 0.5 * losses[0]
+    assert losses == pytest.approx(_losses(whole), abs=2e-3)
