@@ -135,7 +135,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: str, me
         ("vit", "--data-dir: found none, expected a folder with train and val, or --fake-data"),
         ("vit --fake-data --model vit-10", "did you mean vit-10b?"),
         ("vit --fake-data --image-size 100", "--image-size: found 100, expected a multiple of 16"),
-        ("vit --fake-data --layers 0", "--layers: found 0, expected 1 or more"),
+        ("vit --fake-data --layers 0", "--layers: found 0, expected a number from 1"),
+        ("vit --dry-run --model vit.json", "--layers: found many, expected a number from 1"),
         ("vit --fake-data --world-size 4", "--world-size: found 4 without --dry-run, expected"),
         (
             "vit --dry-run --nnodes 2 --node-rank 0 --rdzv a:1",
@@ -157,6 +158,7 @@ def test_bad_options_of_trainings_on_pictures(
     Path("mnist").mkdir()
     Path("mnist", "train-images-idx3-ubyte").write_text("<!doctype html>")
     Path("mnist", "train-labels-idx1-ubyte").touch()
+    Path("vit.json").write_text('{"model_type": "vit", "num_hidden_layers": "many"}')
     refused(monkeypatch, capsys, arguments, message)
 
 

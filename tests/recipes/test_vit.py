@@ -395,7 +395,7 @@ def test_a_run_goes_on_only_with_the_model_it_began_with(ranks: Ranks, tmp_path:
     [
         ({"patch_size": 7}, "--image-size: found 32, expected a multiple of 7, a patch's size"),
         ({"patch_size": 0}, "--patch-size: found 0, expected a number from 1"),
-        ({"layers": 0}, "--layers: found 0, expected 1 or more"),
+        ({"layers": 0}, "--layers: found 0, expected a number from 1"),
         ({"model": "vit-10"}, "--model: found vit-10, expected .*; did you mean vit-10b?"),
         ({"data_dir": None}, "--data-dir: found none, expected a folder with train and val, or"),
     ],

@@ -61,7 +61,8 @@ class VitConfig(PictureConfig):
         fits = self.image_size > 0 and self.image_size % patch == 0
         require(fits, "--image-size", self.image_size, f"a multiple of {patch}, a patch's size")
         layers = settings.get("num_hidden_layers", 12)
-        require(layers >= 1, "--layers", layers, "1 or more")
+        fits = isinstance(layers, int) and layers >= 1
+        require(fits, "--layers", layers, "a number from 1")
         return settings
 
     def check(self, world: World) -> VitInputs:
