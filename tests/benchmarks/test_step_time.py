@@ -111,7 +111,7 @@ def test_table_is_computed_from_rounds(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--params", "7b"], "'7b' is not one of tiny, 34m, 150m"),
+        (["--params", "7b"], "'7b' is not one of tiny, 5m, 34m, 150m"),
         (["--ranks", "2,0"], "'2,0' is not a list of positive integers"),
         (["--contenders", "ours,horovod"], "'horovod' is not one of ours, fsdp2"),
         (["--steps", "none"], "'none' is not a positive integer"),
