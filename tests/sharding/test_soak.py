@@ -18,10 +18,11 @@ from tests.sharding.nets import Net, batches, loss_of, seeded
 
 WARM_UP = 300
 
+# Memory to lay out in is taken once more where a peer is late for the first time.
+SLACK = 4
+
 # What the allocator may keep and give back between two looks; a leak of one small tensor per step
 # would be more, with the Python object around it.
-#: Memory to lay out in is taken once more where a peer is late for the first time, however late.
-SLACK = 4
 GROWTH = 1_000_000
 
 
