@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from typing import Any
 
 import psutil
@@ -12,6 +13,20 @@ import pytest
 from tests.benchmarks.scripts import call_script, run_script
 
 ROUNDS, STEPS, WARMUP = 2, 2, 3
+
+
+def _still_there(marker: str, seconds: float = 10.0) -> list[int]:
+    """Processes of the script, once those had time that end as soon as they hear of its end."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = [
+            process.pid
+            for process in psutil.process_iter(["environ"])
+            if (process.info["environ"] or {}).get("STEP_TIME_TEST") == marker
+        ]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +41,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         *("--contenders", "ours,fsdp2,ddp,floor", "--json", str(path)),
         env={"STEP_TIME_TEST": marker},
     )
-    left = [
-        process.pid
-        for process in psutil.process_iter(["environ"])
-        if (process.info["environ"] or {}).get("STEP_TIME_TEST") == marker
-    ]
+    left = _still_there(marker)
     assert not left, f"the script has returned and left processes {left}"
     assert done.returncode == 0, done.stdout + done.stderr
     loaded: dict[str, Any] = json.loads(path.read_text())
