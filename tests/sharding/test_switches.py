@@ -748,6 +748,44 @@ def test_more_gradients_may_be_on_their_way_at_once(ranks: Ranks) -> None:
     ranks(_buffers, 2)
 
 
+def _left(rank: int, world_size: int, transport: str) -> None:
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    net = sharded_net(lambda: Net(blocks=5), mesh=mesh, transport=transport)
+    whole = seeded(lambda: Net(blocks=5))
+    root = state_of(net).root
+    x = batches(world_size)
+    left: list[int] = []
+    original = Root.post_backward
+
+    def counting(root: Root[Any], group: ParamGroup) -> None:
+        original(root, group)
+        left.append(len(root._left_alone))
+
+    Root.post_backward = counting  # type: ignore[method-assign]
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    # Gradients over a network are left to it until backward is over; what is in memory is not.
+    assert left == ([0, 1, 2, 3, 4, 5] if transport == "c10d" else [0] * 6), left
+    assert not root._left_alone
+    assert_same_gradients(net, whole)
+    net.set_is_last_backward(False)
+    for _ in range(3):
+        loss_of(net, x[rank]).backward()
+        average_backward(whole, x)
+    assert max(left) <= 6, f"more than a gradient of each of 6 groups waits: {left}"
+    net.set_is_last_backward(True)
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_backward_does_not_wait_for_gradients_that_cross_a_network(
+    ranks: Ranks, transport: str
+) -> None:
+    ranks(_left, 2, transport)
+
+
 # -- the rest ----------------------------------------------------------------------------------
 
 

@@ -1,7 +1,6 @@
 """Gradients of one group on their way from full to sharded.
 
-A reduction runs behind the backward of the groups that follow. It is moved on at each of their
-ends, so that at most one step of it waits at a time:
+A reduction runs behind the backward of the groups that follow, in steps:
 
     reduce-scatter over the shard dimension        (always; uncut parameters are all-reduced)
     all-reduce over the replicate dimension        (2-D meshes only)
@@ -118,6 +117,7 @@ class Reduction:
             for dtype in set(dtypes)
         }
         self._scalings = [scalings[dtype] for dtype in dtypes]
+        self._is_over_replicate = False
         self._works: list[Work] = []
         # What the collective reads stays referenced until it has been waited for.
         self._alive: list[torch.Tensor] = []
@@ -125,6 +125,12 @@ class Reduction:
         self._flat: dict[torch.dtype, torch.Tensor] = {}
         with torch.no_grad():
             self._shards = self._start_over_shard(list(grads), dtypes)
+
+    @property
+    def can_be_left(self) -> bool:
+        """Whether what is under way goes on by itself and holds no more than sharded gradients."""
+        replicate = self._mesh.replicate
+        return replicate is not None and replicate.runs_behind and self._is_over_replicate
 
     def advance(self) -> bool:
         """Wait for the collective under way and start the next, or finish.
@@ -141,7 +147,8 @@ class Reduction:
                 for param, shard in zip(self._params, self._shards, strict=True):
                     self._partial.add(param, shard)
                 return True
-            if self._all_reduce:
+            if self._all_reduce and not self._is_over_replicate:
+                self._is_over_replicate = True
                 self._start_over_replicate()
                 return False
             self._deliver()
@@ -189,7 +196,6 @@ class Reduction:
         return shards
 
     def _start_over_replicate(self) -> None:
-        self._all_reduce = False
         replicate = self._mesh.replicate
         assert replicate is not None
         by_op: dict[Reduce, list[torch.Tensor]] = {}

@@ -60,6 +60,8 @@ class Root(Generic[State]):
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
         self._pending: list[Reduction] = []
+        # Reductions whose all-reduce over replicas goes on while backward computes.
+        self._left_alone: list[Reduction] = []
         # Groups that were left unsharded, or on fewer ranks, which the optimizer may outdate.
         self._left: list[ParamGroup] = []
         self._end_is_queued = False
@@ -112,12 +114,16 @@ class Root(Generic[State]):
         """Start to reduce ``group``'s gradients, and move on those started before.
 
         Moving on first bounds what is in flight: the full gradients of one group (or of as many
-        as its ``reduce_scatter_max_input_buffers``), beside those that backward is making.
+        as its ``reduce_scatter_max_input_buffers``), beside those that backward is making. An
+        all-reduce over a network holds shards only: backward does not wait for it.
         """
         group.phase = Phase.REDUCED
         due = max(0, len(self._pending) - (group.options.reduce_scatter_max_input_buffers - 1))
-        waiting = [reduction for reduction in self._pending[:due] if not reduction.advance()]
-        self._pending = waiting + self._pending[due:]
+        moving, self._pending = self._pending[:due], self._pending[due:]
+        self._pending[:0] = [each for each in moving if not self._move_on(each)]
+        # No more than one gradient of every group, however many backwards leave theirs.
+        while len(self._left_alone) > sum(1 for _ in self._groups()):
+            self._left_alone.pop(0).finish()
         reduction = group.reduce_grads()
         if reduction is not None:
             self._pending.append(reduction)
@@ -141,6 +147,7 @@ class Root(Generic[State]):
     def reset(self) -> None:
         """Go back to the state between steps after an exception; that step's gradients are lost."""
         self._pending.clear()
+        self._left_alone.clear()
         self._end_is_queued = False
         self.forward_root = None
         self.is_last_backward = True
@@ -155,11 +162,24 @@ class Root(Generic[State]):
     def _groups(self) -> Iterator[ParamGroup]:
         return (group for state in self.states for group in state.groups)
 
+    def _move_on(self, reduction: Reduction) -> bool:
+        """Return whether nobody has to look after ``reduction`` until backward is over."""
+        if reduction.advance():
+            return True
+        if reduction.can_be_left:
+            self._left_alone.append(reduction)
+            return True
+        return False
+
     def _deliver(self) -> None:
         if not self.is_last_backward:
             return
         while self._pending:
-            self._pending.pop(0).finish()
+            reduction = self._pending.pop(0)
+            if not self._move_on(reduction):
+                reduction.finish()
+        while self._left_alone:
+            self._left_alone.pop(0).finish()
         for state in self.states:
             for group in state.groups:
                 group.wait_for_offload()

@@ -124,6 +124,8 @@ class Transport(Protocol):
     world_size: int
     #: Whether every collective that could be asked for shall be, for those who count them.
     literal: bool
+    #: Whether collectives go on while nobody waits for them, as they do over a network.
+    runs_behind: bool
 
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device

@@ -50,6 +50,7 @@ class CollectivesTransport(OwnMemory):
 
     name = "collectives"
     literal = True
+    runs_behind = True
 
     def __init__(
         self,

@@ -75,6 +75,7 @@ class CustomTransport:
 
     name = "custom"
     literal = True
+    runs_behind = True
 
     def __init__(
         self,

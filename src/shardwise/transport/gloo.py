@@ -40,6 +40,7 @@ class GlooTransport(OwnMemory):
 
     name = "gloo"
     literal = False
+    runs_behind = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()

@@ -16,6 +16,7 @@ class LocalTransport(OwnMemory):
 
     name = "local"
     literal = False
+    runs_behind = False
     rank = 0
     world_size = 1
 

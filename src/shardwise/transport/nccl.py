@@ -39,6 +39,7 @@ class NcclTransport(CollectivesTransport):
 
     name = "nccl"
     literal = False
+    runs_behind = True
 
     def __init__(self, group: dist.ProcessGroup, backend: str = "nccl") -> None:
         super().__init__(group, backend, SMALL_BYTES)

@@ -50,6 +50,7 @@ class ShmTransport:
 
     name = "shm"
     literal = False
+    runs_behind = False
 
     def __init__(self, group: dist.ProcessGroup, meeting: Meeting) -> None:
         self.rank = group.rank()
