@@ -20,6 +20,7 @@ from shardwise.sharding.form import COPIED
 from shardwise.sharding.group import GroupState, ParamGroup
 from shardwise.sharding.hooks import FSDPState, state_of
 from shardwise.sharding.root import settle
+from shardwise.transport.attending import new_group
 from shardwise.transport.custom import AllGather, ReduceScatter
 
 
@@ -308,7 +309,7 @@ class FSDPModule(TorchFSDPModule):
             elif group.mesh.scatter_group is None:
                 ranks = tuple(dist.get_process_group_ranks(group.mesh.shard_group))
                 if ranks not in made:
-                    made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                    made[ranks] = new_group(ranks)
                 group.change_mesh(group.mesh.with_scatter_group(made[ranks]))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
