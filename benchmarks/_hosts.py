@@ -29,11 +29,13 @@ class Host:
         name: of the network namespace.
         address: of its end of the link, ``eth0``.
         pid: of the process that holds its namespaces.
+        cores: the processors that its ranks run on, and no other host's.
     """
 
     name: str
     address: str
     pid: int
+    cores: frozenset[int]
 
     def enter(self) -> None:
         """Move this process, which must have one thread only, to the host.
@@ -50,6 +52,7 @@ class Host:
                 raise OSError(error, f"{self.name}: setns({kind}): {os.strerror(error)}")
             os.close(handle)
         os.chdir(folder)  # a mount namespace begins at its root
+        os.sched_setaffinity(0, self.cores)
 
     def sent(self) -> int:
         """Return the bytes that have left through ``eth0``, headers included, as it counts them."""
@@ -68,6 +71,8 @@ def two_hosts(gbit: float) -> Iterator[tuple[Host, Host]]:
         RuntimeError: the machine does not let this process make them.
     """
     names = [f"shardwise-bench-{os.getpid()}-{i}" for i in range(2)]
+    every = sorted(os.sched_getaffinity(0))
+    cores = [frozenset(every[i::2] or every) for i in range(2)]
     with contextlib.ExitStack() as stack:
         for name in names:
             _run("ip", "netns", "add", name)
@@ -82,7 +87,7 @@ def two_hosts(gbit: float) -> Iterator[tuple[Host, Host]]:
                 _run("ip", "-n", name, "link", "set", device, "up")
             _shape(name, gbit)
             holder = stack.enter_context(_holder(name))
-            hosts.append(Host(name, address, holder))
+            hosts.append(Host(name, address, holder, cores[i]))
         yield hosts[0], hosts[1]
 
 
