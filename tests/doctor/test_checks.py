@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from shardwise.cli.main import app
-from shardwise.doctor.visit import CHECKS, LIMITS
+from shardwise.doctor.visit import CHECKS, SECONDS
+from shardwise.transport import futex
 
 GUIDE = Path(__file__).parents[2] / "docs" / "multi-node.md"
 
@@ -22,9 +24,9 @@ def test_the_troubleshooting_table_has_a_row_for_every_check() -> None:
 
 def test_the_documented_limits_are_those_of_the_code() -> None:
     text = " ".join(GUIDE.read_text().split())
-    assert f"{LIMITS['facts']:.0f} s for what hosts say" in text
-    assert f"{LIMITS['clocks']:.0f} s a host for clocks" in text
-    assert f"measures towards one other, {LIMITS['ways']:.0f} s" in text
+    assert f"{SECONDS['facts']:.0f} s for what hosts say" in text
+    assert f"{SECONDS['clocks']:.0f} s a host for clocks" in text
+    assert f"measures towards one other, {SECONDS['ways']:.0f} s" in text
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,11 @@ def test_mistakes_are_one_line(
     assert capsys.readouterr() == ("", f"error: {message}\n")
 
 
+def test_the_doctor_needs_no_torch() -> None:
+    code = "import sys, shardwise.doctor.visit; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_host_alone_is_looked_at_without_any_other(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,4 +67,6 @@ def test_a_host_alone_is_looked_at_without_any_other(
     found = {line[5:17].strip() for line in lines}
     assert found == set(CHECKS) - {"links"}
     [inside] = [line for line in lines if line[5:11] == "inside"]
-    assert re.search(r"\d+\.\d\d Gbit/s, \d+\.\d\d ms", inside)
+    figures = r"\d+\.\d\d Gbit/s, \d+\.\d\d ms"
+    shared = f"shared memory {figures}" if futex.is_available() else "no shared memory"
+    assert re.search(f"{shared}; messages {figures}", inside)

@@ -5,6 +5,7 @@ The timeout of the process groups is ten minutes; nobody waits for it.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -22,6 +23,7 @@ from shardwise import PeerLostError, RanksDivergedError, fully_shard, init_mesh
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.diloco.members import Report, agree
 from shardwise.errors import CheckpointError
+from shardwise.transport import attending
 from shardwise.transport.attending import attended, made_together, new_group
 from tests.harness import run_ranks
 
@@ -83,7 +85,11 @@ def _save_together(group: dist.ProcessGroup) -> str:
 def _all(rank: int, world_size: int) -> dict[str, str]:
     said = {}
     sizes = {"dp": 2, "tp": 3} if rank else {"dp": 3, "tp": 2}
+    warned = _warnings(0.5)
+    if rank == 0:
+        time.sleep(2.5)  # late, and no more than that
     said["diverged"] = _says(lambda: init_mesh(device_type="cpu", **sizes), RanksDivergedError)
+    said["warned"] = "; ".join(warned)
     pairs = [new_group([first, first + 3]) if rank % 3 == first else None for first in range(3)]
     three = dist.new_group([0, 1, 2])
     leaves = rank >= 3
@@ -103,6 +109,16 @@ def _all(rank: int, world_size: int) -> dict[str, str]:
     return said
 
 
+def _warnings(patience: float) -> list[str]:
+    """What is logged from now on, after so long a wait."""
+    attending.PATIENCE_SECONDS = patience
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(attending.__name__).addHandler(handler)
+    return told
+
+
 def _is_usable(group: dist.ProcessGroup) -> bool:
     found = torch.ones(1)
     attended(lambda: dist.all_reduce(found, group=group), group, "a sum")
@@ -117,8 +133,10 @@ def test_a_rank_that_never_comes_is_named_within_seconds() -> None:
 
     assert "makes a mesh of shape (3, 2) (dp, tp)" in one["diverged"]
     assert "makes a mesh of shape (2, 3) (dp, tp)" in zero["diverged"]
-    assert "rank 0 lost rank 3 during the meeting in shared memory" in zero["meeting"]
-    assert "rank 1 lost rank 4 during the making of a process group of ranks [1, 4]" in one["group"]
+    assert "rank 1 has waited 1 s for ranks [0] in the making of a mesh" in one["warned"]
+    assert zero["warned"] == ""
+    assert zero["meeting"].startswith("rank 0 lost rank 3 during the meeting in shared memory")
+    assert one["group"].startswith("rank 1 lost rank 4 during the making of a process group of")
     assert [outcome.exitcode for outcome in outcomes[2:]] == [-signal.SIGKILL, 1, *[-9] * 2]
     for each in (zero, one):
         assert "rank 2: was lost" in each["checkpoint"]

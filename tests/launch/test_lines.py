@@ -121,6 +121,8 @@ def test_mistakes_are_one_line(
         (2, 0, None, "--rdzv: found None, expected HOST:PORT"),
         (2, 0, "a", "--rdzv: found a, expected HOST:PORT"),
         (2, 0, "a:99999", "--rdzv: found a:99999"),
+        (2, 0, "fd77::1:29400", "--rdzv: found fd77::1:29400, .* IPv6 address in brackets"),
+        (2, 0, "[fd77::1:29400", r"--rdzv: found \[fd77::1:29400"),
         (0, 0, "a:1", "--nnodes: found 0"),
         (None, 1, None, "--node-rank: found without --nnodes"),
     ],
@@ -130,3 +132,17 @@ def test_half_a_description_of_the_hosts_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         Nodes.of(count, rank, rdzv, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("rdzv", "address", "where"),
+    [
+        ("host-a:29400", "host-a", "host-a:29400"),
+        ("[2001:DB8:0::1]:29400", "2001:db8::1", "[2001:db8::1]:29400"),
+        ("[fe80::1%eth0]:29400", "fe80::1%eth0", "[fe80::1%eth0]:29400"),
+    ],
+)
+def test_where_hosts_meet_is_a_name_or_a_number(rdzv: str, address: str, where: str) -> None:
+    nodes = Nodes.of(2, 0, rdzv, 1.0)
+    assert nodes is not None
+    assert (nodes.address, nodes.port, nodes.where) == (address, 29400, where)

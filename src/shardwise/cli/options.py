@@ -59,7 +59,7 @@ Rdzv = Annotated[
     str | None,
     Option(
         metavar="HOST:PORT",
-        help="An address of host 0, where the hosts meet.",
+        help="An address of host 0, where the hosts meet; [ADDRESS]:PORT for IPv6.",
         rich_help_panel=_HOSTS,
         show_default=False,
     ),

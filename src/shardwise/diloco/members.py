@@ -16,7 +16,7 @@ import xxhash
 
 from shardwise.diloco.fragment import Fragment
 from shardwise.errors import RanksDivergedError
-from shardwise.transport.attending import attended
+from shardwise.transport.attending import attended, gather_objects
 from shardwise.transport.peers import naming_lost_peer
 
 
@@ -87,12 +87,7 @@ def agree(group: dist.ProcessGroup, mine: Report) -> Agreement:
     Raises:
         RanksDivergedError: members train other models, or by other settings; on all of them alike.
     """
-    found: list[Report] = [mine] * group.size()
-    attended(
-        lambda: dist.all_gather_object(found, mine, group=group),
-        group,
-        "the agreement of DiLoCo's replicas",
-    )
+    found = gather_objects(mine, group, "the agreement of DiLoCo's replicas")
     leader = max(found, key=lambda report: report.rounds)  # the first of equals
     members = dist.get_process_group_ranks(group)
     for rank, report in zip(members, found, strict=True):

@@ -16,7 +16,7 @@ STREAM = 0.5  # seconds of sending, for bandwidth
 DRAIN = 5.0  # seconds for what was sent to arrive
 _ECHOES = 50
 _CHUNK = bytes(2**18)
-_PING, _STREAM = b"p", b"s"
+_BACK, _COUNTED = b"p", b"s"  # what is sent comes back; only its end is answered
 
 
 class Echo:
@@ -49,9 +49,9 @@ def _answer(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         kind = connection.recv(1)
         while chunk := connection.recv(2**18):
-            if kind == _PING:
+            if kind == _BACK:
                 connection.sendall(chunk)
-        if kind == _STREAM:
+        if kind == _COUNTED:
             connection.sendall(b"!")
 
 
@@ -69,7 +69,7 @@ def measure(address: str, port: int) -> Link:
 def _ping(address: str, port: int) -> float:
     with socket.create_connection((address, port), timeout=CONNECT) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(_PING)
+        connection.sendall(_BACK)
         connection.settimeout(DRAIN)
         took: list[float] = []
         deadline = time.perf_counter() + DRAIN
@@ -89,7 +89,7 @@ def _ping(address: str, port: int) -> float:
 def _stream(address: str, port: int) -> float:
     with socket.create_connection((address, port), timeout=CONNECT) as connection:
         connection.settimeout(DRAIN)
-        connection.sendall(_STREAM)
+        connection.sendall(_COUNTED)
         sent, began = 0, time.perf_counter()
         while time.perf_counter() - began < STREAM:
             sent += connection.send(_CHUNK)

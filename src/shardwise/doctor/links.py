@@ -9,7 +9,6 @@ from shardwise.doctor.facts import Facts
 from shardwise.doctor.finding import Finding, fail, good, warn
 
 PORTS, LINKS, INSIDE = "ports", "links", "inside"
-LEAST_GBIT = 1.0  # below this, hybrid sharding or DiLoCo instead of full sharding
 MOST_MS = 5.0
 
 

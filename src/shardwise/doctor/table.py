@@ -13,11 +13,10 @@ from typing import Any
 from shardwise.doctor.finding import Finding, fail
 from shardwise.launch.addresses import addresses, listening
 from shardwise.launch.hosts import Nodes
-from shardwise.launch.wire import ClosedError, Line
+from shardwise.launch.wire import ClosedError, Line, reach
 
 RENDEZVOUS = "rendezvous"
-_RETRY = 0.3
-_CONNECT = 3.0  # seconds for one attempt
+_SLACK = 3.0  # seconds that an answer of host 0 may take beside what it waits for
 _GRACE = 1.0  # seconds more for hosts that come late, once as many came as were expected
 
 
@@ -39,11 +38,15 @@ class Table:
     Args:
         nodes: the job, as this host was told.
 
+    Attributes:
+        seat: this host's place in what :meth:`gather` returns, which tells it.
+
     Raises:
         RendezvousError: this host cannot take part.
     """
 
     def __init__(self, nodes: Nodes) -> None:
+        self.seat = 0
         self._nodes = nodes
         self._guests: list[Line | None] = []
         self._host: Line | None = None
@@ -84,17 +87,17 @@ class Table:
             self._tell(seat, {"seat": seat + 1, "all": values})
         return values
 
-    @property
-    def seat(self) -> int:
-        """This host's place in what :meth:`gather` returns."""
-        return self._seat if self._host is not None else 0
-
     def clocks(self, seconds: float) -> dict[int, float]:
-        """By how many seconds each other host's clock is ahead of host 0's; told to all."""
+        """By how many seconds each other host's clock is ahead of host 0's; told to all.
+
+        Args:
+            seconds: the most to wait for every one of them; host 0 asks one after the other.
+        """
         if self._host is not None:
-            self._next(seconds)
+            whole = seconds * self._nodes.count
+            self._next(whole)
             self._host.send({"time": time.time()})
-            return {int(seat): ahead for seat, ahead in self._ask_host(None, seconds)[0].items()}
+            return {int(seat): ahead for seat, ahead in self._ask_host(None, whole)[0].items()}
         ahead = {}
         for seat in range(len(self._guests)):
             before = time.time()
@@ -112,8 +115,8 @@ class Table:
         except ClosedError as error:
             raise self._alone(str(error)) from None
         # Host 0 waits for the slowest of us before it answers.
-        answer = self._next(2 * seconds + _CONNECT)
-        self._seat = int(answer["seat"])
+        answer = self._next(2 * seconds + _SLACK)
+        self.seat = int(answer["seat"])
         return list(answer["all"])
 
     def _next(self, seconds: float) -> dict[str, Any]:
@@ -167,18 +170,11 @@ def _listen(nodes: Nodes) -> socket.socket:
 
 
 def _reach(nodes: Nodes) -> Line:
-    deadline = time.monotonic() + nodes.timeout
-    while True:
-        try:
-            address = (nodes.address, nodes.port)
-            return Line(socket.create_connection(address, timeout=_CONNECT))
-        except OSError as error:
-            reason = error
-        if time.monotonic() > deadline:
-            break
-        time.sleep(_RETRY)
-    text = f"{nodes.where} cannot be reached from here ({reason.strerror or reason})"
-    raise RendezvousError(fail(RENDEZVOUS, text, _advice(nodes, reason)))
+    try:
+        return reach(nodes.address, nodes.port, nodes.timeout)
+    except OSError as error:
+        text = f"{nodes.where} cannot be reached from here ({error.strerror or error})"
+        raise RendezvousError(fail(RENDEZVOUS, text, _advice(nodes, error))) from None
 
 
 def _advice(nodes: Nodes, error: OSError) -> str:

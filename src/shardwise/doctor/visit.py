@@ -29,7 +29,7 @@ CHECKS = (
 )
 
 #: The longest that each part of a visit takes, in seconds, beside ``--timeout`` for all to come.
-LIMITS = {"facts": 10.0, "clocks": 5.0, "ways": CONNECT + STREAM + 2 * DRAIN + 1.5}
+SECONDS = {"facts": 10.0, "clocks": 5.0, "ways": CONNECT + STREAM + 2 * DRAIN + 1.5}
 
 
 def visit(nodes: Nodes, nproc: int, least_gbit: float, say: Callable[[Finding], None]) -> bool:
@@ -66,7 +66,7 @@ def visit(nodes: Nodes, nproc: int, least_gbit: float, say: Callable[[Finding], 
 def _examine(
     seats: Table, mine: Facts, least_gbit: float, tell: Callable[[Iterable[Finding]], None]
 ) -> None:
-    told = seats.gather(mine.to_json(), LIMITS["facts"])
+    told = seats.gather(mine.to_json(), SECONDS["facts"])
     gone = [place for place, each in enumerate(told) if each is None]
     hosts = [Facts.from_json(each) for each in told if each is not None]
     tell([good(table.RENDEZVOUS, f"{len(hosts)} {'host' if len(hosts) == 1 else 'hosts'} met")])
@@ -76,7 +76,7 @@ def _examine(
     tell(roster.check_ranks(hosts, hosts[0].nnodes))
     tell(roster.check_world(hosts))
     tell(versions.check_versions(hosts))
-    ahead = seats.clocks(LIMITS["clocks"])
+    ahead = seats.clocks(SECONDS["clocks"])
     places = [place for place, each in enumerate(told) if each is not None]
     tell(clocks.check_clocks(hosts, {places.index(p): s for p, s in ahead.items() if p in places}))
     tell(interfaces.check_interfaces(hosts))
@@ -96,12 +96,12 @@ def _measure(seats: Table, mine: Facts, count: int) -> dict[tuple[int, int], Lin
     """Every host towards every other, and itself: in each round a host sends to one other."""
     found: dict[tuple[int, int], Link] = {}
     with contextlib.closing(Echo()) as echo:
-        doors = seats.gather([mine.address or "127.0.0.1", echo.port], LIMITS["facts"])
+        doors = seats.gather([mine.address or "127.0.0.1", echo.port], SECONDS["facts"])
         for turn in range(count):
             other = (seats.seat + turn) % count
             door = doors[other]
             link = Link(error="it left") if door is None else measure(*door)
-            for place, each in enumerate(seats.gather(asdict(link), LIMITS["ways"])):
+            for place, each in enumerate(seats.gather(asdict(link), SECONDS["ways"])):
                 if each is not None:
                     found[place, (place + turn) % count] = Link(**each)
     return found

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.errors import MisuseError
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy, resolve
 from shardwise.sharding.device_mesh import check_member, default_device_type
-from shardwise.transport.attending import attended, new_group
+from shardwise.transport.attending import gather_objects, new_group
 
 #: One process group, or for hybrid strategies the one that shards and the one that replicates.
 Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -136,12 +136,7 @@ def _mesh_of_two(
     shard, replicate = groups
     # Every replica tells over which ranks it shards: each rank knows its own row and column only.
     row = dist.get_process_group_ranks(shard)
-    rows: list[list[int]] = [[] for _ in range(replicate.size())]
-    attended(
-        lambda: dist.all_gather_object(rows, row, group=replicate),
-        replicate,
-        "the making of a mesh of two process groups",
-    )
+    rows = gather_objects(row, replicate, "the making of a mesh of two process groups")
     if len({len(each) for each in rows}) != 1:
         raise ValueError(
             f"process_group: rank {dist.get_rank()} found replicas of different sizes {rows}; "

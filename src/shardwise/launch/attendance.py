@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +13,7 @@ from shardwise.launch import rendezvous
 from shardwise.launch.addresses import interface_towards
 from shardwise.launch.errors import UserError
 from shardwise.launch.hosts import Nodes, Share
-from shardwise.launch.wire import ClosedError, Line
-
-_RETRY = 0.3  # seconds between attempts to reach host 0, which may start later
+from shardwise.launch.wire import ClosedError, Line, reach
 
 
 class LostError(UserError):
@@ -169,15 +166,11 @@ class Attendance:
 
 
 def _connect(nodes: Nodes) -> Line:
-    deadline = time.monotonic() + nodes.timeout
-    while True:
-        try:
-            return Line(socket.create_connection((nodes.address, nodes.port), timeout=3.0))
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"--rdzv: host 0 cannot be reached at {nodes.where} for "
-                    f"{nodes.timeout:.0f} s ({error.strerror or error}); is the command running "
-                    "there, and the port open? `shardwise doctor` looks closer"
-                ) from None
-        time.sleep(_RETRY)
+    try:
+        return reach(nodes.address, nodes.port, nodes.timeout)
+    except OSError as error:
+        raise UserError(
+            f"--rdzv: host 0 cannot be reached at {nodes.where} for {nodes.timeout:.0f} s "
+            f"({error.strerror or error}); is the command running there, and the port open? "
+            "`shardwise doctor` looks closer"
+        ) from None

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import IO
 
 from shardwise.launch.addresses import listening
+from shardwise.launch.console import restore_cursor, say
 from shardwise.launch.errors import signal_name
 from shardwise.launch.hosts import Share
 from shardwise.launch.report import Ending, Report
@@ -261,22 +262,23 @@ class Launcher:
         stopped = [rank.report for rank in self._ranks if rank.stopped and rank.report]
         if not stopped:
             return 0
-        _say(stopped[0].text)
+        say(stopped[0].text)
         return stopped[0].exit_code
 
-    def _end_with_the_job(self) -> int:
+    def _kill_ranks(self) -> None:
         for rank in self._ranks:
             rank.kill()
-        _restore_cursor()
+        restore_cursor()
+
+    def _end_with_the_job(self) -> int:
+        self._kill_ranks()
         return 1
 
     def _kill(self, how: str) -> int:
         self.failed = True
-        for rank in self._ranks:
-            rank.kill()
-        _restore_cursor()
+        self._kill_ranks()
         signum = self._signals[0] if self._signals else signal.SIGTERM
-        _say(f"Stopped {how} by {signal_name(signum)}; what was not saved is lost.")
+        say(f"Stopped {how} by {signal_name(signum)}; what was not saved is lost.")
         return 128 + signum
 
     def _fail(self) -> int:
@@ -295,17 +297,13 @@ class Launcher:
             rank.report is None or rank.report.ending is not Ending.USER for rank in failed
         )
         first = min(failed, key=lambda rank: (_is_echo(rank), rank.failed_at))
-        for rank in self._ranks:
-            rank.kill()
-        _restore_cursor()
+        self._kill_ranks()
         return _show(first, self._nproc if self._share is None else self._share.world_size)
 
     def _stop_early(self) -> int:
-        for rank in self._ranks:
-            rank.kill()
-        _restore_cursor()
+        self._kill_ranks()
         signum = self._signals[0]
-        _say(f"Stopped by {signal_name(signum)} before the first step; there was nothing to save.")
+        say(f"Stopped by {signal_name(signum)} before the first step; there was nothing to save.")
         return 128 + signum
 
 
@@ -325,8 +323,8 @@ def _show(rank: LocalRank, nproc: int) -> int:
     """Tell the user why a rank failed; return the exit code of the run."""
     if rank.report is not None:
         if rank.report.ending is not Ending.USER:
-            _say(f"error: rank {rank.rank} of {nproc} failed:")
-        _say(rank.report.text)
+            say(f"error: rank {rank.rank} of {nproc} failed:")
+        say(rank.report.text)
         return rank.report.exit_code
     code = rank.code or 1
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
@@ -334,19 +332,6 @@ def _show(rank: LocalRank, nproc: int) -> int:
         how += " (the system may have run out of memory)"
     tail = rank.tail()
     if tail:
-        _say(tail)
-    _say(f"error: rank {rank.rank} of {nproc} {how}")
+        say(tail)
+    say(f"error: rank {rank.rank} of {nproc} {how}")
     return 128 - code if code < 0 else code
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
-
-
-def _restore_cursor() -> None:
-    """A rank that is killed cannot show the cursor again that its progress bar hid."""
-    with contextlib.suppress(OSError):
-        if sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h\n")
-            sys.stdout.flush()

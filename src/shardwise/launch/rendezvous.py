@@ -190,8 +190,8 @@ class Meeting:
     def _start(self) -> None:
         self._hosts.sort(key=lambda host: host.rank)
         shares = [int(host.ready["nproc"]) for host in self._hosts if host.ready is not None]
-        store = self._hosts[0].ready
-        assert store is not None
+        assert self._hosts[0].ready is not None
+        port = self._hosts[0].ready["port"]  # of the store
         self._round += 1
         self._running = True
         self._echoed = 0.0
@@ -199,7 +199,12 @@ class Meeting:
         first = 0
         for host, share in zip(self._hosts, shares, strict=True):
             host.ready = None
-            start = {"kind": "start", "round": self._round, "first": first, "port": store["port"]}
+            start = {
+                "kind": "start",
+                "round": self._round,
+                "first": first,
+                "port": port,
+            }
             with contextlib.suppress(ClosedError):
                 host.line.send({**start, "world_size": sum(shares)})
             first += share

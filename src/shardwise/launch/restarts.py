@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from shardwise.launch.addresses import listening
 from shardwise.launch.attendance import Attendance
+from shardwise.launch.console import say
 from shardwise.launch.hosts import Nodes
 from shardwise.launch.launcher import Launcher
 from shardwise.launch.rendezvous import Meeting
@@ -36,7 +36,7 @@ def run_here(command: Command, nproc: int, restarts: int) -> int:
         if code == 0 or not launcher.may_restart or attempt == restarts:
             return code
         attempt += 1
-        _say(f"restart    {attempt} of {restarts}, from the last checkpoint")
+        say(f"restart    {attempt} of {restarts}, from the last checkpoint")
 
 
 def run_over_hosts(command: Command, nproc: int, nodes: Nodes, restarts: int) -> int:
@@ -68,7 +68,7 @@ def _round(
     with _noting_signals() as noted:
         share = attendance.begin(port, lambda: bool(noted))
     if share is None:
-        _say("Stopped while waiting for the other hosts.")
+        say("Stopped while waiting for the other hosts.")
         return 128 + noted[0], False
     launcher = Launcher(command, nproc, share=share, listener=listener, is_over=attendance.is_over)
     code = launcher.run()
@@ -81,7 +81,7 @@ def _round(
             stopped=lambda: bool(noted),
         )
     if verdict.text:
-        _say(f"{'restart' if verdict.again else 'error:'}    {verdict.text}")
+        say(f"{'restart' if verdict.again else 'error:'}    {verdict.text}")
     return (code or (1 if verdict.text else 0)), verdict.again
 
 
@@ -100,8 +100,3 @@ def _noting_signals() -> Iterator[list[int]]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)

@@ -11,6 +11,10 @@ from typing import Any
 MAX_LINE = 2**20  # bytes; whoever sends more is none of us
 
 
+_RETRY = 0.3  # seconds between attempts to reach a host, whose command may start later
+_ATTEMPT = 3.0  # seconds for one of them
+
+
 class ClosedError(ConnectionError):
     """The other end is gone, or is none of us."""
 
@@ -104,3 +108,19 @@ class Line:
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
+
+
+def reach(host: str, port: int, seconds: float) -> Line:
+    """Connect, however often it takes within so many seconds.
+
+    Raises:
+        OSError: why the last attempt failed.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return Line(socket.create_connection((host, port), timeout=_ATTEMPT))
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_RETRY)

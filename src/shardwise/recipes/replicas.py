@@ -24,6 +24,7 @@ from shardwise.frontends.strategies import REPLICATE, SHARD
 from shardwise.recipes.checkpointing import Checkpoints, Resumable, SaveError
 from shardwise.recipes.diloco_config import DilocoConfig
 from shardwise.recipes.span import Position
+from shardwise.transport.attending import gather_objects
 
 #: After so many steps at most, all ranks tell each other whether they were asked to stop.
 MEET_EVERY = 10
@@ -86,8 +87,8 @@ class _PositionOfAll:
 
     def tell(self) -> None:
         """Tell all ranks, and hear from all. Every rank calls it."""
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, self._data.state())
+        assert dist.group.WORLD is not None
+        parts = gather_objects(self._data.state(), dist.group.WORLD, "the positions of streams")
         self._told = {name: value for part in parts for name, value in part.items()}
 
     def state(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from shardwise.recipes.rundir import RunDir, write_text
 from shardwise.recipes.sharded import shard_bytes, transport_name
 from shardwise.recipes.span import Position
 from shardwise.recipes.task import Place, Task
+from shardwise.transport.attending import gather_objects
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ def train_connected(
     """
     if world.hosts > 1:
         # Each host has a command line of its own.
-        told: list[Any] = [None] * world.size
-        dist.all_gather_object(told, {"recipe": inputs.recipe, **inputs.facts()})
+        asked = {"recipe": inputs.recipe, **inputs.facts()}
+        assert dist.group.WORLD is not None
+        told = gather_objects(asked, dist.group.WORLD, "the comparison of what hosts were asked")
         check_alike(told[:: world.local_size])
     place = place_for(inputs.train, world, device)
     task = inputs.assemble(place)

@@ -29,16 +29,23 @@ import torch
 import torch.distributed as dist
 
 from shardwise import _torch
-from shardwise.errors import RanksDivergedError
+from shardwise.errors import RanksDivergedError, ShardwiseError
 from shardwise.transport.c10d import backend_name
-from shardwise.transport.peers import departed, naming_lost_peer, peer_lost, was_hung_up
+from shardwise.transport.peers import (
+    departed,
+    naming_lost_peer,
+    peer_lost,
+    tells_of_lost_peer,
+    was_hung_up,
+)
 
 T = TypeVar("T")
 
 _LOOK_SECONDS = 1.0
 # So often is a rank to be found gone: what it said before it left may still be on its way.
 _LOOKS = 3
-_PATIENCE_SECONDS = 30.0
+#: After so long a wait for ranks that have not come, a warning says so.
+PATIENCE_SECONDS = 30.0
 _CPU = torch.device("cpu")
 # Others (those of tests and plans) have no store in which ranks could meet.
 _WITH_STORE = re.compile("gloo|nccl|xccl|hccl|undefined")
@@ -57,9 +64,10 @@ class Watch:
     Args:
         group: a process group that exists.
         doing: what is waited for, such as ``"the making of a process group"``.
+        patience: seconds after which a warning says who is waited for; None: never.
     """
 
-    def __init__(self, group: dist.ProcessGroup, doing: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, doing: str, patience: float | None = None) -> None:
         self._group = group
         self._doing = doing
         # The store is asked now: later, the one who waits may hold it.
@@ -67,7 +75,7 @@ class Watch:
         self._began = self._looked = time.monotonic()
         self._limit = _torch.timeout_of(group)
         self._found = 0
-        self._warned = False
+        self._patience = patience
 
     def look(self, missing: Sequence[int]) -> None:
         """Look whether ranks can still come. Looks once a second at most.
@@ -90,8 +98,8 @@ class Watch:
         if waited > self._limit:
             cause = RuntimeError(f"timed out after {self._limit:g} s")
             raise peer_lost(self._group, self._doing, cause, missing)
-        if waited > _PATIENCE_SECONDS and not self._warned:
-            self._warned = True
+        if self._patience is not None and waited > self._patience:
+            self._patience = None
             members = dist.get_process_group_ranks(self._group)
             _log.warning(
                 "rank %s has waited %.0f s for ranks %s in %s; it goes on waiting for %.0f s",
@@ -131,22 +139,43 @@ def attended(
     """
     if peers is None:
         peers = [rank for rank in range(group.size()) if rank != group.rank()]
-    with naming_lost_peer(group, doing):
-        if not peers or not _has_gloo(group):
+    if not peers or not _has_gloo(group):
+        with naming_lost_peer(group, doing):
             return call()
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-        def run() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as error:  # whatever it was, the caller must know
-                future.set_exception(error)
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # whatever it was, the caller must know
+            future.set_exception(error)
 
-        watch = Watch(group, doing)
-        threading.Thread(target=run, daemon=True, name="shardwise-meeting").start()
-        while not concurrent.futures.wait([future], _LOOK_SECONDS / 10).done:
-            watch.look(peers)
+    watch = Watch(group, doing)
+    threading.Thread(target=run, daemon=True, name="shardwise-meeting").start()
+    while not concurrent.futures.wait([future], _LOOK_SECONDS / 10).done:
+        watch.look(peers)
+    try:
         return future.result()
+    except RuntimeError as error:
+        if isinstance(error, ShardwiseError) or not tells_of_lost_peer(error):
+            raise
+        raise peer_lost(group, doing, error, departed(group, peers)) from error
+
+
+def gather_objects(mine: T, group: dist.ProcessGroup, doing: str) -> list[T]:
+    """What every rank of a group says, in their order. All of them call it.
+
+    Args:
+        mine: what this rank says: small, and pickled.
+        group: the process group.
+        doing: what it is for, such as ``"the making of a mesh"``.
+
+    Raises:
+        PeerLostError: a peer is gone, or did not come in time.
+    """
+    found = [mine] * group.size()
+    attended(lambda: dist.all_gather_object(found, mine, group=group), group, doing)
+    return found
 
 
 def made_together(make: Callable[[], T], what: str, ranks: Sequence[int] | None = None) -> T:
@@ -209,7 +238,7 @@ def _arrive(
     name = f"shardwise/arrival/{zlib.crc32(repr(members).encode()):08x}/{number}"
     store = _torch.store_of(world)
     store.set(f"{name}/{world.rank()}", what)
-    watch = Watch(world, f"the making of {what}")
+    watch = Watch(world, f"the making of {what}", PATIENCE_SECONDS)
     missing = list(peers)
     for _ in pauses():
         here = [rank for rank in missing if store.check([f"{name}/{rank}"])]

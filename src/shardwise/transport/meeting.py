@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from shardwise import _torch
-from shardwise.transport import futex
+from shardwise.transport import attending, futex
 from shardwise.transport.arena import Arena
 from shardwise.transport.attending import Watch, pauses
 from shardwise.transport.peers import naming_lost_peer
@@ -162,7 +162,7 @@ class _Board:
 
     def watch(self) -> Watch:
         """Looks after the ranks that are waited for."""
-        return Watch(self._group, _DOING)
+        return Watch(self._group, _DOING, attending.PATIENCE_SECONDS)
 
     def refused(self, ranks: list[int]) -> bool:
         """Whether one of ``ranks`` has posted a verdict: it comes no more."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import _torch
-from shardwise.errors import PeerLostError
+from shardwise.errors import PeerLostError, ShardwiseError
 
 #: The first tag that messages must not use; nothing ever arrives for it.
 PROBE_TAG = 2**30
@@ -69,6 +69,8 @@ def naming_lost_peer(group: dist.ProcessGroup, doing: str) -> Iterator[None]:
     """
     try:
         yield
+    except ShardwiseError:
+        raise  # which says so
     except RuntimeError as error:
         if tells_of_lost_peer(error):
             raise peer_lost(group, doing, error) from error
