@@ -41,7 +41,7 @@ from shardwise.transport.peers import (
 
 T = TypeVar("T")
 
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS, _LONGEST_SECONDS = 1.0, 5.0
 # So often is a rank to be found gone: what it said before it left may still be on its way.
 _LOOKS = 3
 #: After so long a wait for ranks that have not come, a warning says so.
@@ -77,8 +77,18 @@ class Watch:
         self._found = 0
         self._patience = patience
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next :meth:`look` would be one.
+
+        Each leaves a little behind until the group ends, so they are fewer in a long wait.
+        """
+        waited = self._looked - self._began
+        pause = min(_LONGEST_SECONDS, max(_LOOK_SECONDS, waited / 20))
+        return time.monotonic() - self._looked >= (_LOOK_SECONDS if self._found else pause)
+
     def look(self, missing: Sequence[int]) -> None:
-        """Look whether ranks can still come. Looks once a second at most.
+        """Look whether ranks can still come, if it is time to.
 
         Args:
             missing: those waited for, as ranks of the group.
@@ -86,10 +96,9 @@ class Watch:
         Raises:
             PeerLostError: one is gone, or they did not come within the timeout of the group.
         """
-        now = time.monotonic()
-        if now - self._looked < _LOOK_SECONDS:
+        if not self.is_due:
             return
-        self._looked = now
+        self._looked = now = time.monotonic()
         gone = departed(self._group, missing) if self._knows else []
         self._found = self._found + 1 if gone else 0
         if self._found >= _LOOKS:
@@ -239,21 +248,25 @@ def _arrive(
     store = _torch.store_of(world)
     store.set(f"{name}/{world.rank()}", what)
     watch = Watch(world, f"the making of {what}", PATIENCE_SECONDS)
-    missing = list(peers)
-    for _ in pauses():
-        here = [rank for rank in missing if store.check([f"{name}/{rank}"])]
-        for rank in here:
-            theirs = store.get(f"{name}/{rank}").decode()
-            if theirs != what:
+
+    def compare(ranks: Sequence[int]) -> None:
+        told = store.multi_get([f"{name}/{rank}" for rank in ranks]) if ranks else []
+        for rank, theirs in zip(ranks, told, strict=True):
+            if theirs.decode() != what:
                 raise RanksDivergedError(
                     f"ranks have diverged: rank {world.rank()} makes {what} and rank {rank} makes "
-                    f"{theirs}. All ranks have to make the same meshes and groups, in the same "
-                    "order"
+                    f"{theirs.decode()}. All ranks have to make the same meshes and groups, in "
+                    "the same order"
                 )
-        missing = [rank for rank in missing if rank not in here]
-        if not missing:
-            return
-        watch.look(missing)
+
+    for _ in pauses():
+        if store.check([f"{name}/{rank}" for rank in peers]):  # all of them, at once
+            break
+        if watch.is_due:
+            here = [rank for rank in peers if store.check([f"{name}/{rank}"])]
+            compare(here)
+            watch.look([rank for rank in peers if rank not in here])
+    compare(peers)
 
 
 def _has_gloo(group: dist.ProcessGroup) -> bool:
