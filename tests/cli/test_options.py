@@ -68,6 +68,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--nproc 4 --strategy hybrid --replicas 3", "--replicas: found 3, expected a number"),
         ("--nproc 4 --replicas 2", "--replicas: found 2 with strategy full"),
         ("--local-steps 9", "--local-steps: found strategy full, expected --strategy diloco with"),
+        ("--diloco-overlap 0", "--diloco-overlap: found strategy full, expected --strategy diloco"),
         ("--strategy diloco", "--strategy: found diloco on one host without a number of replicas"),
         ("--strategy diloco --local-steps 0", "--local-steps: found 0, expected 1 or more"),
         ("--strategy diloco --outer-lr nan", "--outer-lr: found nan, expected a number above 0"),

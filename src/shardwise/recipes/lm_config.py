@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.launch.world import World
 from shardwise.recipes.begin import check_extras
@@ -22,9 +22,6 @@ from shardwise.recipes.presets import longest_sequence, model_settings
 from shardwise.recipes.rundir import RunDir, check_same
 from shardwise.recipes.sources import Documents, find_documents, is_streamed
 from shardwise.recipes.span import Span
-
-if TYPE_CHECKING:
-    from shardwise.recipes.task import Place, Task
 
 _NOT_BOTH = "none given with --batch-tokens, from which it follows"
 DEFAULT_PROMPT = "class Shard:\n    def __init__(self, "  # for the default data
@@ -128,12 +125,6 @@ class LmInputs:
                 f"{data.get('summary')}, tokenizer {data.get('tokenizer', 'bytes')}, as the run "
                 "began that --resume goes on",
             )
-
-    def assemble(self, place: Place) -> Task:
-        """Build everything on one rank."""
-        from shardwise.recipes.lm import assemble  # imports torch and transformers
-
-        return assemble(self, place)
 
 
 def check_lm(config: LmConfig, world: World) -> LmInputs:
