@@ -17,7 +17,8 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import deprecated
 
 from shardwise.sharding.form import COPIED
-from shardwise.sharding.group import GroupState, ParamGroup
+from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.group_state import GroupState
 from shardwise.sharding.hooks import FSDPState, state_of
 from shardwise.sharding.root import settle
 from shardwise.transport.custom import AllGather, ReduceScatter
