@@ -288,7 +288,7 @@ class FullyShardedDataParallel(ShardedUnit):
 
     def get_shard_metadata(self) -> dict[str, Any]:
         """How this rank's shards are cut, to be saved beside them and to consolidate them by."""
-        home = import_module("shardwise.checkpoint.xla")  # which stands above this layer
+        home = import_module("shardwise.checkpoint.ranks.xla")  # which stands above this layer
         with self.state_dict_type(self, StateDictType.SHARDED_STATE_DICT):  # to see how they lie
             metadata: dict[str, Any] = home.get_shard_metadata(self)
         return metadata
