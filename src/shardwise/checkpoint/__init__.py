@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.ranks.weights import load_weights, save_hf
     from shardwise.checkpoint.ranks.xla import (
         consolidate_sharded_model_checkpoints,
-        get_shard_metadata,
         load_rank_checkpoint,
         save_rank_checkpoint,
     )
     from shardwise.errors import CheckpointError
+    from shardwise.sharding.shard_metadata import get_shard_metadata
 
 __all__ = [
     "CheckpointError",
@@ -41,7 +41,7 @@ _HOME = {
     "Handle": "shardwise.checkpoint.ranks.background",
     "async_save": "shardwise.checkpoint.api",
     "consolidate_sharded_model_checkpoints": "shardwise.checkpoint.ranks.xla",
-    "get_shard_metadata": "shardwise.checkpoint.ranks.xla",
+    "get_shard_metadata": "shardwise.sharding.shard_metadata",
     "is_complete": "shardwise.checkpoint.disk.commit",
     "keep_last": "shardwise.checkpoint.disk.commit",
     "latest": "shardwise.checkpoint.disk.commit",

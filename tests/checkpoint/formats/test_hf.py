@@ -15,8 +15,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.checkpoint.disk.boxes import Box
+from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.formats.hf import INDEX, HfSource, plan_files
-from shardwise.checkpoint.formats.source import LEAST_BUFFER, TensorInfo, Window
+from shardwise.checkpoint.formats.source import LEAST_BUFFER, Window
 from shardwise.checkpoint.ranks.weights import load_weights, save_hf
 from shardwise.errors import CheckpointError
 from tests.checkpoint.meshes import Setup, build, expected, fill, wrong
@@ -214,8 +215,8 @@ def _entry(**changes: Any) -> dict[str, Any]:
         (b"[" * 100_000, b"", None, "nested too deeply|no JSON"),
         (b"[]", b"", None, "an object"),
         (b"\xff\xfe", b"", None, "no JSON"),
-        (b"{}", b"", 2**63, "length of the header"),
-        (b"{}", b"", 3, "length of the header"),
+        (b"{}", b"", 2**63, "header, length"),
+        (b"{}", b"", 3, "header, length"),
     ],
 )
 def test_a_header_that_lies_is_refused(

@@ -26,6 +26,34 @@ def shard_name(rank: int, world_size: int) -> str:
 
 
 @dataclass(frozen=True)
+class TensorInfo:
+    """What a tensor is.
+
+    Attributes:
+        dtype: its name in files: ``"F32"``.
+        shape: of the whole tensor.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return itemsize(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
 class Piece:
     """A part of a tensor, in one file.
 
@@ -87,7 +115,7 @@ class TensorEntry:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return math.prod(self.shape) * self.itemsize
+        return TensorInfo(self.dtype, self.shape).nbytes
 
     def key(self, piece: Piece) -> str:
         """What a piece is called in its file."""

@@ -11,8 +11,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import torch
 import xxhash
@@ -21,17 +19,18 @@ from torch import Tensor
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, whole
 from shardwise.checkpoint.disk.dtypes import torch_dtype
 from shardwise.checkpoint.disk.entries import Manifest, Piece, TensorEntry
-from shardwise.checkpoint.disk.strict import Fields, check_number, open_file, parse, refuse
+from shardwise.checkpoint.disk.headers import read_fields
+from shardwise.checkpoint.disk.reading import Closing, read_exactly
+from shardwise.checkpoint.disk.strict import open_file, refuse
 from shardwise.errors import CheckpointError
 
 CHUNK = 1 << 20  # bytes that are read and hashed at a time: what a core's own cache holds
 LEAST_BUFFER = 4096
-MAX_HEADER = 1 << 27  # bytes
 _AHEAD = 32 << 20  # bytes that the disk is asked for before they are needed
 _ALIGN = 16  # bytes of the largest element, and a divisor of every block
 
 
-class PieceReader:
+class PieceReader(Closing):
     """The pieces of one checkpoint. Close it, or use it in a ``with`` statement.
 
     Args:
@@ -56,17 +55,6 @@ class PieceReader:
         self._chunk = min(buffer, CHUNK) // _ALIGN * _ALIGN
         self._scratch = torch.empty(self._chunk, dtype=torch.uint8)
         self._files: dict[str, _ShardFile] = {}
-
-    def __enter__(self) -> PieceReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close all files."""
@@ -218,7 +206,7 @@ class _ShardFile:
         try:
             if found != size:
                 refuse(str(path), f"{found:,} bytes", f"{size:,}, as the manifest says")
-            self._data, self._header = _read_header(self._handle, size, path)
+            self._data, self._header = read_fields(self._handle, size, path)
         except BaseException:
             self.close()
             raise
@@ -253,33 +241,7 @@ class _ShardFile:
             start = max(offset, self._asked)
             os.posix_fadvise(self._handle, start, _AHEAD, os.POSIX_FADV_WILLNEED)
             self._asked = start + _AHEAD
-        while view.nbytes:
-            try:
-                got = os.preadv(self._handle, [view], offset)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
-            if not got:
-                raise CheckpointError(f"{self.path}: ends at byte {offset}; it became shorter")
-            offset += got
-            view = view[got:]
-
-
-def _read_header(handle: int, size: int, path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the data of a safetensors file begins, and its header.
-
-    Raises:
-        CheckpointError: the header is truncated, too long or not one of such a file.
-    """
-    prefix = os.pread(handle, 8, 0)
-    if len(prefix) < 8:
-        refuse(str(path), f"{len(prefix)} bytes", "the header of a safetensors file")
-    length = int.from_bytes(prefix, "little")
-    where = f"{path}, header"
-    check_number(length, f"{where}, length", least=2, most=min(MAX_HEADER, size - 8))
-    text = os.pread(handle, length, 8)
-    if len(text) < length:
-        refuse(where, f"{len(text)} bytes", f"{length}")
-    return 8 + length, Fields(parse(text, where), where).all()
+        read_exactly(self._handle, view, offset, self.path)
 
 
 def _bytes_of(destination: Tensor, entry: TensorEntry, *, contiguous: bool) -> Tensor | None:

@@ -8,19 +8,19 @@ to go to the disk, so that the sync at the end has little left to wait for.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
 from shardwise.checkpoint.disk.dtypes import itemsize
+from shardwise.checkpoint.disk.entries import TensorInfo
+from shardwise.checkpoint.disk.headers import make_header
 
 BLOCK = 4 << 20  # bytes that one checksum is of
 _COPY = 4 << 20  # bytes copied at a time, of tensors that cannot be written from where they lie
@@ -44,12 +44,14 @@ class Part:
     data: Callable[[], Tensor]
 
     @property
+    def info(self) -> TensorInfo:
+        """What is written."""
+        return TensorInfo(self.dtype, self.shape)
+
+    @property
     def nbytes(self) -> int:
         """How many bytes it takes."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel * itemsize(self.dtype)
+        return self.info.nbytes
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def write_shard(path: Path, parts: Sequence[Part], block: int = BLOCK) -> dict[s
         OSError: the disk is full, say.
     """
     ordered = sorted(parts, key=lambda part: -itemsize(part.dtype))
-    header, data = _header(ordered)
+    header = make_header({part.key: part.info for part in ordered}, {})
+    data = len(header)
     written: dict[str, Written] = {}
     with _File(path) as file:
         file.write(memoryview(header))
@@ -94,22 +97,6 @@ def write_shard(path: Path, parts: Sequence[Part], block: int = BLOCK) -> dict[s
             if file.size != data:
                 raise ValueError(f"{part.key}: wrote up to byte {file.size}, expected {data}")
     return written
-
-
-def _header(parts: Sequence[Part]) -> tuple[bytes, int]:
-    """The header of a file, and how long it is."""
-    fields: dict[str, Any] = {}
-    end = 0
-    for part in parts:
-        start, end = end, end + part.nbytes
-        fields[part.key] = {
-            "dtype": part.dtype,
-            "shape": list(part.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(fields, separators=(",", ":")).encode("ascii")
-    text += b" " * (-len(text) % 64)  # so that data begins where a cache line does
-    return len(text).to_bytes(8, "little") + text, 8 + len(text)
 
 
 class _File:

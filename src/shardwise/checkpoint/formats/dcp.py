@@ -19,7 +19,7 @@ import torch
 
 from shardwise.checkpoint.disk.boxes import Box, whole
 from shardwise.checkpoint.disk.dtypes import torch_dtype
-from shardwise.checkpoint.disk.entries import StatePath
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.formats.dcp_metadata import (
     METADATA,
     Chunk,
@@ -28,7 +28,7 @@ from shardwise.checkpoint.formats.dcp_metadata import (
     write_metadata,
 )
 from shardwise.checkpoint.formats.extents import Extent, ExtentReader
-from shardwise.checkpoint.formats.source import Opened, Source, TensorInfo, Window, dotted
+from shardwise.checkpoint.formats.source import Opened, Source, Window, dotted
 from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree, save
 from shardwise.errors import CheckpointError
 

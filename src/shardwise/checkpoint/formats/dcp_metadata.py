@@ -30,10 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 from shardwise import _torch
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.dtypes import dtype_name, torch_dtype
-from shardwise.checkpoint.disk.entries import StatePath
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.strict import check_number, check_text, refuse
 from shardwise.checkpoint.formats.extents import check_boxes
-from shardwise.checkpoint.formats.source import TensorInfo
 from shardwise.errors import CheckpointError
 
 METADATA = ".metadata"

@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.disk.boxes import Box, fill, whole
+from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.disk.pieces import narrow
-from shardwise.checkpoint.formats.source import MIB, TensorInfo
+from shardwise.checkpoint.disk.reading import Closing, read_exactly
+from shardwise.checkpoint.formats.source import MIB
 from shardwise.errors import CheckpointError
 
 _OPEN_FILES = 64
@@ -44,7 +46,7 @@ class Extent:
         return row_major(self.box.sizes) if self.strides is None else self.strides
 
 
-class ExtentReader:
+class ExtentReader(Closing):
     """Fetches boxes. Holds some open files, and one scratch buffer of at most 4 MiB."""
 
     def __init__(self) -> None:
@@ -88,18 +90,9 @@ class ExtentReader:
                 self._fetch(extent, half, narrow(into, half.relative_to(box.offsets)))
 
     def _read_bytes(self, extent: Extent, first: int, into: torch.Tensor) -> None:
-        at, view = extent.start + first, into.numpy().data
-        while view.nbytes:
-            try:
-                got = os.preadv(self._handle(extent.file), [view], at)
-            except OSError as error:
-                raise CheckpointError(f"{extent.file}: cannot be read ({error.strerror})") from None
-            if not got:
-                raise CheckpointError(
-                    f"{extent.file}: ends at byte {at}, expected {view.nbytes} more"
-                )
-            at += got
-            view = view[got:]
+        read_exactly(
+            self._handle(extent.file), into.numpy().data, extent.start + first, extent.file
+        )
 
     def _handle(self, file: Path) -> int:
         if file not in self._open:

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.disk.boxes import Box
-from shardwise.checkpoint.disk.entries import StatePath
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.checkpoint.formats.extents import ExtentReader, whole_extent
 from shardwise.checkpoint.formats.hfconfig import CONFIG, find_config, tied_copies
 from shardwise.checkpoint.formats.safefile import Place, read_header, write_safetensors
-from shardwise.checkpoint.formats.source import Opened, Source, TensorInfo, Window, model_tensors
+from shardwise.checkpoint.formats.source import Opened, Source, Window, model_tensors
 from shardwise.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"

@@ -8,9 +8,9 @@ from typing import Any
 
 import xxhash
 
-from shardwise.checkpoint.disk.entries import StatePath
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.strict import parse
-from shardwise.checkpoint.formats.source import Source, TensorInfo, Window
+from shardwise.checkpoint.formats.source import Source, Window
 from shardwise.errors import CheckpointError
 
 CONFIG = "config.json"

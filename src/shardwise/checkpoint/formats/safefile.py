@@ -1,12 +1,10 @@
 """Plain safetensors files: the header of a stranger, and writing a file front to back.
 
-Source: the safetensors format. Eight bytes say how long the header is; the header is JSON; the
-elements follow, with neither gaps nor overlaps.
+Tensors follow each other with neither gaps nor overlaps. Source: the safetensors format.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,15 +12,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardwise.checkpoint.disk.dtypes import NAMES
-from shardwise.checkpoint.disk.strict import Fields, check_number, check_text, parse, refuse
-from shardwise.checkpoint.formats.source import TensorInfo
+from shardwise.checkpoint.disk.entries import TensorInfo
+from shardwise.checkpoint.disk.headers import make_header, read_fields
+from shardwise.checkpoint.disk.strict import Fields, check_number, check_text, refuse
 from shardwise.errors import CheckpointError
 
-#: The longest header that the safetensors library reads.
-MAX_HEADER = 100_000_000
 Chunks = Callable[[str], Iterator[memoryview]]
 _MAX_DIMS = 64
-_ALIGN = 8
 #: Files are of PyTorch: what transformers asks for before it loads one.
 METADATA = {"format": "pt"}
 
@@ -51,24 +47,9 @@ def read_header(file: Path) -> dict[str, Place]:
     try:
         with file.resolve().open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
-            prefix = opened.read(8)
-            if len(prefix) < 8:
-                refuse(str(file), f"{len(prefix)} bytes", "a safetensors file")
-            length = check_number(
-                int.from_bytes(prefix, "little"),
-                f"{file}, length of the header",
-                least=2,
-                most=min(MAX_HEADER, max(2, size - 8)),
-            )
-            text = opened.read(length)
+            data, fields = read_fields(opened.fileno(), size, file)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
-    if len(text) < length:
-        refuse(f"{file}, header", f"{len(text)} bytes", f"{length}")
-    fields = parse(text, f"{file}, header")
-    if not isinstance(fields, dict):
-        refuse(f"{file}, header", fields, "an object")
-    data = 8 + length
     places = {
         name: _place(name, entry, f"{file}, {name!r}", data)
         for name, entry in fields.items()
@@ -114,38 +95,20 @@ def write_safetensors(file: Path, tensors: Mapping[str, TensorInfo], chunks: Chu
         chunks: given a name, the bytes of that tensor, in order.
     """
     with file.open("xb") as opened:
-        header, names = make_header(tensors)
-        opened.write(header)
-        for name in names:
-            _write(opened, name, tensors[name], chunks(name))
+        ordered = in_order(tensors)
+        opened.write(make_header(ordered, METADATA))
+        for name, info in ordered.items():
+            _write(opened, name, info, chunks(name))
         opened.flush()
         os.fsync(opened.fileno())
 
 
-def make_header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, list[str]]:
-    """The bytes before the elements, and the order of the tensors behind them.
+def in_order(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The order of tensors in a file.
 
     Large elements come first, so that every tensor begins at a multiple of its own.
     """
-    names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
-    fields: dict[str, Any] = {"__metadata__": METADATA}
-    at = 0
-    for name in names:
-        info = tensors[name]
-        fields[name] = {
-            "dtype": info.dtype,
-            "shape": list(info.shape),
-            "data_offsets": [at, at + info.nbytes],
-        }
-        at += info.nbytes
-    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    text += b" " * (-len(text) % _ALIGN)
-    if len(text) > MAX_HEADER:
-        raise CheckpointError(
-            f"found {len(tensors):,} tensors, more than fit in the header of one safetensors file; "
-            "use a smaller --max-shard-size"
-        )
-    return len(text).to_bytes(8, "little") + text, names
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
 
 
 def _write(opened: BinaryIO, name: str, info: TensorInfo, chunks: Iterator[memoryview]) -> None:

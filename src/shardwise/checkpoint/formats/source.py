@@ -6,9 +6,7 @@ of a tensor at a time, so that no more than a buffer of bounded size is ever in 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Protocol
@@ -16,9 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, whole
-from shardwise.checkpoint.disk.dtypes import itemsize, torch_dtype
-from shardwise.checkpoint.disk.entries import StatePath
+from shardwise.checkpoint.disk.dtypes import torch_dtype
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER
+from shardwise.checkpoint.disk.reading import Closing
 from shardwise.errors import CheckpointError
 
 MIB = 1 << 20
@@ -41,34 +40,6 @@ def unwatched(total: int) -> Progress:
     """Nobody is watching."""
     del total
     return no_progress
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What a tensor is.
-
-    Attributes:
-        dtype: its name in files: ``"F32"``.
-        shape: of the whole tensor.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return itemsize(self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.numel * self.itemsize
 
 
 class Source(Protocol):
@@ -118,25 +89,11 @@ class Source(Protocol):
     ) -> None: ...
 
 
-class Opened:
+class Opened(Closing):
     """What sources have in common: they say nothing more, and close themselves."""
 
     about: Sequence[str] = ()
     placements: Mapping[StatePath, str] = MappingProxyType({})
-
-    def close(self) -> None:
-        """Give back what is held."""
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Window:

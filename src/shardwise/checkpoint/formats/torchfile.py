@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import _torch
 from shardwise.checkpoint.disk.dtypes import dtype_name, torch_dtype
-from shardwise.checkpoint.formats.source import TensorInfo
+from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.errors import CheckpointError
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of what follows it

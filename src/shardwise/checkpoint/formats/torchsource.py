@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.disk.boxes import Box, whole
-from shardwise.checkpoint.disk.entries import StatePath
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.formats.extents import Extent, ExtentReader
-from shardwise.checkpoint.formats.source import Opened, TensorInfo
+from shardwise.checkpoint.formats.source import Opened
 from shardwise.checkpoint.formats.torchfile import StoredShard, StoredTensor, read_tree
 from shardwise.errors import CheckpointError
 

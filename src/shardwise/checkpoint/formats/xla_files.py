@@ -10,15 +10,14 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.disk.boxes import Box, whole
-from shardwise.checkpoint.disk.entries import StatePath
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.strict import Fields, refuse
 from shardwise.checkpoint.formats.extents import Extent, ExtentReader, check_extents
-from shardwise.checkpoint.formats.source import Opened, TensorInfo, Window, dotted
+from shardwise.checkpoint.formats.source import Opened, Window, dotted
 from shardwise.checkpoint.formats.torchfile import Hole, StoredShard, StoredTensor, read_tree
 from shardwise.errors import CheckpointError
+from shardwise.sharding.shard_metadata import FORMAT, VERSION
 
-FORMAT = "shardwise.rank"
-VERSION = 1
 _MAX_DIMS = 64
 _MAX_RANKS = 10**6
 

@@ -24,7 +24,7 @@ from shardwise.checkpoint.ranks.optimizer import destinations, load_optimizer_tr
 from shardwise.checkpoint.ranks.state import check_tensor, local_of
 from shardwise.checkpoint.ranks.storage import Reader
 from shardwise.errors import CheckpointError
-from shardwise.frontends.saving import sharded_state_dicts
+from shardwise.sharding.state_dicts import sharded_state_dicts
 
 
 def load_into(

@@ -21,7 +21,7 @@ from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
 from shardwise.checkpoint.ranks.state import State
 from shardwise.checkpoint.ranks.storage import Writer
 from shardwise.errors import CheckpointError
-from shardwise.frontends.saving import sharded_state_dicts
+from shardwise.sharding.state_dicts import sharded_state_dicts
 
 
 @dataclass

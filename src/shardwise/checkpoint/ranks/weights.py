@@ -19,15 +19,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise import _torch
 from shardwise.checkpoint.disk.boxes import Box, whole
 from shardwise.checkpoint.disk.dtypes import dtype_name, torch_dtype
+from shardwise.checkpoint.disk.entries import TensorInfo
+from shardwise.checkpoint.disk.headers import make_header
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.destination import written_beside
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.hf import DEFAULT_SHARD, HfFile, plan_files, write_index
-from shardwise.checkpoint.formats.safefile import make_header
+from shardwise.checkpoint.formats.safefile import METADATA, in_order
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
     Source,
-    TensorInfo,
     Window,
     as_bytes,
     model_tensors,
@@ -36,7 +37,7 @@ from shardwise.checkpoint.ranks import background
 from shardwise.checkpoint.ranks.agreement import Ranks
 from shardwise.checkpoint.ranks.state import check_tensor
 from shardwise.errors import CheckpointError
-from shardwise.frontends.saving import sharded_state_dict
+from shardwise.sharding.state_dicts import sharded_state_dict
 
 
 def load_weights(
@@ -204,7 +205,7 @@ def _info(tensor: torch.Tensor) -> TensorInfo:
 
 def _make_file(path: Path, file: HfFile) -> None:
     """A file with a header, and room for the tensors."""
-    header, _ = make_header(file.tensors)
+    header = make_header(in_order(file.tensors), METADATA)
     with path.open("xb") as opened:
         opened.write(header)
         opened.truncate(len(header) + sum(info.nbytes for info in file.tensors.values()))
@@ -216,13 +217,13 @@ def _write_parts(
     """Write what this rank has, and nobody else writes, and see it onto the disk."""
     tensors = dict(_named(model))
     for file in files:
-        header, names = make_header(file.tensors)
-        at = len(header)
+        ordered = in_order(file.tensors)
+        at = len(make_header(ordered, METADATA))
         with (folder / file.name).open("r+b") as opened:
-            for name in names:
+            for name, info in ordered.items():
                 if _writes(tensors[name], ranks):
                     _write_part(opened.fileno(), at, tensors[name], window)
-                at += file.tensors[name].nbytes
+                at += info.nbytes
             os.fsync(opened.fileno())
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -26,14 +25,20 @@ from shardwise.checkpoint.disk.dtypes import torch_dtype
 from shardwise.checkpoint.formats.destination import written_beside
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Watch, Window, unwatched
 from shardwise.checkpoint.formats.torchfile import write_tree
-from shardwise.checkpoint.formats.xla_files import FORMAT, VERSION, RankFiles
+from shardwise.checkpoint.formats.xla_files import RankFiles
 from shardwise.checkpoint.ranks.optimizer import (
     load_optimizer_tree,
     optimizer_tree,
     parameter_names,
 )
 from shardwise.errors import CheckpointError
-from shardwise.frontends.saving import sharded_state_dict, sharded_state_dicts
+from shardwise.sharding.shard_metadata import (
+    get_shard_metadata,
+    own_rank,
+    parts_of,
+    world_size,
+)
+from shardwise.sharding.state_dicts import sharded_state_dict, sharded_state_dicts
 
 SUFFIX = "_rank-*-of-*.pth"
 
@@ -41,59 +46,6 @@ SUFFIX = "_rank-*-of-*.pth"
 def rank_file(ckpt_prefix: str, rank: int, world_size: int) -> Path:
     """The file of a rank: ``<prefix>_rank-00000000-of-00000002.pth``."""
     return Path(f"{ckpt_prefix}_rank-{rank:08}-of-{world_size:08}.pth")
-
-
-def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
-    """Which part of each parameter and buffer this rank has, as plain values.
-
-    Save it beside ``model.state_dict()``, in one file per rank:
-    :func:`consolidate_sharded_model_checkpoints` needs it.
-
-    Raises:
-        NotImplementedError: a parameter is a partial sum, or is in several parts on this rank.
-    """
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "rank": _rank(),
-        "world_size": _world_size(),
-        "shard_info": _parts(sharded_state_dict(model)),
-    }
-
-
-def _parts(tree: Mapping[str, Any], prefix: str = "") -> dict[str, dict[str, list[int]]]:
-    """Of every ``DTensor`` in a tree, by its keys, where this rank's part lies."""
-    found = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found.update(_parts(value, f"{prefix}{key}."))
-        elif isinstance(value, DTensor):
-            found[f"{prefix}{key}"] = _part_of(f"{prefix}{key}", value)
-    return found
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _part_of(name: str, tensor: DTensor) -> dict[str, list[int]]:
-    """Where this rank's part lies in the whole tensor."""
-    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    local = _torch.local_of(tensor)
-    if len(chunks) != 1 or chunks[0].sizes != local.shape:
-        raise NotImplementedError(
-            f"{name} on rank {_rank()}: found placements {tensor.placements}, expected one part a "
-            "rank"
-        )
-    return {
-        "shape": list(tensor.shape),
-        "offsets": list(chunks[0].offsets),
-        "sizes": list(chunks[0].sizes),
-    }
 
 
 def save_rank_checkpoint(
@@ -119,12 +71,12 @@ def save_rank_checkpoint(
     Raises:
         ValueError: the file is there already, or its folder is not.
     """
-    path = rank_file(ckpt_prefix, _rank(), _world_size())
+    path = rank_file(ckpt_prefix, own_rank(), world_size())
     model_state, metadata = sharded_state_dict(model), get_shard_metadata(model)
     state = {"model": _locals(model_state), "shard_metadata": metadata}
     if optimizer is not None:
         tree = optimizer_tree(optimizer, parameter_names(model, model_state))
-        metadata["optimizer_info"] = _parts(tree)
+        metadata["optimizer_info"] = parts_of(tree)
         state["optimizer"] = _locals(tree)
     with written_beside(path, None, force=force) as partial:
         torch.save(state, partial)
@@ -139,7 +91,7 @@ def load_rank_checkpoint(
     Raises:
         CheckpointError: the file is missing, or of another model, mesh or number of ranks.
     """
-    path = rank_file(ckpt_prefix, _rank(), _world_size())
+    path = rank_file(ckpt_prefix, own_rank(), world_size())
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
