@@ -36,11 +36,13 @@ class Host:
         name: of the network namespace.
         address: of its end of the link, ``eth0``.
         pid: of the process that holds its namespaces.
+        cores: the processors of ranks that enter it, and of none that enter the other.
     """
 
     name: str
     address: str
     pid: int
+    cores: frozenset[int]
 
     def enter(self) -> None:
         """Move this process, which must have one thread only, to the host.
@@ -57,9 +59,12 @@ class Host:
                 raise OSError(error, f"{self.name}: setns({kind}): {os.strerror(error)}")
             os.close(handle)
         os.chdir(folder)  # a mount namespace begins at its root
+        os.sched_setaffinity(0, self.cores)
 
     def wrap(self, command: Sequence[str], folder: Path) -> list[str]:
         """Return what runs a command on the host, as the very process that is started.
+
+        It may run on all processors.
 
         Args:
             command: program and arguments.
@@ -109,6 +114,8 @@ def two_hosts(gbit: float | None = None) -> Iterator[tuple[Host, Host]]:
     """
     pair = secrets.token_hex(4)
     names = [f"shardwise-{pair}-{i}" for i in range(2)]
+    every = sorted(os.sched_getaffinity(0))
+    cores = [frozenset(every[i::2] or every) for i in range(2)]
     with contextlib.ExitStack() as stack:
         for name in names:
             run("ip", "netns", "add", name)
@@ -117,7 +124,8 @@ def two_hosts(gbit: float | None = None) -> Iterator[tuple[Host, Host]]:
         run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
         hosts = []
         for i, name in enumerate(names):
-            host = Host(name, f"10.77.0.{i + 1}", stack.enter_context(_holder(name)))
+            holder = stack.enter_context(_holder(name))
+            host = Host(name, f"10.77.0.{i + 1}", holder, cores[i])
             host.ip("addr", "add", f"{host.address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 host.ip("link", "set", device, "up")

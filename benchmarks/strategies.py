@@ -36,6 +36,7 @@ from _strategies_picture import draw
 from _strategies_tables import ACCUMULATED, strategies_tables
 from _strategy_contenders import STRATEGIES, Apart
 from _worlds import World, stop_server
+from shardwise.recipes.heap import keep_freed_memory
 from step_time import StepWorker, transposed
 
 _FIRST_PORT = 29500
@@ -45,6 +46,10 @@ class StrategyWorker(StepWorker):
     """One rank of a contender on a host."""
 
     contenders: ClassVar[Mapping[str, type[Contender]]] = STRATEGIES
+
+    def __init__(self, name: str, case: Case) -> None:
+        keep_freed_memory()  # all contenders alike, as ``shardwise train`` does
+        super().__init__(name, case)
 
     def meet(self) -> float:
         """End a round of DiLoCo; return the seconds that it took."""
