@@ -26,7 +26,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from _contenders import ByModule, Case, Contender
-from _hosts import Host, two_hosts
+from _hosts import Host, HostsError, two_hosts
 from _memory import PssSampler
 from _models import BATCHES, PRESETS
 from _options import one_of, positive_int
@@ -242,8 +242,8 @@ def main() -> int:
         console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
         try:
             content = measure(options, console)
-        except PermissionError as error:
-            console.print(f"{error}: hosts need root", style="red")
+        except HostsError as error:
+            console.print(str(error), style="red")
             return 2
         if options.json:
             save(options.json, content)

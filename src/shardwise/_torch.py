@@ -147,12 +147,12 @@ class _Arrived(torch.autograd.Function):
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """As :func:`wait_tensor`, and part of autograd's graph as ``tensor`` is.
+    """As :func:`wait_tensor` for what needs a gradient, and part of autograd's graph as it is.
 
     Compilers that trace backward wait for such an input past autograd, and then give it no
     gradient.
     """
-    if not isinstance(tensor, AsyncCollectiveTensor):
+    if not (isinstance(tensor, AsyncCollectiveTensor) and tensor.requires_grad):
         return tensor
     return cast(torch.Tensor, _Arrived.apply(tensor))  # type: ignore[no-untyped-call]
 
