@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import PeerLostError, RanksDivergedError, fully_shard, init_mesh
-from shardwise.checkpoint.ranks import Ranks
+from shardwise.checkpoint.ranks.agreement import Ranks
 from shardwise.diloco.members import Report, agree
 from shardwise.errors import CheckpointError
 from shardwise.transport import attending
