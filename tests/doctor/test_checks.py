@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import app
+from shardwise.doctor.facts import Facts, look
 from shardwise.doctor.visit import CHECKS, SECONDS
+from shardwise.launch.hosts import Nodes
 from shardwise.transport import futex
 
 GUIDE = Path(__file__).parents[2] / "docs" / "multi-node.md"
@@ -49,6 +52,14 @@ def test_mistakes_are_one_line(
         app()
     assert ended.value.code == 2
     assert capsys.readouterr() == ("", f"error: {message}\n")
+
+
+def test_what_a_host_says_of_itself_is_read_or_refused() -> None:
+    facts = look(Nodes(1, 0, "127.0.0.1", 0), 2)
+    told = json.loads(json.dumps(facts.to_json()))
+    assert Facts.from_json(told) == facts
+    for other in ({**told, "of another version": 1}, {"rank": 0}, "a stranger", None):
+        assert Facts.from_json(other) is None
 
 
 def test_the_doctor_needs_no_torch() -> None:

@@ -61,9 +61,15 @@ class Facts:
         return asdict(self)
 
     @staticmethod
-    def from_json(values: dict[str, Any]) -> Facts:
-        """Read back what :meth:`to_json` made."""
-        return Facts(**{**values, "memory": Memory(**values["memory"])})
+    def from_json(values: Any) -> Facts | None:
+        """Read back what :meth:`to_json` made; None where something else came.
+
+        A host with another version of Shardwise may say other things of itself.
+        """
+        try:
+            return Facts(**{**values, "memory": Memory(**values["memory"])})
+        except (TypeError, KeyError):
+            return None
 
 
 def look(nodes: Nodes, nproc: int) -> Facts:

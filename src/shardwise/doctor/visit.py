@@ -66,18 +66,19 @@ def visit(nodes: Nodes, nproc: int, least_gbit: float, say: Callable[[Finding], 
 def _examine(
     seats: Table, mine: Facts, least_gbit: float, tell: Callable[[Iterable[Finding]], None]
 ) -> None:
-    told = seats.gather(mine.to_json(), SECONDS["facts"])
-    gone = [place for place, each in enumerate(told) if each is None]
-    hosts = [Facts.from_json(each) for each in told if each is not None]
+    told = [Facts.from_json(each) for each in seats.gather(mine.to_json(), SECONDS["facts"])]
+    places = [place for place, each in enumerate(told) if each is not None]
+    hosts = [each for each in told if each is not None]
+    gone = len(told) - len(hosts)
     tell([good(table.RENDEZVOUS, f"{len(hosts)} {'host' if len(hosts) == 1 else 'hosts'} met")])
     if gone:
-        text = f"{len(gone)} came and said nothing"
-        tell([fail(table.RENDEZVOUS, text, "something else connects to the port: take another")])
+        text = f"{gone} came and said nothing that can be read here"
+        advice = "is another version of shardwise there, or does something else use the port?"
+        tell([fail(table.RENDEZVOUS, text, advice)])
     tell(roster.check_ranks(hosts, hosts[0].nnodes))
     tell(roster.check_world(hosts))
     tell(versions.check_versions(hosts))
     ahead = seats.clocks(SECONDS["clocks"])
-    places = [place for place, each in enumerate(told) if each is not None]
     tell(clocks.check_clocks(hosts, {places.index(p): s for p, s in ahead.items() if p in places}))
     tell(interfaces.check_interfaces(hosts))
     tell(limits.check_limits(hosts))
