@@ -53,7 +53,7 @@ class Nodes:
                 if found is not None:
                     raise UserError(f"{option}: found without --nnodes, expected --nnodes N too")
             return None
-        least, count = _numbers(str(nnodes))
+        least, count = numbers_of_hosts(str(nnodes))
         if rank is None and least is not None:
             rank = UNNUMBERED
         elif rank is None or not 0 <= rank < count:
@@ -76,8 +76,12 @@ class Nodes:
         return str(self.count) if self.least is None else f"{self.least}:{self.count}"
 
 
-def _numbers(nnodes: str) -> tuple[int | None, int]:
-    """Read ``N`` or ``MIN:MAX``."""
+def numbers_of_hosts(nnodes: str) -> tuple[int | None, int]:
+    """Read ``N`` or ``MIN:MAX``: the fewest hosts, None for ``N``, and the most.
+
+    Raises:
+        UserError: it is neither.
+    """
     least, colon, most = nnodes.rpartition(":")
     numbers = [int(n) for n in ([least, most] if colon else [most]) if n.isdecimal()]
     if len(numbers) != 1 + len(colon) or not 1 <= numbers[0] <= numbers[-1]:
