@@ -1,4 +1,4 @@
-"""Jobs that a host joins, leaves and joins again, over two hosts.
+"""Jobs that a host joins, that lose it, and that it joins and leaves again.
 
 The rules of joining are tested in ``tests/launch/test_joining.py``; here are commands as their
 users start them, without torch and with it.
@@ -29,7 +29,7 @@ WAIT = 120.0  # seconds that anything may take on a busy machine
 PORT = 29413
 
 RANK = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from shardwise.launch.errors import Stopped
 from shardwise.launch.rank import run_rank
@@ -38,14 +38,15 @@ from shardwise.launch.world import find_world
 here, attempt = Path(sys.argv[1]), sys.argv[2]
 
 def body(world, signals):
+    stop = here / f"stop {attempt}"  # what ranks tell each other at every step
     with signals.deferred():
         signals.stepped()
         (here / f"round {attempt}: rank {world.rank} of {world.size}").touch()
-        while not (signals.noted or (here / "end").exists()):
+        while not (signals.noted or stop.exists()):
             time.sleep(0.02)
-    if signals.noted:
-        (here / f"saved {attempt}: rank {world.rank}").touch()
-        raise Stopped(signals.noted, "this is not to be said")
+    stop.touch()
+    (here / f"saved {attempt}: rank {world.rank}").touch()
+    raise Stopped(signals.noted or signal.SIGTERM, f"Stopped in round {attempt}.")
 
 run_rank(find_world(), body)
 """
@@ -133,25 +134,33 @@ def test_a_host_joins_is_lost_and_comes_back(hosts: Pair, tmp_path: Path) -> Non
     again = come(1, "none")
     wait_for(lambda: has_begun(3, 2), first)
     assert (seen / "saved 2: rank 0").exists()
-    (seen / "end").touch()
+    again.send_signal(signal.SIGTERM)
     _, told = again.communicate(timeout=WAIT)
     assert (again.returncode, told.splitlines()) == (
-        0,
+        128 + signal.SIGTERM,
         [
             "hosts      the others save first, and go on with this host",
             "hosts      2 hosts; rank 1 of 2 here",
+            "hosts      this host leaves; the job goes on without it",
         ],
     )
+    wait_for(lambda: has_begun(4, 1), first)
+    first.send_signal(signal.SIGTERM)
     _, told = first.communicate(timeout=WAIT)
-    joining = [
+    joins = [
         "hosts      host 1 (10.77.0.2) joins; saving, to go on with 2 hosts",
         "hosts      beginning again with 2 hosts",
         "hosts      2 hosts; rank 0 of 2 here",
     ]
-    alone = "hosts      1 host; rank 0 of 1 here"
     lost = "host 1 (10.77.0.2) was lost: the connection was closed; beginning again with 1 host"
-    assert told.splitlines() == [alone, *joining, f"restart    {lost}", alone, *joining]
-    assert first.returncode == 0
+    alone = "hosts      1 host; rank 0 of 1 here"
+    left = "hosts      host 1 (10.77.0.2) left; beginning again with 1 host"
+    assert told.splitlines() == [
+        *(alone, *joins, f"restart    {lost}"),
+        *(alone, *joins, left),
+        *(alone, "Stopped in round 4."),
+    ]
+    assert first.returncode == 128 + signal.SIGTERM
 
 
 def test_diloco_goes_on_with_a_host_that_joins_and_without_it(hosts: Pair, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.launch import rendezvous
+from shardwise.launch import rendezvous, round
 from shardwise.launch.attendance import Attendance, Verdict
 from shardwise.launch.errors import UserError
 from shardwise.launch.hosts import UNNUMBERED, Nodes, Share, Terms, listening
@@ -21,6 +21,9 @@ OPTIONS = {"--lr": 0.1}
 SAVED = {"failed": False, "echo": False, "may_restart": False, "by_signal": True}
 DONE = {**SAVED, "by_signal": False}
 FAILED = {**DONE, "failed": True}
+ECHO = {**FAILED, "echo": True, "may_restart": True}
+SIGNALLED = {**SAVED, "signalled": True}
+OVER = Verdict(False, True, "", "hosts")
 
 
 class Place:
@@ -106,6 +109,10 @@ class Job:
         wait_for(lambda: all(each.shares for each in places))
         return places
 
+    def meeting_waits_for_a_step(self) -> bool:
+        """Whether host 0 does not know of every host yet that it trains."""
+        return not all(host.training for host in self.meeting._hosts)
+
     def end(self) -> None:
         """Whoever is left has trained to the end."""
         for place in self.places:
@@ -117,8 +124,12 @@ class Job:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
-    for name, seconds in (("LAST_CALL", 0.3), ("_ECHO", 0.3), ("_POLL", 0.01)):
-        monkeypatch.setattr(rendezvous, name, seconds)
+    for module, name, seconds in (
+        (rendezvous, "LAST_CALL", 0.3),
+        (rendezvous, "_POLL", 0.01),
+        (round, "_ECHO", 0.3),
+    ):
+        monkeypatch.setattr(module, name, seconds)
     jobs: list[Job] = []
 
     def make(nnodes: str, **options: Any) -> Job:
@@ -172,9 +183,9 @@ def test_a_host_joins_between_rounds_and_that_is_no_restart(job: Callable[..., J
     assert worlds(first) == [(0, 1), (0, 2)]
     assert worlds(second) == [(1, 2)]
     assert [share.round for share in (*first.shares, *second.shares)] == [0, 1, 1]
-    assert first.verdicts == [Verdict(True, "beginning again with 2 hosts", "hosts")]
+    assert first.verdicts == [Verdict(True, False, "beginning again with 2 hosts", "hosts")]
     it.end()
-    assert [each.verdicts[-1] for each in (first, second)] == [Verdict(False, "", "hosts")] * 2
+    assert [each.verdicts[-1] for each in (first, second)] == [OVER] * 2
 
 
 def test_hosts_that_do_not_fit_are_told_and_disturb_nobody(job: Callable[..., Job]) -> None:
@@ -215,7 +226,7 @@ def test_two_at_once_join_together_where_one_would_not_fit(
     assert "has its 4 hosts already" in late.error
     it.end()
     assert not any(verdict.again for each in others for verdict in each.verdicts)
-    assert second.verdicts[-1] == Verdict(False, "", "hosts")
+    assert second.verdicts[-1] == OVER
 
 
 def test_a_newcomer_that_vanishes_while_it_waits_costs_nothing(job: Callable[..., Job]) -> None:
@@ -229,7 +240,7 @@ def test_a_newcomer_that_vanishes_while_it_waits_costs_nothing(job: Callable[...
     wait_for(lambda: len(first.shares) == 2)
     assert worlds(first) == [(0, 1), (0, 1)]
     it.end()
-    assert first.verdicts[-1] == Verdict(False, "", "hosts")
+    assert first.verdicts[-1] == OVER
 
 
 def test_what_fails_while_hosts_join_is_blamed_on_them_and_costs_no_restart(
@@ -264,7 +275,7 @@ def test_a_host_that_has_made_a_step_is_one_like_the_others(job: Callable[..., J
         second = it.come()
         wait_for(lambda guest=second: guest.shares)
         assert len(first.shares) == rounds
-        wait_for(lambda: not any(host.on_trial for host in it.meeting._hosts))
+        wait_for(lambda: not it.meeting_waits_for_a_step())
         second.vanish()
         wait_for(lambda rounds=rounds: len(first.verdicts) == rounds)
         assert first.verdicts[-1].again is again
@@ -283,15 +294,53 @@ def test_below_the_least_the_job_waits_for_another(job: Callable[..., Job]) -> N
     assert (worlds(first)[-1], worlds(third)) == ((0, 2), [(1, 2)])
 
 
+@pytest.mark.parametrize("how", [SAVED, ECHO])
+def test_a_host_that_a_signal_stops_leaves_and_costs_no_restart(
+    job: Callable[..., Job], how: dict[str, Any]
+) -> None:
+    it = job("1:2", restarts=0)
+    first, second = it.begin(2)
+    wait_for(lambda: not it.meeting_waits_for_a_step())
+    second.ending = SIGNALLED
+    first.ending = how
+    second.thread.join(WAIT)
+    text = "this host leaves; the job goes on without it"
+    assert second.verdicts == [Verdict(False, False, text, "hosts")]
+    wait_for(lambda: len(first.shares) == 2)
+    assert worlds(first) == [(0, 2), (0, 1)]
+    text = "host 1 (127.0.0.1) left; beginning again with 1 host"
+    assert first.verdicts == [Verdict(True, False, text, "hosts")]
+
+
+def test_a_host_that_leaves_before_a_step_is_not_waited_for(job: Callable[..., Job]) -> None:
+    it = job("1:2", restarts=0)
+    [first] = it.begin(1)
+    second = it.come(steps=False)
+    wait_for(lambda: second.shares)
+    second.ending = SIGNALLED
+    wait_for(lambda: len(first.shares) == 3)
+    assert worlds(first) == [(0, 1), (0, 2), (0, 1)]
+
+
+def test_a_signal_on_all_hosts_stops_the_job(job: Callable[..., Job]) -> None:
+    it = job("1:2", restarts=1)
+    places = it.begin(2)
+    wait_for(lambda: not it.meeting_waits_for_a_step())
+    for place in reversed(places):
+        place.ending = SIGNALLED
+    wait_for(lambda: all(place.verdicts for place in places))
+    assert [place.verdicts for place in places] == [[OVER], [OVER]]
+
+
 def test_ctrl_c_while_hosts_join_stops_the_job(job: Callable[..., Job]) -> None:
     it = job("1:2")
     [first] = it.begin(1)
     first.steps = False
     second = it.come()
     wait_for(lambda: first.said)
-    first.ending = {**SAVED, "signalled": True}
+    first.ending = SIGNALLED
     wait_for(lambda: first.verdicts)
-    assert first.verdicts == [Verdict(False, "", "hosts")]
+    assert first.verdicts == [OVER]
     second.thread.join(WAIT)
     assert "ended before this host could join it" in second.error
 

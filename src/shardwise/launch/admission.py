@@ -36,6 +36,16 @@ class Host:
         """Whether its ranks ended badly."""
         return self.ended is not None and bool(self.ended["failed"])
 
+    @property
+    def is_echo(self) -> bool:
+        """Whether they did so only because ranks of other hosts went first."""
+        return self.ended is not None and bool(self.ended["echo"])
+
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal asked its launcher to stop."""
+        return self.ended is not None and bool(self.ended["signalled"])
+
 
 def names(hosts: Sequence[Host]) -> str:
     """Hosts for people."""

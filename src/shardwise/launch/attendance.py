@@ -29,12 +29,14 @@ class Verdict:
     """What follows a round.
 
     Attributes:
-        again: begin another round.
+        again: this host begins another round.
+        over: the job is over.
         text: why the round ended, where it did not end well, or begins again.
         label: what a line with the text begins with.
     """
 
     again: bool
+    over: bool
     text: str
     label: str = ""
 
@@ -118,7 +120,8 @@ class Attendance:
             match message["kind"]:
                 case "verdict":
                     text, label = str(message["text"]), str(message["label"])
-                    self._verdict = Verdict(bool(message["again"]), text, label)
+                    again, over = bool(message["again"]), bool(message["over"])
+                    self._verdict = Verdict(again, over, text, label)
                 case "regroup":
                     self._regroups = True
                     self._say(str(message["text"]))
@@ -159,7 +162,7 @@ class Attendance:
             self._send(kind="ended", stopped=by_signal, signalled=signalled, **how)
         while not self.is_over():
             if stopped():
-                return Verdict(False, "")
+                return Verdict(again=False, over=True, text="")
             time.sleep(0.02)
         assert self._verdict is not None
         return self._verdict

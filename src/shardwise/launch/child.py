@@ -23,6 +23,7 @@ class LocalRank:
         self.process = process
         self.report: Report | None = None
         self.stage: Stage | None = None
+        self.stepped = False
         self.ended_at = 0.0
         self._pipe = pipe
         self._received = b""
@@ -45,6 +46,7 @@ class LocalRank:
             stage = Stage.from_line(line)
             if stage is not None:
                 self.stage = stage
+                self.stepped |= stage is Stage.TRAINING
             elif self.report is None:
                 self.report = Report.from_json(line)
 

@@ -91,6 +91,11 @@ class Launcher:
         """Whether every rank has made a step, and makes more: asked to stop now, they save."""
         return all(rank.stage is Stage.TRAINING for rank in self._ranks)
 
+    @property
+    def stepped(self) -> bool:
+        """Whether every rank has made a step."""
+        return all(rank.stepped for rank in self._ranks)
+
     def run(self) -> int:
         """Start the ranks and wait for them.
 
@@ -100,8 +105,8 @@ class Launcher:
             ``failed`` says whether it ended badly, as against having been stopped in order;
             ``echo`` whether only because ranks of other hosts went first; ``may_restart`` whether
             another attempt may end better: a rank was killed, crashed or lost a peer, as against a
-            mistake of its user. Where ranks stopped since more hosts join, ``farewell`` is what
-            was not said of it.
+            mistake of its user. Over several hosts ``farewell`` is what a rank that stopped had to
+            say, which may be the end of the job or not.
         """
         before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
         try:
@@ -221,7 +226,7 @@ class Launcher:
         stopped = [rank.report for rank in self._ranks if rank.stopped and rank.report]
         if not stopped:
             return 0
-        if self._regrouping:
+        if self._share is not None:
             self.farewell = stopped[0].text
         else:
             _say(stopped[0].text)

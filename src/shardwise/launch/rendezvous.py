@@ -15,7 +15,8 @@ job: the others have ``STOP_GRACE`` seconds to stop in order.
 
 Where hosts may come later (``--nnodes MIN:MAX``), those that do wait here until the others have
 saved, and take part in the next round. Until all have made a step in it, they are on trial: what
-fails then is blamed on them, costs no restart, and the job goes on without them.
+fails then is blamed on them, costs no restart, and the job goes on without them. There a signal
+stops the job on host 0 only; another host leaves.
 """
 
 from __future__ import annotations
@@ -32,14 +33,13 @@ from shardwise.launch.admission import Admission, Host, counted, names
 from shardwise.launch.errors import UserError
 from shardwise.launch.hosts import Nodes, Terms, listening
 from shardwise.launch.launcher import STOP_GRACE
+from shardwise.launch.round import Round
 from shardwise.launch.wire import ClosedError, Line
 
 SILENCE = 10.0  # seconds without a sign of life after which a host counts as lost
 BEAT = 1.0  # seconds between signs of life
 LAST_CALL = 5.0  # seconds after a host has come for more to come, before hosts begin with it
 _POLL = 0.1
-_HOSTS, _RESTART, _ERROR = "hosts", "restart", "error:"  # what a line begins with
-_ECHO = 3.0  # seconds for the host to speak whose rank, or which, went first
 _FAREWELL = 5.0  # seconds that hosts have to read how it ended
 
 
@@ -64,14 +64,9 @@ class Meeting:
         self._newcomers: list[Host] = []  # they wait for the next round
         self._strangers: list[Host] = []
         self._round = -1
-        self._running = False
-        self._regrouping = False  # hosts were asked to save and stop
-        self._first_end = 0.0  # when the first of them had
-        self._echoed = 0.0  # when ranks were the first to notice that others are gone
-        self._stopped: tuple[float, str] | None = None  # when a signal stopped a host, and which
+        self._current: Round | None = None  # None: hosts are waited for
         self._over = threading.Event()  # all is said
         self._closed = threading.Event()
-        self._lost: list[Host] = []
         self._began = time.monotonic()
         self._last_came = self._began
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -122,19 +117,10 @@ class Meeting:
                 self._admit(host, message)
             case "ready":
                 host.ready, host.ended = message, None
-            case "training":
-                host.training = True
-                if all(each.training for each in self._hosts):
-                    for each in self._hosts:
-                        each.on_trial = False
-            case "ended":
-                host.ended = message
-                # Where hosts regroup, ranks stop since they were asked to, and not the job.
-                meant = message["signalled"] if self._regrouping else message["stopped"]
-                if message["stopped"]:
-                    self._first_end = self._first_end or host.heard
-                if meant and self._stopped is None:
-                    self._stopped = (host.heard, host.name)
+            case "training" if self._current is not None:
+                self._current.step(host)
+            case "ended" if self._current is not None:
+                self._current.end(host, message)
 
     def _admit(self, host: Host, message: Mapping[str, Any]) -> None:
         here = [*self._hosts, *self._newcomers]
@@ -170,10 +156,9 @@ class Meeting:
                 self._drop(host, f"no sign of life for {SILENCE:.0f} s")
         if self._over.is_set():
             return
-        if self._running:
-            self._judge()
-            if self._running:
-                self._invite(now)
+        if self._current is not None:
+            self._invite(self._current, now)
+            self._judge(self._current)
             return
         fitting, why = self._rules.most(len(self._hosts) + len(self._newcomers))
         if not fitting or (self._nodes.least is None and self._are_missing()):
@@ -202,18 +187,16 @@ class Meeting:
         self._tell_all("refused", text=f"--rdzv: {text}; is the command running there?")
         self._dismiss(0, self._ended())
 
-    def _invite(self, now: float) -> None:
+    def _invite(self, current: Round, now: float) -> None:
         """Ask all to save and stop, once for all that have come, if more hosts can take part."""
         present = len(self._hosts) + len(self._newcomers)
         due = present == self._nodes.count or now - self._last_came > LAST_CALL
-        ending = any(host.ended is not None for host in self._hosts)
-        if not self._newcomers or self._regrouping or ending or not due:
+        if not self._newcomers or current.regrouping or current.is_ending or not due:
             return
         fitting, why = self._rules.most(present)
         self._dismiss(max(0, fitting - len(self._hosts)), why)
         if self._newcomers:
-            self._regrouping = True
-            self._first_end = 0.0
+            current.regrouping = True
             joining = "joins" if len(self._newcomers) == 1 else "join"
             text = f"{names(self._newcomers)} {joining}; saving, to go on with {counted(fitting)}"
             self._tell_all("regroup", text=text)
@@ -235,10 +218,8 @@ class Meeting:
         store = self._hosts[0].ready
         assert store is not None
         self._round += 1
-        self._running = True
-        self._regrouping = False
-        self._echoed = 0.0
-        self._lost.clear()
+        later = self._nodes.least is not None
+        self._current = Round(self._hosts, later=later, grace=STOP_GRACE)
         first = 0
         for host, share in zip(self._hosts, shares, strict=True):
             host.ready, host.training = None, False
@@ -247,52 +228,23 @@ class Meeting:
                 host.line.send({**start, "world_size": sum(shares)})
             first += share
 
-    def _judge(self) -> None:
-        """Whether the round is over, and what follows."""
-        now = time.monotonic()
-        failed = [host for host in self._hosts if host.failed]
-        waits = self._stopped is None or now - self._stopped[0] < STOP_GRACE
-        if not self._lost and not failed and (waits or self._all_ended()):
-            late = self._regrouping and self._first_end and now - self._first_end > STOP_GRACE
-            if self._all_ended() or late:
-                self._end_well()
+    def _judge(self, current: Round) -> None:
+        """Tell all hosts what follows, if the round is over."""
+        ruling = current.ruling(self._restarts)
+        if ruling is None:
             return
-        own = [host for host in failed if host.ended is not None and not host.ended["echo"]]
-        if waits and not (self._lost or own or self._all_ended()):
-            # Ranks that lost a peer say so at once; why, is told a moment later.
-            self._echoed = self._echoed or now
-            if now - self._echoed < _ECHO:
-                return
-        reasons = [f"{host.name} was lost: {host.why_lost}" for host in self._lost]
-        reasons = reasons or [f"a rank of {host.name} failed" for host in own]
-        if not reasons and self._stopped is not None:
-            reasons = [f"{self._stopped[1]} was stopped"]
-        reasons = reasons or [f"a rank of {host.name} failed" for host in failed]
-        guests = self._guests_at_fault(own)
-        fatal = any(h.ended is not None and not h.ended["may_restart"] for h in failed)
-        again = bool(guests)
-        if not guests and self._restarts > 0 and not fatal and self._stopped is None:
-            again = True
-            self._restarts -= 1
-        for host in guests:
-            self._part_with(host)
-        text = "; ".join(reasons)
-        if again:
-            text += "; " + self._what_follows()
-        self._end_round(again, text, _RESTART if again else _ERROR)
-
-    def _end_well(self) -> None:
-        """All hosts have ended as they should: for good, or to begin again with more of them."""
-        stopped = any(host.ended is not None and host.ended["stopped"] for host in self._hosts)
-        again = self._regrouping and self._stopped is None and stopped
-        self._end_round(again, self._what_follows() if again else "", _HOSTS)
-
-    def _end_round(self, again: bool, text: str, label: str) -> None:
-        self._running = False
-        self._regrouping = False
+        self._current = None
         self._began = time.monotonic()
-        self._tell_all("verdict", again=again, text=text, label=label)
-        if not again:
+        self._restarts -= ruling.counted
+        if ruling.again:
+            for host, text in ruling.leave:
+                self._part_with(host, text, ruling.label)
+        text = ruling.why
+        if ruling.again:
+            text += ("; " if text else "") + self._what_follows()
+        how = {"again": ruling.again, "over": not ruling.again}
+        self._tell_all("verdict", **how, text=text, label=ruling.label)
+        if not ruling.again:
             self._over.set()
             self._dismiss(0, self._ended())
 
@@ -303,26 +255,16 @@ class Meeting:
             return f"waiting for more hosts than {left}"
         return f"beginning again with {counted(fitting)}"
 
-    def _guests_at_fault(self, own: list[Host]) -> list[Host]:
-        """Hosts on trial for whose sake, or by whose fault, the round has failed."""
-        guests = [host for host in (*self._hosts, *self._lost) if host.on_trial]
-        if self._stopped is not None or not all(host.on_trial for host in self._lost):
-            return []
-        return [host for host in guests if host in own or host in self._lost] or guests
-
-    def _part_with(self, host: Host) -> None:
-        """Go on without a host that failed while it joined."""
-        if host.failed and host.ended is not None and not host.ended["echo"]:
+    def _part_with(self, host: Host, text: str, label: str) -> None:
+        """Go on without a host that leaves, or failed while it joined."""
+        if host.failed and not host.is_echo and not host.signalled:
             self._rules.remember(host)
         if host in self._hosts:
             self._hosts.remove(host)
-            text = "this host failed while it joined; the job goes on without it"
+            how = {"again": False, "over": False, "label": label}
             with contextlib.suppress(ClosedError):
-                host.line.send({"kind": "verdict", "again": False, "text": text, "label": _ERROR})
+                host.line.send({"kind": "verdict", **how, "text": text})
             host.line.close()
-
-    def _all_ended(self) -> bool:
-        return all(host.ended is not None for host in self._hosts)
 
     def _drop(self, host: Host, why: str) -> None:
         host.why_lost = why
@@ -331,9 +273,8 @@ class Meeting:
                 apart.remove(host)
         if host in self._hosts:
             self._hosts.remove(host)
-            finished = host.ended is not None and not host.failed
-            if not (self._running and finished):
-                self._lost.append(host)
+            if self._current is not None:
+                self._current.lose(host)
         host.line.close()
 
     def _tell_all(self, kind: str, **more: Any) -> None:

@@ -80,7 +80,7 @@ def _round(command: Command, nproc: int, nodes: Nodes, attendance: Attendance) -
         _say(_described(share, nproc))
 
     def is_over() -> bool:
-        if launcher.training:
+        if launcher.stepped:
             attendance.train()
         return attendance.is_over()
 
@@ -93,6 +93,8 @@ def _round(command: Command, nproc: int, nodes: Nodes, attendance: Attendance) -
         regroups=attendance.regroups,
     )
     code = launcher.run()
+    if launcher.stepped:
+        attendance.train()
     with _noting_signals() as noted:
         verdict = attendance.end(
             failed=launcher.failed,
@@ -102,11 +104,12 @@ def _round(command: Command, nproc: int, nodes: Nodes, attendance: Attendance) -
             signalled=launcher.signalled,
             stopped=lambda: bool(noted),
         )
-    if launcher.farewell and not verdict.again:
+    if launcher.farewell and verdict.over:
         _say(launcher.farewell)
     if verdict.text:
         _say(f"{verdict.label:<11}{verdict.text}")
-    return (code or (1 if verdict.text else 0)), verdict.again
+    again = verdict.again and not (launcher.signalled or noted)
+    return (code or (1 if verdict.text else 0)), again
 
 
 def _described(share: Share, nproc: int) -> str:
