@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -68,6 +69,8 @@ class Admission:
     def __init__(self, nodes: Nodes, terms: Terms) -> None:
         self._nodes = nodes
         self._terms = terms
+        # As they come from other hosts.
+        self._options: dict[str, Any] = json.loads(json.dumps(dict(terms.options)))
         self._failed: dict[str, float] = {}
 
     def number(self, asked: int, here: Sequence[Host]) -> int:
@@ -125,9 +128,15 @@ class Admission:
                 f"one of its own for every host{', or none' if later else ''}"
             )
         for other in here:
-            trouble = _difference(message, other, options=later)
+            found, expected = message["nproc"], other.hello["nproc"]
+            if found != expected:
+                return f"--nproc: found {found}, expected {expected}, as {other.name} has"
+            trouble = _difference(message["versions"], other.hello["versions"], other.name)
             if trouble is not None:
                 return trouble
+        trouble = _difference(message["options"], self._options, "host 0") if later else None
+        if trouble is not None:
+            return trouble
         if len(here) >= nodes.count:
             return f"--nnodes: the job at {nodes.where} has its {counted(nodes.count)} already"
         return None
@@ -144,15 +153,9 @@ class Admission:
         )
 
 
-def _difference(message: Mapping[str, Any], other: Host, *, options: bool) -> str | None:
-    """What a host says of itself that another, which takes part, does not."""
-    if message["nproc"] != other.hello["nproc"]:
-        expected = f"{other.hello['nproc']}, as {other.name} has"
-        return f"--nproc: found {message['nproc']}, expected {expected}"
-    compared = ["versions", "options"] if options else ["versions"]
-    for kind in compared:
-        for name in {**message[kind], **other.hello[kind]}:
-            found, expected = message[kind].get(name), other.hello[kind].get(name)
-            if found != expected:
-                return f"{name}: found {found}, expected {expected}, as {other.name} has"
+def _difference(told: Mapping[str, Any], expected: Mapping[str, Any], whose: str) -> str | None:
+    """The first thing that one host says of itself and another does not."""
+    for name in {**told, **expected}:
+        if told.get(name) != expected.get(name):
+            return f"{name}: found {told.get(name)}, expected {expected.get(name)}, as {whose} has"
     return None

@@ -95,17 +95,21 @@ def _round(command: Command, nproc: int, nodes: Nodes, attendance: Attendance) -
     code = launcher.run()
     if launcher.stepped:
         attendance.train()
-    with _noting_signals() as noted:
-        verdict = attendance.end(
-            failed=launcher.failed,
-            echo=launcher.echo,
-            may_restart=launcher.may_restart,
-            by_signal=launcher.stopped,
-            signalled=launcher.signalled,
-            stopped=lambda: bool(noted),
-        )
-    if launcher.farewell and verdict.over:
-        _say(launcher.farewell)
+    over = True
+    try:
+        with _noting_signals() as noted:
+            verdict = attendance.end(
+                failed=launcher.failed,
+                echo=launcher.echo,
+                may_restart=launcher.may_restart,
+                by_signal=launcher.stopped,
+                signalled=launcher.signalled,
+                stopped=lambda: bool(noted),
+            )
+        over = verdict.over
+    finally:
+        if launcher.farewell and over:
+            _say(launcher.farewell)
     if verdict.text:
         _say(f"{verdict.label:<11}{verdict.text}")
     again = verdict.again and not (launcher.signalled or noted)
