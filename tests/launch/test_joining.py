@@ -12,9 +12,10 @@ import pytest
 
 from shardwise.launch import rendezvous
 from shardwise.launch import round as one_round
+from shardwise.launch.addresses import listening
 from shardwise.launch.attendance import Attendance, Verdict
 from shardwise.launch.errors import UserError
-from shardwise.launch.hosts import UNNUMBERED, Nodes, Share, Terms, listening
+from shardwise.launch.hosts import UNNUMBERED, Nodes, Share, Terms
 from shardwise.launch.rendezvous import Meeting
 
 WAIT = 30.0  # seconds that anything may take on a busy machine

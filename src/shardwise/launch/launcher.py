@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
+from shardwise.launch.addresses import listening
 from shardwise.launch.child import LocalRank
 from shardwise.launch.errors import signal_name
-from shardwise.launch.hosts import Share, listening
+from shardwise.launch.hosts import Share
 from shardwise.launch.report import Ending, Stage
 from shardwise.launch.signals import STOP_SIGNALS
 from shardwise.launch.world import PARENT_PID, REPORT_FD, STORE_FD

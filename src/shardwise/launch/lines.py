@@ -6,6 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
+from shardwise.launch.addresses import join
 from shardwise.launch.errors import UserError
 from shardwise.launch.hosts import numbers_of_hosts
 
@@ -62,7 +63,6 @@ class Layout:
 def own_lines(layout: Layout) -> list[tuple[str, str]]:
     """Host and line, with our own launcher; for hosts that come later, one without a number."""
     lines = []
-    first = f"[{layout.hosts[0]}]" if ":" in layout.hosts[0] else layout.hosts[0]
     places = [(host, ["--node-rank", str(rank)]) for rank, host in enumerate(layout.hosts)]
     if layout.nnodes is not None:
         places.append(("every host that comes later", []))
@@ -70,7 +70,7 @@ def own_lines(layout: Layout) -> list[tuple[str, str]]:
         words = ["shardwise", *layout.arguments, "--nproc", str(layout.nproc)]
         if len(places) > 1:
             words += ["--nnodes", layout.nnodes or str(len(layout.hosts)), *own]
-            words += ["--rdzv", f"{first}:{layout.port}"]
+            words += ["--rdzv", join(layout.hosts[0], layout.port)]
         lines.append((host, shlex.join(words)))
     return lines
 

@@ -29,9 +29,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.launch.addresses import listening
 from shardwise.launch.admission import Admission, Host, counted, names
 from shardwise.launch.errors import UserError
-from shardwise.launch.hosts import Nodes, Terms, listening
+from shardwise.launch.hosts import Nodes, Terms
 from shardwise.launch.launcher import STOP_GRACE
 from shardwise.launch.round import Round
 from shardwise.launch.wire import ClosedError, Line

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
+from shardwise.launch.addresses import listening
 from shardwise.launch.admission import counted
 from shardwise.launch.attendance import Attendance
-from shardwise.launch.hosts import Nodes, Share, Terms, listening
+from shardwise.launch.hosts import Nodes, Share, Terms
 from shardwise.launch.launcher import Launcher
 from shardwise.launch.rendezvous import Meeting
 from shardwise.launch.signals import STOP_SIGNALS

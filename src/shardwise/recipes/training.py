@@ -16,6 +16,7 @@ from shardwise.launch.rank import connected
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World, launched_here
 from shardwise.recipes import journal
+from shardwise.recipes.assembly import assemble
 from shardwise.recipes.begin import Inputs, check_alike, check_folder
 from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import TrainConfig, resolve_sharding
@@ -78,7 +79,7 @@ def train_connected(
         dist.all_gather_object(told, {"recipe": inputs.recipe, **inputs.facts()})
         check_alike(told[:: world.local_size])
     place = place_for(inputs.train, world, device)
-    task = inputs.assemble(place)
+    task = assemble(inputs, place)
     # From here on every rank has random numbers of its own, for dropout.
     torch.manual_seed(inputs.train.seed * world.size + world.rank)
     output = inputs.train.output
