@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.scripts import run_script
+from tests.benchmarks.scripts import call_script
 
 PARAMETERS = 920_704  # of llama-tiny
 
@@ -15,7 +15,7 @@ PARAMETERS = 920_704  # of llama-tiny
 def test_bytes_are_counted_alike_for_both(tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
     arguments = ["--start", "1", "--steps", "4", "--every", "3", "--batch", "1", "--length", "16"]
-    done = run_script("diloco.py", *arguments, "--contenders", "int8", "--json", str(path))
+    done = call_script("diloco.py", *arguments, "--contenders", "int8", "--json", str(path))
     assert done.returncode == 1, f"it keeps no promises in four steps: {done.stdout}{done.stderr}"
     [case] = json.loads(path.read_text())["cases"]
     found = case["contenders"]
