@@ -169,6 +169,15 @@ CheckpointEvery = Annotated[
         rich_help_panel=OUT,
     ),
 ]
+AsyncCheckpoint = Annotated[
+    bool,
+    Option(
+        "--async-checkpoint/--no-async-checkpoint",
+        help="Train on while a checkpoint is written; takes memory for a copy of every rank's "
+        "shards and optimizer state.",
+        rich_help_panel=OUT,
+    ),
+]
 KeepLast = Annotated[int, Option(help="Checkpoints to keep.", rich_help_panel=OUT)]
 EvalInterval = Annotated[
     int,

@@ -97,6 +97,7 @@ def train_imagenet(
     out: options.Out = Path("runs/imagenet"),
     checkpoint_every: options.CheckpointEvery = 1000,
     keep_last: options.KeepLast = 2,
+    async_checkpoint: options.AsyncCheckpoint = False,
     eval_interval: options.EvalInterval = 1,
     tensorboard: options.Tensorboard = False,
     resume: options.Resume = False,
@@ -114,6 +115,7 @@ def train_imagenet(
         out=out,
         checkpoint_every=checkpoint_every,
         keep_last=keep_last,
+        async_checkpoint=async_checkpoint,
         eval_every=eval_interval,
         tensorboard=tensorboard,
     )

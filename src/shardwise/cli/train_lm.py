@@ -181,6 +181,7 @@ def train_lm(
     out: options.Out = Path("runs/lm"),
     checkpoint_every: options.CheckpointEvery = 100,
     keep_last: options.KeepLast = 2,
+    async_checkpoint: options.AsyncCheckpoint = False,
     eval_every: Annotated[
         int,
         Option(
@@ -220,6 +221,7 @@ def train_lm(
         out=out,
         checkpoint_every=checkpoint_every,
         keep_last=keep_last,
+        async_checkpoint=async_checkpoint,
         eval_every=eval_every,
         tensorboard=tensorboard,
     )

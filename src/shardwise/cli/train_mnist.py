@@ -83,6 +83,7 @@ def train_mnist(
     out: options.Out = Path("runs/mnist"),
     checkpoint_every: options.CheckpointEvery = 200,
     keep_last: options.KeepLast = 2,
+    async_checkpoint: options.AsyncCheckpoint = False,
     eval_interval: options.EvalInterval = 1,
     tensorboard: options.Tensorboard = False,
     resume: options.Resume = False,
@@ -99,6 +100,7 @@ def train_mnist(
         out=out,
         checkpoint_every=checkpoint_every,
         keep_last=keep_last,
+        async_checkpoint=async_checkpoint,
         eval_every=eval_interval,
         tensorboard=tensorboard,
     )

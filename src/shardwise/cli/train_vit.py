@@ -138,6 +138,7 @@ def train_vit(
     out: options.Out = Path("runs/vit"),
     checkpoint_every: options.CheckpointEvery = 1000,
     keep_last: options.KeepLast = 2,
+    async_checkpoint: options.AsyncCheckpoint = False,
     eval_interval: options.EvalInterval = 10,
     tensorboard: options.Tensorboard = False,
     resume: options.Resume = False,
@@ -156,6 +157,7 @@ def train_vit(
         out=out,
         checkpoint_every=checkpoint_every,
         keep_last=keep_last,
+        async_checkpoint=async_checkpoint,
         eval_every=eval_interval,
         tensorboard=tensorboard,
     )
