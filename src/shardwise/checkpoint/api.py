@@ -20,7 +20,7 @@ from shardwise.checkpoint.ranks import background
 from shardwise.checkpoint.ranks.agreement import Ranks
 from shardwise.checkpoint.ranks.background import Handle
 from shardwise.checkpoint.ranks.copied import Copied
-from shardwise.checkpoint.ranks.describe import strategy_of
+from shardwise.checkpoint.ranks.describe import facts_of
 from shardwise.checkpoint.ranks.loading import load_into
 from shardwise.checkpoint.ranks.saving import Saving, state_of
 
@@ -63,7 +63,7 @@ def save(
             name of another.
     """
     background.wait()
-    Saving(Path(path), strategy_of(model), Ranks(background.group_for(group)), keep_last).run(
+    Saving(Path(path), facts_of(model), Ranks(background.group_for(group)), keep_last).run(
         lambda: state_of(model, optimizer, extra)
     )
 

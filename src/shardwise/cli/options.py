@@ -172,7 +172,7 @@ CheckpointEvery = Annotated[
 AsyncCheckpoint = Annotated[
     bool,
     Option(
-        "--async-checkpoint/--no-async-checkpoint",
+        "--async-checkpoint",
         help="Train on while a checkpoint is written; takes memory for a copy of every rank's "
         "shards and optimizer state.",
         rich_help_panel=OUT,

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.checkpoint.ranks import background
 from shardwise.checkpoint.ranks.agreement import Ranks
-from shardwise.checkpoint.ranks.describe import strategy_of
+from shardwise.checkpoint.ranks.describe import facts_of
 from shardwise.checkpoint.ranks.saving import Saving, state_of
 from shardwise.checkpoint.ranks.state import State
 
@@ -52,7 +52,7 @@ class Copied:
     ) -> None:
         background.wait()
         ranks = Ranks(background.group_for(group))
-        self._saving = Saving(Path(path), strategy_of(model), ranks, keep_last)
+        self._saving = Saving(Path(path), facts_of(model), ranks, keep_last)
         self._state = State()
         self.path = self._saving.path
         self.error: Exception | None = None
