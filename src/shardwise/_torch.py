@@ -147,12 +147,12 @@ class _Arrived(torch.autograd.Function):
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """As :func:`wait_tensor`, and part of autograd's graph as ``tensor`` is.
+    """As :func:`wait_tensor` for what needs a gradient, and part of autograd's graph as it is.
 
     Compilers that trace backward wait for such an input past autograd, and then give it no
     gradient.
     """
-    if not isinstance(tensor, AsyncCollectiveTensor):
+    if not (isinstance(tensor, AsyncCollectiveTensor) and tensor.requires_grad):
         return tensor
     return cast(torch.Tensor, _Arrived.apply(tensor))  # type: ignore[no-untyped-call]
 
@@ -174,7 +174,9 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds that a collective of ``group`` may take."""
-    options = group._get_backend(torch.device("cpu")).options
+    types = group._device_types
+    cpu = torch.device("cpu")
+    options = group._get_backend(cpu if cpu in types else types[0]).options
     return float(options._timeout.total_seconds())
 
 

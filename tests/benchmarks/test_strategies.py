@@ -89,3 +89,10 @@ def test_bad_options_are_refused_at_once(arguments: list[str], complaint: str) -
     done = call_script("strategies.py", *arguments)
     assert done.returncode == 2
     assert complaint in done.stderr
+
+
+def test_a_machine_without_hosts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")  # no ``ip`` in it
+    done = call_script("strategies.py", "--params", "tiny")
+    assert done.returncode == 2
+    assert "hosts need root" in done.stdout

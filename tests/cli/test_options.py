@@ -48,6 +48,9 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--seq-length 0", "--seq-length: found 0, expected 1 or more"),
         ("--seq-length 9999", "--seq-length: found 9999, expected at most 1024"),
         ("--streams 0", "--streams: found 0, expected 1 or more"),
+        ("--streams 4", "--streams: found 4, expected none given where tokens are the bytes"),
+        ("--shuffle-buffer -1", "--shuffle-buffer: found -1, expected 0 or more documents"),
+        ("--shuffle-buffer 9", "--shuffle-buffer: found 9, expected none given where tokens are"),
         ("--peak-flops 0", "--peak-flops: found 0.0, expected operations a second"),
         ("--nproc 2 --batch-tokens 900", "--batch-tokens: found 900, expected a multiple of 256"),
         ("--batch-tokens 0", "--batch-tokens: found 0, expected a multiple of 128"),
@@ -68,6 +71,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--nproc 4 --strategy hybrid --replicas 3", "--replicas: found 3, expected a number"),
         ("--nproc 4 --replicas 2", "--replicas: found 2 with strategy full"),
         ("--local-steps 9", "--local-steps: found strategy full, expected --strategy diloco with"),
+        ("--diloco-overlap 0", "--diloco-overlap: found strategy full, expected --strategy diloco"),
         ("--strategy diloco", "--strategy: found diloco on one host without a number of replicas"),
         ("--strategy diloco --local-steps 0", "--local-steps: found 0, expected 1 or more"),
         ("--strategy diloco --outer-lr nan", "--outer-lr: found nan, expected a number above 0"),
@@ -228,8 +232,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "activation_checkpointing": True, "out": "here", "checkpoint_every": 5, "keep_last": 9,
         "async_checkpoint": True, "eval_every": 4, "tensorboard": True, "resume": False,
         "overwrite": True,
-        "diloco": None, "tokenizer": None, "streams": None, "batch_tokens": None,
-        "peak_flops": None, "peer_timeout": None, "over_hosts": False,
+        "diloco": None, "tokenizer": None, "streams": None, "shuffle_buffer": 0,
+        "batch_tokens": None, "peak_flops": None, "peer_timeout": None, "over_hosts": False,
     }  # fmt: skip
 
 
@@ -266,11 +270,14 @@ def test_options_for_several_hosts_reach_the_launcher(
 def test_options_for_streams_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
     monkeypatch.setattr(train_lm, "run", lambda job, *hosts: jobs.append(job))
-    options = "--tokenizer gpt2 --streams 12 --batch-tokens 256 --peak-flops 1e12"
+    options = (
+        "--tokenizer gpt2 --streams 12 --shuffle-buffer 9 --batch-tokens 256 --peak-flops 1e12"
+    )
     assert call(monkeypatch, "train", "lm", *options.split()) == 0
     recipe: Any = jobs[0].recipe
     found = (recipe.tokenizer, recipe.streams, recipe.batch_tokens, recipe.peak_flops)
     assert found == ("gpt2", 12, 256, 1e12)
+    assert recipe.shuffle_buffer == 9
 
 
 def test_options_for_pictures_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from typer import Option
@@ -73,22 +74,39 @@ Alpha = Annotated[
 ]
 
 
-def config_of(strategy: Strategy, **options: Any) -> DilocoConfig | None:
-    """The configuration; ``None`` for other strategies.
+@dataclass(frozen=True, kw_only=True)
+class Diloco:
+    """The options; ``None`` where not given."""
 
-    Args:
-        strategy: that was asked for.
-        options: by the names of the command line; ``None`` where not given.
+    local_steps: LocalSteps = None
+    outer_lr: OuterLr = None
+    outer_momentum: OuterMomentum = None
+    diloco_wire: Wire = None
+    diloco_error_feedback: ErrorFeedback = False
+    diloco_fragments: Fragments = None
+    diloco_overlap: Overlap = None
+    diloco_alpha: Alpha = None
 
-    Raises:
-        OptionError: a number out of range, or an option that another strategy would ignore.
-    """
-    given = {name: value for name, value in options.items() if value is not None}
-    if strategy is not Strategy.DILOCO:
+    def config(self, strategy: Strategy) -> DilocoConfig | None:
+        """The configuration; ``None`` for other strategies.
+
+        Raises:
+            OptionError: a number out of range, or an option that ``strategy`` would ignore.
+        """
+        given = {
+            name: value
+            for name, value in vars(self).items()
+            if value is not None and value is not False  # 0 is equal to False
+        }
+        if strategy is Strategy.DILOCO:
+            return _config_of(given)
         for name in given:
             option = "--" + name.replace("_", "-")
             raise OptionError(option, f"strategy {strategy.value}", "--strategy diloco with it")
         return None
+
+
+def _config_of(given: dict[str, Any]) -> DilocoConfig:
     take = given.pop
     steps, lr = take("local_steps", 500), take("outer_lr", OuterSGD.lr)
     momentum, alpha = take("outer_momentum", OuterSGD.momentum), take("diloco_alpha", 0.0)

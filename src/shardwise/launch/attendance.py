@@ -11,8 +11,9 @@ from importlib import metadata
 from typing import Any
 
 from shardwise.launch import rendezvous
+from shardwise.launch.addresses import interface_towards
 from shardwise.launch.errors import UserError
-from shardwise.launch.hosts import Nodes, Share, interface_towards
+from shardwise.launch.hosts import Nodes, Share
 from shardwise.launch.wire import ClosedError, Line
 
 _RETRY = 0.3  # seconds between attempts to reach host 0, which may start later

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
-import socket
-import struct
 from dataclasses import dataclass
 
+from shardwise.launch.addresses import join, split
 from shardwise.launch.errors import UserError
-
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 @dataclass(frozen=True)
@@ -51,17 +47,20 @@ class Nodes:
             raise UserError(f"--nnodes: found {count}, expected 1 or more")
         if rank is None or not 0 <= rank < count:
             raise UserError(f"--node-rank: found {rank}, expected 0 to {count - 1}")
-        address, _, port = (rdzv or "").rpartition(":")
-        if not address or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise UserError(f"--rdzv: found {rdzv}, expected HOST:PORT, of the host of rank 0")
+        where = split(rdzv or "")
+        if where is None:
+            raise UserError(
+                f"--rdzv: found {rdzv}, expected HOST:PORT, of the host of rank 0; an IPv6 address "
+                "in brackets, as [2001:db8::1]:29400"
+            )
         if not timeout > 0:
             raise UserError(f"--rdzv-timeout: found {timeout}, expected a number above 0")
-        return cls(count, rank, address.strip("[]"), int(port), timeout)
+        return cls(count, rank, *where, timeout)
 
     @property
     def where(self) -> str:
         """``HOST:PORT``."""
-        return f"{self.address}:{self.port}"
+        return join(self.address, self.port)
 
 
 def spans_hosts(nodes: Nodes | None) -> bool:
@@ -86,62 +85,3 @@ class Share:
     address: str
     port: int
     interface: str | None
-
-
-def own_address(towards: str) -> str:
-    """The address from which this host sends to another; nothing is sent.
-
-    Raises:
-        OSError: the other has no address, or there is no way to it.
-    """
-    found = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, address = found[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
-def addresses() -> dict[str, str]:
-    """The IPv4 address of every network interface of this host that has one, by name."""
-    found: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
-def interface_towards(towards: str) -> str | None:
-    """The network interface through which this host reaches another, or has an address itself."""
-    try:
-        own = own_address(towards)
-    except OSError:
-        return None
-    return next((name for name, address in addresses().items() if address == own), None)
-
-
-def listening(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens.
-
-    Args:
-        address: of this host, a name or a number.
-        port: 0: one that the kernel chooses.
-
-    Raises:
-        OSError: the address is none of this host's, or the port is taken.
-    """
-    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family)
-    try:
-        if port:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(4096)
-    except OSError:
-        listener.close()
-        raise
-    return listener

@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
+from shardwise.launch.addresses import listening
 from shardwise.launch.errors import signal_name
-from shardwise.launch.hosts import Share, listening
+from shardwise.launch.hosts import Share
 from shardwise.launch.report import Ending, Report
 from shardwise.launch.signals import STOP_SIGNALS
 from shardwise.launch.world import PARENT_PID, REPORT_FD, STORE_FD

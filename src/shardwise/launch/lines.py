@@ -6,6 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
+from shardwise.launch.addresses import join
 from shardwise.launch.errors import UserError
 
 _NAME = re.compile(r"[\w.:-]+", re.ASCII)  # of a host, or its address
@@ -58,8 +59,7 @@ def own_lines(layout: Layout) -> list[tuple[str, str]]:
         words = ["shardwise", *layout.arguments, "--nproc", str(layout.nproc)]
         if len(layout.hosts) > 1:
             words += ["--nnodes", str(len(layout.hosts)), "--node-rank", str(rank)]
-            first = f"[{layout.hosts[0]}]" if ":" in layout.hosts[0] else layout.hosts[0]
-            words += ["--rdzv", f"{first}:{layout.port}"]
+            words += ["--rdzv", join(layout.hosts[0], layout.port)]
         lines.append((host, shlex.join(words)))
     return lines
 

@@ -22,8 +22,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.launch.addresses import listening
 from shardwise.launch.errors import UserError
-from shardwise.launch.hosts import Nodes, listening
+from shardwise.launch.hosts import Nodes
 from shardwise.launch.launcher import STOP_GRACE
 from shardwise.launch.wire import ClosedError, Line
 

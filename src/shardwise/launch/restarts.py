@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
+from shardwise.launch.addresses import listening
 from shardwise.launch.attendance import Attendance
-from shardwise.launch.hosts import Nodes, listening
+from shardwise.launch.hosts import Nodes
 from shardwise.launch.launcher import Launcher
 from shardwise.launch.rendezvous import Meeting
 from shardwise.launch.signals import STOP_SIGNALS

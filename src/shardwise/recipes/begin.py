@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
@@ -15,9 +15,6 @@ from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import OptionError, OutputConfig, TrainConfig, flatten, require
 from shardwise.recipes.rundir import RunDir, check_same
 from shardwise.recipes.span import Position, Span
-
-if TYPE_CHECKING:
-    from shardwise.recipes.task import Place, Task
 
 # What a checkpoint brings back, whatever is asked for, or what would change the order of the data.
 _FIXED = {
@@ -51,9 +48,6 @@ class Inputs(Protocol):
 
     def check_same(self, before: Mapping[str, Any]) -> None:
         """Raise ``OptionError`` unless a run with these facts can go on as this one."""
-
-    def assemble(self, place: Place) -> Task:
-        """Build everything on one rank, as all ranks do at the same time."""
 
 
 class Recipe(Protocol):

@@ -132,6 +132,7 @@ class Loop:
                         raise Stopped(outcome.stop, self._farewell(position, outcome.stop))
         finally:
             self._display.end()
+            self._task.close()
         return position, judged or self._evaluate(position)
 
     def _left(self, position: Position) -> int:

@@ -166,14 +166,12 @@ class FSDPState:
         """Unshard, and prepare the inputs."""
         if self.phase is Phase.BACKWARD and not _torch.in_backward():
             self.root.reset()  # the last backward raised
-        if torch.is_grad_enabled():
-            args, kwargs = map_tensors(_torch.arrived, (args, kwargs))
         if self.phase is Phase.BACKWARD:
             # Activation checkpointing computes forward again; backward's hooks do the rest.
             for group in self.groups:
                 group.unshard(for_backward=True)
                 group.wait_for_unshard()
-            return self._precision.cast_inputs(args, kwargs)
+            return self._precision.cast_inputs(*_wait_for_inputs(args, kwargs))
         first = self.phase is not Phase.FORWARD
         self.phase = Phase.FORWARD
         if first:
@@ -188,6 +186,8 @@ class FSDPState:
                 if group.phase is Phase.REDUCED and not _torch.in_backward():
                     group.phase = Phase.IDLE  # by a backward of its own; see post_backward()
                 args, kwargs = self._mark_inputs(group, args, kwargs)
+        if not (first and self.groups):  # otherwise marking them has waited
+            args, kwargs = _wait_for_inputs(args, kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module | None, output: Any) -> Any:
@@ -277,10 +277,15 @@ class FSDPState:
     def _mark_inputs(
         self, group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass inputs through a function whose backward tells that the group's is over."""
+        """Pass inputs through a function whose backward tells that the group's is over.
+
+        What a collective is still making is waited for on the way, see :func:`_torch.arrived`.
+        """
         if not torch.is_grad_enabled():
             return args, kwargs
-        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        inputs = [
+            _torch.arrived(tensor) for tensor in tensors_in((args, kwargs)) if tensor.requires_grad
+        ]
         if not inputs:
             return args, kwargs
         marked = iter(_EndOfBackward.apply(self, group, *inputs))  # type: ignore[no-untyped-call]
@@ -432,6 +437,16 @@ class _EndOfBackward(torch.autograd.Function):
         state, group = ctx.end
         state.post_backward(group)
         return (None, None, *grads)
+
+
+def _wait_for_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs as marking them leaves them, for a forward that marks none."""
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    new_args, new_kwargs = map_tensors(_torch.arrived, (args, kwargs))
+    return new_args, new_kwargs
 
 
 def _refuse_graph_of_backward() -> None:

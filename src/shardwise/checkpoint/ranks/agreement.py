@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardwise.errors import CheckpointError
+from shardwise.transport.attending import attended
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -122,7 +123,10 @@ class Ranks:
 
     def _send(self, what: Any, peer: int) -> None:
         try:
-            dist.send_object_list([what], dst=self._names[peer], group=self._group)
+            self._attended(
+                lambda: dist.send_object_list([what], dst=self._names[peer], group=self._group),
+                peer,
+            )
         except RuntimeError as error:
             if not self.coordinates:
                 raise self._lost(peer, error) from error
@@ -131,12 +135,19 @@ class Ranks:
     def _receive(self, peer: int) -> Any:
         found: list[Any] = [None]
         try:
-            dist.recv_object_list(found, src=self._names[peer], group=self._group)
+            self._attended(
+                lambda: dist.recv_object_list(found, src=self._names[peer], group=self._group),
+                peer,
+            )
         except RuntimeError as error:
             if not self.coordinates:
                 raise self._lost(peer, error) from error
             return _Lost(self._names[peer], f"was lost ({_first_line(error)})")
         return found[0]
+
+    def _attended(self, call: Callable[[], object], peer: int) -> None:
+        assert self._group is not None
+        attended(call, self._group, "a checkpoint", [peer])
 
     def _lost(self, peer: int, error: Exception) -> CheckpointError:
         return CheckpointError(

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import _torch
 from shardwise.checkpoint.ranks.state import local_of
 from shardwise.errors import CheckpointError
+from shardwise.transport.attending import new_group
 
 
 class Handle:
@@ -121,11 +122,10 @@ def group_for(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     group = group or dist.group.WORLD
     assert group is not None
     if group not in _groups:
-        _groups[group] = dist.new_group(
+        _groups[group] = new_group(
             dist.get_process_group_ranks(group),
             timeout=timedelta(seconds=_torch.timeout_of(group)),
             backend="gloo",
-            use_local_synchronization=True,
         )
     return _groups[group]
 
