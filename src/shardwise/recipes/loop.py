@@ -122,6 +122,7 @@ class Loop:
                     self._durations.append(time.perf_counter() - started)
                     position = outcome.position
                     self._write(outcome)
+                    self._signals.stepped()
                     if outcome.saved:
                         self._settle()
                     if self._task.replicas is not None and not self._left(position):
