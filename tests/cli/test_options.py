@@ -256,8 +256,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "--accumulate 2 --lr 0.5 --beta2 0.5 --weight-decay 0 --warmup 1 --clip-grad 0 --seed 9 "
         "--device cpu --strategy hybrid --replicas 2 --param-dtype bf16 --reduce-dtype bf16 "
         "--activation-checkpointing --transport collectives --out here --checkpoint-every 5 "
-        "--keep-last 9 --eval-every 4 --tensorboard --overwrite --prompt x --sample-tokens 3 "
-        "--temperature 0"
+        "--keep-last 9 --async-checkpoint --eval-every 4 --tensorboard --overwrite --prompt x "
+        "--sample-tokens 3 --temperature 0"
     )
     assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
     from shardwise.recipes.config import as_json, flatten
@@ -270,7 +270,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "weight_decay": 0.0, "warmup": 1, "clip_grad": 0.0, "strategy": "hybrid", "replicas": 2,
         "mesh": None, "param_dtype": "bf16", "reduce_dtype": "bf16", "transport": "collectives",
         "activation_checkpointing": True, "out": "here", "checkpoint_every": 5, "keep_last": 9,
-        "eval_every": 4, "tensorboard": True, "resume": False, "overwrite": True,
+        "async_checkpoint": True, "eval_every": 4, "tensorboard": True, "resume": False,
+        "overwrite": True,
         "diloco": None, "tokenizer": None, "streams": None, "shuffle_buffer": 0,
         "batch_tokens": None, "peak_flops": None, "peer_timeout": None, "over_hosts": False,
     }  # fmt: skip

@@ -177,6 +177,15 @@ CheckpointEvery = Annotated[
         rich_help_panel=OUT,
     ),
 ]
+AsyncCheckpoint = Annotated[
+    bool,
+    Option(
+        "--async-checkpoint",
+        help="Train on while a checkpoint is written; takes memory for a copy of every rank's "
+        "shards and optimizer state.",
+        rich_help_panel=OUT,
+    ),
+]
 KeepLast = Annotated[int, Option(help="Checkpoints to keep.", rich_help_panel=OUT)]
 EvalInterval = Annotated[
     int,
@@ -275,6 +284,7 @@ class Output:
     out: Out
     checkpoint_every: CheckpointEvery = 1000
     keep_last: KeepLast = 2
+    async_checkpoint: AsyncCheckpoint = False
     eval_every: EvalInterval = 1
     tensorboard: Tensorboard = False
     resume: Resume = False
@@ -291,6 +301,7 @@ class Output:
             out=self.out,
             checkpoint_every=self.checkpoint_every,
             keep_last=self.keep_last,
+            async_checkpoint=self.async_checkpoint,
             eval_every=self.eval_every,
             tensorboard=self.tensorboard,
             resume=self.resume,

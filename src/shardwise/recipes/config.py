@@ -134,6 +134,8 @@ class OutputConfig:
         out: folder of the run.
         checkpoint_every: steps between checkpoints; 0: only when training ends or is stopped.
         keep_last: checkpoints to keep.
+        async_checkpoint: train on while checkpoints are written, from a copy of every rank's
+            shards; the last one, and one on a signal, are waited for.
         eval_every: steps between evaluations, or epochs in a training that is counted in
             epochs; 0: only at the end.
         tensorboard: write event files too.
@@ -144,6 +146,7 @@ class OutputConfig:
     out: Path
     checkpoint_every: int = 100
     keep_last: int = 2
+    async_checkpoint: bool = False
     eval_every: int = 100
     tensorboard: bool = False
     resume: bool = False
