@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from shardwise.cli import main, train_imagenet, train_lm, train_mnist, train_vit
+from shardwise.cli import run as cli_run
 from shardwise.cli.main import app
-from shardwise.launch.hosts import Nodes
+from shardwise.launch.hosts import UNNUMBERED, Nodes, Terms
 from shardwise.recipes.job import Job
 
 Capture = pytest.CaptureFixture[str]
@@ -57,6 +58,9 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--batch-tokens 128 --accumulate 2", "--accumulate: found 2, expected none given"),
         ("--nnodes 2 --node-rank 2 --rdzv a:1", "--node-rank: found 2, expected 0 to 1"),
         ("--node-rank 0", "--node-rank: found without --nnodes, expected --nnodes N too"),
+        ("--nnodes 2:1 --rdzv a:1", "--nnodes: found 2:1, expected 1 or more, or MIN:MAX"),
+        ("--nnodes 1:2 --node-rank 2 --rdzv a:1", "--node-rank: found 2, expected 0 to 1"),
+        ("--nnodes 3:3 --batch-tokens 512 --rdzv a:1", "--batch-tokens: found 512, expected a mul"),
         ("--max-restarts -1", "--max-restarts: found -1, expected 0 or more"),
         ("--peer-timeout 0", "--peer-timeout: found 0.0, expected a number above 0"),
         ("--sample-tokens -1", "--sample-tokens: found -1"),
@@ -191,6 +195,41 @@ def test_a_world_and_another_nproc_contradict(
     ):
         assert call(monkeypatch, "train", "lm", *more) == 2
         assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why_not_three"),
+    [
+        ("lm --batch-tokens 512", "--batch-tokens: found 512, expected a multiple of 384"),
+        (
+            "imagenet --fake-data --strategy hybrid --replicas 2",
+            "--replicas: found 2, expected a number",
+        ),
+        ("vit --fake-data --mesh dp_shard=2", "--mesh: found dp_shard=2, a mesh of 2 ranks"),
+    ],
+)
+def test_hosts_that_come_later_are_held_to_what_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, arguments: str, why_not_three: str
+) -> None:
+    jobs: list[tuple[Nodes, Terms]] = []
+
+    def start(command: object, nproc: int, nodes: Nodes, restarts: int, terms: Terms) -> int:
+        jobs.append((nodes, terms))
+        return 0
+
+    monkeypatch.setattr(cli_run, "run_over_hosts", start)
+    hosts = "--lr 0.25 --nnodes 1:4 --rdzv a:1 --node-rank"
+    for rank in ("0", "3"):
+        assert call(monkeypatch, "train", *arguments.split(), *hosts.split(), rank) == 0
+    assert call(monkeypatch, "train", *arguments.split(), *hosts.split()[:-1]) == 0
+    assert [nodes.rank for nodes, _ in jobs] == [0, 3, UNNUMBERED]
+    nodes, terms = jobs[0]
+    assert (nodes.least, nodes.count) == (1, 4)
+    assert terms.why_not(2) is None
+    assert str(terms.why_not(3)).startswith(why_not_three)
+    assert terms.options["--lr"] == 0.25
+    assert terms.options["train"] == arguments.split()[0]
+    assert all(other.options == terms.options for _, other in jobs)
 
 
 @pytest.mark.parametrize("missing", ["transformers", "matplotlib"])

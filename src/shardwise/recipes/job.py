@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from shardwise.launch.importing import importing
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World
-from shardwise.recipes.begin import Inputs, Recipe, check_folder
+from shardwise.recipes.begin import Inputs, Recipe, check_folder, compared
 
 
 class Job:
@@ -25,6 +26,15 @@ class Job:
     def check(self, world: World) -> None:
         """See :meth:`Recipe.check`."""
         self._inputs, self._size = self.recipe.check(world), world.size
+
+    def check_world(self, world: World) -> None:
+        """See :meth:`Recipe.check_world`."""
+        self.recipe.check_world(world)
+
+    def options(self) -> dict[str, Any]:
+        """What all hosts have to be asked for alike, by the names of the options."""
+        inputs = self._checked()
+        return compared({"recipe": inputs.recipe, **inputs.facts()})
 
     def check_folder(self) -> str | None:
         """See :func:`check_folder`; a run that is complete already is nothing to do."""

@@ -80,6 +80,15 @@ class LmConfig:
         """See :func:`check_lm`."""
         return check_lm(self, world)
 
+    def check_world(self, world: World) -> None:
+        """Check what is asked for against the world alone.
+
+        Raises:
+            OptionError: it does not fit.
+        """
+        resolve_sharding(self.train.sharding, world.size, world.hosts)
+        sized(self, world.size)
+
 
 @dataclass(frozen=True)
 class LmInputs:
@@ -143,7 +152,7 @@ def check_lm(config: LmConfig, world: World) -> LmInputs:
     """
     check_train(config.train)
     _check_numbers(config)
-    resolve_sharding(config.train.sharding, world.size, world.hosts)
+    config.check_world(world)
     settings = model_settings(config.model)
     longest = longest_sequence(settings)
     if longest is not None:
