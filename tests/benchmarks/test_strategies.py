@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.benchmarks.scripts import call_script, run_script
+from tests.benchmarks.scripts import call_script
 from tests.hosts.network import needs_hosts
 
 GBIT = 0.1
@@ -19,7 +19,7 @@ GBIT = 0.1
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a run with the smallest model leaves."""
     folder = tmp_path_factory.mktemp("strategies")
-    done = run_script(
+    done = call_script(
         "strategies.py",
         *("--gbit", str(GBIT), "--params", "tiny", "--tokens", "16"),
         *("--rounds", "2", "--steps", "1", "--warmup", "1", "--local-steps", "5"),

@@ -80,6 +80,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--strategy diloco --local-steps 0", "--local-steps: found 0, expected 1 or more"),
         ("--strategy diloco --outer-lr nan", "--outer-lr: found nan, expected a number above 0"),
         ("--strategy diloco --outer-momentum 1", "--outer-momentum: found 1.0, expected 0 to 1"),
+        ("--strategy diloco --outer-warmup -1", "--outer-warmup: found -1, expected 0 or more"),
         ("--strategy diloco --diloco-wire int4", "--diloco-wire: found 'int4', expected one of"),
         (
             "--strategy diloco --local-steps 9 --diloco-overlap 9",

@@ -97,9 +97,18 @@ class Job:
         second = self.commands[1].wait(timeout=WAIT)
         closed = time.monotonic() - began
         first = self.commands[0].wait(timeout=WAIT)
-        left = [_command_line(pid) for host in self.hosts for pid in host.running()]
+        left = self._left()
         told = [self._told(rank) for rank in range(2)]
         return Ended([first, second], self._file(0, "out").read_text(), told, left, named, closed)
+
+    def _left(self) -> list[str]:
+        """What still runs on the hosts; what a killed rank leaves may take a moment to end."""
+        deadline = time.monotonic() + 2.0
+        while True:
+            running = [pid for host in self.hosts for pid in host.running()]
+            if not running or time.monotonic() > deadline:
+                return [_command_line(pid) for pid in running]
+            time.sleep(0.02)
 
     def _wait_until(self, happens: Callable[[], bool], what: str) -> None:
         """Until something is so, which host 0 must not end before."""

@@ -1,7 +1,7 @@
 """Jobs over hosts: started, restarted with the hosts that remain, ended.
 
-Ranks are small scripts without torch: it does not matter what they do. What a training makes of it
-is in ``test_trainings.py``.
+Ranks are small scripts without torch: it does not matter what they do. What a training makes of it,
+and of a link that is cut and a host that is paused, is in ``test_trainings.py``.
 """
 
 from __future__ import annotations
@@ -139,39 +139,6 @@ def test_a_host_that_is_killed_is_named_and_the_others_go_on(hosts: Pair, tmp_pa
     assert code == 0
     assert "host 1 (10.77.0.2) was lost: the connection was closed" in err
     assert "beginning again with 1 host" in err
-
-
-def test_a_link_that_is_cut_ends_one_side_and_not_the_other(hosts: Pair, tmp_path: Path) -> None:
-    job = Job(hosts, tmp_path, 0, 1)
-    job.wait_for(*FIRST)
-    hosts[1].ip("link", "set", "eth0", "down")
-    try:
-        job.wait_for(*ALONE)
-        [(code, err), (other_code, other)] = job.end()
-    finally:
-        hosts[1].ip("link", "set", "eth0", "up")
-    assert code == 0
-    assert "host 1 (10.77.0.2) was lost: no sign of life" in err
-    assert other_code == 1
-    assert "host 0 (10.77.0.1:29412) was lost" in other
-    assert "--auto-resume" in other
-
-
-def test_a_host_that_was_paused_ends_when_it_wakes_up(hosts: Pair, tmp_path: Path) -> None:
-    job = Job(hosts, tmp_path, 0, 1)
-    job.wait_for(*FIRST)
-    paused = job.processes(1)
-    for process in paused:
-        process.suspend()
-    job.wait_for(*ALONE)
-    job.parents[0].wait(timeout=WAIT)
-    for process in reversed(paused):  # its launcher, once awake, may end its ranks at once
-        process.resume()
-    [(code, err), (other_code, other)] = job.end()
-    assert code == 0
-    assert "host 1 (10.77.0.2) was lost: no sign of life" in err
-    assert other_code == 1
-    assert "host 0 (10.77.0.1:29412) was lost" in other
 
 
 def test_ctrl_c_on_one_host_stops_all_and_is_no_reason_to_begin_again(

@@ -120,6 +120,7 @@ def assert_same_losses(folder: Path, name: str, expected: Losses) -> None:
 
 def assert_went_on(folder: Path, name: str, ended: Ended, world_size: int, hosts: int) -> None:
     """A second session, from the last checkpoint; and nothing is left of either."""
+    print(f"{name}: named after {ended.named:.1f} s; host 1 ended after {ended.closed:.1f} s")
     assert ended.codes[0] == 0, ended.told[0]
     first, second = sessions_of(folder, name)
     assert first["hosts"] == 2

@@ -105,6 +105,8 @@ def _ending(world: World, error: BaseException) -> Report:
     if isinstance(error, Stopped):
         return Report(world.rank, Ending.STOPPED, code, error.message)
     if isinstance(error, UserError):
+        if error.passing:
+            return Report(world.rank, Ending.FAILED, code, str(error))
         return Report(world.rank, Ending.USER, code, f"error: {error}")
     if isinstance(error, BrokenPipeError):
         return Report(world.rank, Ending.USER, code, "error: standard output was closed")

@@ -11,8 +11,17 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shardwise.launch.errors import UserError
+
 PATIENCE = 600.0  # seconds without a row, each attempt of the hub's own retries included
 PAUSE = 1.0  # seconds between attempts, which take some 25 by themselves
+
+
+class ConnectionLostError(UserError):
+    """The hub cannot be reached: no mistake of the user's, and worth another start."""
+
+    exit_code = 1
+    passing = True
 
 
 def leave_retries_to_us() -> None:
@@ -51,15 +60,18 @@ def rows(dataset: Any, where: Mapping[str, Any] | None) -> Iterator[Any]:
         except Exception as error:
             if came:
                 where = dataset.state_dict()
-            if not _connection_lost(error) or time.monotonic() - alive > PATIENCE:
+            if not connection_lost(error) or time.monotonic() - alive > PATIENCE:
                 raise
         time.sleep(PAUSE)
 
 
-def _connection_lost(error: Exception) -> bool:
+def connection_lost(error: Exception) -> bool:
+    """Whether a server could not be reached, or could not serve."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError):
         status = getattr(error.response, "status_code", 0)
         return status == 429 or status >= 500
-    return isinstance(error, ConnectionError | TimeoutError)
+    # What the hub's client raises itself, whichever generation of httpx it is built upon.
+    raw = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+    return raw or isinstance(error, ConnectionError | TimeoutError)

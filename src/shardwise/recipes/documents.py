@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 
 from shardwise.launch.errors import UserError
 from shardwise.recipes.config import OptionError
-from shardwise.recipes.connection import leave_retries_to_us, rows
+from shardwise.recipes.connection import (
+    ConnectionLostError,
+    connection_lost,
+    leave_retries_to_us,
+    rows,
+)
 from shardwise.recipes.data import VALIDATION_SHARE
 from shardwise.recipes.sources import Documents
 from shardwise.recipes.tokens import Vocabulary
@@ -97,7 +102,8 @@ class Source:
         except UserError:
             raise
         except Exception as error:  # of the network, of the files, of what reads them
-            raise UserError(f"--data: {self._name} cannot be read: {_line(error)}") from error
+            kind = ConnectionLostError if connection_lost(error) else UserError
+            raise kind(f"--data: {self._name} cannot be read: {_line(error)}") from error
 
 
 def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None]:
@@ -115,7 +121,8 @@ def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None]:
         builder = datasets.load_dataset_builder(documents.builder, **given)
         loaded: Mapping[str, Any] = builder.as_streaming_dataset()
     except Exception as error:  # each builder fails in its own way
-        raise UserError(
+        kind = ConnectionLostError if connection_lost(error) else UserError
+        raise kind(
             f"--data: {documents.name} cannot be opened: {_line(error)}{_remedy(documents, error)}"
         ) from error
     if "train" not in loaded:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
+from shardwise.launch.importing import importing
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World
 from shardwise.recipes.begin import Inputs, Recipe, check_folder, compared
@@ -49,10 +51,12 @@ class Job:
 
     def run(self, world: World, signals: StopSignals) -> None:
         """Train, as one rank."""
-        # Here, and not before: it takes seconds to import.
-        from shardwise.recipes.training import train
+        inputs = self._checked()
+        with importing():  # here, and not before: it takes seconds
+            from shardwise.recipes.training import train
 
-        train(self._checked(), world, signals)
+            import_module(f"shardwise.recipes.{inputs.recipe}")
+        train(inputs, world, signals)
 
     def _checked(self) -> Inputs:
         assert self._inputs is not None, "check() comes first"
