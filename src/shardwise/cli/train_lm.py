@@ -46,6 +46,10 @@ Two hosts, a copy of the model on each; on the second, --node-rank 1:
   [cyan]shardwise train lm --nproc 8 --strategy hybrid --nnodes 2 --node-rank 0 \\
     --rdzv host-a:29400[/cyan]
 
+Hosts that join while it trains; only the first says --node-rank 0 too:
+  [cyan]shardwise train lm --nproc 8 --strategy diloco --nnodes 1:4 \\
+    --rdzv host-a:29400[/cyan]
+
 In a world that torchrun made:
   [cyan]torchrun --nproc-per-node 2 -m shardwise train lm --model llama-34m[/cyan]
 """
