@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.sharding.group_state import GroupState
-from shardwise.sharding.hooks import state_of
+from shardwise.sharding.module_state import state_of
 from tests.sharding.nets import assert_same_gradients, average_backward, batches, loss_of, seeded
 
 Ranks = Callable[..., list[Any]]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.sharding.group_state import GroupState
-from shardwise.sharding.hooks import state_of
+from shardwise.sharding.module_state import state_of
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,

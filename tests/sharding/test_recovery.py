@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise import fully_shard
 from shardwise.sharding.group_state import GroupState
-from shardwise.sharding.hooks import state_of
+from shardwise.sharding.module_state import state_of
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwise import clip_grad_norm_, fully_shard
-from shardwise.sharding.hooks import state_of
+from shardwise.sharding.module_state import state_of
 from tests.harness import run_ranks
 from tests.sharding.nets import Net, batches, loss_of, seeded
 

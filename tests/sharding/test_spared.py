@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.sharding.group_state import GroupState
-from shardwise.sharding.hooks import state_of
+from shardwise.sharding.module_state import state_of
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,

@@ -22,8 +22,8 @@ from shardwise import (
 )
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_state import GroupState
-from shardwise.sharding.hooks import state_of
 from shardwise.sharding.module import disable_fsdp_module_new_init, get_cls_to_fsdp_cls
+from shardwise.sharding.module_state import state_of
 from shardwise.sharding.root import Root
 from shardwise.transport.select import select_transport
 from tests.sharding.nets import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardwise.sharding.hooks import state_of
+from shardwise.sharding.reach import groups_of
 
 
 def strategy_of(model: nn.Module) -> str:
@@ -13,8 +13,7 @@ def strategy_of(model: nn.Module) -> str:
     Returns:
         Empty, where Shardwise does not shard the model.
     """
-    states = [state for state in map(state_of, model.modules()) if state is not None]
-    groups = [group for state in states for group in state.groups]
+    groups = list(groups_of(model))
     if not groups:
         return ""
     # Groups that end a forward may be kept; a model reshards if any of its groups does.

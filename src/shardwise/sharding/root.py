@@ -16,7 +16,7 @@ from shardwise.sharding.phase import Phase
 from shardwise.sharding.reduce import Reduction
 
 
-class ModuleState(Protocol):
+class StateUnderRoot(Protocol):
     """What a root has to know of the state of a ``fully_shard`` call."""
 
     groups: list[ParamGroup]
@@ -24,7 +24,7 @@ class ModuleState(Protocol):
     modules_to_run: set[nn.Module]
 
 
-State = TypeVar("State", bound=ModuleState)
+State = TypeVar("State", bound=StateUnderRoot)
 
 
 def settle(groups: Iterable[ParamGroup]) -> None:
