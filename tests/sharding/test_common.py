@@ -23,6 +23,7 @@ from tests.sharding.nets import (
     batches,
     loss_of,
     seeded,
+    shard_blocks,
     sharded_net,
 )
 
@@ -82,9 +83,7 @@ def _moved(rank: int, world_size: int, how: str) -> None:
     if how == "meta":
         with torch.device("meta"):
             net = Net()
-        for block in net.blocks:
-            fully_shard(block)
-        fully_shard(net)
+        shard_blocks(net)
         net.to_empty(device="cpu")
         reference = sharded_net().state_dict()
         net.load_state_dict(reference)
