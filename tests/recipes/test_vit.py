@@ -364,6 +364,7 @@ def test_a_transformer_learns_and_goes_on_and_its_file_alone_knows_as_much(
     assert [session["from_step"] for session in resumed.files.read()["sessions"]] == [0, 3]
     session = plain.files.read()["sessions"][-1]
     assert session["accuracy"] == session["accuracy_of_file"] > 0.8
+    assert plain.files.confusion.read_bytes().startswith(b"\x89PNG")
     whole = load_file(plain.files.weights)
     for config in (*same, resumed):
         for found, expected in zip(losses(config), losses(plain), strict=True):

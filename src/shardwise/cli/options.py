@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
 from shardwise.frontends.strategies import Strategy
+from shardwise.launch.hosts import Nodes, spans_hosts
 from shardwise.recipes.begin import go_on_if_possible
 from shardwise.recipes.config import (
     Device,
     OutputConfig,
     Precision,
+    ShardingConfig,
     TransportName,
 )
 
@@ -43,17 +45,23 @@ Workers = Annotated[
 ]
 _HOSTS = "Several hosts"
 Nnodes = Annotated[
-    int | None,
+    str | None,
     Option(
         "--nnodes",
-        help="Hosts of the job; run the same command on each, with its own --node-rank.",
+        metavar="N|MIN:MAX",
+        help="Hosts of the job; run the same command on each, with its own --node-rank. MIN:MAX: "
+        "begin with MIN or more; others may come later.",
         rich_help_panel=_HOSTS,
         show_default="1",
     ),
 ]
 NodeRank = Annotated[
     int | None,
-    Option(help="This host's number, from 0.", rich_help_panel=_HOSTS, show_default=False),
+    Option(
+        help="This host's number, from 0; with MIN:MAX only host 0 needs one.",
+        rich_help_panel=_HOSTS,
+        show_default=False,
+    ),
 ]
 Rdzv = Annotated[
     str | None,
@@ -200,25 +208,99 @@ Overwrite = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Restart:
-    """What to do about a run that is in the folder already.
+EvalEvery = Annotated[
+    int,
+    Option(
+        help="Steps between looks at the validation loss; 0: only at the end.",
+        rich_help_panel=OUT,
+    ),
+]
 
-    Attributes:
-        resume: go on with it.
-        auto: go on with it if it has checkpoints, else begin anew.
-        overwrite: delete it.
-    """
 
-    resume: bool
-    auto: bool
-    overwrite: bool
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How many processes on how many hosts, and what becomes of lost ones."""
 
-    def of(self, output: OutputConfig) -> OutputConfig:
-        """The same output, with what these mean for it.
+    nproc: Nproc = None
+    nnodes: Nnodes = None
+    node_rank: NodeRank = None
+    rdzv: Rdzv = None
+    rdzv_timeout: RdzvTimeout = 300.0
+    max_restarts: MaxRestarts = 0
+    peer_timeout: PeerTimeout = None
+
+    def nodes(self) -> Nodes | None:
+        """The hosts of the job; see :meth:`Nodes.of`."""
+        return Nodes.of(self.nnodes, self.node_rank, self.rdzv, self.rdzv_timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How the model is spread over ranks, and in which dtypes it computes."""
+
+    strategy: StrategyName = Strategy.FULL_SHARD
+    replicas: Replicas = None
+    mesh: MeshText = None
+    param_dtype: ParamDtype = Precision.FP32
+    reduce_dtype: ReduceDtype = Precision.FP32
+    activation_checkpointing: ActivationCheckpointing = False
+    transport: Transport = None
+
+    def config(self, nodes: Nodes | None) -> ShardingConfig:
+        """The configuration of a job over these hosts."""
+        return ShardingConfig(
+            strategy=self.strategy,
+            replicas=self.replicas,
+            over_hosts=spans_hosts(nodes),
+            mesh=self.mesh,
+            param_dtype=self.param_dtype,
+            reduce_dtype=self.reduce_dtype,
+            transport=self.transport,
+            activation_checkpointing=self.activation_checkpointing,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureSharding(Sharding):
+    """The same for trainings on pictures."""
+
+    strategy: PictureStrategy = Strategy.FULL_SHARD
+    activation_checkpointing: GradientCheckpointing = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What is kept, where, and what to do about a run that is there already."""
+
+    out: Out
+    checkpoint_every: CheckpointEvery = 1000
+    keep_last: KeepLast = 2
+    eval_every: EvalInterval = 1
+    tensorboard: Tensorboard = False
+    resume: Resume = False
+    auto_resume: AutoResume = False
+    overwrite: Overwrite = False
+
+    def config(self) -> OutputConfig:
+        """The configuration, with what is to be done about the run in ``out``.
 
         Raises:
-            OptionError: they contradict each other.
+            OptionError: the last three contradict each other.
         """
-        asked = replace(output, resume=self.resume, overwrite=self.overwrite)
-        return go_on_if_possible(asked) if self.auto else asked
+        asked = OutputConfig(
+            out=self.out,
+            checkpoint_every=self.checkpoint_every,
+            keep_last=self.keep_last,
+            eval_every=self.eval_every,
+            tensorboard=self.tensorboard,
+            resume=self.resume,
+            overwrite=self.overwrite,
+        )
+        return go_on_if_possible(asked) if self.auto_resume else asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmOutput(Output):
+    """The same for a training that is counted in steps."""
+
+    eval_every: EvalEvery = 100

@@ -8,15 +8,11 @@ from typing import Annotated
 from typer import Option
 
 from shardwise.cli import options
+from shardwise.cli.grouped import grouped
 from shardwise.cli.run import run
-from shardwise.frontends.strategies import Strategy
-from shardwise.launch.hosts import Nodes, spans_hosts
 from shardwise.recipes.config import (
     Device,
-    OutputConfig,
-    Precision,
     SgdConfig,
-    ShardingConfig,
     TrainConfig,
 )
 from shardwise.recipes.imagenet_config import ImagenetConfig
@@ -39,15 +35,10 @@ How fast it is without reading pictures:
 """
 
 
+@grouped
 def train_imagenet(
     *,
-    nproc: options.Nproc = None,
-    nnodes: options.Nnodes = None,
-    node_rank: options.NodeRank = None,
-    rdzv: options.Rdzv = None,
-    rdzv_timeout: options.RdzvTimeout = 300.0,
-    max_restarts: options.MaxRestarts = 0,
-    peer_timeout: options.PeerTimeout = None,
+    launch: options.Launch = options.Launch(),
     data_dir: options.PictureFolder = None,
     fake_data: options.FakeData = False,
     model: Annotated[
@@ -87,21 +78,8 @@ def train_imagenet(
     clip_grad: options.ClipGrad = 0.0,
     seed: options.Seed = 0,
     device: options.OnDevice = Device.AUTO,
-    strategy: options.PictureStrategy = Strategy.FULL_SHARD,
-    replicas: options.Replicas = None,
-    mesh: options.MeshText = None,
-    param_dtype: options.ParamDtype = Precision.FP32,
-    reduce_dtype: options.ReduceDtype = Precision.FP32,
-    use_gradient_checkpointing: options.GradientCheckpointing = False,
-    transport: options.Transport = None,
-    out: options.Out = Path("runs/imagenet"),
-    checkpoint_every: options.CheckpointEvery = 1000,
-    keep_last: options.KeepLast = 2,
-    eval_interval: options.EvalInterval = 1,
-    tensorboard: options.Tensorboard = False,
-    resume: options.Resume = False,
-    auto_resume: options.AutoResume = False,
-    overwrite: options.Overwrite = False,
+    sharding: options.PictureSharding = options.PictureSharding(),
+    output: options.Output = options.Output(out=Path("runs/imagenet")),
 ) -> None:
     """Train a residual net on pictures in folders, sharded over processes.
 
@@ -109,14 +87,7 @@ def train_imagenet(
     the end the model is written as one safetensors file, loaded into a plain
     module, and judged again.
     """
-    nodes = Nodes.of(nnodes, node_rank, rdzv, rdzv_timeout)
-    output = OutputConfig(
-        out=out,
-        checkpoint_every=checkpoint_every,
-        keep_last=keep_last,
-        eval_every=eval_interval,
-        tensorboard=tensorboard,
-    )
+    nodes = launch.nodes()
     config = ImagenetConfig(
         data_dir=data_dir,
         fake_data=fake_data,
@@ -133,21 +104,12 @@ def train_imagenet(
             accumulate=accumulate,
             seed=seed,
             device=device,
-            peer_timeout=peer_timeout,
+            peer_timeout=launch.peer_timeout,
             optimizer=SgdConfig(
                 lr=lr, momentum=momentum, weight_decay=weight_decay, clip_grad=clip_grad
             ),
-            sharding=ShardingConfig(
-                strategy=strategy,
-                replicas=replicas,
-                over_hosts=spans_hosts(nodes),
-                mesh=mesh,
-                param_dtype=param_dtype,
-                reduce_dtype=reduce_dtype,
-                transport=transport,
-                activation_checkpointing=use_gradient_checkpointing,
-            ),
-            output=options.Restart(resume, auto_resume, overwrite).of(output),
+            sharding=sharding.config(nodes),
+            output=output.config(),
         ),
     )
-    run(Job(config), nproc, nodes, max_restarts)
+    run(Job(config), launch.nproc, nodes, launch.max_restarts)

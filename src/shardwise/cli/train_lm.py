@@ -7,17 +7,14 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from shardwise.cli import diloco, options
+from shardwise.cli import options
+from shardwise.cli.diloco import Diloco
+from shardwise.cli.grouped import grouped
 from shardwise.cli.run import run
-from shardwise.frontends.strategies import Strategy
-from shardwise.launch.hosts import Nodes, spans_hosts
 from shardwise.recipes.config import (
     AdamWConfig,
     Device,
     OptionError,
-    OutputConfig,
-    Precision,
-    ShardingConfig,
     TrainConfig,
 )
 from shardwise.recipes.job import Job
@@ -56,15 +53,10 @@ In a world that torchrun made:
 _SAMPLE = "Sample"
 
 
+@grouped
 def train_lm(
     *,
-    nproc: options.Nproc = None,
-    nnodes: options.Nnodes = None,
-    node_rank: options.NodeRank = None,
-    rdzv: options.Rdzv = None,
-    rdzv_timeout: options.RdzvTimeout = 300.0,
-    max_restarts: options.MaxRestarts = 0,
-    peer_timeout: options.PeerTimeout = None,
+    launch: options.Launch = options.Launch(),
     model: Annotated[
         str,
         Option(
@@ -98,6 +90,14 @@ def train_lm(
             show_default="by world size, 8 or more",
         ),
     ] = None,
+    shuffle_buffer: Annotated[
+        int,
+        Option(
+            help="Documents of each stream that are shuffled together, by --seed; 0: the order of "
+            "the source.",
+            rich_help_panel=options.MODEL,
+        ),
+    ] = 0,
     seq_length: Annotated[
         int | None,
         Option(
@@ -163,35 +163,9 @@ def train_lm(
             show_default="from a table of GPUs",
         ),
     ] = None,
-    strategy: options.StrategyName = Strategy.FULL_SHARD,
-    replicas: options.Replicas = None,
-    mesh: options.MeshText = None,
-    param_dtype: options.ParamDtype = Precision.FP32,
-    reduce_dtype: options.ReduceDtype = Precision.FP32,
-    activation_checkpointing: options.ActivationCheckpointing = False,
-    transport: options.Transport = None,
-    local_steps: diloco.LocalSteps = None,
-    outer_lr: diloco.OuterLr = None,
-    outer_momentum: diloco.OuterMomentum = None,
-    diloco_wire: diloco.Wire = None,
-    diloco_error_feedback: diloco.ErrorFeedback = False,
-    diloco_fragments: diloco.Fragments = None,
-    diloco_overlap: diloco.Overlap = None,
-    diloco_alpha: diloco.Alpha = None,
-    out: options.Out = Path("runs/lm"),
-    checkpoint_every: options.CheckpointEvery = 100,
-    keep_last: options.KeepLast = 2,
-    eval_every: Annotated[
-        int,
-        Option(
-            help="Steps between looks at the validation loss; 0: only at the end.",
-            rich_help_panel=options.OUT,
-        ),
-    ] = 100,
-    tensorboard: options.Tensorboard = False,
-    resume: options.Resume = False,
-    auto_resume: options.AutoResume = False,
-    overwrite: options.Overwrite = False,
+    sharding: options.Sharding = options.Sharding(),
+    diloco: Diloco = Diloco(),
+    output: options.LmOutput = options.LmOutput(out=Path("runs/lm"), checkpoint_every=100),
     prompt: Annotated[
         str | None,
         Option(
@@ -214,15 +188,8 @@ def train_lm(
     """
     if more_data and not data:
         raise OptionError("arguments", " ".join(more_data), "options; text goes behind --data")
-    nodes = Nodes.of(nnodes, node_rank, rdzv, rdzv_timeout)
+    nodes = launch.nodes()
     defaults = defaults_for(model)
-    output = OutputConfig(
-        out=out,
-        checkpoint_every=checkpoint_every,
-        keep_last=keep_last,
-        eval_every=eval_every,
-        tensorboard=tensorboard,
-    )
     config = LmConfig(
         model=model,
         data=(*(data or ()), *(more_data or ())),
@@ -232,6 +199,7 @@ def train_lm(
         temperature=temperature,
         tokenizer=tokenizer,
         streams=streams,
+        shuffle_buffer=shuffle_buffer,
         batch_tokens=batch_tokens,
         peak_flops=peak_flops,
         train=TrainConfig(
@@ -240,7 +208,7 @@ def train_lm(
             accumulate=accumulate,
             seed=seed,
             device=device,
-            peer_timeout=peer_timeout,
+            peer_timeout=launch.peer_timeout,
             optimizer=AdamWConfig(
                 lr=defaults.lr if lr is None else lr,
                 betas=(beta1, beta2),
@@ -248,28 +216,9 @@ def train_lm(
                 warmup=warmup,
                 clip_grad=clip_grad,
             ),
-            sharding=ShardingConfig(
-                strategy=strategy,
-                replicas=replicas,
-                over_hosts=spans_hosts(nodes),
-                mesh=mesh,
-                param_dtype=param_dtype,
-                reduce_dtype=reduce_dtype,
-                transport=transport,
-                activation_checkpointing=activation_checkpointing,
-            ),
-            output=options.Restart(resume, auto_resume, overwrite).of(output),
-            diloco=diloco.config_of(
-                strategy,
-                local_steps=local_steps,
-                outer_lr=outer_lr,
-                outer_momentum=outer_momentum,
-                diloco_wire=diloco_wire,
-                diloco_error_feedback=diloco_error_feedback or None,
-                diloco_fragments=diloco_fragments,
-                diloco_overlap=diloco_overlap,
-                diloco_alpha=diloco_alpha,
-            ),
+            sharding=sharding.config(nodes),
+            output=output.config(),
+            diloco=diloco.config(sharding.strategy),
         ),
     )
-    run(Job(config), nproc, nodes, max_restarts)
+    run(Job(config), launch.nproc, nodes, launch.max_restarts)

@@ -8,15 +8,11 @@ from typing import Annotated
 from typer import Option
 
 from shardwise.cli import options
+from shardwise.cli.grouped import grouped
 from shardwise.cli.run import run
-from shardwise.frontends.strategies import Strategy
-from shardwise.launch.hosts import Nodes, spans_hosts
 from shardwise.recipes.config import (
     AdamWConfig,
     Device,
-    OutputConfig,
-    Precision,
-    ShardingConfig,
     TrainConfig,
 )
 from shardwise.recipes.job import Job
@@ -34,15 +30,10 @@ Each convolution a unit of its own, activations computed twice:
 """
 
 
+@grouped
 def train_mnist(
     *,
-    nproc: options.Nproc = None,
-    nnodes: options.Nnodes = None,
-    node_rank: options.NodeRank = None,
-    rdzv: options.Rdzv = None,
-    rdzv_timeout: options.RdzvTimeout = 300.0,
-    max_restarts: options.MaxRestarts = 0,
-    peer_timeout: options.PeerTimeout = None,
+    launch: options.Launch = options.Launch(),
     data_dir: Annotated[
         Path,
         Option(help="Folder with MNIST's four IDX files.", rich_help_panel=options.MODEL),
@@ -73,35 +64,15 @@ def train_mnist(
             rich_help_panel=options.SHARD,
         ),
     ] = False,
-    use_gradient_checkpointing: options.GradientCheckpointing = False,
-    strategy: options.PictureStrategy = Strategy.FULL_SHARD,
-    replicas: options.Replicas = None,
-    mesh: options.MeshText = None,
-    param_dtype: options.ParamDtype = Precision.FP32,
-    reduce_dtype: options.ReduceDtype = Precision.FP32,
-    transport: options.Transport = None,
-    out: options.Out = Path("runs/mnist"),
-    checkpoint_every: options.CheckpointEvery = 200,
-    keep_last: options.KeepLast = 2,
-    eval_interval: options.EvalInterval = 1,
-    tensorboard: options.Tensorboard = False,
-    resume: options.Resume = False,
-    auto_resume: options.AutoResume = False,
-    overwrite: options.Overwrite = False,
+    sharding: options.PictureSharding = options.PictureSharding(),
+    output: options.Output = options.Output(out=Path("runs/mnist"), checkpoint_every=200),
 ) -> None:
     """Train a convolutional net on MNIST, sharded over processes.
 
     At the end the model is written as one safetensors file, loaded into a plain
     module, and judged again; a picture shows which digits it takes for which.
     """
-    nodes = Nodes.of(nnodes, node_rank, rdzv, rdzv_timeout)
-    output = OutputConfig(
-        out=out,
-        checkpoint_every=checkpoint_every,
-        keep_last=keep_last,
-        eval_every=eval_interval,
-        tensorboard=tensorboard,
-    )
+    nodes = launch.nodes()
     config = MnistConfig(
         data_dir=data_dir,
         nested=use_nested_fsdp,
@@ -112,7 +83,7 @@ def train_mnist(
             accumulate=accumulate,
             seed=seed,
             device=device,
-            peer_timeout=peer_timeout,
+            peer_timeout=launch.peer_timeout,
             optimizer=AdamWConfig(
                 lr=lr,
                 betas=(0.9, 0.999),
@@ -120,17 +91,8 @@ def train_mnist(
                 warmup=warmup,
                 clip_grad=clip_grad,
             ),
-            sharding=ShardingConfig(
-                strategy=strategy,
-                replicas=replicas,
-                over_hosts=spans_hosts(nodes),
-                mesh=mesh,
-                param_dtype=param_dtype,
-                reduce_dtype=reduce_dtype,
-                transport=transport,
-                activation_checkpointing=use_gradient_checkpointing,
-            ),
-            output=options.Restart(resume, auto_resume, overwrite).of(output),
+            sharding=sharding.config(nodes),
+            output=output.config(),
         ),
     )
-    run(Job(config), nproc, nodes, max_restarts)
+    run(Job(config), launch.nproc, nodes, launch.max_restarts)

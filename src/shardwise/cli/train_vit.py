@@ -8,16 +8,12 @@ from typing import Annotated
 from typer import Option
 
 from shardwise.cli import options
+from shardwise.cli.grouped import grouped
 from shardwise.cli.run import run
-from shardwise.frontends.strategies import Strategy
-from shardwise.launch.hosts import Nodes, spans_hosts
 from shardwise.recipes.config import (
     AdamWConfig,
     Device,
     OptionError,
-    OutputConfig,
-    Precision,
-    ShardingConfig,
     TrainConfig,
     require,
 )
@@ -40,15 +36,10 @@ How fast it is without reading pictures, on two CPUs:
 """
 
 
+@grouped
 def train_vit(
     *,
-    nproc: options.Nproc = None,
-    nnodes: options.Nnodes = None,
-    node_rank: options.NodeRank = None,
-    rdzv: options.Rdzv = None,
-    rdzv_timeout: options.RdzvTimeout = 300.0,
-    max_restarts: options.MaxRestarts = 0,
-    peer_timeout: options.PeerTimeout = None,
+    launch: options.Launch = options.Launch(),
     data_dir: options.PictureFolder = None,
     fake_data: options.FakeData = False,
     model: Annotated[
@@ -114,13 +105,7 @@ def train_vit(
             rich_help_panel=options.SHARD,
         ),
     ] = False,
-    use_gradient_checkpointing: options.GradientCheckpointing = False,
-    strategy: options.PictureStrategy = Strategy.FULL_SHARD,
-    replicas: options.Replicas = None,
-    mesh: options.MeshText = None,
-    param_dtype: options.ParamDtype = Precision.FP32,
-    reduce_dtype: options.ReduceDtype = Precision.FP32,
-    transport: options.Transport = None,
+    sharding: options.PictureSharding = options.PictureSharding(),
     dry_run: Annotated[
         bool,
         Option(
@@ -135,14 +120,7 @@ def train_vit(
             help="Ranks of the --dry-run.", rich_help_panel=options.SHARD, show_default="--nproc"
         ),
     ] = None,
-    out: options.Out = Path("runs/vit"),
-    checkpoint_every: options.CheckpointEvery = 1000,
-    keep_last: options.KeepLast = 2,
-    eval_interval: options.EvalInterval = 10,
-    tensorboard: options.Tensorboard = False,
-    resume: options.Resume = False,
-    auto_resume: options.AutoResume = False,
-    overwrite: options.Overwrite = False,
+    output: options.Output = options.Output(out=Path("runs/vit"), eval_every=10),
 ) -> None:
     """Train a Vision Transformer on pictures in folders, built block by block.
 
@@ -151,14 +129,7 @@ def train_vit(
     step. At the end the model is written as one safetensors file, loaded into new
     shards, and judged again.
     """
-    nodes = Nodes.of(nnodes, node_rank, rdzv, rdzv_timeout)
-    output = OutputConfig(
-        out=out,
-        checkpoint_every=checkpoint_every,
-        keep_last=keep_last,
-        eval_every=eval_interval,
-        tensorboard=tensorboard,
-    )
+    nodes = launch.nodes()
     config = VitConfig(
         data_dir=data_dir,
         fake_data=fake_data,
@@ -175,7 +146,7 @@ def train_vit(
             accumulate=accumulate,
             seed=seed,
             device=device,
-            peer_timeout=peer_timeout,
+            peer_timeout=launch.peer_timeout,
             optimizer=AdamWConfig(
                 lr=lr,
                 betas=(0.9, 0.999),
@@ -183,30 +154,21 @@ def train_vit(
                 warmup=warmup,
                 clip_grad=clip_grad,
             ),
-            sharding=ShardingConfig(
-                strategy=strategy,
-                replicas=replicas,
-                over_hosts=spans_hosts(nodes),
-                mesh=mesh,
-                param_dtype=param_dtype,
-                reduce_dtype=reduce_dtype,
-                transport=transport,
-                activation_checkpointing=use_gradient_checkpointing,
-            ),
-            output=options.Restart(resume, auto_resume, overwrite).of(output),
+            sharding=sharding.config(nodes),
+            output=output.config(),
         ),
     )
     if dry_run:
         expected = "none with --dry-run: say --world-size, and --replicas for hybrid strategies"
-        require(nodes is None, "--nnodes", nnodes, expected)
-        given = nproc if world_size is None else world_size
+        require(nodes is None, "--nnodes", launch.nnodes, expected)
+        given = launch.nproc if world_size is None else world_size
         _show_shares(config, 1 if given is None else given)
         return
     if world_size is not None:
         raise OptionError(
             "--world-size", f"{world_size} without --dry-run", "--nproc, or a world of torchrun"
         )
-    run(Job(config), nproc, nodes, max_restarts)
+    run(Job(config), launch.nproc, nodes, launch.max_restarts)
 
 
 def _show_shares(config: VitConfig, world_size: int) -> None:

@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
@@ -15,9 +15,6 @@ from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import OptionError, OutputConfig, TrainConfig, flatten, require
 from shardwise.recipes.rundir import RunDir, check_same
 from shardwise.recipes.span import Position, Span
-
-if TYPE_CHECKING:
-    from shardwise.recipes.task import Place, Task
 
 # What a checkpoint brings back, whatever is asked for, or what would change the order of the data.
 _FIXED = {
@@ -52,15 +49,15 @@ class Inputs(Protocol):
     def check_same(self, before: Mapping[str, Any]) -> None:
         """Raise ``OptionError`` unless a run with these facts can go on as this one."""
 
-    def assemble(self, place: Place) -> Task:
-        """Build everything on one rank, as all ranks do at the same time."""
-
 
 class Recipe(Protocol):
     """A recipe's configuration."""
 
     def check(self, world: World) -> Inputs:
         """Find what is asked for; raise ``UserError`` if that cannot be."""
+
+    def check_world(self, world: World) -> None:
+        """Raise ``UserError`` unless what is asked for fits the world; looks at no files."""
 
 
 def go_on_if_possible(output: OutputConfig) -> OutputConfig:
@@ -121,16 +118,21 @@ def check_alike(told: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         OptionError: naming the first difference, and the host.
     """
-    expected = _compared(told[0])
+    expected = compared(told[0])
     for host, facts in enumerate(told):
-        for option, found in _compared(facts).items():
+        for option, found in compared(facts).items():
             if found != expected.get(option):
                 raise OptionError(
                     option, f"{found} on host {host}", f"{expected.get(option)}, as on host 0"
                 )
 
 
-def _compared(facts: Mapping[str, Any]) -> dict[str, Any]:
+def compared(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What all hosts have to be asked for alike, by the names of the options.
+
+    Args:
+        facts: the name of the recipe and :meth:`Inputs.facts`.
+    """
     settings = json.dumps(facts["model"].get("settings"), sort_keys=True)
     options = {
         _FIXED.get(name, f"--{name.replace('_', '-')}"): value

@@ -13,7 +13,7 @@ from shardwise.recipes.model import build_classifier, config_json, initialise
 from shardwise.recipes.optim import make_sgd
 from shardwise.recipes.sharded import shard
 from shardwise.recipes.task import Place, Task
-from shardwise.recipes.vision import pictures_of, vision_task
+from shardwise.recipes.vision import load_plain, pictures_of, vision_task
 from shardwise.wrap import repeated_blocks
 
 
@@ -21,9 +21,9 @@ def assemble(inputs: ImagenetInputs, place: Place) -> Task:
     """Build model, optimizer and data on one rank."""
     config, train = inputs.config, inputs.train
     assert isinstance(train.optimizer, SgdConfig)
-    plain = functools.partial(build_classifier, inputs.settings, len(inputs.classes))
+    build = functools.partial(build_classifier, inputs.settings, len(inputs.classes))
     with torch.device("meta"):
-        model = plain()
+        model = build()
     blocks = repeated_blocks(model)
     if train.sharding.activation_checkpointing:
         for block in blocks:
@@ -39,7 +39,8 @@ def assemble(inputs: ImagenetInputs, place: Place) -> Task:
         data_name=inputs.facts()["data"]["name"],
         model=sharded,
         model_config=config_json(model),
-        plain=plain,
+        load=functools.partial(load_plain, build, place.device),
+        loaded_into="a plain module",
         optimizer=make_sgd(model, train.optimizer),
         schedule=lambda position: config.lr(position.examples / per_epoch),
         training=training,

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardwise.launch.world import World
 from shardwise.recipes.config import require
 from shardwise.recipes.picture_config import PictureConfig, PictureInputs
 from shardwise.recipes.presets import find_settings
 from shardwise.recipes.resnets import RESNETS
-
-if TYPE_CHECKING:
-    from shardwise.recipes.task import Place, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +63,3 @@ class ImagenetInputs(PictureInputs):
     recipe = "imagenet"
 
     config: ImagenetConfig
-
-    def assemble(self, place: Place) -> Task:
-        """Build everything on one rank."""
-        from shardwise.recipes.imagenet import assemble  # imports torch and transformers
-
-        return assemble(self, place)

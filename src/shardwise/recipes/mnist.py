@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ from shardwise.recipes.optim import make_adamw, warmup_cosine
 from shardwise.recipes.pictures import Batch
 from shardwise.recipes.sharded import shard
 from shardwise.recipes.task import Place, Task
-from shardwise.recipes.vision import vision_task
+from shardwise.recipes.vision import load_plain, vision_task
 
 MEAN, STD = 0.1307, 0.3081  # of the training set
 
@@ -63,7 +64,8 @@ def assemble(inputs: MnistInputs, place: Place) -> Task:
         model_name="convnet",
         data_name="MNIST",
         model=sharded,
-        plain=build_convnet,
+        load=functools.partial(load_plain, build_convnet, place.device),
+        loaded_into="a plain module",
         optimizer=make_adamw(model, train.optimizer),
         # By examples, so that it does not matter how many a step has had before.
         schedule=lambda position: curve(position.examples / per_step),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.launch.world import World
 from shardwise.recipes.begin import check_extras
@@ -19,9 +19,6 @@ from shardwise.recipes.config import (
 from shardwise.recipes.idx import IdxSet, load_mnist
 from shardwise.recipes.rundir import RunDir
 from shardwise.recipes.span import Span
-
-if TYPE_CHECKING:
-    from shardwise.recipes.task import Place, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +40,14 @@ class MnistConfig:
         """The folder of the run."""
         return RunDir(self.train.output.out)
 
+    def check_world(self, world: World) -> None:
+        """Check what is asked for against the world alone.
+
+        Raises:
+            OptionError: it does not fit.
+        """
+        resolve_sharding(self.train.sharding, world.size, world.hosts)
+
     def check(self, world: World) -> MnistInputs:
         """Check everything that can be checked without torch, and read the data.
 
@@ -50,7 +55,7 @@ class MnistConfig:
             UserError: one line saying what is wrong.
         """
         check_train(self.train)
-        resolve_sharding(self.train.sharding, world.size, world.hosts)
+        self.check_world(world)
         check_extras(["safetensors", "matplotlib"], tensorboard=self.train.output.tensorboard)
         return MnistInputs(self, *load_mnist(self.data_dir))
 
@@ -103,9 +108,3 @@ class MnistInputs:
                 f"{self.config.data_dir}, other pictures",
                 f"those of {data.get('name')}, as the run began that --resume goes on",
             )
-
-    def assemble(self, place: Place) -> Task:
-        """Build everything on one rank."""
-        from shardwise.recipes.mnist import assemble  # imports torch
-
-        return assemble(self, place)

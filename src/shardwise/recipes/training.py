@@ -16,10 +16,12 @@ from shardwise.launch.rank import connected
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World, launched_here
 from shardwise.recipes import journal
+from shardwise.recipes.assembly import assemble
 from shardwise.recipes.begin import Inputs, check_alike, check_folder
 from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import TrainConfig, resolve_sharding
 from shardwise.recipes.device import backend_for, choose_device
+from shardwise.recipes.heap import keep_freed_memory
 from shardwise.recipes.loop import Loop
 from shardwise.recipes.optim import count
 from shardwise.recipes.progress import make_display
@@ -57,6 +59,8 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> None:
         # Before anything is written, and again for those whom no launcher of ours started.
         check_folder(inputs)
     device = choose_device(inputs.train.device, world)
+    if device.type == "cpu":
+        keep_freed_memory()
     with connected(world, backend_for(device), inputs.train.peer_timeout):
         train_connected(inputs, world, device, signals)
 
@@ -75,7 +79,7 @@ def train_connected(
         dist.all_gather_object(told, {"recipe": inputs.recipe, **inputs.facts()})
         check_alike(told[:: world.local_size])
     place = place_for(inputs.train, world, device)
-    task = inputs.assemble(place)
+    task = assemble(inputs, place)
     # From here on every rank has random numbers of its own, for dropout.
     torch.manual_seed(inputs.train.seed * world.size + world.rank)
     output = inputs.train.output

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 from shardwise import FSDPModule
-from shardwise.checkpoint.consolidate import consolidate
+from shardwise.checkpoint.tools.consolidate import consolidate
 from shardwise.errors import CheckpointError
 from shardwise.recipes.augment import FolderPictures
 from shardwise.recipes.begin import Inputs
@@ -51,7 +52,8 @@ def vision_task(
     data_name: str,
     model: FSDPModule,
     model_config: str | None = None,
-    plain: Callable[[], nn.Module] | None,
+    load: Callable[[Path], nn.Module],
+    loaded_into: str,
     optimizer: torch.optim.Optimizer,
     schedule: Schedule,
     training: Pictures,
@@ -67,8 +69,9 @@ def vision_task(
         data_name: what the data are called.
         model: after sharding.
         model_config: see :class:`Task`.
-        plain: builds the same model unsharded, for a last evaluation of what was saved; None
-            where it is too large for one rank.
+        load: builds the same model from a safetensors file, on this rank's device, for a last
+            evaluation of what was saved.
+        loaded_into: what that is, ``a plain module``.
         optimizer: over the model's shards.
         schedule: of the learning rate.
         training: pictures to learn from.
@@ -81,7 +84,13 @@ def vision_task(
     files = RunDir(train.output.out)
     about = f"{data_name}: {len(training):,} pictures to learn from, {len(validation):,} held back"
     finish = functools.partial(
-        _finish, place, files, evaluation, plain, f"{model_name} on {data_name}", classes
+        _finish,
+        place,
+        files,
+        judge=lambda: evaluation(load(files.weights)),
+        loaded_into=loaded_into,
+        title=f"{model_name} on {data_name}",
+        classes=classes,
     )
     return Task(
         title=f"{model_name} on {data_name}",
@@ -105,12 +114,13 @@ def vision_task(
 def _finish(
     place: Place,
     files: RunDir,
-    evaluation: Evaluation,
-    plain: Callable[[], nn.Module] | None,
-    title: str,
-    classes: list[str],
     checkpoint: Path,
     results: Mapping[str, float],
+    *,
+    judge: Callable[[], Scores],
+    loaded_into: str,
+    title: str,
+    classes: list[str],
 ) -> Mapping[str, float]:
     """Write the model as one file, and judge what others get when they load it."""
     say, first = place.display.say, place.world.rank == 0
@@ -121,32 +131,25 @@ def _finish(
             raise SaveError(f"{files.weights}: {error}; {checkpoint} is whole") from error
         say(f"weights    {files.weights}")
     dist.barrier()  # the file is whole
-    if plain is None:
-        return results
-    scores = evaluate_file(files.weights, plain, evaluation, place.device)
+    scores = judge()
     if first:
         say(
-            f"again      accuracy {scores.accuracy:.4f} by the file alone, loaded into a plain "
-            f"module; {results['accuracy']:.4f} sharded"
+            f"again      accuracy {scores.accuracy:.4f} by the file alone, loaded into "
+            f"{loaded_into}; {results['accuracy']:.4f} before"
         )
         plot_confusion(scores.confusion.tolist(), classes, title, files.confusion)
         say(f"confusion  {files.confusion}")
     return {**results, "accuracy_of_file": scores.accuracy}
 
 
-def evaluate_file(
-    file: Path, plain: Callable[[], nn.Module], evaluation: Evaluation, device: torch.device
-) -> Scores:
-    """Judge what a safetensors file holds, without sharding: each rank has the whole model.
+def load_plain(build: Callable[[], nn.Module], device: torch.device, file: Path) -> nn.Module:
+    """A model from a safetensors file, without sharding: each rank has all of it.
 
     Args:
+        build: builds the model that the file is loaded into.
+        device: where it is moved to.
         file: the model.
-        plain: builds the model that the file is loaded into.
-        evaluation: judges.
-        device: where to compute.
     """
-    from safetensors.torch import load_file
-
-    model = plain()
+    model = build()
     model.load_state_dict(load_file(file))
-    return evaluation(model.to(device))
+    return model.to(device)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from shardwise.checkpoint import load_weights
-from shardwise.recipes.classify import Evaluation
 from shardwise.recipes.config import AdamWConfig, resolve_sharding
 from shardwise.recipes.dry_run import Outlook, show
 from shardwise.recipes.model import config_json
@@ -31,14 +29,15 @@ def assemble(inputs: VitInputs, place: Place) -> Task:
     training, validation = pictures_of(inputs)
     per_step = train.examples_per_step(place.world.size)
     curve = warmup_cosine(train.optimizer, inputs.span.steps_in_all(per_step))
-    task = vision_task(
+    return vision_task(
         inputs,
         place,
         model_name=config.model,
         data_name=inputs.facts()["data"]["name"],
         model=sharded,
         model_config=config_json(model),
-        plain=None,  # no rank has room for it
+        load=functools.partial(_load_sharded, inputs, place),
+        loaded_into="new shards",
         optimizer=make_adamw(model, train.optimizer),
         # By examples, so that it does not matter how many a step has had before.
         schedule=lambda position: curve(position.examples / per_step),
@@ -46,31 +45,14 @@ def assemble(inputs: VitInputs, place: Place) -> Task:
         validation=validation,
         classes=inputs.classes,
     )
-    classes, device = len(inputs.classes), place.device
-    evaluation = Evaluation(validation, classes, train.batch_size, place.world, device)
-    finish = functools.partial(_judge_file, inputs, place, evaluation, task.finish)
-    return replace(task, finish=finish)
 
 
-def _judge_file(
-    inputs: VitInputs,
-    place: Place,
-    evaluation: Evaluation,
-    write_file: Callable[[Path, Mapping[str, float]], Mapping[str, float]],
-    checkpoint: Path,
-    results: Mapping[str, float],
-) -> Mapping[str, float]:
-    """Write the model as one file, load that into new shards, and judge what was loaded."""
-    results = write_file(checkpoint, results)
+def _load_sharded(inputs: VitInputs, place: Place, file: Path) -> PreTrainedModel:
+    """The model from a safetensors file, in new shards: no rank has room for all of it."""
     model = build(inputs.settings, len(inputs.classes))
     born(model, inputs.train.sharding, place, None, nested=inputs.config.nested)
-    load_weights(inputs.config.files.weights, model)
-    scores = evaluation(model)
-    place.display.say(
-        f"again      accuracy {scores.accuracy:.4f} by the file alone, loaded into new shards; "
-        f"{results['accuracy']:.4f} before"
-    )
-    return {**results, "accuracy_of_file": scores.accuracy}
+    load_weights(file, model)
+    return model
 
 
 def show_shares(config: VitConfig, world_size: int) -> None:

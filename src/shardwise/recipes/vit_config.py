@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.launch.world import World
 from shardwise.recipes.begin import check_extras
@@ -11,9 +11,6 @@ from shardwise.recipes.config import OptionError, check_train, require, resolve_
 from shardwise.recipes.picture_config import PictureConfig, PictureInputs
 from shardwise.recipes.presets import find_settings
 from shardwise.recipes.vit_presets import VIT_PRESETS, VitPreset
-
-if TYPE_CHECKING:
-    from shardwise.recipes.task import Place, Task
 
 _FOR_CONFIG_FILES = VIT_PRESETS["vit-base"]
 
@@ -106,9 +103,3 @@ class VitInputs(PictureInputs):
     recipe = "vit"
 
     config: VitConfig
-
-    def assemble(self, place: Place) -> Task:
-        """Build everything on one rank."""
-        from shardwise.recipes.vit import assemble  # imports torch and transformers
-
-        return assemble(self, place)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from shardwise.sharding.reach import groups_of, require_state
+from shardwise.transport.attending import new_group
 from shardwise.transport.custom import AllGather, ReduceScatter
 
 
@@ -110,7 +111,7 @@ class Communication(TorchFSDPModule):
             elif group.mesh.scatter_group is None:
                 ranks = tuple(dist.get_process_group_ranks(group.mesh.shard_group))
                 if ranks not in made:
-                    made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                    made[ranks] = new_group(ranks)
                 group.change_mesh(group.mesh.with_scatter_group(made[ranks]))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
