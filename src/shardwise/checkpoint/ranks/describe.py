@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.checkpoint.disk.entries import ModelFacts
-from shardwise.sharding.hooks import state_of
+from shardwise.sharding.reach import groups_of
 
 
 def facts_of(model: nn.Module) -> ModelFacts:
@@ -47,8 +47,7 @@ def strategy_of(model: nn.Module) -> str:
     Returns:
         Empty, where Shardwise does not shard the model.
     """
-    states = [state for state in map(state_of, model.modules()) if state is not None]
-    groups = [group for state in states for group in state.groups]
+    groups = list(groups_of(model))
     if not groups:
         return ""
     # Groups that end a forward may be kept; a model reshards if any of its groups does.
