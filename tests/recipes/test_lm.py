@@ -435,7 +435,7 @@ def test_settings_that_transformers_refuses_are_named(ranks: Ranks, tmp_path: Pa
     for changes, message in (
         ({"model_type": "no-such-model"}, "no-such-model"),
         ({"num_attention_heads": 5}, "attention heads"),
-        ({"model_type": "vit"}, "causal language model"),
+        ({"model_type": "vit"}, "for this kind of AutoModel: AutoModelForCausalLM)"),
     ):
         config = small_config(tmp_path, model=str(write_model(tmp_path, **changes)))
         [outcome] = ranks(train, 1, config, expect_failures=True)

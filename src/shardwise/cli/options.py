@@ -13,6 +13,7 @@ from shardwise.frontends.strategies import Strategy
 from shardwise.launch.hosts import Nodes, spans_hosts
 from shardwise.recipes.begin import go_on_if_possible
 from shardwise.recipes.config import (
+    AdamWConfig,
     Device,
     OutputConfig,
     Precision,
@@ -106,6 +107,14 @@ MaxSteps = Annotated[
 ]
 PerRank = Annotated[int, Option(help="Pictures per rank and microbatch.", rich_help_panel=STEP)]
 PeakLr = Annotated[float, Option(help="Peak learning rate.", rich_help_panel=STEP)]
+Warmup = Annotated[
+    int,
+    Option(
+        help="Steps over which the learning rate rises, at most half of all; a cosine follows.",
+        rich_help_panel=STEP,
+    ),
+]
+WeightDecay = Annotated[float, Option(help="On weights, not on norms.", rich_help_panel=STEP)]
 ClipGrad = Annotated[float, Option(help="Largest gradient norm; 0: any.", rich_help_panel=STEP)]
 Seed = Annotated[int, Option(help="Of initial weights and order of data.", rich_help_panel=STEP)]
 OnDevice = Annotated[
@@ -241,6 +250,26 @@ class Launch:
     def nodes(self) -> Nodes | None:
         """The hosts of the job; see :meth:`Nodes.of`."""
         return Nodes.of(self.nnodes, self.node_rank, self.rdzv, self.rdzv_timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureAdamW:
+    """AdamW and its schedule, for trainings on pictures."""
+
+    lr: PeakLr
+    warmup: Warmup
+    weight_decay: WeightDecay
+    clip_grad: ClipGrad
+
+    def config(self) -> AdamWConfig:
+        """The configuration."""
+        return AdamWConfig(
+            lr=self.lr,
+            betas=(0.9, 0.999),
+            weight_decay=self.weight_decay,
+            warmup=self.warmup,
+            clip_grad=self.clip_grad,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

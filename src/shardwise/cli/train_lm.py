@@ -11,12 +11,7 @@ from shardwise.cli import options
 from shardwise.cli.diloco import Diloco
 from shardwise.cli.grouped import grouped
 from shardwise.cli.run import run
-from shardwise.recipes.config import (
-    AdamWConfig,
-    Device,
-    OptionError,
-    TrainConfig,
-)
+from shardwise.recipes.config import AdamWConfig, Device, OptionError, TrainConfig
 from shardwise.recipes.job import Job
 from shardwise.recipes.lm_config import LmConfig
 from shardwise.recipes.presets import PRESETS, defaults_for

@@ -44,6 +44,9 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
 def strategy_of(model: nn.Module) -> str:
     """``full``, ``grad-op``, ``hybrid``, ...: the names that the command line knows.
 
+    ZeRO-1 holds parameters as ZeRO-2 does, ``grad-op``: it differs by what a step does with
+    gradients, of which the model knows nothing.
+
     Returns:
         Empty, where Shardwise does not shard the model.
     """
