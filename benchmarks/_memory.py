@@ -258,7 +258,9 @@ class PssSampler:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._every):
+        while True:  # once at least, however short the context is
             for pid in self._peaks:
                 with suppress(OSError):  # the process has ended
                     self._peaks[pid] = max(self._peaks[pid], pss(pid))
+            if self._stop.wait(self._every):
+                return

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from _checkpoint_stall_tables import stall_tables
 from _checkpoint_tables import checkpoint_tables
 from _diloco_tables import diloco_tables
 from _memory_tables import memory_tables
@@ -38,6 +39,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "transport": transport_tables,
     "overhead": overhead_tables,
     "checkpoint": checkpoint_tables,
+    "checkpoint_stall": stall_tables,
     "scaling": scaling_tables,
     "vit_build": vit_build_tables,
     "diloco": diloco_tables,

@@ -77,6 +77,11 @@ def test_a_plan_of_a_vision_transformer_is_that_of_its_training(
     placements = {p["name"]: p["placements"] for p in report["parameters"]}
     assert placements["vit.embeddings.position_embeddings"] == [["dp", "Shard(2)"]]
     assert placements["classifier.weight"] == [["dp", "Shard(0)"]]
+    assert call(monkeypatch, "--model", "vit-base", "--json", "--param", "classifier.*") == 0
+    some = json.loads(capsys.readouterr().out)
+    assert [p["name"] for p in some["parameters"]] == ["classifier.weight", "classifier.bias"]
+    assert {p["tiling"] for p in some["parameters"]} == set(range(len(some["tilings"])))
+    assert some["numel"] == report["numel"], "totals are those of the model"
     assert call(monkeypatch, "--model", "vit-tiny", "--mesh", "dp=2,tp=2") == 2
     assert "no tensor parallel plan" in capsys.readouterr().err
 

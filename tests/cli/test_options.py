@@ -63,6 +63,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--nnodes 3:3 --batch-tokens 512 --rdzv a:1", "--batch-tokens: found 512, expected a mul"),
         ("--max-restarts -1", "--max-restarts: found -1, expected 0 or more"),
         ("--peer-timeout 0", "--peer-timeout: found 0.0, expected a number above 0"),
+        ("--eval-every -1", "--eval-every: found -1, expected 0 or more"),
         ("--sample-tokens -1", "--sample-tokens: found -1"),
         ("--temperature nan", "--temperature: found nan"),
         ("--strategy zero4", "--strategy: found 'zero4', expected one of 'full', 'grad-op'"),
@@ -128,7 +129,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: str, me
         ("mnist --data-dir mnist", "that begins with 3c 21 64 6f, expected 00 00 08 03"),
         ("mnist --data-dir mnist --epochs 0", "--epochs: found 0, expected 1 or more"),
         ("mnist --data-dir mnist --steps 0", "--steps: found 0, expected 1 or more"),
-        ("mnist --data-dir mnist --eval-interval -1", "--eval-every: found -1, expected 0 or"),
+        ("mnist --data-dir mnist --eval-interval -1", "--eval-interval: found -1, expected 0"),
         ("mnist --data-dir mnist --strategy diloco", "expected another: only train lm has them"),
         ("vit --dry-run --strategy diloco", "--strategy: found diloco without settings of DiLoCo"),
         ("imagenet", "--data-dir: found none, expected a folder with train and val, or --fake-"),
@@ -256,8 +257,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "--accumulate 2 --lr 0.5 --beta2 0.5 --weight-decay 0 --warmup 1 --clip-grad 0 --seed 9 "
         "--device cpu --strategy hybrid --replicas 2 --param-dtype bf16 --reduce-dtype bf16 "
         "--activation-checkpointing --transport collectives --out here --checkpoint-every 5 "
-        "--keep-last 9 --eval-every 4 --tensorboard --overwrite --prompt x --sample-tokens 3 "
-        "--temperature 0"
+        "--keep-last 9 --async-checkpoint --eval-every 4 --tensorboard --overwrite --prompt x "
+        "--sample-tokens 3 --temperature 0"
     )
     assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
     from shardwise.recipes.config import as_json, flatten
@@ -270,7 +271,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "weight_decay": 0.0, "warmup": 1, "clip_grad": 0.0, "strategy": "hybrid", "replicas": 2,
         "mesh": None, "param_dtype": "bf16", "reduce_dtype": "bf16", "transport": "collectives",
         "activation_checkpointing": True, "out": "here", "checkpoint_every": 5, "keep_last": 9,
-        "eval_every": 4, "tensorboard": True, "resume": False, "overwrite": True,
+        "async_checkpoint": True, "eval_every": 4, "tensorboard": True, "resume": False,
+        "overwrite": True,
         "diloco": None, "tokenizer": None, "streams": None, "shuffle_buffer": 0,
         "batch_tokens": None, "peak_flops": None, "peer_timeout": None, "over_hosts": False,
     }  # fmt: skip

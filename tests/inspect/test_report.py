@@ -5,6 +5,8 @@ from __future__ import annotations
 import html.parser
 import json
 import re
+import shutil
+import subprocess
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import shardwise
 from shardwise.inspect.collapse import collapsed
 from shardwise.inspect.page import page
 from shardwise.inspect.report import Report
@@ -119,6 +122,14 @@ def test_remarks_have_figures(report: Report) -> None:
 def test_nothing_to_mind_where_all_is_even() -> None:
     report = planned_report("dp=2", lambda: nn.Linear(4, 4))
     assert report.remarks == ()
+
+
+def test_what_is_nearly_even_is_nothing_to_mind() -> None:
+    """Of 101 rows two ranks hold 51 and 50."""
+    nearly = planned_report("dp=2", lambda: nn.Linear(4, 101, bias=False))
+    assert "unbalanced" not in {each.kind for each in nearly.remarks}
+    uneven = planned_report("dp=2", lambda: nn.Linear(4, 11, bias=False))
+    assert "unbalanced" in {each.kind for each in uneven.remarks}
 
 
 def test_json_has_these_fields(report: Report) -> None:
@@ -246,3 +257,28 @@ def test_a_picture_is_a_file_of_its_own(report: Report, tmp_path: Path) -> None:
 def test_an_unknown_parameter(report: Report, tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="nobody"):
         report.to_svg("nobody", tmp_path / "x.svg")
+
+
+# What the page's script asks a browser for, where one parameter is on the page.
+_BROWSER = """
+const title = { id: "w", dataset: { names: "w" }, classList: { add() { shown = true; } } };
+const told = {};
+title.closest = () => ({ querySelector: what => what === ".told" ? told : null, ...title });
+let shown = false;
+globalThis.document = {
+  querySelectorAll: what => what === ".title" ? [title] : [],
+  addEventListener() {},
+};
+globalThis.addEventListener = () => {};
+globalThis.location = { hash: "#%" };
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the page's script")
+def test_an_address_that_encodes_nothing_leads_to_the_first_parameter() -> None:
+    script = (Path(shardwise.__file__).parent / "inspect" / "page.js").read_text()
+    ended = subprocess.run(
+        ["node", "-e", f"{_BROWSER}{script}if (!shown) throw new Error('nothing is shown');"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr

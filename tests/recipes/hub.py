@@ -22,6 +22,8 @@ from urllib.parse import unquote, urlsplit
 #: What those hear who may not read a repository: whether a private one exists is not told.
 UNKNOWN, GATED = (401, "RepoNotFound"), (403, "GatedRepo")
 
+REACHED = 8 * 2**20  # bytes of a file that connections break behind
+
 
 class Hub:
     """Serves repositories on a port that the kernel chooses.
@@ -90,7 +92,7 @@ class Hub:
         return (named[commit], commit) if commit in named else None
 
     def cut(self, suffix: str, times: int) -> None:
-        """Break off the next answers with a part of a file of this name, but for its first part."""
+        """Break off the next answers with what lies behind the first MiBs of such a file."""
         with self._lock:
             self._cuts[suffix] = times
 
@@ -218,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if start and self.served_by.cuts(f"{folder.name}/{name}"):
+        if start >= REACHED and self.served_by.cuts(f"{folder.name}/{name}"):
             self.wfile.write(data[start : (start + stop) // 2])
             self.wfile.flush()
             self.close_connection = True  # in the middle

@@ -11,6 +11,7 @@ import os
 import resource
 import shutil
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.checkpoint.ranks.saving import Saving
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World
@@ -123,7 +125,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_been(
 ) -> None:
     whole = small_config(tmp_path, "whole", steps=6, checkpoint_every=0, accumulate=2)
     ranks(train, 2, whole)
-    stopped = small_config(tmp_path, "stopped", steps=6, checkpoint_every=0, accumulate=2)
+    stopped = small_config(
+        tmp_path, "stopped", steps=6, checkpoint_every=1, accumulate=2, async_checkpoint=True
+    )
     # Only one rank hears the signal; all stop after the same step.
     told = ranks(train_until, 2, stopped, 3, signal.SIGTERM, 1)
     assert told[0] == told[1]
@@ -142,12 +146,16 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_been(
 def test_a_run_that_was_killed_drops_what_came_after_its_checkpoint(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    config = small_config(tmp_path, steps=5, checkpoint_every=2)
+    settings: dict[str, Any] = {"steps": 5, "checkpoint_every": 1, "async_checkpoint": True}
+    config = small_config(tmp_path, **settings)
     outcomes = ranks(train_until, 2, config, 4, signal.SIGKILL, 0, expect_failures=True, timeout=30)
     assert outcomes[0].exitcode == -signal.SIGKILL
     assert losses(config)[-1][0] == 3
-    again = small_config(tmp_path, steps=5, checkpoint_every=2, resume=True)
+    last = Checkpoints(config.files.checkpoints).steps()[-1]
+    assert last in (2, 3), "of step 3 it was being saved; that of step 2 is whole"
+    again = small_config(tmp_path, resume=True, **settings)
     ranks(train, 2, again)
+    assert again.files.read()["sessions"][-1]["from_step"] == last
     assert [step for step, _, _ in losses(again)] == [1, 2, 3, 4, 5]
 
 
@@ -174,7 +182,7 @@ def test_a_run_goes_on_over_another_world_with_the_same_data(ranks: Ranks, tmp_p
     def config(name: str, **settings: Any) -> LmConfig:
         return small_config(tmp_path, name, model=model, steps=6, checkpoint_every=3, **settings)
 
-    whole = config("whole")
+    whole = config("whole", async_checkpoint=True)
     ranks(train, 2, whole)
     for world, size in ((1, 4), (4, 1)):
         resumed = config(f"over-{world}", batch_size=size, resume=True)
@@ -225,41 +233,102 @@ def test_streamed_documents_go_on_exactly_over_another_world(ranks: Ranks, tmp_p
 
 
 def test_only_the_last_checkpoints_are_kept(ranks: Ranks, tmp_path: Path) -> None:
-    config = small_config(tmp_path, steps=5, checkpoint_every=1, keep_last=2)
-    ranks(train, 2, config)
-    assert sorted(os.listdir(config.files.checkpoints)) == ["step-00000004", "step-00000005"]
+    settings: dict[str, Any] = {"steps": 5, "checkpoint_every": 1, "keep_last": 2}
+    configs = [
+        small_config(tmp_path, name, async_checkpoint=name == "async", **settings)
+        for name in ("sync", "async")
+    ]
+    ranks(train, 2, *configs)
+    for config in configs:
+        assert sorted(os.listdir(config.files.checkpoints)) == ["step-00000004", "step-00000005"]
 
 
-def train_on_a_full_disk(rank: int, world_size: int, config: LmConfig) -> str:
-    """Train; before the second checkpoint files may not grow any more on one rank."""
-    save = Checkpoints.save
+def train_while_saving(rank: int, world_size: int, config: LmConfig) -> list[tuple[int, int]]:
+    """Train; a checkpoint of step 2 is written only when step 3 is made. The saves that ran.
 
-    def full(self: Checkpoints, position: Any, *args: Any) -> Path:
+    Returns:
+        Of each, its step, and how many were under way.
+    """
+    run, under_way, seen = Saving.run, [0], list[tuple[int, int]]()
+
+    def late(self: Saving, state: Any) -> None:
+        under_way[0] += 1
+        seen.append((int(self.path.name.removeprefix("step-")), under_way[0]))
+        end = time.monotonic() + 30
+        while seen[-1][0] == 2 and not any(step == 3 for step, _, _ in losses(config)):
+            assert time.monotonic() < end, "the training waits for the checkpoint of step 2"
+            time.sleep(0.01)
+        run(self, state)
+        under_way[0] -= 1
+
+    Saving.run = late  # type: ignore[method-assign]
+    assert train_one(rank, world_size, config) == "finished"
+    return seen
+
+
+def test_a_training_goes_on_while_one_checkpoint_is_written(
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(tmp_path, steps=5, checkpoint_every=2, async_checkpoint=True)
+    assert ranks(train_while_saving, 2, config) == [[(2, 1), (4, 1), (5, 1)]] * 2
+    shown = capfd.readouterr().out.splitlines()
+    found = Checkpoints(config.files.checkpoints)
+    assert found.steps() == [4, 5]
+    for step in (2, 4, 5):
+        before = shown[: shown.index(f"checkpoint step={step} {found.path(step)}")]
+        made = sum(line.startswith("step=") for line in before)
+        assert made == 5 if step == 5 else made > step, shown
+
+
+def train_on_a_full_disk(rank: int, world_size: int, *configs: LmConfig) -> list[str]:
+    """Train; while the second checkpoint is saved, files may not grow any more on one rank."""
+    run = Saving.run
+
+    def full(self: Saving, state: Any) -> None:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if position.step == 2 and rank == 1:
+        if self.path.name == "step-00000002" and rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
         try:
-            return save(self, position, *args)
+            run(self, state)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    Checkpoints.save = full  # type: ignore[method-assign]
-    return train_one(rank, world_size, config)
+    Saving.run = full  # type: ignore[method-assign]
+    told = [train_one(rank, world_size, config) for config in configs]
+    Saving.run = run  # type: ignore[method-assign]
+    return told
+
+
+def full_disk_and_again(rank: int, world_size: int, *configs: LmConfig) -> list[str]:
+    """Train until the disk is full, and go on when it is not any more."""
+    told = train_on_a_full_disk(rank, world_size, *configs)
+    if rank == 0:
+        assert all(Checkpoints(config.files.checkpoints).steps() == [1] for config in configs)
+    return told + [train_one(rank, world_size, _resumed(config)) for config in configs]
+
+
+def _resumed(config: LmConfig) -> LmConfig:
+    output = dataclasses.replace(config.train.output, resume=True)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, output=output))
 
 
 def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_whole(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    config = small_config(tmp_path, steps=4, checkpoint_every=1)
-    for told in ranks(train_on_a_full_disk, 2, config):
-        assert "checkpoint of step 2: saving" in told
-        assert "rank 1:" in told
-        assert "File too large" in told
-        assert "step 1 is the last that is saved" in told
-    assert Checkpoints(config.files.checkpoints).steps() == [1]
-    again = small_config(tmp_path, steps=4, checkpoint_every=1, resume=True)
-    assert ranks(train, 2, again) == [["finished"], ["finished"]]
-    assert not list(config.files.checkpoints.glob(".*")), "half a checkpoint was left behind"
+    configs = [
+        small_config(tmp_path, name, steps=4, checkpoint_every=1, async_checkpoint=name == "async")
+        for name in ("sync", "async")
+    ]
+    for sync, in_background, *again in ranks(full_disk_and_again, 2, *configs):
+        for told in (sync, in_background):
+            assert "SaveError: checkpoint of step 2: saving" in told
+            assert "rank 1:" in told
+            assert "shard-00001-of-00002.safetensors: File too large" in told
+            assert "step 1 is the last that is saved" in told
+        assert again == ["finished", "finished"]
+    for config in configs:
+        left = list(config.files.checkpoints.glob(".*"))
+        assert not left, "half a checkpoint was left behind"
 
 
 def test_what_is_not_whole_is_no_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
@@ -366,7 +435,7 @@ def test_settings_that_transformers_refuses_are_named(ranks: Ranks, tmp_path: Pa
     for changes, message in (
         ({"model_type": "no-such-model"}, "no-such-model"),
         ({"num_attention_heads": 5}, "attention heads"),
-        ({"model_type": "vit"}, "causal language model"),
+        ({"model_type": "vit"}, "for this kind of AutoModel: AutoModelForCausalLM)"),
     ):
         config = small_config(tmp_path, model=str(write_model(tmp_path, **changes)))
         [outcome] = ranks(train, 1, config, expect_failures=True)

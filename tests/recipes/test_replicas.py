@@ -53,11 +53,17 @@ def train_and_resume(rank: int, world_size: int, whole: LmConfig, resumed: LmCon
 def test_a_run_goes_on_bit_for_bit_from_inside_a_round(ranks: Ranks, tmp_path: Path) -> None:
     # Documents that are streamed: each replica's checkpoint says where the streams of all stand.
     documents = (str(write_jsonl(tmp_path / "corpus.jsonl", texts(300))),)
-    whole = replace(diloco(tmp_path, "whole"), data=documents)
+    whole = replace(diloco(tmp_path, "whole", async_checkpoint=True), data=documents)
     resumed = replace(diloco(tmp_path, "resumed", resume=True), data=documents)
     assert ranks(train_and_resume, 2, whole, resumed) == [["finished"] * 2] * 2
     assert losses(resumed) == losses(whole)
     assert validation(resumed) == validation(whole)
+    folder = whole.files.checkpoints
+    second, first = (
+        (each / "step-00000004" / "manifest.json").stat().st_mtime_ns
+        for each in (folder / "replicas" / "1", folder)
+    )
+    assert second < first, "the first replica commits last"
     assert [step for step, _ in validation(whole)] == [4, 7]
     assert [s["from_step"] for s in resumed.files.read()["sessions"]] == [0, 4]
 

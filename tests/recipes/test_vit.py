@@ -314,6 +314,7 @@ def test_the_peak_is_told_by_what_is_kept_and_in_which_dtype() -> None:
     hybrid, text = _told(128, strategy=Strategy.HYBRID_SHARD, replicas=16)
     assert hybrid.at_rest(0) == pytest.approx(16 * full.at_rest(0), rel=1e-3)
     assert "16 copies of the model" in text
+    assert max(map(len, text.splitlines())) <= 80
     whole, _ = _told(128, nested=False)
     assert whole.unsharded == 4 * whole.whole.padded_numel
 
@@ -384,7 +385,7 @@ def test_a_transformer_learns_and_goes_on_and_its_file_alone_knows_as_much(
 def test_a_run_goes_on_only_with_the_model_it_began_with(ranks: Ranks, tmp_path: Path) -> None:
     ranks(train, 1, small_vit(tmp_path, steps=1))
     other = small_vit(tmp_path, steps=2, layers=3, resume=True)
-    with pytest.raises(OptionError, match=r"--model: found .*, another model"):
+    with pytest.raises(OptionError, match=r"--layers: found 3, expected \d, as the run began"):
         check_folder(other.check(World(0, 1, 0, 1)))
     larger = small_vit(tmp_path, steps=2, image_size=64, resume=True)
     with pytest.raises(OptionError, match=r"--image-size: found 64, expected "):

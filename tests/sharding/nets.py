@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardwise import fully_shard
+from shardwise import FSDPModule, fully_shard
+from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.module_state import state_of
 
 WIDTH = 6
 
@@ -41,18 +44,66 @@ class Net(nn.Module):
         return self.head(x) * self.gain
 
 
+class Stack(nn.ModuleList):
+    """A container with a forward of its own."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__(Block() for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = block(x)
+        return x
+
+
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """``make()`` after seeding: the same values on every call and rank."""
     torch.manual_seed(seed)
     return make()
 
 
-def sharded_net(make: Callable[[], nn.Module] = Net, **kwargs: Any) -> nn.Module:
-    """A seeded model whose blocks and root are groups; ``kwargs`` are those of ``fully_shard``."""
-    net = seeded(make)
-    for block in getattr(net, "blocks", ()):
-        fully_shard(block, **kwargs)
+def shard_blocks(
+    net: nn.Module, of_blocks: dict[str, Any] | None = None, **kwargs: Any
+) -> nn.Module:
+    """Make groups of the blocks of ``net``, and of what is left of it.
+
+    Args:
+        net: its blocks are ``net.blocks``, else every :class:`Block` in it.
+        of_blocks: arguments of ``fully_shard`` for the blocks only.
+        kwargs: and those for all.
+    """
+    blocks = [module for module in net.modules() if isinstance(module, Block)]
+    for block in getattr(net, "blocks", blocks):
+        fully_shard(block, **kwargs, **(of_blocks or {}))
     return fully_shard(net, **kwargs)
+
+
+def sharded_net(make: Callable[[], nn.Module] = Net, **kwargs: Any) -> nn.Module:
+    """A seeded model whose blocks and root are groups; ``kwargs`` are :func:`shard_blocks`'."""
+    return shard_blocks(seeded(make), **kwargs)
+
+
+def twins(make: Callable[[], nn.Module], **kwargs: Any) -> tuple[nn.Module, nn.Module]:
+    """The same model twice: sharded as by :func:`sharded_net`, and whole."""
+    return sharded_net(make, **kwargs), seeded(make)
+
+
+def sharded_modules(net: nn.Module) -> list[FSDPModule]:
+    """Every module in ``net`` that is a group, or several, of its own."""
+    return [module for module in net.modules() if isinstance(module, FSDPModule)]
+
+
+def group_of(module: nn.Module) -> ParamGroup:
+    """The group of a module that ``fully_shard`` was applied to."""
+    state = state_of(module)
+    assert state is not None
+    return state.groups[0]
+
+
+def hybrid_mesh(world_size: int) -> DeviceMesh:
+    """Two replicas, each sharded over half of the ranks."""
+    shape = (2, world_size // 2)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def batches(world_size: int, step: int = 0, rows: int = 2) -> torch.Tensor:
@@ -96,3 +147,27 @@ def assert_same_values(sharded: nn.Module, whole: nn.Module) -> None:
         torch.testing.assert_close(
             value, expected[name], msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def train_alike(
+    net: nn.Module,
+    whole: nn.Module,
+    rank: int,
+    world_size: int,
+    *args: Any,
+    steps: int = 3,
+    make: Any = torch.optim.SGD,
+    **kwargs: Any,
+) -> None:
+    """Take some steps with both; gradients and values stay equal."""
+    optimizers = [make(m.parameters(), lr=0.05, **kwargs) for m in (net, whole)]
+    for step in range(steps):
+        x = batches(world_size, step)
+        net(x[rank], *args).square().mean().backward()
+        for batch in x:
+            (whole(batch, *args).square().mean() / world_size).backward()
+        assert_same_gradients(net, whole)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(net, whole)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shardwise import fully_shard
+from tests.sharding.nets import shard_blocks
 
 #: What two ranks of tensor parallelism, and two or three that shard, do not divide.
 VOCABULARY = 13
@@ -67,9 +67,7 @@ def tensor_parallel(net: TokenNet, mesh: DeviceMesh) -> TokenNet:
 
 def sharded(net: TokenNet, mesh: DeviceMesh, **kwargs: object) -> TokenNet:
     """``net`` with every block, and the rest, sharded over ``mesh``."""
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh, **kwargs)
-    fully_shard(net, mesh=mesh)
+    shard_blocks(net, kwargs, mesh=mesh)
     return net
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard, materialize
-from shardwise.sharding.hooks import state_of
+from shardwise.sharding.module_state import state_of
 from shardwise.transport import futex
 from tests.sharding.nets import (
     Net,
@@ -23,6 +23,7 @@ from tests.sharding.nets import (
     batches,
     loss_of,
     seeded,
+    shard_blocks,
     sharded_net,
 )
 
@@ -82,9 +83,7 @@ def _moved(rank: int, world_size: int, how: str) -> None:
     if how == "meta":
         with torch.device("meta"):
             net = Net()
-        for block in net.blocks:
-            fully_shard(block)
-        fully_shard(net)
+        shard_blocks(net)
         net.to_empty(device="cpu")
         reference = sharded_net().state_dict()
         net.load_state_dict(reference)

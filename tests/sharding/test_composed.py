@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardwise import checkpoint, clip_grad_norm_, fully_shard, init_mesh
-from tests.sharding.nets import assert_same_gradients, assert_same_values, seeded
+from tests.sharding.nets import assert_same_gradients, assert_same_values, seeded, shard_blocks
 from tests.sharding.tensor_parallel import (
     TokenNet,
     full,
@@ -232,9 +232,7 @@ def _variants() -> None:
         print(name)
         net = tensor_parallel(seeded(TokenNet), mesh["tp"])
         change(net)
-        for block in net.blocks:
-            fully_shard(block, mesh=mesh["dp"])
-        fully_shard(net, mesh=mesh["dp"])
+        shard_blocks(net, mesh=mesh["dp"])
         for _ in range(2):  # compiled blocks know, in the second, what the first has shown
             net.zero_grad()
             next_token_loss(net, tokens[mesh["dp"].get_local_rank()]).backward()

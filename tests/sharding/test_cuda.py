@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, materialize
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, materialize
 from tests.harness import run_ranks
 from tests.sharding.nets import (
     Net,
@@ -22,6 +22,7 @@ from tests.sharding.nets import (
     batches,
     loss_of,
     seeded,
+    shard_blocks,
 )
 
 GPUS = torch.cuda.device_count()
@@ -48,9 +49,7 @@ _CPU = torch.device("cpu")
 
 def _sharded(net: nn.Module, **kwargs: Any) -> nn.Module:
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh, **kwargs)
-    return fully_shard(net, mesh=mesh, **kwargs)
+    return shard_blocks(net, mesh=mesh, **kwargs)
 
 
 def _trains(rank: int, world_size: int, kwargs: dict[str, Any]) -> None:

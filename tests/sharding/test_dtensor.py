@@ -10,11 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, fully_shard
 from tests.sharding.nets import (
@@ -24,6 +20,7 @@ from tests.sharding.nets import (
     batches,
     loss_of,
     seeded,
+    shard_blocks,
 )
 
 Ranks = Callable[..., list[Any]]
@@ -101,9 +98,7 @@ def _on_whole_mesh(
     net, whole = seeded(Net), seeded(Net)
     distribute_module(net, mesh, place)
     given = DataParallelMeshDims(**dims)
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh, dp_mesh_dims=given)
-    fully_shard(net, mesh=mesh, dp_mesh_dims=given)
+    shard_blocks(net, mesh=mesh, dp_mesh_dims=given)
     assert_same_values(net, whole)
     for name, param in net.named_parameters():
         assert isinstance(param, DTensor), name

@@ -15,8 +15,15 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.sharding.group_state import GroupState
-from shardwise.sharding.hooks import state_of
-from tests.sharding.nets import assert_same_gradients, average_backward, batches, loss_of, seeded
+from shardwise.sharding.module_state import state_of
+from tests.sharding.nets import (
+    assert_same_gradients,
+    average_backward,
+    batches,
+    group_of,
+    loss_of,
+    seeded,
+)
 
 Ranks = Callable[..., list[Any]]
 
@@ -320,7 +327,7 @@ def _fails(rank: int, world_size: int, first: bool) -> None:
         with pytest.raises(ArithmeticError, match="not a weight"):
             net(x[rank])
         assert isinstance(net.first.weight, DTensor)
-        assert state_of(net).groups[0].state is GroupState.SHARDED
+        assert group_of(net).state is GroupState.SHARDED
     Fragile.broken = False
     loss_of(net, x[rank]).backward()
     average_backward(whole, x)

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import shardwise
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise.sharding.group_state import GroupState
-from shardwise.sharding.hooks import state_of
-from tests.sharding.nets import Block, Net, sharded_net
+from shardwise.sharding.module_state import state_of
+from tests.sharding.nets import Block, Net, group_of, sharded_net
 
 Ranks = Callable[..., list[Any]]
 
@@ -74,7 +74,7 @@ def _lives(rank: int, world_size: int) -> None:
     seen: dict[str, list[str]] = {}
 
     def note(name: str) -> None:
-        seen[name] = [state_of(b).groups[0].state.value for b in net.blocks]  # type: ignore[union-attr]
+        seen[name] = [group_of(b).state.value for b in net.blocks]  # type: ignore[union-attr]
 
     for index, each in enumerate(net.blocks):
         each.up.register_forward_hook(lambda *_, i=index: note(f"forward {i}"))
@@ -182,8 +182,8 @@ def _grouped(rank: int, world_size: int) -> None:
     pair = [original.blocks[0], original.blocks[1]]
     assert fully_shard(pair) is pair
     net = fully_shard(original)
-    group = state_of(net.blocks[0]).groups[0]  # type: ignore[union-attr]
-    assert state_of(net.blocks[1]).groups[0] is group  # type: ignore[union-attr]
+    group = group_of(net.blocks[0])  # type: ignore[union-attr]
+    assert group_of(net.blocks[1]) is group  # type: ignore[union-attr]
     assert len(group.params) == 6
 
     x = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
@@ -355,7 +355,7 @@ def _prefetches(rank: int, world_size: int) -> None:
     states: list[str] = []
 
     def note(*_: object) -> None:
-        states.append(" ".join(state_of(b).groups[0].state.value for b in net.blocks))  # type: ignore[union-attr]
+        states.append(" ".join(group_of(b).state.value for b in net.blocks))  # type: ignore[union-attr]
 
     first.up.register_forward_hook(note)
     third.up.register_full_backward_hook(note)

@@ -9,28 +9,28 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.sharding.group_state import GroupState
-from shardwise.sharding.hooks import state_of
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,
     average_backward,
     batches,
+    group_of,
     loss_of,
     seeded,
+    shard_blocks,
 )
 
 Ranks = Callable[..., list[Any]]
 
 
-def _shard(net: Net, k: int | bool, **kwargs: Any) -> Net:
-    for block in net.blocks:
-        fully_shard(block, reshard_after_forward=k, **kwargs)
-    return fully_shard(net, **kwargs)
+def _shard(net: nn.Module, k: int | bool, **kwargs: Any) -> nn.Module:
+    return shard_blocks(net, {"reshard_after_forward": k}, **kwargs)
 
 
 def _parity(rank: int, world_size: int, k: int, dim: int) -> None:
@@ -41,14 +41,14 @@ def _parity(rank: int, world_size: int, k: int, dim: int) -> None:
         x = batches(world_size, step)
         loss = loss_of(net, x[rank])
         up = net.blocks[1].up
-        assert state_of(net.blocks[1]).groups[0].state is GroupState.KEPT
+        assert group_of(net.blocks[1]).state is GroupState.KEPT
         assert isinstance(up.weight, DTensor)
         wanted = Shard(1) if dim else Shard(0)
         assert up.weight.placements == (Replicate(), wanted)
         assert up.weight.device_mesh.shape == (world_size // k, k)
         assert torch.equal(up.weight.full_tensor(), whole.blocks[1].up.weight)
         loss.backward()
-        assert state_of(net.blocks[1]).groups[0].state is GroupState.SHARDED
+        assert group_of(net.blocks[1]).state is GroupState.SHARDED
         average_backward(whole, x)
         assert_same_gradients(net, whole)
 
@@ -113,7 +113,7 @@ def test_on_a_hybrid_mesh(ranks: Ranks) -> None:
 
 def _changes(rank: int, world_size: int) -> None:
     net = _shard(seeded(Net), 2, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    group = state_of(net.blocks[0]).groups[0]
+    group = group_of(net.blocks[0])
     x = batches(world_size)[rank].bfloat16()
     loss = loss_of(net, x)
     assert net.blocks[0].up.weight.to_local().dtype == torch.bfloat16, "as it was gathered"
@@ -148,7 +148,7 @@ def _outdated(rank: int, world_size: int) -> None:
     for grads in (False, True):
         with torch.set_grad_enabled(grads):
             net(x[rank])
-        assert state_of(net.blocks[1]).groups[0].state is GroupState.KEPT
+        assert group_of(net.blocks[1]).state is GroupState.KEPT
         for optimizer in optimizers:
             optimizer.step()
         torch.testing.assert_close(net(x[rank]), whole(x[rank]))

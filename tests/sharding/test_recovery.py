@@ -11,12 +11,12 @@ from torch import nn
 
 from shardwise import fully_shard
 from shardwise.sharding.group_state import GroupState
-from shardwise.sharding.hooks import state_of
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,
     average_backward,
     batches,
+    group_of,
     loss_of,
     seeded,
     sharded_net,
@@ -62,7 +62,7 @@ def _trains_on(rank: int, world_size: int, where: str, reset: bool, first: bool)
             net.reset_iter_state()
         elif where == "forward":
             for block in net.blocks:
-                assert state_of(block).groups[0].state is GroupState.SHARDED
+                assert group_of(block).state is GroupState.SHARDED
         net.zero_grad()
     for step in range(2):
         x = batches(world_size, step)

@@ -11,10 +11,10 @@ import psutil
 import pytest
 import torch
 
-from shardwise import clip_grad_norm_, fully_shard
-from shardwise.sharding.hooks import state_of
+from shardwise import clip_grad_norm_
+from shardwise.sharding.module_state import state_of
 from tests.harness import run_ranks
-from tests.sharding.nets import Net, batches, loss_of, seeded
+from tests.sharding.nets import Net, batches, loss_of, sharded_net
 
 WARM_UP = 300
 
@@ -59,10 +59,7 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
 def _soak(
     rank: int, world_size: int, transport: str, steps: int, lists: Sequence[str]
 ) -> dict[str, Any]:
-    net = seeded(lambda: Net(blocks=2))
-    for block in net.blocks:
-        fully_shard(block, transport=transport)
-    fully_shard(net, transport=transport)
+    net = sharded_net(lambda: Net(blocks=2), transport=transport)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, foreach=True)
     root = state_of(net).root
     process = psutil.Process()

@@ -10,12 +10,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.sharding.group_state import GroupState
-from shardwise.sharding.hooks import state_of
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,
     average_backward,
     batches,
+    group_of,
     loss_of,
     seeded,
     sharded_net,
@@ -29,13 +29,13 @@ ON_GLOO = {"SHARDWISE_TRANSPORT": "c10d"}
 
 def _held(net: Net) -> bool:
     """Whether the full parameters of the first block have memory."""
-    full = state_of(net.blocks[0]).groups[0].params[0].full
+    full = group_of(net.blocks[0]).params[0].full
     return full is not None and full.untyped_storage().size() > 0
 
 
 def _saves_a_gather(rank: int, world_size: int) -> None:
     net, whole = sharded_net(), seeded(Net)
-    group = state_of(net.blocks[0]).groups[0]
+    group = group_of(net.blocks[0])
     gathers: list[str] = []
     transport = type(group.mesh.shard)
     real = transport.all_gather

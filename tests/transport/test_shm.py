@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
-from shardwise.sharding.hooks import state_of
+from shardwise.sharding.module_state import state_of
 from shardwise.transport import futex, meeting, posts, select_transport, signals
 from shardwise.transport.arena import Arena
 from shardwise.transport.base import Label, Reduce, Transport

@@ -19,10 +19,10 @@ from shardwise.checkpoint.disk.pieces import CHUNK
 from shardwise.checkpoint.ranks import background
 from shardwise.checkpoint.ranks.agreement import Ranks
 from shardwise.checkpoint.ranks.background import Handle
-from shardwise.checkpoint.ranks.describe import strategy_of
+from shardwise.checkpoint.ranks.copied import Copied
+from shardwise.checkpoint.ranks.describe import facts_of
 from shardwise.checkpoint.ranks.loading import load_into
 from shardwise.checkpoint.ranks.saving import Saving, state_of
-from shardwise.checkpoint.ranks.state import State
 
 StrPath = str | os.PathLike[str]
 
@@ -63,7 +63,7 @@ def save(
             name of another.
     """
     background.wait()
-    Saving(Path(path), strategy_of(model), Ranks(background.group_for(group)), keep_last).run(
+    Saving(Path(path), facts_of(model), Ranks(background.group_for(group)), keep_last).run(
         lambda: state_of(model, optimizer, extra)
     )
 
@@ -102,22 +102,13 @@ def async_save(
         TypeError: something on this rank is neither a tensor nor a plain value.
         ValueError: something on this rank is on the meta device, or has the name of another.
     """
-    background.wait()
-    ranks = Ranks(background.group_for(group))
-    saving = Saving(Path(path), strategy_of(model), ranks, keep_last)
-    try:
-        state = state_of(model, optimizer, extra)
-        state.tensors = background.copies(state.tensors)
-    except Exception as error:
-        reason = error
-
-        def refuse() -> State:
-            raise reason
-
+    copied = Copied(path, model, optimizer, extra, keep_last=keep_last, group=group)
+    handle = background.start(copied.write, copied.path)
+    if copied.error is not None:
         # Other ranks are waiting for this one's part: they are told, and so is the caller here.
-        background.start(lambda: saving.run(refuse), saving.path).forget()
-        raise
-    return background.start(lambda: saving.run(lambda: state), saving.path)
+        handle.forget()
+        raise copied.error
+    return handle
 
 
 def load(

@@ -117,7 +117,7 @@ def inspect(
             report.to_html(html)
             _wrote(html)
     if json:
-        print(json_module.dumps(report.to_json(), separators=(",", ":"), ensure_ascii=False))
+        print(json_module.dumps(report.to_json(param), separators=(",", ":"), ensure_ascii=False))
     elif html is None and svg is None:
         from shardwise.inspect.text import View, as_text
 

@@ -13,6 +13,7 @@ from shardwise.frontends.strategies import Strategy
 from shardwise.launch.hosts import Nodes, spans_hosts
 from shardwise.recipes.begin import go_on_if_possible
 from shardwise.recipes.config import (
+    AdamWConfig,
     Device,
     OutputConfig,
     Precision,
@@ -106,6 +107,14 @@ MaxSteps = Annotated[
 ]
 PerRank = Annotated[int, Option(help="Pictures per rank and microbatch.", rich_help_panel=STEP)]
 PeakLr = Annotated[float, Option(help="Peak learning rate.", rich_help_panel=STEP)]
+Warmup = Annotated[
+    int,
+    Option(
+        help="Steps over which the learning rate rises, at most half of all; a cosine follows.",
+        rich_help_panel=STEP,
+    ),
+]
+WeightDecay = Annotated[float, Option(help="On weights, not on norms.", rich_help_panel=STEP)]
 ClipGrad = Annotated[float, Option(help="Largest gradient norm; 0: any.", rich_help_panel=STEP)]
 Seed = Annotated[int, Option(help="Of initial weights and order of data.", rich_help_panel=STEP)]
 OnDevice = Annotated[
@@ -177,6 +186,15 @@ CheckpointEvery = Annotated[
         rich_help_panel=OUT,
     ),
 ]
+AsyncCheckpoint = Annotated[
+    bool,
+    Option(
+        "--async-checkpoint",
+        help="Train on while a checkpoint is written; takes memory for a copy of every rank's "
+        "shards and optimizer state.",
+        rich_help_panel=OUT,
+    ),
+]
 KeepLast = Annotated[int, Option(help="Checkpoints to keep.", rich_help_panel=OUT)]
 EvalInterval = Annotated[
     int,
@@ -235,6 +253,26 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PictureAdamW:
+    """AdamW and its schedule, for trainings on pictures."""
+
+    lr: PeakLr
+    warmup: Warmup
+    weight_decay: WeightDecay
+    clip_grad: ClipGrad
+
+    def config(self) -> AdamWConfig:
+        """The configuration."""
+        return AdamWConfig(
+            lr=self.lr,
+            betas=(0.9, 0.999),
+            weight_decay=self.weight_decay,
+            warmup=self.warmup,
+            clip_grad=self.clip_grad,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sharding:
     """How the model is spread over ranks, and in which dtypes it computes."""
 
@@ -275,6 +313,7 @@ class Output:
     out: Out
     checkpoint_every: CheckpointEvery = 1000
     keep_last: KeepLast = 2
+    async_checkpoint: AsyncCheckpoint = False
     eval_every: EvalInterval = 1
     tensorboard: Tensorboard = False
     resume: Resume = False
@@ -291,6 +330,7 @@ class Output:
             out=self.out,
             checkpoint_every=self.checkpoint_every,
             keep_last=self.keep_last,
+            async_checkpoint=self.async_checkpoint,
             eval_every=self.eval_every,
             tensorboard=self.tensorboard,
             resume=self.resume,

@@ -10,11 +10,7 @@ from typer import Option
 from shardwise.cli import options
 from shardwise.cli.grouped import grouped
 from shardwise.cli.run import run
-from shardwise.recipes.config import (
-    Device,
-    SgdConfig,
-    TrainConfig,
-)
+from shardwise.recipes.config import Device, SgdConfig, TrainConfig
 from shardwise.recipes.imagenet_config import ImagenetConfig
 from shardwise.recipes.job import Job
 from shardwise.recipes.resnets import RESNETS

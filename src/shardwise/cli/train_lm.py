@@ -11,12 +11,7 @@ from shardwise.cli import options
 from shardwise.cli.diloco import Diloco
 from shardwise.cli.grouped import grouped
 from shardwise.cli.run import run
-from shardwise.recipes.config import (
-    AdamWConfig,
-    Device,
-    OptionError,
-    TrainConfig,
-)
+from shardwise.recipes.config import AdamWConfig, Device, OptionError, TrainConfig
 from shardwise.recipes.job import Job
 from shardwise.recipes.lm_config import LmConfig
 from shardwise.recipes.presets import PRESETS, defaults_for
@@ -44,6 +39,10 @@ Documents of the Hugging Face hub, half a million tokens a step:
 
 Two hosts, a copy of the model on each; on the second, --node-rank 1:
   [cyan]shardwise train lm --nproc 8 --strategy hybrid --nnodes 2 --node-rank 0 \\
+    --rdzv host-a:29400[/cyan]
+
+Hosts that join while it trains; only the first says --node-rank 0 too:
+  [cyan]shardwise train lm --nproc 8 --strategy diloco --nnodes 1:4 \\
     --rdzv host-a:29400[/cyan]
 
 In a world that torchrun made:

@@ -10,11 +10,7 @@ from typer import Option
 from shardwise.cli import options
 from shardwise.cli.grouped import grouped
 from shardwise.cli.run import run
-from shardwise.recipes.config import (
-    AdamWConfig,
-    Device,
-    TrainConfig,
-)
+from shardwise.recipes.config import Device, TrainConfig
 from shardwise.recipes.job import Job
 from shardwise.recipes.mnist_config import MnistConfig
 
@@ -42,18 +38,9 @@ def train_mnist(
     steps: options.MaxSteps = None,
     batch_size: options.PerRank = 64,
     accumulate: options.Accumulate = 1,
-    lr: options.PeakLr = 5e-3,
-    warmup: Annotated[
-        int,
-        Option(
-            help="Steps over which the learning rate rises; a cosine follows.",
-            rich_help_panel=options.STEP,
-        ),
-    ] = 50,
-    weight_decay: Annotated[
-        float, Option(help="On weights, not on norms.", rich_help_panel=options.STEP)
-    ] = 0.01,
-    clip_grad: options.ClipGrad = 0.0,
+    optimizer: options.PictureAdamW = options.PictureAdamW(
+        lr=5e-3, warmup=50, weight_decay=0.01, clip_grad=0.0
+    ),
     seed: options.Seed = 0,
     device: options.OnDevice = Device.AUTO,
     use_nested_fsdp: Annotated[
@@ -84,13 +71,7 @@ def train_mnist(
             seed=seed,
             device=device,
             peer_timeout=launch.peer_timeout,
-            optimizer=AdamWConfig(
-                lr=lr,
-                betas=(0.9, 0.999),
-                weight_decay=weight_decay,
-                warmup=warmup,
-                clip_grad=clip_grad,
-            ),
+            optimizer=optimizer.config(),
             sharding=sharding.config(nodes),
             output=output.config(),
         ),

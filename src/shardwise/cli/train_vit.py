@@ -10,13 +10,7 @@ from typer import Option
 from shardwise.cli import options
 from shardwise.cli.grouped import grouped
 from shardwise.cli.run import run
-from shardwise.recipes.config import (
-    AdamWConfig,
-    Device,
-    OptionError,
-    TrainConfig,
-    require,
-)
+from shardwise.recipes.config import Device, OptionError, TrainConfig, require
 from shardwise.recipes.job import Job
 from shardwise.recipes.vit_config import VitConfig, defaults_for, image_size_of
 from shardwise.recipes.vit_presets import VIT_PRESETS
@@ -83,18 +77,9 @@ def train_vit(
         ),
     ] = None,
     accumulate: options.Accumulate = 1,
-    lr: options.PeakLr = 1e-3,
-    warmup: Annotated[
-        int,
-        Option(
-            help="Steps over which the learning rate rises, at most half of all; a cosine follows.",
-            rich_help_panel=options.STEP,
-        ),
-    ] = 10_000,
-    weight_decay: Annotated[
-        float, Option(help="On weights, not on norms.", rich_help_panel=options.STEP)
-    ] = 0.1,
-    clip_grad: options.ClipGrad = 1.0,
+    optimizer: options.PictureAdamW = options.PictureAdamW(
+        lr=1e-3, warmup=10_000, weight_decay=0.1, clip_grad=1.0
+    ),
     seed: options.Seed = 0,
     device: options.OnDevice = Device.AUTO,
     no_nested_fsdp: Annotated[
@@ -147,13 +132,7 @@ def train_vit(
             seed=seed,
             device=device,
             peer_timeout=launch.peer_timeout,
-            optimizer=AdamWConfig(
-                lr=lr,
-                betas=(0.9, 0.999),
-                weight_decay=weight_decay,
-                warmup=warmup,
-                clip_grad=clip_grad,
-            ),
+            optimizer=optimizer.config(),
             sharding=sharding.config(nodes),
             output=output.config(),
         ),

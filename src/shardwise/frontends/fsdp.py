@@ -29,11 +29,12 @@ from shardwise.frontends.settings import (
     say_what_has_no_meaning,
 )
 from shardwise.frontends.strategies import Strategy
-from shardwise.frontends.unit import ShardedUnit, states_in
+from shardwise.frontends.unit import ShardedUnit
 from shardwise.frontends.units import Ignored, auto_wrap
 from shardwise.sharding.grad import clip_grad_norm_
 from shardwise.sharding.lending import Loan, lent_whole
 from shardwise.sharding.module import FSDPModule
+from shardwise.sharding.reach import states_of
 from shardwise.sharding.shard_metadata import get_shard_metadata
 from shardwise.wrap import Policy
 
@@ -157,7 +158,7 @@ class FullyShardedDataParallel(ShardedUnit):
         self._require_root("no_sync")
         before = [
             (group, group.options.requires_gradient_sync, group.options.requires_all_reduce)
-            for state in states_in(self)
+            for state in states_of(self)
             for group in state.groups
         ]
         for group, _, _ in before:
@@ -258,7 +259,7 @@ class FullyShardedDataParallel(ShardedUnit):
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
         )
-        with lent_whole(states_in(module) if recurse else own, loan):
+        with lent_whole(states_of(module) if recurse else own, loan):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import OptimStateKeyType, StateDictSettings, StateDi
 from torch.distributed.tensor import DTensor
 
 from shardwise.frontends.state_dicts import as_shard, cut, exported
-from shardwise.sharding.hooks import state_of
 from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.reach import groups_of
 
 StateDict = dict[str, Any]
 Receive = Callable[[Any], Any]
@@ -194,11 +194,9 @@ def rekey(
 def sharded_params(model: nn.Module) -> dict[str, ShardedParam]:
     """The sharded parameters of ``model`` by all names that they have."""
     places: dict[tuple[nn.Module, str], ShardedParam] = {}
-    for module in model.modules():
-        state = state_of(module)
-        for group in state.groups if state is not None else []:
-            for param in group.params:
-                places.update(((owner.module, owner.name), param) for owner in param.owners)
+    for group in groups_of(model):
+        for param in group.params:
+            places.update(((owner.module, owner.name), param) for owner in param.owners)
     found: dict[str, ShardedParam] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -26,8 +26,8 @@ from shardwise.frontends.prepare import ParamInit, broadcast_states, materialise
 from shardwise.frontends.settings import UnitSettings, state_dict_settings
 from shardwise.frontends.units import Ignored
 from shardwise.sharding.api import fully_shard
-from shardwise.sharding.hooks import FSDPState, state_of
 from shardwise.sharding.module import FSDPModule
+from shardwise.sharding.module_state import ModuleState, state_of
 
 
 class ShardedUnit(OptimSavingModule):
@@ -103,7 +103,7 @@ class ShardedUnit(OptimSavingModule):
         return not self._has_parent
 
     @property
-    def sharding_state(self) -> FSDPState:
+    def sharding_state(self) -> ModuleState:
         """What ``fully_shard`` knows of it."""
         state = state_of(self.module)
         assert state is not None
@@ -153,9 +153,3 @@ class ShardedUnit(OptimSavingModule):
 def units_in(module: nn.Module) -> list[ShardedUnit]:
     """The wrappers in ``module``, itself included."""
     return [each for each in module.modules() if isinstance(each, ShardedUnit)]
-
-
-def states_in(module: nn.Module) -> list[FSDPState]:
-    """The states of all that is sharded in ``module``, with a wrapper or without."""
-    states = [state for each in module.modules() if (state := state_of(each)) is not None]
-    return list(dict.fromkeys(states))

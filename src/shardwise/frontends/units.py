@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from shardwise.frontends.precision import keep_in_full_precision, modules_in_full_precision
 from shardwise.frontends.transparent import TransparentModule
-from shardwise.sharding.hooks import state_of
+from shardwise.sharding.module_state import state_of
 from shardwise.wrap import Policy, apply_to, chosen_modules
 
 

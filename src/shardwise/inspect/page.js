@@ -7,6 +7,10 @@
     || titles.find(t => t.dataset.names.split(" ").includes(name)) || titles[0];
   let title, rank = null;
 
+  function decoded(hash) {  // of what a link leads to; as it is where it encodes nothing: #%
+    try { return decodeURIComponent(hash.slice(1)); } catch { return hash.slice(1); }
+  }
+
   function ring(shape) {
     const copy = shape.cloneNode(false);
     for (const name of ["style", "data-r", "data-b"]) copy.removeAttribute(name);
@@ -27,12 +31,12 @@
   }
 
   function show() {
-    const [, name, at] = decodeURIComponent(location.hash.slice(1)).match(/^(.*?)(?:@(\d+))?$/);
+    const [, name, at] = decoded(location.hash).match(/^(.*?)(?:@(\d+))?$/);
     title = find(name);
     document.querySelectorAll(".shown").forEach(e => e.classList.remove("shown"));
     title.classList.add("shown");
     title.closest("section").classList.add("shown");
-    links.forEach(a => decodeURIComponent(a.hash.slice(1)) === title.id
+    links.forEach(a => decoded(a.hash) === title.id
       ? a.setAttribute("aria-current", "true") : a.removeAttribute("aria-current"));
     mark(at === undefined ? null : Number(at));
     bringIntoView();

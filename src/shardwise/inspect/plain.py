@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from shardwise.inspect.report import ParameterReport, RankTotals, Report
@@ -10,9 +11,13 @@ from shardwise.inspect.tiling import Tiling
 VERSION = 1  # raised when a field changes its meaning or goes
 
 
-def plain_report(report: Report) -> dict[str, Any]:
-    """Everything in a report. Parameters that are cut alike refer to one tiling."""
-    tilings = list(dict.fromkeys(each.tiling for each in report.parameters))
+def plain_report(report: Report, parameters: Sequence[ParameterReport]) -> dict[str, Any]:
+    """A report, with some of its parameters. Those that are cut alike refer to one tiling.
+
+    Totals and remarks are those of the whole model.
+    """
+    tilings = list(dict.fromkeys(each.tiling for each in parameters))
+    told = {each.name for each in parameters}
     numbers = {tiling: number for number, tiling in enumerate(tilings)}
     return {
         "version": VERSION,
@@ -25,7 +30,7 @@ def plain_report(report: Report) -> dict[str, Any]:
         "numel": report.numel,
         "nbytes": report.nbytes,
         "ranks": [_totals(each) for each in report.totals],
-        "parameters": [_parameter(each, numbers[each.tiling]) for each in report.parameters],
+        "parameters": [_parameter(each, numbers[each.tiling]) for each in parameters],
         "tilings": [_tiling(each) for each in tilings],
         "remarks": [
             {
@@ -41,6 +46,7 @@ def plain_report(report: Report) -> dict[str, Any]:
         else {
             name: {str(rank): elements for rank, elements in held.items()}
             for name, held in report.values.items()
+            if name in told
         },
     }
 

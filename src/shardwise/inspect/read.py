@@ -17,8 +17,8 @@ from shardwise.inspect.grid import Coordinate, Grid, grid_of, names_of, reachabl
 from shardwise.inspect.report import Kind, ParameterReport, Report
 from shardwise.inspect.tiling import Part, Tiling, cut, placed, shape_of, whole
 from shardwise.sharding.form import ShardedForm
-from shardwise.sharding.hooks import state_of
 from shardwise.sharding.layout import Layout
+from shardwise.sharding.module_state import state_of
 
 Held = dict[int, tuple[Part, int]]
 

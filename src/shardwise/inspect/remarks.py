@@ -8,6 +8,8 @@ from shardwise.inspect.report import Kind, ParameterReport, Remark, Report
 from shardwise.inspect.words import counted, ranks_in_words, shape_in_words
 from shardwise.units import brief_size
 
+_EVEN_ENOUGH = 1.05  # what the fullest rank may hold, as a multiple of the emptiest one's
+
 
 def remarks_on(report: Report) -> Iterator[Remark]:
     """Every remark that there is reason for, the most expensive kinds first."""
@@ -70,7 +72,7 @@ def _replicated(report: Report) -> Iterator[Remark]:
 def _unbalanced(report: Report) -> Iterator[Remark]:
     most = max(report.totals, key=lambda total: total.parameters)
     least = min(report.totals, key=lambda total: total.parameters)
-    if most.parameters == least.parameters:
+    if most.parameters <= _EVEN_ENOUGH * least.parameters:
         return
     found = [
         each

@@ -202,11 +202,15 @@ class Report:
             or any(fnmatch.fnmatchcase(name, pattern) for name in (each.name, *each.aliases))
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain values that ``json`` can write; docs/inspect.md has the fields."""
+    def to_json(self, pattern: str | None = None) -> dict[str, Any]:
+        """The report as plain values that ``json`` can write; docs/inspect.md has the fields.
+
+        Args:
+            pattern: of the parameters to tell of one by one, see :meth:`matching`.
+        """
         from shardwise.inspect.plain import plain_report
 
-        return plain_report(self)
+        return plain_report(self, self.matching(pattern))
 
     def to_html(self, path: str | Path) -> Path:
         """Write the report as one page that needs nothing else.

@@ -137,7 +137,8 @@ class Admission:
         trouble = _difference(message["options"], self._options, "host 0") if later else None
         if trouble is not None:
             return trouble
-        if len(here) >= nodes.count:
+        # Host 0 has a place, even where another was quicker.
+        if rank and len({0, *(host.rank for host in here)}) >= nodes.count:
             return f"--nnodes: the job at {nodes.where} has its {counted(nodes.count)} already"
         return None
 

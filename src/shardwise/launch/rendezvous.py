@@ -169,7 +169,8 @@ class Meeting:
         late = self._round >= 0 or now - self._last_came > LAST_CALL
         if self._are_missing() and not late:
             return
-        if self._hosts and all(host.ready is not None for host in self._hosts):
+        is_met = any(host.rank == 0 for host in self._hosts)
+        if is_met and all(host.ready is not None for host in self._hosts):
             self._start(fitting, why)
 
     def _are_missing(self) -> bool:

@@ -5,7 +5,7 @@ checkpoints/step-00000040/    model, optimizer, and in `extra`: position, random
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch import nn
+
+    from shardwise.checkpoint import Handle
 
 # Where DiLoCo keeps the outer state; it hides that from those who look at the inner one's.
 DILOCO = "diloco"
@@ -71,6 +73,7 @@ class Checkpoints:
         self._data = data
         self._group = group
         self._replicas = replicas
+        self._under_way: tuple[int, Handle] | None = None
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, oldest first."""
@@ -110,29 +113,76 @@ class Checkpoints:
         is killed, all earlier checkpoints are as they were.
 
         Raises:
-            SaveError: a rank could not write; every rank raises it.
+            SaveError: a rank could not write, this one or the one before; every rank raises it.
         """
-        import torch.distributed as dist
-
         from shardwise.checkpoint import save
 
+        self.settle()
         target = self.path(position.step)
         if position.step in self.steps():
             return target
-        extra: dict[str, Any] = {
-            _POSITION: asdict(position),
-            _RANDOM: _random_state(),
-            _REPLICAS: {"count": self._replicas},
-        }
-        if self._data is not None:
-            extra[_DATA] = self._data.state()
         try:
-            if dist.get_rank(self._group) == 0 and target.exists():
-                delete(target)  # it is not complete
+            target, extra = self._prepared(position)
             save(target, model, optimizer, extra, keep_last=self._keep_last, group=self._group)
         except (CheckpointError, OSError) as error:
             raise SaveError(self._lost(position.step, error)) from error
         return target
+
+    def begin(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """As :meth:`save`, but return once the state is copied. Every rank calls it.
+
+        It waits for the one before. :meth:`settle` waits for this one, and tells how it ended.
+
+        Raises:
+            SaveError: a rank could not write the one before; every rank raises it.
+        """
+        from shardwise.checkpoint.ranks.background import start
+
+        self.settle()
+        if position.step in self.steps():
+            return
+        try:
+            write = self.copied(position, model, optimizer)
+        except OSError as error:
+            raise SaveError(self._lost(position.step, error)) from error
+        self._under_way = position.step, start(write, self.path(position.step))
+
+    def settle(self) -> int | None:
+        """Wait for the checkpoint that was begun, if one was. Every rank calls it, or none does.
+
+        Returns:
+            Its step, once it is complete and on the disk; ``None`` where none was begun.
+
+        Raises:
+            SaveError: a rank could not write; every rank raises it.
+        """
+        if self._under_way is None:
+            return None
+        (step, handle), self._under_way = self._under_way, None
+        try:
+            handle.result()
+        except CheckpointError as error:
+            raise SaveError(self._lost(step, error)) from error
+        return step
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether one was begun, and this rank's part in it has ended, well or not."""
+        return self._under_way is not None and self._under_way[1].done()
+
+    def copied(
+        self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Callable[[], None]:
+        """What writes a checkpoint, of which this rank's part is copied when this returns.
+
+        Raises:
+            OSError: what is in the way of it cannot be deleted.
+        """
+        from shardwise.checkpoint.ranks.copied import Copied
+
+        target, extra = self._prepared(position)
+        keep, group = self._keep_last, self._group
+        return Copied(target, model, optimizer, extra, keep_last=keep, group=group).write
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
         """Load a checkpoint into shards, on the same or another world. Every rank calls it.
@@ -163,6 +213,26 @@ class Checkpoints:
         except CheckpointError as error:
             raise UserError(f"--resume: {error}") from error
         return position
+
+    def _prepared(self, position: Position) -> tuple[Path, dict[str, Any]]:
+        """Where a checkpoint goes, with nothing in the way, and what belongs to it.
+
+        Raises:
+            OSError: what is in the way, and not complete, cannot be deleted.
+        """
+        import torch.distributed as dist
+
+        target = self.path(position.step)
+        if dist.get_rank(self._group) == 0 and target.exists():
+            delete(target)  # it is not complete
+        extra: dict[str, Any] = {
+            _POSITION: asdict(position),
+            _RANDOM: _random_state(),
+            _REPLICAS: {"count": self._replicas},
+        }
+        if self._data is not None:
+            extra[_DATA] = self._data.state()
+        return target, extra
 
     def _lost(self, step: int, error: Exception) -> str:
         kept = self.steps()

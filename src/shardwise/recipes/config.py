@@ -134,6 +134,8 @@ class OutputConfig:
         out: folder of the run.
         checkpoint_every: steps between checkpoints; 0: only when training ends or is stopped.
         keep_last: checkpoints to keep.
+        async_checkpoint: train on while checkpoints are written, from a copy of every rank's
+            shards; the last one, and one on a signal, are waited for.
         eval_every: steps between evaluations, or epochs in a training that is counted in
             epochs; 0: only at the end.
         tensorboard: write event files too.
@@ -144,6 +146,7 @@ class OutputConfig:
     out: Path
     checkpoint_every: int = 100
     keep_last: int = 2
+    async_checkpoint: bool = False
     eval_every: int = 100
     tensorboard: bool = False
     resume: bool = False
@@ -208,7 +211,7 @@ def check_train(config: TrainConfig) -> None:
         require(0 < found < math.inf, "--peer-timeout", found, expected)
     require(0 <= config.seed < 2**63, "--seed", config.seed, "0 to 2^63 - 1")
     _check_optimizer(config.optimizer)
-    _check_output(config.output)
+    _check_output(config.output, counts_epochs=config.epochs is not None)
     sharding = config.sharding
     require(
         sharding.mesh is None or sharding.replicas is None,
@@ -250,10 +253,10 @@ def _check_optimizer(config: AdamWConfig | SgdConfig) -> None:
     require(0 <= config.clip_grad < math.inf, "--clip-grad", config.clip_grad, "0 or more")
 
 
-def _check_output(config: OutputConfig) -> None:
+def _check_output(config: OutputConfig, *, counts_epochs: bool) -> None:
     _at_least("--checkpoint-every", config.checkpoint_every, 0)
     _at_least("--keep-last", config.keep_last, 1)
-    _at_least("--eval-every", config.eval_every, 0)
+    _at_least("--eval-interval" if counts_epochs else "--eval-every", config.eval_every, 0)
     require(
         not (config.resume and config.overwrite),
         "--resume",

@@ -79,19 +79,15 @@ def show(outlook: Outlook, console: Console) -> None:
         highlight=False,
     )
     ranks = whole.world_size
-    say(
-        f"sharding   {outlook.config.strategy.value} over {outlook.plan}: every parameter is cut "
-        f"into {ranks} {'shard' if ranks == 1 else 'shards'}{_copies(outlook.plan)}",
-        highlight=False,
-    )
+    cut = f"every parameter is cut into {ranks} {'shard' if ranks == 1 else 'shards'}"
+    over = f"sharding   {outlook.config.strategy.value} over {outlook.plan}"
+    replicas = outlook.plan.shape[0] if len(outlook.plan.shape) == 2 else 1
+    say(f"{over}: {cut}" if replicas == 1 else over, highlight=False)
+    if replicas > 1:
+        say(f"           {cut}; {replicas} copies of the model", highlight=False)
     say(_table(outlook), highlight=False)
     for text in _memory(outlook):
         say(text, highlight=False)
-
-
-def _copies(plan: ShardingPlan) -> str:
-    replicas = plan.shape[0] if len(plan.shape) == 2 else 1
-    return f"; {replicas} copies of the model, all alike" if replicas > 1 else ""
 
 
 def _table(outlook: Outlook) -> Table:

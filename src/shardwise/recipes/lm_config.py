@@ -19,7 +19,7 @@ from shardwise.recipes.config import (
 )
 from shardwise.recipes.data import TextData, load_text
 from shardwise.recipes.presets import longest_sequence, model_settings
-from shardwise.recipes.rundir import RunDir, check_same
+from shardwise.recipes.rundir import RunDir, check_same, check_same_model
 from shardwise.recipes.sources import Documents, find_documents, is_streamed
 from shardwise.recipes.span import Span
 
@@ -127,11 +127,9 @@ class LmInputs:
     def check_same(self, before: Mapping[str, Any]) -> None:
         """Check that model, data and order are those of the run that is resumed."""
         now = self.facts()
-        model, data = before.get("model", {}), before.get("data", {})
+        data = before.get("data", {})
         # First, since the default of --seq-length goes with the model.
-        if model.get("settings") != now["model"]["settings"]:
-            expected = f"{model.get('name')} as it was when the run began that --resume goes on"
-            raise OptionError("--model", f"{self.config.model}, another model", expected)
+        check_same_model(before.get("model", {}), now["model"], {})
         config = {"shuffle_buffer": 0, **before.get("config", {})}  # as before there was one
         fixed = {"seq_length": "--seq-length", "shuffle_buffer": "--shuffle-buffer"}
         check_same(config, now["config"], fixed)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import clip_grad_norm_
 from shardwise.launch.errors import Stopped, UserError, signal_name
 from shardwise.launch.signals import StopSignals
-from shardwise.recipes.checkpointing import Checkpoints
+from shardwise.recipes.checkpointing import Checkpoints, SaveError
 from shardwise.recipes.config import TrainConfig
 from shardwise.recipes.journal import Journal
 from shardwise.recipes.metrics import StepMetrics
@@ -56,6 +56,7 @@ class _Outcome:
     lr: float
     memory_mib: float
     stop: int  # the signal that asked any rank to stop, or 0
+    saved: bool  # the checkpoint that was being saved has ended on all ranks, well or not
 
 
 class Loop:
@@ -122,6 +123,8 @@ class Loop:
                     position = outcome.position
                     self._write(outcome)
                     self._signals.stepped()
+                    if outcome.saved:
+                        self._settle()
                     if self._task.replicas is not None and not self._left(position):
                         self._task.replicas.end()
                     judged = self._evaluate_if_due(before, position)
@@ -144,13 +147,13 @@ class Loop:
         loss = self._accumulate(before)
         limit = config.optimizer.clip_grad or math.inf
         norm = _item(clip_grad_norm_(list(task.module.parameters()), limit))
-        mean, memory_mib, stop = self._exchange(loss, position.step)
+        mean, memory_mib, stop, saved = self._exchange(loss, position.step)
         if not (math.isfinite(mean) and math.isfinite(norm)):
             raise DivergedError(self._divergence(position.step, mean, norm))
         task.optimizer.step()
         task.optimizer.zero_grad()
         task.after_step()
-        return _Outcome(position, mean, norm, lr, memory_mib, stop)
+        return _Outcome(position, mean, norm, lr, memory_mib, stop, saved)
 
     def _accumulate(self, position: Position) -> torch.Tensor:
         """Forward and backward over this rank's microbatches; the mean loss."""
@@ -167,8 +170,10 @@ class Loop:
             total += loss.detach().float() / count
         return total
 
-    def _exchange(self, loss: torch.Tensor, step: int) -> tuple[float, float, int]:
-        """Tell all ranks, and hear from all: mean loss, largest memory, who was asked to stop.
+    def _exchange(self, loss: torch.Tensor, step: int) -> tuple[float, float, int, bool]:
+        """Tell all ranks, and hear from all: mean loss, largest memory, stop, and saved.
+
+        What the last two mean says :class:`_Outcome`.
 
         Where replicas train apart, these are mostly the replica's own, which does not stop alone.
         """
@@ -176,13 +181,18 @@ class Loop:
         group = None if replicas is None else replicas.group_after(step)
         size = dist.get_world_size(group)
         mine = torch.tensor(
-            [loss.item(), peak_memory_mib(self._device), self._signals.noted], dtype=torch.float64
+            [
+                *(loss.item(), peak_memory_mib(self._device)),
+                *(self._signals.noted, self._checkpoints.has_ended),
+            ],
+            dtype=torch.float64,
         )
         everyone = [torch.empty_like(mine) for _ in range(size)]
         dist.all_gather(everyone, mine, group=group)
-        losses, memory, asked = torch.stack(everyone, dim=1).tolist()
+        losses, memory, asked, ended = torch.stack(everyone, dim=1).tolist()
         # Summed in the order of ranks: the same bits on every rank, every time.
-        return sum(losses) / size, max(memory), int(max(asked)) if group is None else 0
+        stop = int(max(asked)) if group is None else 0
+        return sum(losses) / size, max(memory), stop, all(ended)
 
     def _write(self, outcome: _Outcome) -> None:
         seconds = sum(self._durations) / len(self._durations)
@@ -220,14 +230,37 @@ class Loop:
     def _save_if_due(self, position: Position, stop: int) -> None:
         every = self._config.output.checkpoint_every
         last = not self._left(position)
-        if stop or last or (every and position.step % every == 0):
-            self._journal.saved()
-            path = self._checkpoints.save(position, self._task.module, self._task.optimizer)
-            self._display.say(f"checkpoint step={position.step} {path}")
+        if not (stop or last or (every and position.step % every == 0)):
+            return
+        self._settle()
+        self._journal.saved()
+        model, optimizer = self._task.module, self._task.optimizer
+        if self._config.output.async_checkpoint and not (stop or last):
+            self._checkpoints.begin(position, model, optimizer)
+        else:
+            self._checkpoints.save(position, model, optimizer)
+            self._tell_saved(position.step)
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint that is being saved, if one is.
+
+        Raises:
+            SaveError: a rank could not write; every rank raises it.
+        """
+        step = self._checkpoints.settle()
+        if step is not None:
+            self._tell_saved(step)
+
+    def _tell_saved(self, step: int) -> None:
+        self._display.say(f"checkpoint step={step} {self._checkpoints.path(step)}")
 
     def _divergence(self, step: int, loss: float, norm: float) -> str:
-        saved = self._checkpoints.steps()
-        since = f"step {saved[-1]} is saved" if saved else "nothing was saved before"
+        try:
+            self._settle()
+            saved = self._checkpoints.steps()
+            since = f"step {saved[-1]} is saved" if saved else "nothing was saved before"
+        except SaveError as error:
+            since = str(error)
         return (
             f"step {step}: found loss {loss} and gradient norm {norm}, expected finite numbers; "
             f"{since}; try a lower --lr or a longer --warmup"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import Any
 
 import torch
@@ -62,7 +63,9 @@ def _from_settings(family: Any, settings: dict[str, Any], kind: str) -> PreTrain
         config = AutoConfig.for_model(settings["model_type"], **rest, dtype="float32")
         model = family.from_config(config, dtype=torch.float32)
     except Exception as error:  # each of its models checks in its own way
-        reason = " ".join(str(error).split())[:200]
+        # Their first sentence; a list of everything that would do follows.
+        first = " ".join(str(error).split()).partition(". ")[0]
+        reason = textwrap.shorten(first, 200, placeholder=" ...")
         raise OptionError(
             "--model",
             f"settings that transformers cannot use ({reason})",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from shardwise.launch.world import World
 from shardwise.recipes.begin import check_extras
@@ -18,7 +18,7 @@ from shardwise.recipes.config import (
     resolve_sharding,
 )
 from shardwise.recipes.imagefolder import ImageFolder, find_pictures
-from shardwise.recipes.rundir import RunDir, check_same
+from shardwise.recipes.rundir import RunDir, check_same, check_same_model
 from shardwise.recipes.span import Span
 
 # --fake-data stands in for ImageNet, with few pictures to be judged by: nobody waits for noise.
@@ -97,6 +97,9 @@ class PictureInputs:
         folders: pictures to learn from and to be judged by; None for fake data.
     """
 
+    #: Setting of the model -> option that changes it.
+    model_options: ClassVar[Mapping[str, str]] = {}
+
     config: PictureConfig
     settings: dict[str, Any]
     folders: Folders | None
@@ -138,11 +141,11 @@ class PictureInputs:
     def check_same(self, before: Mapping[str, Any]) -> None:
         """Check that model and data are those of the run that is resumed."""
         now = self.facts()
-        model, data = before.get("model", {}), before.get("data", {})
+        data = before.get("data", {})
         # First, since the default of --image-size may go with the model.
-        if _but_size(model.get("settings", {})) != _but_size(self.settings):
-            expected = f"{model.get('name')} as it was when the run began that --resume goes on"
-            raise OptionError("--model", f"{self.config.model}, another model", expected)
+        check_same_model(
+            _but_size(before.get("model", {})), _but_size(now["model"]), self.model_options
+        )
         check_same(before.get("config", {}), now["config"], {"image_size": "--image-size"})
         if data.get("fingerprint") != now["data"]["fingerprint"]:
             found = f"{now['data']['name']}, other pictures"
@@ -150,6 +153,8 @@ class PictureInputs:
             raise OptionError("--data-dir", found, expected)
 
 
-def _but_size(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a model without the size of its pictures, which is an option of its own."""
-    return {name: value for name, value in settings.items() if name != "image_size"}
+def _but_size(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A model without the size of its pictures, which belongs to the configuration."""
+    settings = dict(model.get("settings", {}))
+    settings.pop("image_size", None)
+    return {**model, "settings": settings}

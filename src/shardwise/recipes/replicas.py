@@ -6,7 +6,7 @@ checkpoints/replicas/1/step-00000040/    replica 1: its inner parameters and opt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -130,26 +130,49 @@ class ReplicaCheckpoints(Checkpoints):
         Raises:
             SaveError: a rank could not write; every rank raises it.
         """
-        if isinstance(optimizer, DiLoCo):
-            optimizer.finish_exchanges()  # together: then replicas save one after the other
-        if self._position is not None:
-            self._position.tell()
-        ranks = Ranks(group_for(None))
+        self.settle()
+        self._come_together(optimizer)
 
-        def save_if(own_turn: bool) -> None:
-            if own_turn:
-                self._of(self._number).save(position, model, optimizer)
+        def part() -> None:
+            self._of(self._number).save(position, model, optimizer)
 
         try:
-            for first in (False, True):
-                turn = (self._number == 0) == first
-                ranks.all(
-                    f"saving step {position.step}",
-                    lambda turn=turn: save_if(turn),  # type: ignore[misc]
-                )
+            self._in_turn(position, part)()
         except CheckpointError as error:
             raise SaveError(str(error)) from error
         return self.path(position.step)
+
+    def copied(
+        self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Callable[[], None]:
+        """What writes the checkpoints of all replicas, of which this rank's part is copied.
+
+        Raises:
+            OSError: what is in the way of it cannot be deleted.
+        """
+        self._come_together(optimizer)
+        return self._in_turn(position, self._of(self._number).copied(position, model, optimizer))
+
+    def _come_together(self, optimizer: torch.optim.Optimizer) -> None:
+        """What all ranks do together, before replicas save one after the other."""
+        if isinstance(optimizer, DiLoCo):
+            optimizer.finish_exchanges()
+        if self._position is not None:
+            self._position.tell()
+
+    def _in_turn(self, position: Position, part: Callable[[], None]) -> Callable[[], None]:
+        """Does a replica's part; the first one's when all others are done."""
+        ranks = Ranks(group_for(None))
+
+        def nothing() -> None:
+            """It is the others' turn."""
+
+        def all_parts() -> None:
+            for first in (False, True):
+                own_turn = (self._number == 0) == first
+                ranks.all(f"saving step {position.step}", part if own_turn else nothing)
+
+        return all_parts
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
         """Load what each replica has saved. Every rank calls it.

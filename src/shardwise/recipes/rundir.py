@@ -167,6 +167,29 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], names: Mapping
             )
 
 
+def check_same_model(
+    before: Mapping[str, Any], now: Mapping[str, Any], options: Mapping[str, str]
+) -> None:
+    """Check that a run to be resumed is asked for with the model that it began with.
+
+    Args:
+        before: ``name`` and ``settings`` of the model in its ``run.json``.
+        now: those asked for.
+        options: setting -> option, for those that have one of their own.
+
+    Raises:
+        OptionError: naming the option by which it has become another model.
+    """
+    old, new = before.get("settings", {}), now["settings"]
+    differing = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if not differing:
+        return
+    if before.get("name") == now["name"] and set(differing) <= options.keys():
+        check_same(old, new, {name: options[name] for name in differing})
+    expected = f"{before.get('name')} as it was when the run began that --resume goes on"
+    raise OptionError("--model", f"{now['name']}, another model", expected)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a small file whole or not at all, and onto the disk."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

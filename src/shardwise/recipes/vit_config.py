@@ -101,5 +101,6 @@ class VitInputs(PictureInputs):
     """What a configuration refers to."""
 
     recipe = "vit"
+    model_options = {"num_hidden_layers": "--layers", "patch_size": "--patch-size"}  # noqa: RUF012
 
     config: VitConfig

@@ -29,10 +29,11 @@ from shardwise.sharding.device_mesh import check_beside
 from shardwise.sharding.extension import check_extension
 from shardwise.sharding.form import ParamOwner, ShardedForm
 from shardwise.sharding.group import ParamGroup
-from shardwise.sharding.hooks import FSDPState, state_of
+from shardwise.sharding.hooks import FSDPState
 from shardwise.sharding.kept import KeptShards
 from shardwise.sharding.mesh import DataMesh, default_mesh
 from shardwise.sharding.module import become_fsdp_module
+from shardwise.sharding.module_state import state_of
 from shardwise.sharding.offload import Offload
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.placing import can_shard

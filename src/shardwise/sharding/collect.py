@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import _torch
 from shardwise.errors import MisuseError
 from shardwise.sharding.form import ParamOwner, ShardedForm
-from shardwise.sharding.hooks import state_of
+from shardwise.sharding.module_state import state_of
 
 _TAKEN = "_shardwise_form"
 _GROUPS = "_shardwise_groups"

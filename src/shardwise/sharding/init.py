@@ -10,7 +10,8 @@ from torch import nn
 
 from shardwise import _torch
 from shardwise.sharding.form import ShardedForm
-from shardwise.sharding.hooks import FSDPState, state_of
+from shardwise.sharding.module_state import ModuleState
+from shardwise.sharding.reach import states_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def materialize(
         ValueError: a module has tensors on the meta device, no ``reset_parameters``, and ``init``
             is not given; nothing has been changed then.
     """
-    states = list(dict.fromkeys(s for m in model.modules() if (s := state_of(m)) is not None))
+    states = list(states_of(model))
     if device is None:
         device = states[0].device if states else torch.get_default_device()
     visits = list(_visits(model, states))
@@ -86,7 +87,7 @@ def materialize(
     return model
 
 
-def _visits(model: nn.Module, states: list[FSDPState]) -> Iterator[_Visit]:
+def _visits(model: nn.Module, states: list[ModuleState]) -> Iterator[_Visit]:
     """Every module, children first, each once."""
     owned: dict[nn.Module, dict[str, ShardedForm]] = {}
     for state in states:

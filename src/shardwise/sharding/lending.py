@@ -19,7 +19,7 @@ from shardwise import _torch
 from shardwise.errors import MisuseError
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_state import GroupState
-from shardwise.sharding.hooks import FSDPState
+from shardwise.sharding.module_state import ModuleState
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.phase import Phase
 from shardwise.sharding.unrecorded import unrecorded
@@ -44,7 +44,7 @@ class Loan:
 
 
 @contextmanager
-def lent_whole(states: Iterable[FSDPState], loan: Loan) -> Iterator[None]:
+def lent_whole(states: Iterable[ModuleState], loan: Loan) -> Iterator[None]:
     """Let the modules of ``states`` hold whole parameters inside. Every rank enters.
 
     Raises:
@@ -163,7 +163,7 @@ def _rows(param: ShardedParam, full: torch.Tensor) -> torch.Tensor:
     return param.layout.cut(whole.detach(), param.form.mesh.shard.rank).contiguous()
 
 
-def _check_idle(state: FSDPState) -> None:
+def _check_idle(state: ModuleState) -> None:
     where = f"{type(state.modules[0]).__name__} on rank {dist.get_rank()}"
     if any(group.state is GroupState.LENT for group in state.groups):
         raise MisuseError(f"{where}: its whole parameters are lent already; do not nest")

@@ -8,7 +8,8 @@ from typing import cast
 from torch import nn
 
 from shardwise.sharding.group import ParamGroup
-from shardwise.sharding.hooks import FSDPState, state_of
+from shardwise.sharding.hooks import FSDPState
+from shardwise.sharding.module_state import ModuleState, state_of
 
 
 def require_state(module: object) -> FSDPState:
@@ -18,7 +19,7 @@ def require_state(module: object) -> FSDPState:
         ValueError: ``fully_shard`` was not applied to it.
     """
     state = state_of(module) if isinstance(module, nn.Module) else None
-    if state is None:
+    if not isinstance(state, FSDPState):
         raise ValueError(
             f"expected a module that shardwise.fully_shard was applied to, found "
             f"{type(module).__name__}"
@@ -26,14 +27,14 @@ def require_state(module: object) -> FSDPState:
     return state
 
 
-def states_of(module: object, recurse: bool) -> Iterator[FSDPState]:
-    """The state of ``module``; with ``recurse`` also those of the modules in it, each once."""
+def states_of(module: object, recurse: bool = True) -> Iterator[ModuleState]:
+    """The state of ``module``, and with ``recurse`` those of the modules in it; each once."""
     top = cast(nn.Module, module)
     found = (state_of(each) for each in (top.modules() if recurse else [top]))
     return iter(dict.fromkeys(state for state in found if state is not None))
 
 
-def groups_of(module: object, recurse: bool) -> Iterator[ParamGroup]:
+def groups_of(module: object, recurse: bool = True) -> Iterator[ParamGroup]:
     """The groups of those states."""
     for state in states_of(module, recurse):
         yield from state.groups

@@ -107,9 +107,14 @@ class Reduction:
 
     @property
     def can_be_left(self) -> bool:
-        """Whether what is under way goes on by itself and holds no more than sharded gradients."""
+        """Whether what is under way goes on by itself and holds no more than sharded gradients.
+
+        Where those live on the host it holds memory of the device, so it is not left there.
+        """
         replicate = self._mesh.replicate
-        return replicate is not None and replicate.runs_behind and self._is_over_replicate
+        if replicate is None or not (replicate.runs_behind and self._is_over_replicate):
+            return False
+        return all(param.local.device == self._mesh.device for param in self._params)
 
     def advance(self) -> bool:
         """Wait for the collective under way and start the next, or finish.

@@ -16,7 +16,7 @@ from shardwise.sharding.phase import Phase
 from shardwise.sharding.reduce import Reduction
 
 
-class ModuleState(Protocol):
+class StateUnderRoot(Protocol):
     """What a root has to know of the state of a ``fully_shard`` call."""
 
     groups: list[ParamGroup]
@@ -24,7 +24,7 @@ class ModuleState(Protocol):
     modules_to_run: set[nn.Module]
 
 
-State = TypeVar("State", bound=ModuleState)
+State = TypeVar("State", bound=StateUnderRoot)
 
 
 def settle(groups: Iterable[ParamGroup]) -> None:
@@ -122,9 +122,6 @@ class Root(Generic[State]):
         due = max(0, len(self._pending) - (group.options.reduce_scatter_max_input_buffers - 1))
         moving, self._pending = self._pending[:due], self._pending[due:]
         self._pending[:0] = [each for each in moving if not self._move_on(each)]
-        # No more than one gradient of every group, however many backwards leave theirs.
-        while len(self._left_alone) > sum(1 for _ in self._groups()):
-            self._left_alone.pop(0).finish()
         reduction = group.reduce_grads()
         if reduction is not None:
             self._pending.append(reduction)
@@ -164,13 +161,20 @@ class Root(Generic[State]):
         return (group for state in self.states for group in state.groups)
 
     def _move_on(self, reduction: Reduction) -> bool:
-        """Return whether nobody has to look after ``reduction`` until backward is over."""
+        """Wait for what ``reduction`` has under way, and start its next collective.
+
+        Returns:
+            Whether it needs no further move: it is complete, or left alone until backward is over.
+        """
         if reduction.advance():
             return True
-        if reduction.can_be_left:
-            self._left_alone.append(reduction)
-            return True
-        return False
+        if not reduction.can_be_left:
+            return False
+        self._left_alone.append(reduction)
+        # No more than one gradient of every group, however many backwards leave theirs.
+        if len(self._left_alone) > sum(1 for _ in self._groups()):
+            self._left_alone.pop(0).finish()
+        return True
 
     def _deliver(self) -> None:
         if not self.is_last_backward:

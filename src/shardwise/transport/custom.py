@@ -75,7 +75,6 @@ class CustomTransport:
 
     name = "custom"
     literal = True
-    runs_behind = True
 
     def __init__(
         self,
@@ -86,6 +85,7 @@ class CustomTransport:
     ) -> None:
         self.rank = inner.rank
         self.world_size = inner.world_size
+        self.runs_behind = inner.runs_behind
         self._inner = inner
         self._group = group
         self._all_gather = all_gather

@@ -14,11 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from shardwise import checkpoint
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import TensorInfo
-from shardwise.checkpoint.formats.hf import INDEX, HfSource, plan_files
+from shardwise.checkpoint.formats.detect import Format
+from shardwise.checkpoint.formats.hf import INDEX, SINGLE, HfSource, plan_files
 from shardwise.checkpoint.formats.source import LEAST_BUFFER, Window
 from shardwise.checkpoint.ranks.weights import load_weights, save_hf
+from shardwise.checkpoint.tools.convert import convert
 from shardwise.errors import CheckpointError
 from tests.checkpoint.meshes import Setup, build, expected, fill, wrong
 from tests.parity.models import make_model
@@ -36,6 +39,7 @@ def _save(rank: int, world_size: int, setups: dict[str, Setup], folder: Path) ->
         model, optimizer = build(setup, seed=0)
         fill(model, optimizer)
         save_hf(folder / name, model, max_shard_size=3000, buffer=LEAST_BUFFER)
+        checkpoint.save(folder / f"{name}-ours", model, optimizer)
 
 
 def test_transformers_loads_what_a_sharded_model_saved(ranks: Ranks, tmp_path: Path) -> None:
@@ -60,6 +64,15 @@ def test_transformers_loads_what_a_sharded_model_saved(ranks: Ranks, tmp_path: P
         assert len(set(index["weight_map"].values())) > 2
         sizes = [tensor.nbytes for tensor in loaded.parameters()]
         assert index["metadata"]["total_size"] == sum(sizes)
+
+        # The same of a whole checkpoint, which says what model it is, and what is tied.
+        converted = tmp_path / f"{name}-converted"
+        convert(tmp_path / f"{name}-ours", converted, Format.HF)
+        assert "lm_head.weight" not in load_file(converted / SINGLE)
+        again, told = AutoModelForCausalLM.from_pretrained(converted, output_loading_info=True)
+        assert not any(told.values()), told
+        assert not wrong(again, torch.optim.SGD(again.parameters())), name
+        assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
 def test_a_file_is_filled_before_the_next_is_begun() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise import checkpoint
 from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.ranks import storage
+from shardwise.checkpoint.ranks import writer
 from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
 from tests.checkpoint.small import make, same, train
 
@@ -24,17 +24,17 @@ class Gate:
     """Holds writing back until it is opened."""
 
     def __init__(self) -> None:
-        self._original = storage.write_shard
+        self._original = writer.write_shard
         self._open = threading.Event()
         self.reached = threading.Event()
 
     def __enter__(self) -> Gate:
-        storage.write_shard = self._write  # type: ignore[assignment]
+        writer.write_shard = self._write  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
         self.open()
-        storage.write_shard = self._original
+        writer.write_shard = self._original
 
     def open(self) -> None:
         self._open.set()

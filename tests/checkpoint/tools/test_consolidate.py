@@ -80,7 +80,11 @@ def test_plain_torch_and_safetensors_load_it(
         _assert_right(name, torch.load(tmp_path / f"{name}.pt", weights_only=True))
         _assert_right(name, torch.load(tmp_path / f"{name}.pt", weights_only=True, mmap=True))
         parts = [load_file(path) for path in (tmp_path / name).glob("*.safetensors")]
-        _assert_right(name, {key: value for part in parts for key, value in part.items()})
+        found = {key: value for part in parts for key, value in part.items()}
+        if name == "llama-tied":  # a folder is as transformers writes it, which ties them again
+            assert "lm_head.weight" not in found
+            found["lm_head.weight"] = found["model.embed_tokens.weight"]
+        _assert_right(name, found)
         if name != "scalars":
             assert (tmp_path / name / INDEX).exists()
 

@@ -139,6 +139,21 @@ class Value:
 
 
 @dataclass(frozen=True)
+class ModelFacts:
+    """What a checkpoint tells of its model, beside its tensors.
+
+    Attributes:
+        strategy: how it was sharded, in words; empty if it was not said.
+        tied: names of tensors that were another one in the model, with the name of that one.
+        config: its ``config.json`` as ``transformers`` reads it; empty if it is none of theirs.
+    """
+
+    strategy: str = ""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds.
 
@@ -149,7 +164,7 @@ class Manifest:
         block: bytes that one checksum is of.
         world_size: the number of ranks that saved.
         mesh: the mesh of the model's parameters, ``"shard=4"``; empty if they are plain.
-        strategy: how they were sharded, in words; empty if it was not said.
+        facts: what else it tells of the model.
         versions: of what wrote it: ``{"shardwise": "0.1.0", "torch": "2.13.0"}``.
     """
 
@@ -159,7 +174,7 @@ class Manifest:
     block: int
     world_size: int
     mesh: str = ""
-    strategy: str = ""
+    facts: ModelFacts = ModelFacts()
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property

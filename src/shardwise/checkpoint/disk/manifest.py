@@ -32,6 +32,7 @@ from shardwise.checkpoint.disk.dtypes import NAMES, itemsize
 from shardwise.checkpoint.disk.entries import (
     SECTIONS,
     Manifest,
+    ModelFacts,
     Piece,
     StatePath,
     TensorEntry,
@@ -131,7 +132,9 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "versions": dict(manifest.versions),
         "world_size": manifest.world_size,
         "mesh": manifest.mesh,
-        "strategy": manifest.strategy,
+        "strategy": manifest.facts.strategy,
+        **({"tied": dict(manifest.facts.tied)} if manifest.facts.tied else {}),
+        **({"config": dict(manifest.facts.config)} if manifest.facts.config else {}),
         "checksum": {"algorithm": ALGORITHM, "block": manifest.block},
         "files": dict(manifest.files),
         "values": [
@@ -193,7 +196,7 @@ def _from_json(value: Any, where: str) -> Manifest:
         block=block,
         world_size=fields.number("world_size", least=1, most=10**9),
         mesh=fields.text("mesh"),
-        strategy=fields.text("strategy"),
+        facts=_facts(fields),
         versions={
             check_text(name, versions.where): versions.text(name)
             for name in fields.object("versions")
@@ -201,7 +204,22 @@ def _from_json(value: Any, where: str) -> Manifest:
     )
     _check_paths([*manifest.tensors, *manifest.values], where)
     _check_files(manifest, where)
+    _check_tied(manifest, where)
     return manifest
+
+
+def _facts(fields: Fields) -> ModelFacts:
+    optional = {name: fields.object(name) for name in ("tied", "config") if name in fields.all()}
+    return ModelFacts(fields.text("strategy"), **optional)
+
+
+def _check_tied(manifest: Manifest, where: str) -> None:
+    """Of tensors that were one in the model, both are there, of one dtype and shape."""
+    model = {entry.name: (entry.dtype, entry.shape) for entry in manifest.section("model")}
+    for name, other in manifest.facts.tied.items():
+        known = isinstance(other, str) and name in model and other in model
+        if not known or other == name or model[other] != model[name]:
+            refuse(f"{where}, 'tied', {name!r}", other, "another tensor of its dtype and shape")
 
 
 def _file_name(name: str, where: str) -> str:

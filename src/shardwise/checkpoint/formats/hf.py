@@ -5,8 +5,8 @@
     model.safetensors.index.json          which tensor is in which file
 
 A model that fits in one file is ``model.safetensors``, without an index. There is only the model:
-neither optimizer nor plain values. ``config.json`` is copied where it lies beside what is read; the
-tokenizer is not ours to write.
+neither optimizer nor plain values. ``config.json`` is written where the checkpoint or its run has
+one; the tokenizer is not ours to write.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,8 +177,8 @@ def write_hf(
 ) -> list[Path]:
     """Write the model of a source in this layout, front to back.
 
-    Where the source has a ``config.json`` beside it, or in the folder of its run, that is copied,
-    and weights that it says are tied are written once, as transformers does.
+    Where the source has a ``config.json`` beside it, in the folder of its run or in itself, that is
+    written too. Weights that are tied are written once, as transformers does.
 
     Args:
         folder: an empty folder.
@@ -194,12 +193,11 @@ def write_hf(
         CheckpointError: the source is damaged, or holds no model.
     """
     paths = model_tensors(source)
-    config = find_config(source.where)
-    if config is not None:
-        copied, said = config
-        for name in tied_copies(source, paths, said, Window(window.nbytes)):
-            window.progress(source.tensors[paths.pop(name)].nbytes)
-        shutil.copyfile(copied, folder / CONFIG)
+    text, said = find_config(source) or (b"", {})
+    for name in tied_copies(source, paths, said, Window(window.nbytes)):
+        window.progress(source.tensors[paths.pop(name)].nbytes)
+    if text:
+        (folder / CONFIG).write_bytes(text)
     files = plan_files({name: source.tensors[path] for name, path in paths.items()}, max_shard_size)
     for file in files:
         write_safetensors(folder / file.name, file.tensors, _chunks_of(source, paths, window))

@@ -47,6 +47,8 @@ class ShardwiseSource(Opened):
         }
         self.placements = {path: entry.placements for path, entry in self._entries.items()}
         self.about = _about(self.manifest)
+        self.tied = self.manifest.facts.tied
+        self.config = self.manifest.facts.config
         self.values: Mapping[StatePath, Any] = {
             value.path: value.value for value in self.manifest.values
         }
@@ -62,7 +64,8 @@ class ShardwiseSource(Opened):
 
 def _about(manifest: Manifest) -> list[str]:
     saved = f"saved by {manifest.world_size} rank{'' if manifest.world_size == 1 else 's'}"
-    how = [each for each in (manifest.mesh and f"mesh {manifest.mesh}", manifest.strategy) if each]
+    mesh = manifest.mesh and f"mesh {manifest.mesh}"
+    how = [each for each in (mesh, manifest.facts.strategy) if each]
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     return [", ".join([saved, *how]), f"with {versions}"]
 

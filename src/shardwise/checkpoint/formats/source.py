@@ -52,6 +52,9 @@ class Source(Protocol):
         values: what is stored beside tensors, in the same way.
         about: lines about the checkpoint, for people.
         placements: how a tensor was cut, in words, where the format tells.
+        tied: names of the model's tensors that were another one, with the name of that one, where
+            the format tells.
+        config: the ``config.json`` of the model, where the format tells; else empty.
     """
 
     @property
@@ -64,6 +67,10 @@ class Source(Protocol):
     def about(self) -> Sequence[str]: ...  # noqa: D102
     @property
     def placements(self) -> Mapping[StatePath, str]: ...  # noqa: D102
+    @property
+    def tied(self) -> Mapping[str, str]: ...  # noqa: D102
+    @property
+    def config(self) -> Mapping[str, Any]: ...  # noqa: D102
 
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
         """Read a part of a tensor.
@@ -94,6 +101,8 @@ class Opened(Closing):
 
     about: Sequence[str] = ()
     placements: Mapping[StatePath, str] = MappingProxyType({})
+    tied: Mapping[str, str] = MappingProxyType({})
+    config: Mapping[str, Any] = MappingProxyType({})
 
 
 class Window:

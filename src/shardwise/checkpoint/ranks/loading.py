@@ -21,8 +21,8 @@ from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import PieceReader, read_tensor
 from shardwise.checkpoint.disk.tree import leaves, unflatten
 from shardwise.checkpoint.ranks.optimizer import destinations, load_optimizer_tree, parameter_names
+from shardwise.checkpoint.ranks.reader import Reader
 from shardwise.checkpoint.ranks.state import check_tensor, local_of
-from shardwise.checkpoint.ranks.storage import Reader
 from shardwise.errors import CheckpointError
 from shardwise.sharding.state_dicts import sharded_state_dicts
 

@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
 from shardwise.checkpoint.disk.commit import keep_last
+from shardwise.checkpoint.disk.entries import ModelFacts
 from shardwise.checkpoint.ranks.agreement import Ranks
 from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
 from shardwise.checkpoint.ranks.state import State
-from shardwise.checkpoint.ranks.storage import Writer
+from shardwise.checkpoint.ranks.writer import Writer
 from shardwise.errors import CheckpointError
 from shardwise.sharding.state_dicts import sharded_state_dicts
 
@@ -30,7 +31,7 @@ class Saving:
 
     Attributes:
         path: the folder that it becomes.
-        strategy: how the model is sharded, in words.
+        facts: what the checkpoint tells of the model.
         ranks: who saves.
         keep_last: how many checkpoints to keep, this one included; all, if ``None``.
 
@@ -39,7 +40,7 @@ class Saving:
     """
 
     path: Path
-    strategy: str
+    facts: ModelFacts
     ranks: Ranks
     keep_last: int | None
 
@@ -59,7 +60,7 @@ class Saving:
             CheckpointError: a rank could not do its part; on every rank alike.
         """
         doing = f"saving {self.path}"
-        writer = Writer(self.path, strategy=self.strategy)
+        writer = Writer(self.path, facts=self.facts)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         metadata: Any = None
 

@@ -35,6 +35,7 @@ from shardwise.checkpoint.formats.source import (
 )
 from shardwise.checkpoint.ranks import background
 from shardwise.checkpoint.ranks.agreement import Ranks
+from shardwise.checkpoint.ranks.describe import ties as ties_of
 from shardwise.checkpoint.ranks.state import check_tensor
 from shardwise.errors import CheckpointError
 from shardwise.sharding.state_dicts import sharded_state_dict
@@ -72,7 +73,7 @@ def load_weights(
 
 def _load(path: Path, model: nn.Module, *, strict: bool, buffer: int) -> None:
     state = {name: each for name, each in sharded_state_dict(model).items() if _is_tensor(each)}
-    ties = _ties(model)
+    ties = ties_of(model)
     window = Window(buffer)
     with open_source(path) as source, torch.no_grad():
         names = model_tensors(source)
@@ -88,17 +89,6 @@ def _load(path: Path, model: nn.Module, *, strict: bool, buffer: int) -> None:
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def _ties(model: nn.Module) -> dict[str, list[str]]:
-    """The names of every tensor that has several, by each of them, in the order of the model."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in itertools.chain(
-        model.named_parameters(remove_duplicate=False),
-        model.named_buffers(remove_duplicate=False),
-    ):
-        names.setdefault(id(tensor), []).append(name)
-    return {name: group for group in names.values() if len(group) > 1 for name in group}
 
 
 def _check_names(
@@ -193,7 +183,7 @@ def save_hf(
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a state dict, tied ones under their first name only."""
-    ties = _ties(model)
+    ties = ties_of(model)
     for name, tensor in sharded_state_dict(model).items():
         if isinstance(tensor, torch.Tensor) and ties.get(name, [name])[0] == name:
             yield name, check_tensor(tensor, name)

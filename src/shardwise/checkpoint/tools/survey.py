@@ -108,7 +108,7 @@ def _look(path: Path) -> Listed:
     except CheckpointError as error:
         return Listed(path, step, form, nbytes, str(error))
     return Listed(
-        path, step, form, nbytes, "", manifest.world_size, manifest.mesh, manifest.strategy
+        path, step, form, nbytes, "", manifest.world_size, manifest.mesh, manifest.facts.strategy
     )
 
 

@@ -1,8 +1,7 @@
-"""Storage for ``torch.distributed.checkpoint``: safetensors files and a manifest.
+"""Saving a checkpoint as ``torch.distributed.checkpoint`` does: our files, under its plans.
 
-Torch's planners decide which rank writes what, and who needs which part of what was written. Here
-is where it goes to, and comes from. Both classes work under plain ``dcp.save`` and ``dcp.load`` as
-well, for state that is all tensors: what is not a tensor would be pickled there, and is refused.
+Torch's planners decide which rank writes what. It works under plain ``dcp.save`` as well, for state
+that is all tensors: what is not a tensor would be pickled there, and is refused.
 """
 
 from __future__ import annotations
@@ -20,29 +19,24 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
     SavePlan,
     SavePlanner,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import Commit
-from shardwise.checkpoint.disk.dtypes import dtype_name, torch_dtype
+from shardwise.checkpoint.disk.dtypes import dtype_name
 from shardwise.checkpoint.disk.entries import (
     SECTIONS,
     Manifest,
+    ModelFacts,
     Piece,
     StatePath,
     TensorEntry,
@@ -50,7 +44,6 @@ from shardwise.checkpoint.disk.entries import (
     shard_name,
 )
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest
-from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader
 from shardwise.checkpoint.disk.shardfile import BLOCK, Part, write_shard
 from shardwise.checkpoint.ranks.state import Origin
 from shardwise.errors import CheckpointError
@@ -61,14 +54,14 @@ class Writer(StorageWriter):
 
     Args:
         path: the folder that it becomes; there must be nothing of that name.
-        strategy: how the model is sharded, in words.
+        facts: what the checkpoint tells of the model.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, strategy: str = "") -> None:
+    def __init__(self, path: str | os.PathLike[str], *, facts: ModelFacts | None = None) -> None:
         self._path = Path(path)
         self._origins: dict[str, Origin] = {}
         self._values: list[Value] = []
-        self._strategy = strategy
+        self._facts = facts or ModelFacts()
         self._world_size = 1
         self._commit: Commit | None = None
 
@@ -182,13 +175,25 @@ class Writer(StorageWriter):
             block=BLOCK,
             world_size=self._world_size,
             mesh=next((entry.mesh for entry in entries if entry.mesh), ""),
-            strategy=self._strategy,
+            facts=self._facts_of(entries),
             versions={"shardwise": _own_version(), "torch": str(torch.__version__)},
         )
         write_manifest(partial, manifest)
         read_manifest(partial)  # what could not be read again must not get a name
         self._commit.publish()
         self._commit = None
+
+    def _facts_of(self, entries: Sequence[TensorEntry]) -> ModelFacts:
+        """What is told, as far as it is of what was saved: hooks may have renamed or changed it."""
+        model = {
+            entry.name: (entry.dtype, entry.shape) for entry in entries if entry.section == "model"
+        }
+        tied = {
+            name: other
+            for name, other in self._facts.tied.items()
+            if name in model and model[name] == model.get(other)
+        }
+        return replace(self._facts, tied=tied)
 
     def abandon(self) -> None:
         """Delete what was written, where this rank is the one that made the folder."""
@@ -209,98 +214,6 @@ class Writer(StorageWriter):
             mesh=origin.mesh,
             pieces=tuple(pieces),
         )
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this could be a path."""
-        return bool(str(checkpoint_id))
-
-
-class Reader(StorageReader):
-    """Reads one checkpoint.
-
-    Args:
-        path: its folder.
-        manifest: what is in it, where that is known already.
-        buffer: bytes that reading may hold beside what is read into.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        manifest: Manifest | None = None,
-        *,
-        buffer: int = CHUNK,
-    ) -> None:
-        self._path = Path(path)
-        self._manifest = manifest
-        self._buffer = buffer
-        self._entries: dict[str, TensorEntry] = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin with another checkpoint."""
-        if checkpoint_id is not None and Path(checkpoint_id) != self._path:
-            self._path, self._manifest = Path(checkpoint_id), None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The manifest, as torch's planners understand it.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
-        manifest = self._read_manifest()
-        return Metadata(
-            state_dict_metadata={entry.fqn: _metadata(entry) for entry in manifest.tensors},
-            planner_data={entry.fqn: entry.path for entry in manifest.tensors},
-        )
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Find entries by name."""
-        self._entries = {entry.fqn: entry for entry in self._read_manifest().tensors}
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Read in the order of files, as far as nothing speaks against it."""
-        return replace(plan, items=sorted(plan.items, key=self._place))
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads by itself."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan says into where the planner says.
-
-        Raises:
-            CheckpointError: a file is damaged.
-        """
-        with PieceReader(self._path, self._read_manifest(), buffer=self._buffer) as reader:
-            for item in plan.items:
-                entry, piece = self._find(item.storage_index)
-                target = planner.resolve_tensor(item)
-                offsets = zip(item.storage_offsets, piece.box.offsets, strict=True)
-                box = Box(tuple(a + b for a, b in offsets), tuple(item.lengths))
-                reader.read_into(entry, piece, box, target)
-                planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read_manifest(self) -> Manifest:
-        if self._manifest is None:
-            self._manifest = read_manifest(self._path)
-        return self._manifest
-
-    def _find(self, index: MetadataIndex) -> tuple[TensorEntry, Piece]:
-        entry = self._entries[index.fqn]
-        assert index.index is not None
-        return entry, entry.pieces[index.index]
-
-    def _place(self, item: ReadItem) -> tuple[str, int]:
-        if item.type != LoadItemType.TENSOR:
-            raise TypeError(f"{item.dest_index.fqn}: is not a tensor in {self._path}")
-        _, piece = self._find(item.storage_index)
-        return piece.file, piece.offset
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -342,17 +255,6 @@ def _part(item: WriteItem, planner: SavePlanner) -> Part:
     dtype = dtype_name(data.properties.dtype)
     entry = TensorEntry((item.index.fqn,), tuple(data.size), dtype, "", "", ())
     return Part(entry.key(piece), dtype, tuple(data.chunk.sizes), resolve)
-
-
-def _metadata(entry: TensorEntry) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        TensorProperties(dtype=torch_dtype(entry.dtype)),
-        torch.Size(entry.shape),
-        [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in (piece.box for piece in entry.pieces)
-        ],
-    )
 
 
 def _own_version() -> str:

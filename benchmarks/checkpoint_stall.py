@@ -1,0 +1,169 @@
+"""How long a training waits for a checkpoint: written at once, in the background, by torch's DCP.
+
+    python benchmarks/checkpoint_stall.py --params 34m --ranks 2
+
+A turn is the same number of training steps of the same model, with AdamW; after the first, one
+checkpoint is begun. It ends when the checkpoint is on the disk. ``steps`` saves nothing: what a
+turn of the others takes beyond it, in the same round, is what the checkpoint costs in all, the
+steps that it slows down included. In each round all take turns; who begins changes from round to
+round. Extra memory is the highest resident memory of a turn, less that of ``steps``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import shardwise.checkpoint
+from _checkpoint_stall_tables import WAYS, stall_tables
+from _memory import peak_rss, reset_peak_rss
+from _models import PRESETS, batches, build, groups
+from _options import one_of, positive_int, positive_ints
+from _report import document, machine, machine_line, save, wide_console
+from _worlds import World, stop_server
+
+Wait = Callable[[], object]
+
+
+class StallWorker:
+    """One rank of a training that saves."""
+
+    def __init__(self, params: str, tokens: int, seed: int) -> None:
+        self._model = build(params, seed)
+        for group in groups(self._model):
+            for module in group:
+                shardwise.fully_shard(module)
+        shardwise.fully_shard(self._model)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
+        self._batches = batches(params, tokens, dist.get_rank(), seed)
+        self._others = dist.new_group(backend="gloo")  # DCP's thread must not use training's
+        self._step(0)
+
+    def turn(self, way: str, steps: int, folder: Path) -> dict[str, float]:
+        """Train, and save once meanwhile.
+
+        Returns:
+            Seconds for which the call to save held the training up, seconds of the whole turn, and
+            the highest resident memory in bytes.
+        """
+        begin: dict[str, Callable[[Path], Wait]] = {
+            "steps": lambda folder: lambda: None,
+            "sync": self._save,
+            "async": self._begin,
+            "dcp": self._begin_dcp,
+        }
+        reset_peak_rss()
+        dist.barrier()
+        start = time.perf_counter()
+        self._step(0)
+        before = time.perf_counter()
+        wait = begin[way](folder)
+        stall = time.perf_counter() - before
+        for index in range(1, steps):
+            self._step(index)
+        wait()
+        seconds = time.perf_counter() - start
+        dist.barrier()
+        return {"stall": stall, "seconds": seconds, "peak": peak_rss()}
+
+    def _step(self, index: int) -> None:
+        tokens = self._batches[index % len(self._batches)]
+        self._model(input_ids=tokens, labels=tokens).loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _save(self, folder: Path) -> Wait:
+        shardwise.checkpoint.save(folder, self._model, self._optimizer)
+        return lambda: None
+
+    def _begin(self, folder: Path) -> Wait:
+        return shardwise.checkpoint.async_save(folder, self._model, self._optimizer).result
+
+    def _begin_dcp(self, folder: Path) -> Wait:
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        return dcp.async_save(state, checkpoint_id=folder, process_group=self._others).result
+
+
+def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Let all ways take turns; return the raw numbers."""
+    turns: dict[str, list[list[dict[str, float]]]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory(prefix="checkpoint-stall-", dir=options.folder) as root:
+        world = World("shardwise", ranks, StallWorker, params, options.tokens, options.seed)
+        try:
+            for way in WAYS:  # to warm up
+                _turn(world, way, options.steps, Path(root, way))
+            for index in range(options.rounds):
+                shift = index % len(WAYS)
+                for way in WAYS[shift:] + WAYS[:shift]:
+                    turns[way].append(_turn(world, way, options.steps, Path(root, way)))
+        finally:
+            world.close()
+    return {
+        "ranks": ranks,
+        "params": params,
+        "numel": PRESETS[params].numel,
+        "tokens": options.tokens,
+        "steps": options.steps,
+        "turns": turns,
+    }
+
+
+def _turn(world: World, way: str, steps: int, folder: Path) -> list[dict[str, float]]:
+    """One turn; the figures of all ranks.
+
+    Raises:
+        ValueError: nothing was saved.
+    """
+    by_rank: list[dict[str, float]] = world.call("turn", way, steps, folder)
+    if way != "steps":
+        if not any(folder.iterdir()):
+            raise ValueError(f"{way}: found nothing in {folder}, expected a checkpoint")
+        shutil.rmtree(folder)
+    return by_rank
+
+
+def _options() -> argparse.Namespace:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = made.add_argument
+    add("--ranks", type=positive_ints, default=[2], help="world sizes, e.g. 2 or 2,4")
+    add("--params", type=one_of(*PRESETS), default=["34m"], help=f"models: {', '.join(PRESETS)}")
+    add("--tokens", type=positive_int, default=256, help="of a rank and step (256)")
+    add("--steps", type=positive_int, default=6, help="of a turn (6)")
+    add("--rounds", type=positive_int, default=7, help="turns of each (7)")
+    add("--folder", type=Path, help="on the disk to be measured (the one of temporary files)")
+    add("--seed", type=int, default=0, help="of weights and tokens (0)")
+    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
+    return made.parse_args()
+
+
+def main() -> int:
+    options = _options()
+    console = wide_console()
+    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
+    cases = [play(ranks, params, options) for params in options.params for ranks in options.ranks]
+    content = document("checkpoint_stall", cases)
+    for table in stall_tables(content):
+        table.show(console)
+    console.print(content["command"], highlight=False, soft_wrap=True)
+    if options.json:
+        save(options.json, content)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    finally:
+        stop_server()

@@ -1,0 +1,147 @@
+"""When things happen in backward, and what forward leaves behind for that.
+
+    inputs' function     forward's inputs pass through it. Its backward runs when the gradients of
+                         the group are there: take them, reshard, start to reduce
+    output's hook        backward of the group begins: unshard, prefetch the one before it
+
+What no input tells of is done at the end of the whole backward; see ``root.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+
+from shardwise import _torch
+from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.module_state import ModuleState
+from shardwise.sharding.phase import Phase
+from shardwise.sharding.tree import map_tensors, tensors_in
+
+
+def mark_inputs(
+    state: ModuleState, group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pass inputs through a function whose backward tells that the group's is over.
+
+    What a collective is still making is waited for on the way, see :func:`_torch.arrived`.
+    """
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    inputs = [
+        _torch.arrived(tensor) for tensor in tensors_in((args, kwargs)) if tensor.requires_grad
+    ]
+    if not inputs:
+        return args, kwargs
+    marked = iter(_EndOfBackward.apply(state, group, *inputs))  # type: ignore[no-untyped-call]
+    new_args, new_kwargs = map_tensors(
+        lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs)
+    )
+    return new_args, new_kwargs
+
+
+def mark_outputs(state: ModuleState, output: Any) -> None:
+    """Hook what forward returned: when its gradient is known, backward of the groups begins."""
+    if not torch.is_grad_enabled():
+        return
+    hook = functools.partial(_pre_backward, state)
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            if _torch.may_write_through(tensor):
+                _warn_of_view(state)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _warn_of_view(state: ModuleState) -> None:
+    names = ", ".join(type(module).__name__ for module in state.modules)
+    warnings.warn(
+        f"{names} returned a view. An in-place operation on it (out += x) would drop the hook "
+        "by which backward gathers the parameters; use out = out + x, or return out.clone()",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def wait_for_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs as marking them leaves them, for a forward that marks none."""
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    new_args, new_kwargs = map_tensors(_torch.arrived, (args, kwargs))
+    return new_args, new_kwargs
+
+
+@_torch.outside_graphs
+def _pre_backward(state: ModuleState, grad: torch.Tensor) -> torch.Tensor:
+    _refuse_graph_of_backward()
+    state.phase = Phase.BACKWARD
+    state.root.queue_end_of_backward()
+    for group in state.groups:
+        if group.phase is Phase.BACKWARD:
+            continue  # another output of the same forward has been here
+        group.phase = Phase.BACKWARD
+        if group.options.unshard_in_backward:
+            group.unshard(for_backward=True)
+            group.wait_for_unshard()
+        before = state.root.order.enter_backward(group)
+        if before is not None and not state.backward_prefetch:
+            _prefetch(before)
+    for other in state.backward_prefetch:
+        for group in reversed(other.groups):
+            _prefetch(group)
+    return grad
+
+
+def _prefetch(group: ParamGroup) -> None:
+    if group.options.unshard_in_backward:
+        group.unshard(for_backward=True)
+
+
+def post_backward(state: ModuleState, group: ParamGroup) -> None:
+    """Reshard ``group`` and start to reduce its gradients."""
+    if state.phase is Phase.FORWARD and state.modules_to_run:
+        # Of several modules only some ran (a head on one chunk of its input, say), so no hook
+        # on an output saw this backward begin. Whoever runs next begins a pass of its own.
+        state.phase = Phase.IDLE
+        state.modules_to_run.clear()
+        if state.root.forward_root is state:
+            state.root.forward_root = None
+        state.root.queue_delivery()
+    state.root.post_backward(group)
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """The identity; its backward runs when the gradients of a group's inputs are known.
+
+    Autograd runs the accumulation of parameter gradients as soon as it is ready, before anything
+    else, so by then the group's parameter gradients are there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, state: ModuleState, group: ParamGroup, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.end = (state, group)
+        return inputs
+
+    @staticmethod
+    @_torch.outside_graphs
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _refuse_graph_of_backward()
+        state, group = ctx.end
+        post_backward(state, group)
+        return (None, None, *grads)
+
+
+def _refuse_graph_of_backward() -> None:
+    """Raise where backward itself is being recorded: its parameters will be freed by then."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "backward(create_graph=True): the backward of a backward is not available for sharded "
+            "modules, as their parameters are freed in between. Compute what needs it on a module "
+            "that fully_shard was not applied to"
+        )

@@ -1,0 +1,223 @@
+"""Switches of ``FSDPModule``: when gradients are reduced, and what their sum is divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise import MixedPrecisionPolicy, fully_shard
+from tests.sharding.nets import (
+    WIDTH,
+    Net,
+    assert_same_gradients,
+    average_backward,
+    batches,
+    group_of,
+    hybrid_mesh,
+    loss_of,
+    seeded,
+    sharded_modules,
+    sharded_net,
+)
+
+Ranks = Callable[..., list[Any]]
+
+
+# -- when gradients are reduced ----------------------------------------------------------------
+
+
+def _accumulates(rank: int, world_size: int) -> None:
+    net, whole = sharded_net(), seeded(Net)
+    net.set_requires_gradient_sync(False)
+    for step in range(2):
+        loss_of(net, batches(world_size, step)[rank]).backward()
+        assert all(param.grad is None for param in net.parameters())
+        average_backward(whole, batches(world_size, step))
+    net.set_requires_gradient_sync(True)
+    loss_of(net, batches(world_size, 2)[rank]).backward()
+    average_backward(whole, batches(world_size, 2))
+    assert_same_gradients(net, whole)
+
+
+def test_without_gradient_sync_gradients_wait_for_the_next_backward_with_it(ranks: Ranks) -> None:
+    ranks(_accumulates, 2)
+
+
+def _own_group_only(rank: int, world_size: int) -> None:
+    x = batches(world_size)[rank]
+    net = sharded_net()
+    net.set_requires_gradient_sync(False, recurse=False)
+    loss_of(net, x).backward()
+    assert net.head.weight.grad is None
+    assert net.blocks[0].up.weight.grad is not None
+
+    net = sharded_net(mesh=hybrid_mesh(world_size))
+    net.set_requires_all_reduce(False, recurse=False)
+    loss_of(net, x).backward()
+    assert net.head.weight.grad is None
+    assert net.blocks[0].up.weight.grad is not None
+
+
+def test_either_can_be_switched_off_for_one_group(ranks: Ranks) -> None:
+    ranks(_own_group_only, 2)
+
+
+class Choosy(nn.Module):
+    """Two layers of one group, of which a forward may use the first only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x) if both else x
+
+
+def _without_all_reduce(rank: int, world_size: int, last_uses_both: bool) -> None:
+    net, whole = seeded(Choosy), seeded(Choosy)
+    fully_shard(net, mesh=hybrid_mesh(world_size))
+    net.set_requires_all_reduce(False)
+    for step in range(2):
+        loss_of(net, batches(world_size, step)[rank]).backward()
+        average_backward(whole, batches(world_size, step))
+        assert all(param.grad is None for param in net.parameters()), "held until the all-reduce"
+    net.set_requires_all_reduce(True)
+    x = batches(world_size, 2)
+    net(x[rank], last_uses_both).square().mean().backward()
+    for batch in x:
+        (whole(batch, last_uses_both).square().mean() / world_size).backward()
+    assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("last_uses_both", [True, False], ids=["all used", "one unused at last"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_reduce_scatter_now_and_all_reduce_later(
+    ranks: Ranks, world_size: int, last_uses_both: bool
+) -> None:
+    ranks(_without_all_reduce, world_size, last_uses_both)
+
+
+def _sync_includes_all_reduce(rank: int, world_size: int) -> None:
+    net, whole = sharded_net(mesh=hybrid_mesh(world_size)), seeded(Net)
+    x = batches(world_size)
+    net.set_requires_all_reduce(False)
+    loss_of(net, x[rank]).backward()
+    net.set_requires_gradient_sync(True)
+    loss_of(net, x[rank]).backward()
+    for _ in range(2):
+        average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
+def test_gradient_sync_switches_both_collectives(ranks: Ranks) -> None:
+    ranks(_sync_includes_all_reduce, 2)
+
+
+def _not_last(rank: int, world_size: int) -> None:
+    net, whole = sharded_net(), seeded(Net)
+    net.set_is_last_backward(False)
+    for step in range(3):
+        net.set_is_last_backward(step == 2)
+        x = batches(world_size, step)
+        loss_of(net, x[rank]).backward()
+        average_backward(whole, x)
+        if step == 0:
+            assert net.blocks[0].up.weight.grad is None, "the last reduction is still under way"
+    assert_same_gradients(net, whole)
+
+
+def test_reductions_outlive_a_backward_that_is_not_the_last(ranks: Ranks) -> None:
+    ranks(_not_last, 2)
+
+
+# -- what a sum of gradients is divided by -----------------------------------------------------
+
+
+def _divides(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    net, whole = sharded_net(mp_policy=policy), seeded(Net)
+    x = batches(world_size)
+    net.set_gradient_divide_factor(4.0)
+    for block in net.blocks:
+        block.set_gradient_divide_factor(1.0)
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    for name, param in whole.named_parameters():
+        own_group = not name.startswith("blocks")  # the setter is not recursive
+        param.grad *= world_size / 4.0 if own_group else world_size
+    tolerance = {} if reduce_dtype != torch.float16 else {"rtol": 4e-3, "atol": 1e-3}
+    for name, param in net.named_parameters():
+        wanted = whole.get_parameter(name).grad
+        torch.testing.assert_close(param.grad.full_tensor(), wanted, msg=name, **tolerance)
+    for wrong in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="expected a positive number"):
+            net.set_gradient_divide_factor(wrong)
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64, torch.float16])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_factor_of_the_users_takes_the_place_of_the_world_size(
+    ranks: Ranks, world_size: int, reduce_dtype: torch.dtype | None
+) -> None:
+    ranks(_divides, world_size, reduce_dtype)
+
+
+def _divides_in_two_dimensions(rank: int, world_size: int) -> None:
+    net, whole = sharded_net(mesh=hybrid_mesh(world_size)), seeded(Net)
+    x = batches(world_size)
+    for module in sharded_modules(net):
+        with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
+            module.set_reduce_scatter_divide_factor(world_size)
+        module.set_requires_all_reduce(False)
+    loss_of(net, x[rank]).backward()
+    net.set_requires_all_reduce(True)
+    loss_of(net, x[rank]).backward()
+    for _ in range(2):
+        average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
+def test_the_older_name_of_the_factor_still_works_but_warns(ranks: Ranks) -> None:
+    ranks(_divides_in_two_dimensions, 4)
+
+
+# -- unused parameters -------------------------------------------------------------------------
+
+
+def _unused(rank: int, world_size: int) -> None:
+    net, whole = seeded(Choosy), seeded(Choosy)
+    fully_shard(net)
+    net.second.bias.requires_grad_(False)
+    whole.second.bias.requires_grad_(False)
+    x = batches(world_size)
+    net(x[rank], both=False).square().mean().backward()
+    assert net.second.weight.grad is None, "unused on all ranks: no gradient"
+    net.zero_grad()
+
+    net.set_reduce_scatter_unused_params(True)
+    net(x[rank], both=rank == 0).square().mean().backward()
+    for i, batch in enumerate(x):
+        (whole(batch, i == 0).square().mean() / world_size).backward()
+    assert_same_gradients(net, whole)
+    net.zero_grad()
+
+    net(x[rank], both=False).square().mean().backward()
+    assert not net.second.weight.grad.full_tensor().any()
+    net.set_reduce_scatter_unused_params(False)
+    net.zero_grad()
+    net(x[rank], both=False).square().mean().backward()
+    assert net.second.weight.grad is None
+
+    outer = fully_shard(nn.Sequential(net))
+    outer.set_reduce_scatter_unused_params(True, recurse=False)
+    assert not group_of(net).options.reduce_scatter_unused_params
+
+
+def test_parameters_unused_on_one_rank_count_as_zeros(ranks: Ranks) -> None:
+    ranks(_unused, 2)

@@ -1,0 +1,90 @@
+"""How sums over ranks become averages without leaving the range of the dtype; what can wait."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardwise.sharding.layout import Layout
+from shardwise.sharding.mesh import DataMesh
+from shardwise.sharding.options import GroupOptions
+from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.precision import Precision
+from shardwise.sharding.reduce import Reduction, Scaling
+from shardwise.sharding.unreduced import Partial
+from shardwise.transport.base import NO_LABEL, Reduce, Transport
+from shardwise.transport.local import LocalTransport
+
+
+def test_the_transport_averages_where_nothing_can_overflow() -> None:
+    assert Scaling.of(torch.float32, 8, None) == Scaling(1.0, Reduce.AVG, 1.0)
+    assert Scaling.of(torch.bfloat16, 8, None) == Scaling(1.0, Reduce.AVG, 1.0)
+
+
+def test_a_factor_of_the_user_divides_the_sum() -> None:
+    assert Scaling.of(torch.float32, 8, 3.0) == Scaling(1.0, Reduce.SUM, 3.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64, 1000])
+def test_half_precision_divides_on_both_sides(world_size: int) -> None:
+    scaling = Scaling.of(torch.float16, world_size, None)
+
+    assert scaling.op is Reduce.SUM
+    assert scaling.before * scaling.after == pytest.approx(world_size)
+    # Within a factor of two of the square root on each side, and exact in binary before the sum.
+    assert world_size**0.5 <= scaling.before < 2 * max(world_size, 1) ** 0.5
+    assert math.log2(scaling.before).is_integer()
+
+
+def test_a_sum_past_the_largest_half_survives() -> None:
+    world_size = 64
+    assert world_size * 4000.0 > torch.finfo(torch.float16).max
+    scaling = Scaling.of(torch.float16, world_size, None)
+    grad = torch.full((1,), 4000.0, dtype=torch.float16)
+
+    total = sum((grad / scaling.before for _ in range(world_size)), torch.zeros(1).half())
+
+    assert torch.isfinite(total).all()
+    assert (total / scaling.after).item() == pytest.approx(4000.0, rel=1e-2)
+
+
+class _Network(LocalTransport):
+    """Replicas at the other end of a network, which takes what it is given."""
+
+    runs_behind = True
+
+
+def _under_way(replicate: Transport, home: str) -> Reduction:
+    """The reduction of one gradient whose shard lives on ``home``, on its way over replicas."""
+    mesh = SimpleNamespace(
+        scatter=LocalTransport(), replicate=replicate, world_size=2, device=torch.device("cpu")
+    )
+    param = SimpleNamespace(
+        dtype=torch.float32, layout=Layout(torch.Size([3]), 0, 1), local=torch.empty(3, device=home)
+    )
+    reduction = Reduction(
+        NO_LABEL,
+        [cast(ShardedParam, param)],
+        [torch.ones(3)],
+        cast(DataMesh, mesh),
+        Precision(MixedPrecisionPolicy()),
+        GroupOptions(),
+        Partial(),
+    )
+    assert not reduction.can_be_left, "the reduce-scatter holds full gradients"
+    assert not reduction.advance()
+    return reduction
+
+
+def test_an_all_reduce_is_left_to_what_goes_on_by_itself() -> None:
+    assert _under_way(_Network(), "cpu").can_be_left
+    assert not _under_way(LocalTransport(), "cpu").can_be_left
+
+
+def test_a_gradient_that_is_to_leave_the_device_is_not_left_on_it() -> None:
+    assert not _under_way(_Network(), "meta").can_be_left

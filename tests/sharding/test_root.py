@@ -1,0 +1,107 @@
+"""What all groups under a root share: reductions under way, and an event to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.module_state import state_of
+from shardwise.sharding.root import Root
+from tests.sharding.nets import (
+    Net,
+    assert_same_gradients,
+    average_backward,
+    batches,
+    group_of,
+    loss_of,
+    sharded_net,
+    twins,
+)
+
+Ranks = Callable[..., list[Any]]
+
+
+def _buffers(rank: int, world_size: int) -> None:
+    net, whole = twins(lambda: Net(blocks=5))
+    x = batches(world_size)
+    most: list[int] = []
+    original = Root.post_backward
+
+    def counting(root: Root[Any], group: ParamGroup) -> None:
+        original(root, group)
+        most.append(len(root._pending))
+
+    Root.post_backward = counting  # type: ignore[method-assign]
+    for count in (1, 3):
+        net.set_reduce_scatter_max_input_buffers(count)
+        most.clear()
+        loss_of(net, x[rank]).backward()
+        average_backward(whole, x)
+        assert max(most) == count, f"groups on their way: {most}"
+    assert_same_gradients(net, whole)
+    net.set_reduce_scatter_max_input_buffers(1, recurse=False)
+    assert group_of(net.blocks[0]).options.reduce_scatter_max_input_buffers == 3
+    for wrong in (2.0, True, "2"):
+        with pytest.raises(TypeError, match="expected an int, found"):
+            net.set_reduce_scatter_max_input_buffers(wrong)
+    with pytest.raises(ValueError, match="at least 1, found 0"):
+        net.set_reduce_scatter_max_input_buffers(0)
+
+
+def test_more_gradients_may_be_on_their_way_at_once(ranks: Ranks) -> None:
+    ranks(_buffers, 2)
+
+
+def _left(rank: int, world_size: int, transport: str) -> None:
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    net, whole = twins(lambda: Net(blocks=5), mesh=mesh, transport=transport)
+    root = state_of(net).root
+    x = batches(world_size)
+    left: list[int] = []
+    original = Root.post_backward
+
+    def counting(root: Root[Any], group: ParamGroup) -> None:
+        original(root, group)
+        left.append(len(root._left_alone))
+
+    Root.post_backward = counting  # type: ignore[method-assign]
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    # Gradients over a network are left to it until backward is over; what is in memory is not.
+    assert left == ([0, 1, 2, 3, 4, 5] if transport == "c10d" else [0] * 6), left
+    assert not root._left_alone
+    assert_same_gradients(net, whole)
+    net.set_is_last_backward(False)
+    for _ in range(3):
+        loss_of(net, x[rank]).backward()
+        average_backward(whole, x)
+    assert max(left) <= 6, f"more than a gradient of each of 6 groups waits: {left}"
+    net.set_is_last_backward(True)
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_backward_does_not_wait_for_gradients_that_cross_a_network(
+    ranks: Ranks, transport: str
+) -> None:
+    ranks(_left, 2, transport)
+
+
+def _event(rank: int, world_size: int) -> None:
+    net = sharded_net()
+    event = object()
+    net.set_post_optim_event(event)
+    root = state_of(net).root
+    assert root.post_optim_event is event
+    loss_of(net, batches(world_size)[rank]).backward()
+    assert root.post_optim_event is None, "waited for by one forward"
+
+
+def test_an_event_behind_the_optimizer_is_for_one_forward(ranks: Ranks) -> None:
+    ranks(_event, 1)
