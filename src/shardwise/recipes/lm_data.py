@@ -72,5 +72,9 @@ def open_data(
         f"{brief(len(held))} tokens held back; "
         f"tokenizer {vocabulary.name}, {vocabulary.used:,} tokens"
     )
+    if device.type == "cpu" and source.commit is None:
+        # Local files are read by the cores that train: there is no waiting to hide, and threads
+        # that take turns at the interpreter's lock on busy cores make steps longer.
+        return LmData(streams, held, vocabulary, streams, summary)
     ahead = ReadAhead(streams, world.size, device)
     return LmData(ahead, held, vocabulary, ahead, summary, ahead.close)
