@@ -29,10 +29,12 @@ def diloco_tables(content: dict[str, Any]) -> list[Table]:
 def _table(case: dict[str, Any]) -> Table:
     settings = case["settings"]
     tokens = settings["steps"] * settings["ranks"] * settings["batch"] * settings["length"]
+    warmup = settings.get("outer_warmup")  # older documents have none
+    risen = f", momentum rises over {warmup} rounds" if warmup else ""
     table = Table(
         f"{settings['model']}, {settings['replicas']} replicas on {settings['ranks']} ranks, "
         f"{settings['steps']} steps, {tokens / 1e6:.2f} M tokens; outer rate "
-        f"{settings['outer_lr']}",
+        f"{settings['outer_lr']}{risen}",
         ["contender", "loss", "x synchronous", "MB between replicas", "fewer bytes"],
     )
     for name, found in case["contenders"].items():

@@ -1,9 +1,10 @@
-"""Hosts made of namespaces on one machine, and a link between them of a chosen speed.
+"""Hosts made of namespaces on one machine, and a link between them, of a chosen speed or as it is.
 
-    host 0  10.78.0.1 eth0 ──veth, tbf at each end── eth0 10.78.0.2  host 1
+    host 0  10.77.0.1 eth0 ──veth, tbf at each end── eth0 10.77.0.2  host 1
 
 A host has a network, mounts and inter-process memory of its own, so that only its own ranks share
-memory; files are the same. A process, ``sleep``, holds them. Needs root and Linux.
+memory; files are the same. A process, ``sleep``, holds them. Any number of pairs may exist at once:
+each has a network of its own, so addresses and ports never meet. Needs root and Linux.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
+import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 #: In the order in which a process enters: mounts last, as they hide what describes the others.
 _NAMESPACES = ("net", "ipc", "mnt")
+
+
+class HostsError(RuntimeError):
+    """A command that makes hosts, or changes them, failed; the message has it and what it said."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +36,13 @@ class Host:
         name: of the network namespace.
         address: of its end of the link, ``eth0``.
         pid: of the process that holds its namespaces.
+        cores: the processors of ranks that enter it, and of none that enter the other.
     """
 
     name: str
     address: str
     pid: int
+    cores: frozenset[int]
 
     def enter(self) -> None:
         """Move this process, which must have one thread only, to the host.
@@ -50,48 +59,81 @@ class Host:
                 raise OSError(error, f"{self.name}: setns({kind}): {os.strerror(error)}")
             os.close(handle)
         os.chdir(folder)  # a mount namespace begins at its root
+        os.sched_setaffinity(0, self.cores)
+
+    def wrap(self, command: Sequence[str], folder: Path) -> list[str]:
+        """Return what runs a command on the host, as the very process that is started.
+
+        It may run on all processors.
+
+        Args:
+            command: program and arguments.
+            folder: where it runs.
+        """
+        inside = ["nsenter", "--target", str(self.pid), "--net", "--ipc", "--mount"]
+        return [*inside, "env", f"--chdir={folder.resolve()}", *command]
+
+    def running(self) -> list[int]:
+        """Return the processes that run on the host, without the one that holds it."""
+        pids = map(int, run("ip", "netns", "pids", self.name).split())
+        return [pid for pid in pids if pid != self.pid]
 
     def sent(self) -> int:
         """Return the bytes that have left through ``eth0``, headers included, as it counts them."""
         view = Path(f"/proc/{self.pid}/root/sys/class/net/eth0/statistics/tx_bytes")
         return int(view.read_text())
 
+    def ip(self, *arguments: str) -> None:
+        """Run ``ip`` in the host's network.
+
+        Raises:
+            HostsError: it failed.
+        """
+        run("ip", "-n", self.name, *arguments)
+
+    def shape(self, gbit: float) -> None:
+        """Let ``eth0`` send no faster: a token bucket of 1 ms, and a queue of 50 ms.
+
+        Raises:
+            HostsError: it is shaped already.
+        """
+        burst = max(128 * 1024, int(gbit * 1e9 / 8 / 1000))
+        limits = ("rate", f"{gbit * 1e6:.0f}kbit", "burst", f"{burst}b", "latency", "50ms")
+        run("tc", "-n", self.name, "qdisc", "add", "dev", "eth0", "root", "tbf", *limits)
+
 
 @contextlib.contextmanager
-def two_hosts(gbit: float) -> Iterator[tuple[Host, Host]]:
-    """Make two hosts; their ranks have to end before they do.
+def two_hosts(gbit: float | None = None) -> Iterator[tuple[Host, Host]]:
+    """Make two hosts; what still runs on them at the end is killed.
 
     Args:
-        gbit: speed of the link in each direction, in Gbit/s.
+        gbit: speed of the link in each direction, in Gbit/s; None: what the machine can do.
 
     Raises:
-        RuntimeError: the machine does not let this process make them.
+        HostsError: the machine does not let this process make them.
     """
-    names = [f"shardwise-bench-{os.getpid()}-{i}" for i in range(2)]
+    pair = secrets.token_hex(4)
+    names = [f"shardwise-{pair}-{i}" for i in range(2)]
+    every = sorted(os.sched_getaffinity(0))
+    cores = [frozenset(every[i::2] or every) for i in range(2)]
     with contextlib.ExitStack() as stack:
         for name in names:
-            _run("ip", "netns", "add", name)
-            stack.callback(_run, "ip", "netns", "delete", name)
+            run("ip", "netns", "add", name)
+            stack.callback(run, "ip", "netns", "delete", name)
         ends = [("name", "eth0", "netns", name) for name in names]
-        _run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
         hosts = []
         for i, name in enumerate(names):
-            address = f"10.78.0.{i + 1}"
-            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                _run("ip", "-n", name, "link", "set", device, "up")
-            _shape(name, gbit)
             holder = stack.enter_context(_holder(name))
-            hosts.append(Host(name, address, holder))
+            host = Host(name, f"10.77.0.{i + 1}", holder, cores[i])
+            host.ip("addr", "add", f"{host.address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                host.ip("link", "set", device, "up")
+            if gbit is not None:
+                host.shape(gbit)
+            stack.callback(_kill_all, host)
+            hosts.append(host)
         yield hosts[0], hosts[1]
-
-
-def _shape(name: str, gbit: float) -> None:
-    """Let ``eth0`` send no faster: a token bucket of 1 ms, and a queue of 50 ms."""
-    burst = max(128 * 1024, int(gbit * 1e9 / 8 / 1000))
-    limits = ("rate", f"{gbit * 1e6:.0f}kbit", "burst", f"{burst}b", "latency", "50ms")
-    inside = ("ip", "netns", "exec", name)
-    _run(*inside, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limits)
 
 
 @contextlib.contextmanager
@@ -105,16 +147,28 @@ def _holder(name: str) -> Iterator[int]:
                 break
             time.sleep(0.01)
         else:
-            raise RuntimeError(f"{name}: its namespaces were not made within 10 s")
+            raise HostsError(f"{name}: its namespaces were not made within 10 s")
         yield process.pid
     finally:
         process.kill()
         process.wait()
 
 
-def _run(*command: str) -> None:
+def _kill_all(host: Host) -> None:
+    for pid in host.running():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def run(*command: str) -> str:
+    """Run a command; return what it printed.
+
+    Raises:
+        HostsError: it is not there, or failed.
+    """
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", "") or str(error)
-        raise RuntimeError(f"{' '.join(command)}: {said.strip()} (this needs root)") from error
+        raise HostsError(f"{' '.join(command)}: {said.strip()} (hosts need root)") from error
+    return done.stdout

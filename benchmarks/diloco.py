@@ -69,6 +69,7 @@ class Settings:
         length: tokens of a sequence.
         lr: peak learning rate of AdamW.
         outer_lr: learning rate of the outer steps.
+        outer_warmup: rounds over which their momentum rises.
         seed: of weights and order of text.
     """
 
@@ -82,6 +83,7 @@ class Settings:
     length: int
     lr: float
     outer_lr: float
+    outer_warmup: int
     seed: int
 
 
@@ -125,7 +127,9 @@ class DilocoWorker:
             self._optimizer = self._diloco = DiLoCo(
                 self._model,
                 self._optimizer,
-                outer=OuterSGD(lr=settings.outer_lr, momentum=momentum),
+                outer=OuterSGD(
+                    lr=settings.outer_lr, momentum=momentum, warmup=settings.outer_warmup
+                ),
                 every=settings.every,
                 group=self._group,
                 wire=wire,
@@ -254,6 +258,7 @@ def _options() -> argparse.Namespace:
     add("--length", type=positive_int, default=64, help="tokens of a sequence (64)")
     add("--lr", type=float, default=2e-3, help="peak learning rate of AdamW (2e-3)")
     add("--outer-lr", type=float, default=OuterSGD.lr, help="of the outer steps (0.7)")
+    add("--outer-warmup", type=_natural, default=0, help="rounds in which momentum rises (0)")
     add("--seed", type=int, default=0, help="of weights and order of text (0)")
     names = f"{', '.join(CONTENDERS)}, each with an outer momentum behind a colon or 0.9"
     add("--contenders", type=_contenders, default=["fp32", "int8"], help=names)

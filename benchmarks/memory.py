@@ -39,9 +39,10 @@ from _memory_tables import memory_tables, too_high
 from _models import batches, build, groups
 from _options import cases, contender_env, parser
 from _report import document, machine, machine_line, save, wide_console
-from _worlds import World
+from _worlds import World, stop_server
 
 WARMUP = 2  # steps: the first makes the optimizer's state
+QUIET = {"KINETO_LOG_LEVEL": "5"}
 PHASES = ("forward", "backward", "optimizer", "rest")
 
 
@@ -164,7 +165,7 @@ def _give_back() -> None:
 
 def predict(case: Case) -> Formula:
     """Apply the formula to a case, its activations measured."""
-    with _world("unsharded", replace(case, ranks=1), ActivationsWorker, case, env={}) as world:
+    with World("unsharded", 1, ActivationsWorker, case, device=case.device, env=QUIET) as world:
         activations, shapes = world.call("measure")[0]
     return formula(shapes, case.ranks, case.zero, case.compute_dtype, activations)
 
@@ -187,9 +188,8 @@ def measure(case: Case, name: str, options: argparse.Namespace) -> dict[str, Any
 
 
 def _world(name: str, case: Case, worker: type, *args: object, env: dict[str, str]) -> World:
-    quiet = {"KINETO_LOG_LEVEL": "5"}
     return World(
-        name, case.ranks, worker, *args, device=case.device, env=quiet | env, exec_each=True
+        name, case.ranks, worker, *args, device=case.device, env=QUIET | env, exec_each=True
     )
 
 
@@ -236,4 +236,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    finally:
+        stop_server()

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from _contenders import ByModule, Case, Contender
-from _hosts import Host, two_hosts
+from _hosts import Host, HostsError, two_hosts
 from _memory import PssSampler
 from _models import BATCHES, PRESETS
 from _options import one_of, positive_int
@@ -36,6 +36,7 @@ from _strategies_picture import draw
 from _strategies_tables import ACCUMULATED, strategies_tables
 from _strategy_contenders import STRATEGIES, Apart
 from _worlds import World, stop_server
+from shardwise.recipes.heap import keep_freed_memory
 from step_time import StepWorker, transposed
 
 _FIRST_PORT = 29500
@@ -45,6 +46,10 @@ class StrategyWorker(StepWorker):
     """One rank of a contender on a host."""
 
     contenders: ClassVar[Mapping[str, type[Contender]]] = STRATEGIES
+
+    def __init__(self, name: str, case: Case) -> None:
+        keep_freed_memory()  # all contenders alike, as ``shardwise train`` does
+        super().__init__(name, case)
 
     def meet(self) -> float:
         """End a round of DiLoCo; return the seconds that it took."""
@@ -237,8 +242,8 @@ def main() -> int:
         console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
         try:
             content = measure(options, console)
-        except PermissionError as error:
-            console.print(f"{error}: hosts need root", style="red")
+        except HostsError as error:
+            console.print(str(error), style="red")
             return 2
         if options.json:
             save(options.json, content)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
 import torch
 
+from shardwise.launch.importing import importing
 from tests.harness import run_ranks
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import all tests, and what they import, without looking for garbage in it."""
+    with importing():
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -44,17 +44,7 @@ from shardwise.sharding import group
 from shardwise.transport import common
 from tests import packing
 
-_PRELOAD = [
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "torch._dynamo",  # the first optimizer of a process imports it, for half a second
-    "pytest",
-    "transformers.models.llama.modeling_llama",
-    "shardwise.sharding.api",
-    "shardwise.sharding.grad",
-    "shardwise.sharding.init",
-]
+_ROOT = str(Path(__file__).parents[1])
 
 _FORKSERVER_ENV = {
     "OMP_NUM_THREADS": "1",
@@ -200,7 +190,7 @@ class _World:
         self.started = time.monotonic()
 
     def __enter__(self) -> _World:
-        context = _forkserver()
+        context = start_server()
         for job in self.jobs:
             parent_end, child_end = context.Pipe()
             process = context.Process(target=_rank_main, args=(job, child_end), daemon=True)
@@ -308,12 +298,17 @@ class _World:
         return "\n".join(parts)
 
 
-def _forkserver() -> multiprocessing.context.ForkServerContext:
-    """Return the context whose server has imported torch; start the server the first time."""
+def start_server() -> multiprocessing.context.ForkServerContext:
+    """Return the context whose server has imported torch; start the server the first time.
+
+    A process has one server, that of whoever is first: so tests of others who fork start this one.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    before = {name: os.environ.get(name) for name in _FORKSERVER_ENV}
-    os.environ.update(_FORKSERVER_ENV)  # numerical libraries read it as they are imported
+    context.set_forkserver_preload(["tests.preload"])
+    paths = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
+    variables = {**_FORKSERVER_ENV, "PYTHONPATH": paths}  # it does not get this process's sys.path
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)  # numerical libraries read theirs as they are imported
     try:
         multiprocessing.forkserver.ensure_running()
     finally:

@@ -20,16 +20,27 @@ LAYERS = [
     ["transport"],
     ["sharding"],
     ["compat", "wrap"],
-    ["frontends"],
+    ["frontends", "checkpoint"],
     ["inspect"],
     ["__init__"],
-    ["checkpoint", "diloco", "launch"],
+    ["diloco", "launch"],
     ["doctor"],
     ["recipes"],
     ["cli"],
     ["__main__"],
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
+
+# The same inside packages that have packages.
+INNER_LAYERS = {
+    "checkpoint": [
+        ["disk"],
+        ["formats"],
+        ["ranks", "tools"],
+        ["api", "consolidate", "storage"],
+        ["__init__"],
+    ],
+}
 
 PEERS = {
     "FullyShardedDataParallel",
@@ -101,6 +112,25 @@ def _own_imports(name: str) -> Iterator[str]:
             if package == "shardwise" and file in NAMES and file != name:
                 yield file
                 break
+
+
+def test_imports_inside_a_package_point_downward() -> None:
+    upward = []
+    for outer, layers in INNER_LAYERS.items():
+        height = {name: at for at, names in enumerate(layers) for name in names}
+        for name in NAMES:
+            if not name.startswith(f"{outer}/"):
+                continue
+            part = _part(name.removeprefix(f"{outer}/"))
+            assert part in height, f"say in INNER_LAYERS where {outer}/{part} belongs"
+            for line, imported in _imports(name):
+                if not imported.startswith(f"shardwise.{outer}."):
+                    continue
+                target = imported.split(".")[2]
+                target = target if target in height else "__init__"  # a public name
+                if target != part and height[target] >= height[part]:
+                    upward.append(f"{name}:{line}: {part} must not import {imported}")
+    assert not upward, "\n".join(upward)
 
 
 def test_private_names_are_touched_in_one_file_only() -> None:

@@ -174,7 +174,9 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds that a collective of ``group`` may take."""
-    options = group._get_backend(torch.device("cpu")).options
+    types = group._device_types
+    cpu = torch.device("cpu")
+    options = group._get_backend(cpu if cpu in types else types[0]).options
     return float(options._timeout.total_seconds())
 
 

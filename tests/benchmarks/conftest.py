@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.benchmarks.scripts import BENCHMARKS
+from tests.harness import start_server
 
 
-@pytest.fixture(autouse=True)
-def _shared_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+@pytest.fixture(autouse=True, scope="module")
+def _shared_modules() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        start_server()
+        yield

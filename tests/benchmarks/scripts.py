@@ -39,9 +39,10 @@ def run_script(
 
 
 def call_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the ``main()`` of ``benchmarks/<script>`` in this process: of one that starts no ranks.
+    """Run the ``main()`` of ``benchmarks/<script>`` in this process.
 
-    It returns what :func:`run_script` does, without the seconds that importing torch takes.
+    It returns what :func:`run_script` does, without the seconds that importing torch takes. The
+    ranks that it starts are forked from the server of the other tests, which has done so already.
     """
     module = importlib.import_module(Path(script).stem)
     out, err = io.StringIO(), io.StringIO()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.scripts import run_script
+from tests.benchmarks.scripts import call_script
 
 on_linux = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="peaks come from Linux's /proc"
@@ -19,7 +19,7 @@ on_linux = pytest.mark.skipif(
 def test_every_contender_saves_and_loads_the_same_bytes(tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
     arguments = ["--params", "tiny", "--rounds", "2", "--folder", str(tmp_path), "--cold"]
-    done = run_script("checkpoint.py", *arguments, "--json", str(path))
+    done = call_script("checkpoint.py", *arguments, "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     for title in ("shardwise, save", "torch DCP, load", "plain files, save"):
         assert title in done.stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.scripts import run_script
+from tests.benchmarks.scripts import call_script
 
 PARAMETERS = 920_704  # of llama-tiny
 
@@ -15,7 +15,7 @@ PARAMETERS = 920_704  # of llama-tiny
 def test_bytes_are_counted_alike_for_both(tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
     arguments = ["--start", "1", "--steps", "4", "--every", "3", "--batch", "1", "--length", "16"]
-    done = run_script("diloco.py", *arguments, "--contenders", "int8", "--json", str(path))
+    done = call_script("diloco.py", *arguments, "--contenders", "int8", "--json", str(path))
     assert done.returncode == 1, f"it keeps no promises in four steps: {done.stdout}{done.stderr}"
     [case] = json.loads(path.read_text())["cases"]
     found = case["contenders"]
@@ -35,7 +35,7 @@ def test_the_table_shows_losses_and_bytes_beside_synchronous_training() -> None:
     def figures(judged: float, sent: int) -> dict[str, float]:
         return {"sent": sent, "sent_at_end": 0, "judged": judged, "seconds": 9.4, "last_losses": 1}
 
-    outer = {"outer_lr": 0.7}
+    outer = {"outer_lr": 0.7, "outer_warmup": 2}
     settings = {
         "model": "m",
         "ranks": 2,
@@ -48,6 +48,7 @@ def test_the_table_shows_losses_and_bytes_beside_synchronous_training() -> None:
     contenders = {"synchronous": figures(2.0, 8_000_000), "int8:0.5": figures(2.02, 40_000)}
     case = {"settings": {**settings, "batch": 4, "length": 128}, "contenders": contenders}
     [table] = diloco_tables({"cases": [case]})
+    assert table.title.endswith("outer rate 0.7, momentum rises over 2 rounds")
     assert table.rows == [
         ["synchronous", "2.0000", "1.0000", "8.00", "1.0 x"],
         ["DiLoCo, H = 50, int8, momentum 0.5", "2.0200", "1.0100", "0.04", "200.0 x"],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.benchmarks.scripts import run_script
+from tests.benchmarks.scripts import call_script
 
 MIB = 2**20
 
@@ -24,7 +24,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One run of DDP alone, whose memory at rest is known: parameters, buckets, two states."""
     path = tmp_path_factory.mktemp("memory") / "raw.json"
     arguments = ["--params", "tiny", "--contenders", "ddp", "--json", str(path)]
-    done = run_script("memory.py", *arguments)
+    done = call_script("memory.py", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     loaded: dict[str, Any] = json.loads(path.read_text())
     return loaded

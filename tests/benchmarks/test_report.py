@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.scripts import call_script, run_script
+from tests.benchmarks.scripts import call_script
 
 TEXT = """# Benchmarks
 before
@@ -70,5 +70,5 @@ def test_missing_result_is_one_clear_line(folder: Path) -> None:
 
 
 def test_documentation_shows_the_stored_results() -> None:
-    done = run_script("report.py", "--check")
+    done = call_script("report.py", "--check")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.benchmarks.scripts import call_script, run_script
+from tests.benchmarks.scripts import call_script
 
 ROUNDS = 2
 
@@ -19,7 +19,7 @@ ROUNDS = 2
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one run over all axes leaves, with the smallest models."""
     path = tmp_path_factory.mktemp("scaling")
-    done = run_script(
+    done = call_script(
         "scaling.py",
         *("--ranks", "1,2", "--params", "tiny", "--groups", "4", "--tokens", "16"),
         *("--rounds", str(ROUNDS), "--steps", "1", "--warmup", "1", "--worlds", "resident"),

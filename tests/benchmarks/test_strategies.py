@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.benchmarks.scripts import call_script, run_script
+from tests.benchmarks.scripts import call_script
 from tests.hosts.network import needs_hosts
 
 GBIT = 0.1
@@ -19,7 +19,7 @@ GBIT = 0.1
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a run with the smallest model leaves."""
     folder = tmp_path_factory.mktemp("strategies")
-    done = run_script(
+    done = call_script(
         "strategies.py",
         *("--gbit", str(GBIT), "--params", "tiny", "--tokens", "16"),
         *("--rounds", "2", "--steps", "1", "--warmup", "1", "--local-steps", "5"),
@@ -89,3 +89,10 @@ def test_bad_options_are_refused_at_once(arguments: list[str], complaint: str) -
     done = call_script("strategies.py", *arguments)
     assert done.returncode == 2
     assert complaint in done.stderr
+
+
+def test_a_machine_without_hosts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")  # no ``ip`` in it
+    done = call_script("strategies.py", "--params", "tiny")
+    assert done.returncode == 2
+    assert "hosts need root" in done.stdout

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise import checkpoint
-from shardwise.checkpoint.manifest import NAME
+from shardwise.checkpoint.disk.manifest import NAME
 
 SHARD = "shard-00000-of-00001.safetensors"
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from shardwise import checkpoint
 from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.manifest import read_manifest
-from shardwise.checkpoint.storage import Reader, Writer
+from shardwise.checkpoint.disk.manifest import read_manifest
+from shardwise.checkpoint.ranks.storage import Reader, Writer
 from tests.checkpoint.small import SHARD, make, same, save_small, train
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from shardwise.cli import main, train_imagenet, train_lm, train_mnist, train_vit
+from shardwise.cli import run as cli_run
 from shardwise.cli.main import app
-from shardwise.launch.hosts import Nodes
+from shardwise.launch.hosts import UNNUMBERED, Nodes, Terms
 from shardwise.recipes.job import Job
 
 Capture = pytest.CaptureFixture[str]
@@ -48,12 +49,18 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--seq-length 0", "--seq-length: found 0, expected 1 or more"),
         ("--seq-length 9999", "--seq-length: found 9999, expected at most 1024"),
         ("--streams 0", "--streams: found 0, expected 1 or more"),
+        ("--streams 4", "--streams: found 4, expected none given where tokens are the bytes"),
+        ("--shuffle-buffer -1", "--shuffle-buffer: found -1, expected 0 or more documents"),
+        ("--shuffle-buffer 9", "--shuffle-buffer: found 9, expected none given where tokens are"),
         ("--peak-flops 0", "--peak-flops: found 0.0, expected operations a second"),
         ("--nproc 2 --batch-tokens 900", "--batch-tokens: found 900, expected a multiple of 256"),
         ("--batch-tokens 0", "--batch-tokens: found 0, expected a multiple of 128"),
         ("--batch-tokens 128 --accumulate 2", "--accumulate: found 2, expected none given"),
         ("--nnodes 2 --node-rank 2 --rdzv a:1", "--node-rank: found 2, expected 0 to 1"),
         ("--node-rank 0", "--node-rank: found without --nnodes, expected --nnodes N too"),
+        ("--nnodes 2:1 --rdzv a:1", "--nnodes: found 2:1, expected 1 or more, or MIN:MAX"),
+        ("--nnodes 1:2 --node-rank 2 --rdzv a:1", "--node-rank: found 2, expected 0 to 1"),
+        ("--nnodes 3:3 --batch-tokens 512 --rdzv a:1", "--batch-tokens: found 512, expected a mul"),
         ("--max-restarts -1", "--max-restarts: found -1, expected 0 or more"),
         ("--peer-timeout 0", "--peer-timeout: found 0.0, expected a number above 0"),
         ("--eval-every -1", "--eval-every: found -1, expected 0 or more"),
@@ -74,6 +81,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--strategy diloco --local-steps 0", "--local-steps: found 0, expected 1 or more"),
         ("--strategy diloco --outer-lr nan", "--outer-lr: found nan, expected a number above 0"),
         ("--strategy diloco --outer-momentum 1", "--outer-momentum: found 1.0, expected 0 to 1"),
+        ("--strategy diloco --outer-warmup -1", "--outer-warmup: found -1, expected 0 or more"),
         ("--strategy diloco --diloco-wire int4", "--diloco-wire: found 'int4', expected one of"),
         (
             "--strategy diloco --local-steps 9 --diloco-overlap 9",
@@ -190,6 +198,41 @@ def test_a_world_and_another_nproc_contradict(
         assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "why_not_three"),
+    [
+        ("lm --batch-tokens 512", "--batch-tokens: found 512, expected a multiple of 384"),
+        (
+            "imagenet --fake-data --strategy hybrid --replicas 2",
+            "--replicas: found 2, expected a number",
+        ),
+        ("vit --fake-data --mesh dp_shard=2", "--mesh: found dp_shard=2, a mesh of 2 ranks"),
+    ],
+)
+def test_hosts_that_come_later_are_held_to_what_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, arguments: str, why_not_three: str
+) -> None:
+    jobs: list[tuple[Nodes, Terms]] = []
+
+    def start(command: object, nproc: int, nodes: Nodes, restarts: int, terms: Terms) -> int:
+        jobs.append((nodes, terms))
+        return 0
+
+    monkeypatch.setattr(cli_run, "run_over_hosts", start)
+    hosts = "--lr 0.25 --nnodes 1:4 --rdzv a:1 --node-rank"
+    for rank in ("0", "3"):
+        assert call(monkeypatch, "train", *arguments.split(), *hosts.split(), rank) == 0
+    assert call(monkeypatch, "train", *arguments.split(), *hosts.split()[:-1]) == 0
+    assert [nodes.rank for nodes, _ in jobs] == [0, 3, UNNUMBERED]
+    nodes, terms = jobs[0]
+    assert (nodes.least, nodes.count) == (1, 4)
+    assert terms.why_not(2) is None
+    assert str(terms.why_not(3)).startswith(why_not_three)
+    assert terms.options["--lr"] == 0.25
+    assert terms.options["train"] == arguments.split()[0]
+    assert all(other.options == terms.options for _, other in jobs)
+
+
 @pytest.mark.parametrize("missing", ["transformers", "matplotlib"])
 def test_a_missing_extra_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, missing: str
@@ -229,8 +272,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "mesh": None, "param_dtype": "bf16", "reduce_dtype": "bf16", "transport": "collectives",
         "activation_checkpointing": True, "out": "here", "checkpoint_every": 5, "keep_last": 9,
         "eval_every": 4, "tensorboard": True, "resume": False, "overwrite": True,
-        "diloco": None, "tokenizer": None, "streams": None, "batch_tokens": None,
-        "peak_flops": None, "peer_timeout": None, "over_hosts": False,
+        "diloco": None, "tokenizer": None, "streams": None, "shuffle_buffer": 0,
+        "batch_tokens": None, "peak_flops": None, "peer_timeout": None, "over_hosts": False,
     }  # fmt: skip
 
 
@@ -267,11 +310,14 @@ def test_options_for_several_hosts_reach_the_launcher(
 def test_options_for_streams_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
     monkeypatch.setattr(train_lm, "run", lambda job, *hosts: jobs.append(job))
-    options = "--tokenizer gpt2 --streams 12 --batch-tokens 256 --peak-flops 1e12"
+    options = (
+        "--tokenizer gpt2 --streams 12 --shuffle-buffer 9 --batch-tokens 256 --peak-flops 1e12"
+    )
     assert call(monkeypatch, "train", "lm", *options.split()) == 0
     recipe: Any = jobs[0].recipe
     found = (recipe.tokenizer, recipe.streams, recipe.batch_tokens, recipe.peak_flops)
     assert found == ("gpt2", 12, 256, 1e12)
+    assert recipe.shuffle_buffer == 9
 
 
 def test_options_for_pictures_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

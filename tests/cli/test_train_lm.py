@@ -124,8 +124,8 @@ def test_run_json_tells_what_ran(whole: Ended) -> None:
 def test_what_was_trained_becomes_a_model_of_transformers(whole: Ended, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from shardwise.checkpoint.convert import convert
-    from shardwise.checkpoint.formats import Format
+    from shardwise.checkpoint.formats.detect import Format
+    from shardwise.checkpoint.tools.convert import convert
 
     convert(whole.folder / "run", tmp_path / "hf", Format.HF)
     model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)

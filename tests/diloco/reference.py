@@ -43,6 +43,7 @@ class Reference:
         alpha: float = 0.0,
     ) -> None:
         self.alpha = alpha
+        self.settings = outer
         self.outer = seeded(Net)
         self.replicas: dict[int, nn.Module] = {}
         self.inner: dict[int, torch.optim.AdamW] = {}
@@ -65,6 +66,7 @@ class Reference:
             )
             for names in self.fragments
         ]
+        self.rounds = [0] * len(self.fragments)
         self.under_way: dict[int, Mapping[str, torch.Tensor]] = {}
 
     def join(self, replica: int) -> None:
@@ -101,6 +103,11 @@ class Reference:
         outer = dict(self.outer.named_parameters())
         for name, mean in self.under_way.pop(fragment).items():
             outer[name].grad = mean
+        [group] = self.sgd[fragment].param_groups
+        self.rounds[fragment] += 1
+        if self.rounds[fragment] <= self.settings.warmup:
+            risen = self.rounds[fragment] / self.settings.warmup
+            group["momentum"] = self.settings.momentum * risen
         self.sgd[fragment].step()
         for model in self.replicas.values():
             inner = dict(model.named_parameters())

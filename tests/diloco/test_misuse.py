@@ -44,6 +44,7 @@ def test_contradictions_are_errors(settings: dict[str, Any], message: str) -> No
         (lambda: OuterSGD(lr=0), "outer lr: found 0"),
         (lambda: OuterSGD(lr=math.nan), "outer lr: found nan"),
         (lambda: OuterSGD(momentum=1.0), "outer momentum: found 1.0"),
+        (lambda: OuterSGD(warmup=-1), "outer warmup: found -1, expected 0 or more rounds"),
         (lambda: Streaming(fragments=0), "fragments: found 0"),
         (lambda: Streaming(overlap=-1), "overlap: found -1"),
         (lambda: Streaming(alpha=1.0), "alpha: found 1.0"),

@@ -21,10 +21,12 @@ from tests.diloco.replicas import (
 from tests.harness import run_ranks
 
 AVERAGING = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
+WARMING = OuterSGD(warmup=4)
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"every": 3},
     "wrapped": {"every": 3, "wrapped": True},
     "averaging": {"every": 1, "outer": AVERAGING},
+    "warming": {"every": 2, "outer": WARMING},  # for four rounds of five
     "streaming": {"every": 4, "streaming": STREAMING},
     **{each.value: {"every": 3, "wire": each} for each in WireFormat},
     "feedback": {"every": 1, "wire": WireFormat.INT8, "error_feedback": True},
@@ -47,7 +49,7 @@ def _train_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
             "rounds": replica.diloco.rounds,
             "numel": [view.numel() for view in replica.outer_bits()[::2]],
         }
-    for name in ("plain", "streaming", "feedback"):
+    for name in ("plain", "warming", "streaming", "feedback"):
         found[name]["resumed"] = _resume(mesh, folder / name, saves=world_size == 4, name=name)
     replica.diloco.flush()
     found["flushed"] = equal_everywhere(list(replica.inner_values().values()), mesh)
@@ -82,6 +84,7 @@ def test_it_is_what_one_process_computes_replica_by_replica(found: Any, shards: 
         "plain": plain(STEPS, 3, OuterSGD()),
         "wrapped": plain(STEPS, 3, OuterSGD()),
         "averaging": plain(STEPS, 1, AVERAGING),
+        "warming": plain(STEPS, 2, WARMING),
         "streaming": streamed(STEPS),
     }
     for name, reference in expected.items():
@@ -155,7 +158,7 @@ def test_exchanges_happen_when_they_are_due(found: Any) -> None:
     assert found[1][0]["streaming"]["rounds"] == (2, 2)
 
 
-@pytest.mark.parametrize("name", ["plain", "streaming", "feedback"])
+@pytest.mark.parametrize("name", ["plain", "warming", "streaming", "feedback"])
 def test_a_run_saved_inside_a_round_goes_on_bit_for_bit(found: Any, name: str) -> None:
     for rank, results in enumerate(found[2]):
         for part in ("inner", "outer"):

@@ -34,6 +34,10 @@ def test_the_documented_limits_are_those_of_the_code() -> None:
         ("--timeout nan", "--timeout: found nan, expected seconds, above 0"),
         ("--least-gbit -1", "--least-gbit: found -1.0, expected 0 or more"),
         ("--nnodes 2", "--node-rank: found None, expected 0 to 1"),
+        (
+            "--nnodes 1:2 --rdzv a:1",
+            "--nnodes: found 1:2, expected the number of hosts that run the doctor now",
+        ),
     ],
 )
 def test_mistakes_are_one_line(

@@ -152,5 +152,4 @@ def test_what_has_no_meaning_here_says_so_once(ranks: Ranks) -> None:
 
 
 def test_it_tells_how_its_shards_are_cut(ranks: Ranks) -> None:
-    pytest.importorskip("shardwise.checkpoint.xla")
     ranks(_metadata, 2)

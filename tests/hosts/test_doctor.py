@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks._hosts import Host, run, two_hosts
 from shardwise.doctor.visit import CHECKS
-from tests.hosts.network import Host, needs_hosts, run_ip, two_hosts
+from tests.hosts.network import needs_hosts, start
 
 pytestmark = needs_hosts
 
@@ -65,7 +66,7 @@ class Guest:
         options = f"--nnodes {self.nnodes} --node-rank {self.rank} --rdzv {self.rdzv}"
         more = f"--nproc {self.nproc} --timeout {timeout} --least-gbit 0.2"
         arguments = ["doctor", *options.split(), *more.split()]
-        return self.host.start("shardwise", self.env or {}, *arguments)
+        return start(self.host, "shardwise", *arguments, env=self.env)
 
 
 def visit(*guests: Guest, timeout: float = 20) -> list[Verdicts]:
@@ -94,23 +95,21 @@ def spoilt(folder: Path, code: str = "", **versions: str) -> dict[str, str]:
 @contextlib.contextmanager
 def rule(host: Host, *words: str) -> Iterator[None]:
     """A rule of the network of a host, for a while."""
-    run_ip("-n", host.name, *words[:1], "add", *words[1:])
+    host.ip(*words[:1], "add", *words[1:])
     try:
         yield
     finally:
-        run_ip("-n", host.name, *words[:1], "del", *words[1:])
+        host.ip(*words[:1], "del", *words[1:])
 
 
 @contextlib.contextmanager
-def slowed(host: Host, rate: str) -> Iterator[None]:
+def slowed(host: Host, gbit: float) -> Iterator[None]:
     """A link that lets no more pass."""
-    tc = ["tc", "-n", host.name, "qdisc"]
-    shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
-    subprocess.run([*tc, "add", "dev", "eth0", *shape], check=True)
+    host.shape(gbit)
     try:
         yield
     finally:
-        subprocess.run([*tc, "del", "dev", "eth0", "root"], check=True)
+        run("tc", "-n", host.name, "qdisc", "del", "dev", "eth0", "root")
 
 
 def test_healthy_hosts_pass_every_check_and_are_told_the_same(hosts: Pair) -> None:
@@ -135,7 +134,7 @@ def test_what_is_wrong_on_one_host_is_told_on_all(hosts: Pair, tmp_path: Path) -
     env = spoilt(tmp_path / "spoilt", wrong, torch="9.9.9", shardwise="8.8.8")
     env["NCCL_SOCKET_IFNAME"] = "eth7"
     env["GLOO_SOCKET_IFNAME"] = "lo"
-    with slowed(hosts[1], "20mbit"):
+    with slowed(hosts[1], 0.02):
         told = visit(Guest(hosts[0], 0), Guest(hosts[1], 1, nproc=2, env=env))
     for each in told:
         assert each.code == 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
+from benchmarks._hosts import two_hosts
 from shardwise.transport import futex
-from tests.hosts.network import needs_hosts, run_over, two_hosts
+from tests.hosts.network import needs_hosts, run_over
 
 
 @needs_hosts

@@ -1,32 +1,26 @@
 """Jobs over hosts: started, restarted with the hosts that remain, ended.
 
-Ranks are small scripts without torch where it does not matter what they do; what a training makes
-of it is in the last test.
+Ranks are small scripts without torch: it does not matter what they do. What a training makes of it,
+and of a link that is cut and a host that is paused, is in ``test_trainings.py``.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.hosts.network import Host, needs_hosts, run_ip, two_hosts
-from tests.recipes.corpora import texts, write_jsonl
-from tests.recipes.running import train
-from tests.recipes.small import losses, small_config, write_model
+from benchmarks._hosts import Host, two_hosts
+from tests.hosts.network import needs_hosts, start
 
 pytestmark = needs_hosts
 
 Pair = tuple[Host, Host]
-Ranks = Callable[..., list[Any]]
 WAIT = 60.0  # seconds that anything may take on a busy machine
-PORT = 29412
 
 RANK = """
 import sys, time
@@ -83,7 +77,7 @@ class Job:
         arguments = [str(folder / "rank.py"), str(folder / "seen"), "2"]
         env = {"PYTHONPATH": str(folder)}
         self.parents = [
-            hosts[min(rank, 1)].start("job", env, *arguments, str(rank), str(timeout))
+            start(hosts[min(rank, 1)], "job", *arguments, str(rank), str(timeout), env=env)
             for rank in ranks
         ]
 
@@ -147,39 +141,6 @@ def test_a_host_that_is_killed_is_named_and_the_others_go_on(hosts: Pair, tmp_pa
     assert "beginning again with 1 host" in err
 
 
-def test_a_link_that_is_cut_ends_one_side_and_not_the_other(hosts: Pair, tmp_path: Path) -> None:
-    job = Job(hosts, tmp_path, 0, 1)
-    job.wait_for(*FIRST)
-    run_ip("-n", hosts[1].name, "link", "set", "eth0", "down")
-    try:
-        job.wait_for(*ALONE)
-        [(code, err), (other_code, other)] = job.end()
-    finally:
-        run_ip("-n", hosts[1].name, "link", "set", "eth0", "up")
-    assert code == 0
-    assert "host 1 (10.77.0.2) was lost: no sign of life" in err
-    assert other_code == 1
-    assert "host 0 (10.77.0.1:29412) was lost" in other
-    assert "--auto-resume" in other
-
-
-def test_a_host_that_was_paused_ends_when_it_wakes_up(hosts: Pair, tmp_path: Path) -> None:
-    job = Job(hosts, tmp_path, 0, 1)
-    job.wait_for(*FIRST)
-    paused = job.processes(1)
-    for process in paused:
-        process.suspend()
-    job.wait_for(*ALONE)
-    job.parents[0].wait(timeout=WAIT)
-    for process in paused:
-        process.resume()
-    [(code, err), (other_code, other)] = job.end()
-    assert code == 0
-    assert "host 1 (10.77.0.2) was lost: no sign of life" in err
-    assert other_code == 1
-    assert "host 0 (10.77.0.1:29412) was lost" in other
-
-
 def test_ctrl_c_on_one_host_stops_all_and_is_no_reason_to_begin_again(
     hosts: Pair, tmp_path: Path
 ) -> None:
@@ -221,44 +182,3 @@ def test_a_host_that_never_comes_is_named(hosts: Pair, tmp_path: Path) -> None:
     [(code, err)] = Job(hosts, tmp_path, 0, timeout=0.5).end()
     assert code == 2
     assert "--rdzv: found hosts [0] within 0 s, expected [1] too" in err
-
-
-def test_a_training_goes_on_with_the_hosts_that_remain_and_loses_nothing(
-    hosts: Pair, ranks: Ranks, tmp_path: Path
-) -> None:
-    write_model(tmp_path, attention_dropout=0.0)
-    write_jsonl(tmp_path / "corpus.jsonl", texts(300))
-    options = (
-        "train lm --model config.json --data corpus.jsonl --seq-length 16 --steps 30 "
-        "--batch-size 2 --batch-tokens 128 --lr 0.01 --warmup 2 --checkpoint-every 5 "
-        "--eval-every 0 --device cpu --sample-tokens 0 --nproc 2 --strategy hybrid --out job "
-        f"--max-restarts 1 --nnodes 2 --rdzv 10.77.0.1:{PORT} --node-rank"
-    )
-    job = [
-        host.start("shardwise", {}, *options.split(), str(rank), folder=tmp_path)
-        for rank, host in enumerate(hosts)
-    ]
-    metrics = tmp_path / "job" / "metrics.jsonl"
-    deadline = time.monotonic() + 3 * WAIT
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 12):
-        assert time.monotonic() < deadline
-        assert job[0].poll() is None, job[0].communicate()
-        time.sleep(0.01)
-    parent = psutil.Process(job[1].pid)
-    for process in [*parent.children(recursive=True), parent]:
-        process.kill()
-    out, err = job[0].communicate(timeout=3 * WAIT)
-    job[1].communicate()
-    assert job[0].returncode == 0, err
-    assert "host 1 (10.77.0.2) was lost" in err
-    small = small_config(tmp_path, "one-host", steps=30, batch_size=8, checkpoint_every=0)
-    one = replace(small, data=(str(tmp_path / "corpus.jsonl"),), streams=8)
-    ranks(train, 1, one)
-    config = small_config(tmp_path, "job", steps=30)
-    inside = "shm" if "transport gloo/shm" in out else "gloo"
-    assert f"sharding   hybrid over dp_replicate=2 x dp_shard=2, transport gloo/{inside}" in out
-    sessions = config.files.read()["sessions"]
-    assert [(s["world_size"], s["hosts"]) for s in sessions] == [(4, 2), (2, 1)]
-    assert sessions[1]["from_step"] >= 5
-    for found, expected in zip(losses(config), losses(one), strict=True):
-        assert found == pytest.approx(expected, rel=1e-4)

@@ -39,6 +39,12 @@ def test_every_host_has_a_line_of_its_own(
         assert shlex.split(line) == [*words, "--node-rank", str(rank), "--rdzv", "a:29500"]
     code, again, _ = output(monkeypatch, capsys, "--hosts", "a, b", *options[2:])
     assert (code, again) == (0, out)
+    code, out, _ = output(monkeypatch, capsys, "--nnodes", "1:3", *options)
+    heads, lines = out.splitlines()[::2], out.splitlines()[1::2]
+    assert heads == ["# on a", "# on b", "# on every host that comes later"]
+    for own, line in zip((["--node-rank", "0"], ["--node-rank", "1"], []), lines, strict=True):
+        words = ["shardwise", *COMMAND, "--nproc", "4", "--nnodes", "1:3"]
+        assert shlex.split(line) == [*words, *own, "--rdzv", "a:29500"]
     code, out, _ = output(monkeypatch, capsys, "--torchrun", *options)
     line = out.splitlines()[3]
     assert line.startswith("torchrun --nnodes=2 --node-rank=1 --nproc-per-node=4 --master-addr a ")
@@ -102,6 +108,9 @@ def test_a_line_in_bash_is_the_command_that_was_asked_for(
         ("--hosts a --nprocs 3 -- train lm", "found --nprocs, expected options of its own, then"),
         ("--hosts a -- inspect llama-tiny", "found inspect, expected options of its own, then --"),
         ("--hosts a;b -- train lm", "--hosts: found a;b, expected names, each once"),
+        ("--hosts a,b --nnodes 1:1 -- train lm", "--nnodes: found 1:1, expected MIN:MAX, with MAX"),
+        ("--hosts a --nnodes 2 -- train lm", "--nnodes: found 2, expected MIN:MAX, with MAX 1"),
+        ("--slurm 2 --nnodes 1:2 -- train lm", "--nnodes: found 1:2, expected none with --slurm"),
         ("--hosts a --torchrun -- train lm --max-restarts 1", "--torchrun: found --max-restarts"),
     ],
 )

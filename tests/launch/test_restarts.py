@@ -13,6 +13,7 @@ import os, signal, sys
 from shardwise.launch.errors import UserError
 from shardwise.launch.rank import run_rank
 from shardwise.launch.world import find_world
+from shardwise.recipes.connection import ConnectionLostError
 
 attempt, how = int(sys.argv[1]), sys.argv[2]
 
@@ -22,6 +23,8 @@ def body(world, signals):
     if world.rank == 1 and (how == "always" or attempt == 0):
         if how == "mistake":
             raise UserError("--steps: found 0")
+        if how == "hub":
+            raise ConnectionLostError("--data: no hub")
         os.kill(os.getpid(), signal.SIGKILL)
 
 run_rank(find_world(), body)
@@ -36,7 +39,8 @@ sys.exit(run_here(lambda attempt: [sys.executable, script, str(attempt), how], 2
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "attempts"), [("once", 0, 2), ("always", 128 + 9, 3), ("mistake", 2, 1)]
+    ("how", "code", "attempts"),
+    [("once", 0, 2), ("hub", 0, 2), ("always", 128 + 9, 3), ("mistake", 2, 1)],
 )
 def test_a_job_begins_again_as_often_as_it_may(
     tmp_path: Path, how: str, code: int, attempts: int
@@ -47,6 +51,8 @@ def test_a_job_begins_again_as_often_as_it_may(
     assert ended.returncode == code, ended.stderr
     # What rank 0 printed may be cut short by the end of rank 1, but for the attempt that is whole.
     assert ended.stderr.count("restart    ") == attempts - 1
+    if how == "hub":
+        assert "error: rank 1 of 2 failed:\n--data: no hub\n" in ended.stderr
     if how == "once":
         assert "attempt 1 of 2 ranks" in ended.stdout
         assert "rank 1 of 2 was killed by SIGKILL" in ended.stderr

@@ -6,15 +6,17 @@ one, in the way that monitors count: by standing in for the functions of ``torch
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from tests.parity.models import MODELS, make_batch, make_model
-from tests.parity.training import Case, make_sharded
+from tests.parity.training import Case, make_sharded, naming
 
 Ranks = Callable[..., list[Any]]
 
@@ -29,10 +31,19 @@ FUNCTIONS = {
 }
 
 
-def _count(rank: int, world_size: int, case: Case) -> list[Counter[str]]:
-    """Count the collectives of two steps."""
-    model = make_sharded(case, world_size)
+def _count(rank: int, world_size: int, cases: list[Case]) -> list[list[Counter[str]]]:
+    """Count the collectives of two steps of each case."""
     count = count_collectives()
+    counts = []
+    for case in cases:
+        with naming(case):
+            counts.append(_count_steps(make_sharded(case, world_size), case, rank, count))
+    return counts
+
+
+def _count_steps(
+    model: nn.Module, case: Case, rank: int, count: Counter[str]
+) -> list[Counter[str]]:
     counts = []
     for step in range(2):
         count.clear()
@@ -62,25 +73,41 @@ def count_collectives() -> Counter[str]:
     return count
 
 
+#: Strategy, ranks, whether gradients are reduced in every microbatch; then, per group: all-gathers,
+#: reduce-scatters, all-reduces.
+STEPS = [
+    # Parameters are gathered for forward and again for backward.
+    ("full-shard", 2, True, 2 * MICROBATCHES, MICROBATCHES, 0),
+    ("full-shard", 2, False, 2 * MICROBATCHES, 1, 0),
+    # They stay from forward to backward.
+    ("shard-grad-op", 2, True, MICROBATCHES, MICROBATCHES, 0),
+    # ZeRO-1: and gradients stay whole until the last microbatch.
+    ("shard-grad-op", 2, False, MICROBATCHES, 1, 0),
+    # Parameters are never cut.
+    ("no-shard", 2, True, 0, 0, MICROBATCHES),
+    ("no-shard", 2, False, 0, 0, 1),
+    # As above inside a host; across hosts gradients are all-reduced.
+    ("hybrid", 4, True, 2 * MICROBATCHES, MICROBATCHES, MICROBATCHES),
+    ("hybrid-zero2", 4, False, MICROBATCHES, 1, 1),
+    # One rank has nobody to talk to.
+    ("full-shard", 1, True, 0, 0, 0),
+]
+
+
+def _case(strategy: str, sync_every: bool) -> Case:
+    return Case(MODEL, strategy, microbatches=MICROBATCHES, sync_every=sync_every)
+
+
+@functools.cache
+def _counted(ranks: Ranks, world_size: int) -> dict[Case, list[list[Counter[str]]]]:
+    """By case, what each rank counted in two steps: one world for all cases of its size."""
+    cases = [_case(strategy, sync) for strategy, size, sync, *_ in STEPS if size == world_size]
+    by_rank = ranks(_count, world_size, cases, env={"SHARDWISE_TRANSPORT": "collectives"})
+    return {case: list(counts) for case, *counts in zip(cases, *by_rank, strict=True)}
+
+
 @pytest.mark.parametrize(
-    ("strategy", "world_size", "sync_every", "all_gathers", "reduce_scatters", "all_reduces"),
-    [
-        # Parameters are gathered for forward and again for backward.
-        ("full-shard", 2, True, 2 * MICROBATCHES, MICROBATCHES, 0),
-        ("full-shard", 2, False, 2 * MICROBATCHES, 1, 0),
-        # They stay from forward to backward.
-        ("shard-grad-op", 2, True, MICROBATCHES, MICROBATCHES, 0),
-        # ZeRO-1: and gradients stay whole until the last microbatch.
-        ("shard-grad-op", 2, False, MICROBATCHES, 1, 0),
-        # Parameters are never cut.
-        ("no-shard", 2, True, 0, 0, MICROBATCHES),
-        ("no-shard", 2, False, 0, 0, 1),
-        # As above inside a host; across hosts gradients are all-reduced.
-        ("hybrid", 4, True, 2 * MICROBATCHES, MICROBATCHES, MICROBATCHES),
-        ("hybrid-zero2", 4, False, MICROBATCHES, 1, 1),
-        # One rank has nobody to talk to.
-        ("full-shard", 1, True, 0, 0, 0),
-    ],
+    ("strategy", "world_size", "sync_every", "all_gathers", "reduce_scatters", "all_reduces"), STEPS
 )
 def test_collectives_of_a_step(
     ranks: Ranks,
@@ -92,7 +119,6 @@ def test_collectives_of_a_step(
     all_reduces: int,
 ) -> None:
     """The numbers are per group."""
-    case = Case(MODEL, strategy, microbatches=MICROBATCHES, sync_every=sync_every)
     per_group = {
         "all-gather": all_gathers,
         "reduce-scatter": reduce_scatters,
@@ -100,5 +126,5 @@ def test_collectives_of_a_step(
     }
     expected = Counter({kind: count * GROUPS for kind, count in per_group.items() if count})
 
-    for counts in ranks(_count, world_size, case, env={"SHARDWISE_TRANSPORT": "collectives"}):
+    for counts in _counted(ranks, world_size)[_case(strategy, sync_every)]:
         assert counts == [expected, expected]

@@ -210,10 +210,13 @@ def reference_training(case: Case, world_size: int) -> History:
 @functools.cache
 def _reference_training(case: Case, world_size: int) -> History:
     model = make_model(case.model).to(case.dtype)
+    working = copy.deepcopy(model)
     optimizer = make_optimizer(case.optimizer, model.parameters())
     history = History()
     for step in range(STEPS):
-        per_rank = [_reference_microbatches(case, model, rank, step) for rank in range(world_size)]
+        per_rank = [
+            _reference_microbatches(case, model, working, rank, step) for rank in range(world_size)
+        ]
         for name, parameter in model.named_parameters():
             parameter.grad = _combine(case, [gradients[name] for _, gradients in per_rank])
         gradients = {name: part_of(parameter.grad) for name, parameter in model.named_parameters()}
@@ -228,12 +231,14 @@ def _reference_training(case: Case, world_size: int) -> History:
 
 
 def _reference_microbatches(
-    case: Case, model: nn.Module, rank: int, step: int
+    case: Case, model: nn.Module, working: nn.Module, rank: int, step: int
 ) -> tuple[Tensor, dict[str, list[Tensor | None]]]:
-    """Return a rank's loss, and per parameter the gradients of its microbatches."""
-    working = copy.deepcopy(model)
-    for parameter in working.parameters():
-        parameter.data = parameter.data.to(case.param_dtype or case.dtype)
+    """Return a rank's loss, and per parameter the gradients of its microbatches.
+
+    ``working`` is a copy of the model, to compute with in another dtype.
+    """
+    for own, parameter in zip(working.parameters(), model.parameters(), strict=True):
+        own.data = parameter.data.to(case.param_dtype or case.dtype)
     loss = torch.zeros((), dtype=case.dtype)
     gradients: dict[str, list[Tensor | None]] = {name: [] for name, _ in model.named_parameters()}
     for microbatch in range(case.microbatches):

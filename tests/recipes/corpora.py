@@ -44,16 +44,20 @@ def write_parquet(path: Path, documents: Sequence[str]) -> Path:
     return path
 
 
-def write_hub_folder(folder: Path, train: Sequence[str], validation: Sequence[str]) -> Path:
-    """A folder laid out as a dataset of the hub, with a configuration ``en``."""
-    folder.mkdir()
-    half = len(train) // 2
-    write_jsonl(folder / "train-0.jsonl.gz", train[:half])
-    write_jsonl(folder / "train-1.jsonl.gz", train[half:])
-    write_jsonl(folder / "judge.jsonl.gz", validation)
+def write_hub_folder(
+    folder: Path, train: Sequence[str], validation: Sequence[str], files: int = 2
+) -> Path:
+    """A folder laid out as allenai/c4 is on the hub, with its configuration ``en``."""
+    (folder / "en").mkdir(parents=True)
+    each = len(train) // files
+    for i in range(files):
+        name = f"c4-train.{i:05}-of-{files:05}.json.gz"
+        write_jsonl(folder / "en" / name, train[i * each : (i + 1) * each])
+    write_jsonl(folder / "en" / "c4-validation.00000-of-00001.json.gz", validation)
     (folder / "README.md").write_text(
         "---\nconfigs:\n- config_name: en\n  data_files:\n  - split: train\n"
-        "    path: train-*.jsonl.gz\n  - split: validation\n    path: judge.jsonl.gz\n---\n"
+        "    path: en/c4-train.*.json.gz\n  - split: validation\n"
+        "    path: en/c4-validation.*.json.gz\n---\n"
     )
     return folder
 

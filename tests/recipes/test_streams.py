@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.errors import CheckpointError
 from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
 from shardwise.recipes.config import OptionError
 from shardwise.recipes.data import SEPARATOR, decode
+from shardwise.recipes.document_order import DocumentOrder, Part, ShuffleBuffer
 from shardwise.recipes.documents import Source, validation_tokens
 from shardwise.recipes.sources import find_documents, is_streamed
 from shardwise.recipes.streams import StreamBatches, streams_for
@@ -29,23 +33,34 @@ from tests.recipes.corpora import (
 )
 
 LENGTH = 24
-CPU = torch.device("cpu")
 
 
 def source_of(*paths: object) -> Source:
     return Source(find_documents([str(path) for path in paths], None))
 
 
-def batches(source: Source, rank: int, size: int, streams: int | None) -> StreamBatches:
+def batches(
+    source: Source,
+    rank: int,
+    size: int,
+    streams: int | None,
+    shuffle: ShuffleBuffer | None = None,
+) -> StreamBatches:
     world = World(rank, size, rank, size)
-    return StreamBatches(source, Bytes(), LENGTH, streams, world, CPU)
+    return StreamBatches(source, Bytes(), LENGTH, streams, world, shuffle)
 
 
 class Ranks:
     """All ranks of a world, one after another in this process."""
 
-    def __init__(self, source: Source, size: int, streams: int | None) -> None:
-        self.all = [batches(source, rank, size, streams) for rank in range(size)]
+    def __init__(
+        self,
+        source: Source,
+        size: int,
+        streams: int | None,
+        shuffle: ShuffleBuffer | None = None,
+    ) -> None:
+        self.all = [batches(source, rank, size, streams, shuffle) for rank in range(size)]
 
     def step(self, position: int, examples: int) -> list[list[int]]:
         """What all ranks together take for a step of so many examples, in one order."""
@@ -94,7 +109,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path) -> None:
     for path in (*tables, write_parquet(tmp_path / "a.parquet", documents), text):
         source = source_of(path)
         assert source.holds_back
-        read = [each for each in source.training_texts(source.part(0, 1)) if each is not None]
+        read = list(source.training_texts(source.part(0, 1)))
         held = list(source.validation_texts())
         assert len(held) in range(1, 10), "one document in 20 is held back"
         assert sorted(read + held) == sorted(documents)
@@ -136,19 +151,90 @@ def test_a_step_has_the_same_examples_in_every_world(corpus: Path) -> None:
             assert world.step(position, 12) == expected, f"{size} ranks, from {position}"
 
 
-def test_a_run_goes_on_exactly_in_every_world(corpus: Path) -> None:
+@pytest.mark.parametrize("shuffle", [None, ShuffleBuffer(16, seed=3)], ids=["plain", "shuffled"])
+def test_a_run_goes_on_exactly_in_every_world(corpus: Path, shuffle: ShuffleBuffer | None) -> None:
     source = source_of(corpus)
-    whole = Ranks(source, 1, None)
+    whole = Ranks(source, 1, None, shuffle)
     expected = {position: whole.step(position, 12) for position in range(0, 120, 12)}
     assert streams_for(1) == streams_for(2) == 8
     for before, after in ((2, 2), (2, 4), (4, 3), (3, 1), (1, 2)):
-        first = Ranks(source, before, 8)
+        first = Ranks(source, before, 8, shuffle)
         for position in range(0, 60, 12):
             first.step(position, 12)
-        second = Ranks(source, after, None)
+        second = Ranks(source, after, None, shuffle)
         second.load(first.state())
         for position in range(60, 120, 12):
             assert second.step(position, 12) == expected[position], (before, after, position)
+
+
+def documents_of(order: DocumentOrder) -> list[str]:
+    """All documents from where an order stands."""
+    return list(iter(lambda: next(order, ""), ""))
+
+
+def test_a_buffer_gives_every_document_once_in_an_order_of_its_own(corpus: Path) -> None:
+    source = source_of(corpus)
+    part = Part(source, 0, 8, 0)
+    plain = documents_of(ShuffleBuffer().order(part, None))
+    size = 7
+    given = documents_of(ShuffleBuffer(size, seed=1).order(part, None))
+    assert len(plain) % size, "the last block is a short one"
+    for first in range(0, len(plain), size):
+        assert sorted(given[first : first + size]) == sorted(plain[first : first + size])
+    others = {
+        "plain": plain,
+        "epoch": documents_of(ShuffleBuffer(size, 1).order(replace(part, epoch=1), None)),
+        "seed": documents_of(ShuffleBuffer(size, 2).order(part, None)),
+    }
+    for name, other in others.items():
+        assert sorted(other) == sorted(given), name
+        assert sum(a == b for a, b in zip(other, given, strict=True)) < len(given) / 2, name
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 16, 1000])
+def test_an_order_goes_on_from_any_document(corpus: Path, size: int) -> None:
+    # Streams have 47 documents or so: blocks of 16 and 7 end with a short one, 1000 is all.
+    part = Part(source_of(corpus), 1, 8, 0)
+    buffer = ShuffleBuffer(size, seed=5)
+    order = buffer.order(part, None)
+    expected = documents_of(buffer.order(part, None))
+    for taken in range(len(expected) + 1):
+        state = json.dumps(order.state())
+        assert len(state) < 1000, "a position holds no documents"
+        resumed = buffer.order(part, json.loads(state))
+        assert next(resumed, "") == (expected[taken] if taken < len(expected) else ""), taken
+        if taken % 5 == 0:
+            assert documents_of(buffer.order(part, json.loads(state))) == expected[taken:]
+        next(order, None)
+
+
+def test_a_buffer_holds_no_more_than_it_is_asked_to(corpus: Path) -> None:
+    source = source_of(corpus)
+    read = 0
+    texts_of = source.training_texts
+
+    def counted(*where: Any) -> Iterator[str]:
+        nonlocal read
+        for text in texts_of(*where):
+            read += 1
+            yield text
+
+    source.training_texts = counted  # type: ignore[method-assign,assignment]
+    order = ShuffleBuffer(10, seed=1).order(Part(source, 0, 4, 0), None)
+    for given in range(40):
+        assert read == (given + 10 if given else 0)
+        next(order)
+
+
+def test_a_position_of_another_buffer_is_refused(corpus: Path) -> None:
+    source = source_of(corpus)
+    before = Ranks(source, 1, 8, ShuffleBuffer(16))
+    before.step(0, 8)
+    for other in (None, ShuffleBuffer(8)):
+        after = Ranks(source, 1, 8, other)
+        after.load(before.state())
+        with pytest.raises(CheckpointError, match="the position of stream 0 cannot be read"):
+            after.step(8, 8)
 
 
 def test_streams_that_nobody_opened_since_are_still_where_they_were(corpus: Path) -> None:

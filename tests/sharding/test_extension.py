@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.sharding.group import GroupState
+from shardwise.sharding.group_state import GroupState
 from shardwise.sharding.hooks import state_of
 from tests.sharding.nets import assert_same_gradients, average_backward, batches, loss_of, seeded
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwise
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
-from shardwise.sharding.group import GroupState
+from shardwise.sharding.group_state import GroupState
 from shardwise.sharding.hooks import state_of
 from tests.sharding.nets import Block, Net, sharded_net
 

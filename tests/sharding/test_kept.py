@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.sharding.group import GroupState
+from shardwise.sharding.group_state import GroupState
 from shardwise.sharding.hooks import state_of
 from tests.sharding.nets import (
     Net,

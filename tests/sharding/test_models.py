@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
-from shardwise.sharding.group import GroupState
+from shardwise.sharding.group_state import GroupState
 from shardwise.sharding.hooks import state_of
 from tests.sharding.nets import (
     WIDTH,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.sharding.group import GroupState
+from shardwise.sharding.group_state import GroupState
 from shardwise.sharding.hooks import state_of
 from tests.sharding.nets import (
     Net,

@@ -20,10 +20,12 @@ from shardwise import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from shardwise.sharding.group import GroupState, ParamGroup
+from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.group_state import GroupState
 from shardwise.sharding.hooks import state_of
 from shardwise.sharding.module import disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 from shardwise.sharding.root import Root
+from shardwise.transport.select import select_transport
 from tests.sharding.nets import (
     WIDTH,
     Block,
@@ -611,11 +613,11 @@ def _separate_group(rank: int, world_size: int, custom: bool) -> None:
             step()
             return set(scatter.calls)
         step()
-        transports = {_group(module).mesh.scatter for module in _sharded_modules(net)}
-        shared = {_group(module).mesh.shard for module in _sharded_modules(net)}
-        if transports == shared:
-            return {own}
-        return {transport._group for transport in transports}
+        meshes = [_group(module).mesh for module in _sharded_modules(net)]
+        groups = {mesh.scatter_group or mesh.shard_group for mesh in meshes}
+        carriers = {select_transport(group, meshes[0].device) for group in groups}
+        assert {mesh.scatter for mesh in meshes} == carriers
+        return groups
 
     assert scatter_groups() == {own}
     net.set_separate_reduce_scatter_group()

@@ -138,7 +138,7 @@ def test_small_parameters_are_not_worth_pages_of_their_own() -> None:
 
 def _held(transport: ShmTransport) -> int:
     """Bytes that the file in common takes."""
-    return 512 * os.fstat(transport._meeting.fd).st_blocks
+    return 512 * os.fstat(transport._posts.meeting.fd).st_blocks
 
 
 def _last_one_out(rank: int, world_size: int) -> list[int]:

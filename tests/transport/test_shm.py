@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
 from shardwise.sharding.hooks import state_of
-from shardwise.transport import futex, meeting, select_transport, shm, signals
+from shardwise.transport import futex, meeting, posts, select_transport, signals
 from shardwise.transport.arena import Arena
 from shardwise.transport.base import Label, Reduce, Transport
 from shardwise.transport.shm import ShmTransport
@@ -59,7 +59,7 @@ def _gather(transport: Transport, numel: int = NUMEL, name: str = "some group") 
 
 def _taken(transport: ShmTransport) -> int:
     """Bytes of the memory in common that hold anything."""
-    return os.fstat(transport._meeting.fd).st_blocks * 512
+    return os.fstat(transport._posts.meeting.fd).st_blocks * 512
 
 
 # -- memory ------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_hundreds_of_collectives_under_way() -> None:
 
 
 def _too_many_under_way(rank: int, world_size: int) -> str:
-    with patch.multiple(signals, MARKS=8), patch.multiple(shm, MARKS=8):
+    with patch.multiple(signals, MARKS=8), patch.multiple(posts, MARKS=8):
         transport = _transport()
         works = [transport.all_reduce([torch.ones(1)], Reduce.SUM) for _ in range(20)]
         dist.barrier()
@@ -138,11 +138,11 @@ def test_more_than_there_is_room_for_is_an_error_not_a_wrong_sum() -> None:
 
 
 def _about_to_overwrite(rank: int, world_size: int) -> None:
-    with patch.multiple(signals, MARKS=8), patch.multiple(shm, MARKS=8):
+    with patch.multiple(signals, MARKS=8), patch.multiple(posts, MARKS=8):
         transport = _transport()
         works = [transport.all_reduce([torch.ones(1)], Reduce.SUM) for _ in range(8)]
         if rank == 1:  # as it is in the midst of the next one
-            transport._signals.describe(9, 0, 2**20)
+            transport._posts.signals.describe(9, 0, 2**20)
         dist.barrier()
         if rank == 0:
             with pytest.raises(RuntimeError, match="is 7 behind those of rank 1"):

@@ -83,7 +83,7 @@ class Loss:
 
 
 def _until_lost(stream: Stream) -> Loss:
-    found = os.fstat(stream.transport._meeting.fd)
+    found = os.fstat(stream.transport._posts.meeting.fd)
     while True:
         start = time.monotonic()
         try:

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.api import async_save, load, save
-    from shardwise.checkpoint.background import Handle
-    from shardwise.checkpoint.commit import is_complete, keep_last, latest, step_folder, steps
-    from shardwise.checkpoint.weights import load_weights, save_hf
-    from shardwise.checkpoint.xla import (
+    from shardwise.checkpoint.disk.commit import is_complete, keep_last, latest, step_folder, steps
+    from shardwise.checkpoint.ranks.background import Handle
+    from shardwise.checkpoint.ranks.weights import load_weights, save_hf
+    from shardwise.checkpoint.ranks.xla import (
         consolidate_sharded_model_checkpoints,
-        get_shard_metadata,
         load_rank_checkpoint,
         save_rank_checkpoint,
     )
     from shardwise.errors import CheckpointError
+    from shardwise.sharding.shard_metadata import get_shard_metadata
 
 __all__ = [
     "CheckpointError",
@@ -38,21 +38,21 @@ __all__ = [
 # As in the package above: importing torch takes seconds, and names are fetched when first used.
 _HOME = {
     "CheckpointError": "shardwise.errors",
-    "Handle": "shardwise.checkpoint.background",
+    "Handle": "shardwise.checkpoint.ranks.background",
     "async_save": "shardwise.checkpoint.api",
-    "consolidate_sharded_model_checkpoints": "shardwise.checkpoint.xla",
-    "get_shard_metadata": "shardwise.checkpoint.xla",
-    "is_complete": "shardwise.checkpoint.commit",
-    "keep_last": "shardwise.checkpoint.commit",
-    "latest": "shardwise.checkpoint.commit",
+    "consolidate_sharded_model_checkpoints": "shardwise.checkpoint.ranks.xla",
+    "get_shard_metadata": "shardwise.sharding.shard_metadata",
+    "is_complete": "shardwise.checkpoint.disk.commit",
+    "keep_last": "shardwise.checkpoint.disk.commit",
+    "latest": "shardwise.checkpoint.disk.commit",
     "load": "shardwise.checkpoint.api",
-    "load_rank_checkpoint": "shardwise.checkpoint.xla",
-    "load_weights": "shardwise.checkpoint.weights",
+    "load_rank_checkpoint": "shardwise.checkpoint.ranks.xla",
+    "load_weights": "shardwise.checkpoint.ranks.weights",
     "save": "shardwise.checkpoint.api",
-    "save_hf": "shardwise.checkpoint.weights",
-    "save_rank_checkpoint": "shardwise.checkpoint.xla",
-    "step_folder": "shardwise.checkpoint.commit",
-    "steps": "shardwise.checkpoint.commit",
+    "save_hf": "shardwise.checkpoint.ranks.weights",
+    "save_rank_checkpoint": "shardwise.checkpoint.ranks.xla",
+    "step_folder": "shardwise.checkpoint.disk.commit",
+    "steps": "shardwise.checkpoint.disk.commit",
 }
 
 

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.checkpoint import background
-from shardwise.checkpoint.background import Handle
-from shardwise.checkpoint.describe import strategy_of
-from shardwise.checkpoint.loading import load_into
-from shardwise.checkpoint.pieces import CHUNK
-from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.saving import Saving, state_of
-from shardwise.checkpoint.state import State
+from shardwise.checkpoint.disk.pieces import CHUNK
+from shardwise.checkpoint.ranks import background
+from shardwise.checkpoint.ranks.agreement import Ranks
+from shardwise.checkpoint.ranks.background import Handle
+from shardwise.checkpoint.ranks.describe import strategy_of
+from shardwise.checkpoint.ranks.loading import load_into
+from shardwise.checkpoint.ranks.saving import Saving, state_of
+from shardwise.checkpoint.ranks.state import State
 
 StrPath = str | os.PathLike[str]
 

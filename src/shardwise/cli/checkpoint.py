@@ -78,7 +78,7 @@ def ls(
     json: Json = False,
 ) -> None:
     """List checkpoints: step, size, complete or not, and the mesh that saved them."""
-    from shardwise.checkpoint.survey import list_checkpoints
+    from shardwise.checkpoint.tools.survey import list_checkpoints
 
     with _told():
         found = list_checkpoints(_existing(directory))
@@ -92,9 +92,9 @@ def verify(path: Checkpoint, buffer: Buffer = _BUFFER, json: Json = False) -> No
     Exit code 1: something is damaged, or a newer one than the newest complete one
     is.
     """
-    from shardwise.checkpoint.formats import Format, find_checkpoint, format_of
-    from shardwise.checkpoint.survey import newer_incomplete
-    from shardwise.checkpoint.survey import verify as run
+    from shardwise.checkpoint.formats.detect import Format, find_checkpoint, format_of
+    from shardwise.checkpoint.tools.survey import newer_incomplete
+    from shardwise.checkpoint.tools.survey import verify as run
 
     with _told():
         given = _existing(path)
@@ -122,7 +122,7 @@ def show_(
     json: Json = False,
 ) -> None:
     """Show what a checkpoint holds: parameters with shapes, dtypes and placements."""
-    from shardwise.checkpoint.formats import open_source
+    from shardwise.checkpoint.formats.detect import open_source
 
     with _told(), open_source(_existing(path)) as source:
         show.contents(source, values=values, json=json)
@@ -136,8 +136,8 @@ def diff(
     json: Json = False,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes, values. Exit code 1: they differ."""
-    from shardwise.checkpoint.diff import differences
-    from shardwise.checkpoint.formats import open_source
+    from shardwise.checkpoint.formats.detect import open_source
+    from shardwise.checkpoint.tools.diff import differences
 
     with (
         _told(),
@@ -183,7 +183,7 @@ def consolidate(
     safetensors, torch.load and from_pretrained read them. No process group is
     needed.
     """
-    from shardwise.checkpoint.consolidate import consolidate as run
+    from shardwise.checkpoint.tools.consolidate import consolidate as run
 
     with _told(), show.progress("consolidating") as watch:
         run(
@@ -217,8 +217,8 @@ def convert(
         raise UserError(f"--to: found {to!r}, expected one of 'shardwise', 'dcp', 'hf'")
     if max_shard_size is not None and to != "hf":
         raise UserError(f"--max-shard-size: found with --to {to}, expected with --to hf only")
-    from shardwise.checkpoint.convert import convert as run
-    from shardwise.checkpoint.formats import Format
+    from shardwise.checkpoint.formats.detect import Format
+    from shardwise.checkpoint.tools.convert import convert as run
 
     with _told(), show.progress("converting") as watch:
         run(

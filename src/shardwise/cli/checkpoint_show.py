@@ -26,9 +26,9 @@ from rich.text import Text
 from shardwise.units import brief_size
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.diff import Difference
-    from shardwise.checkpoint.stored import Source, Watch
-    from shardwise.checkpoint.survey import Damage, Listed
+    from shardwise.checkpoint.formats.source import Source, Watch
+    from shardwise.checkpoint.tools.diff import Difference
+    from shardwise.checkpoint.tools.survey import Damage, Listed
 
 _MOST_DAMAGES = 20
 _WIDE = 10_000  # columns, where nobody's terminal is in the way
@@ -218,8 +218,8 @@ def differences(first: Path, second: Path, found: Sequence[Difference], *, json:
 
 def written(path: Path) -> None:
     """What was made, and what it lacks for ``from_pretrained``."""
-    from shardwise.checkpoint.formats import Format, format_of
-    from shardwise.checkpoint.hfconfig import CONFIG
+    from shardwise.checkpoint.formats.detect import Format, format_of
+    from shardwise.checkpoint.formats.hfconfig import CONFIG
 
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
     size = sum(file.stat().st_size for file in files)

@@ -31,6 +31,14 @@ OuterMomentum = Annotated[
     float | None,
     Option(help="Its Nesterov momentum.", rich_help_panel=PANEL, show_default="0.9"),
 ]
+OuterWarmup = Annotated[
+    int | None,
+    Option(
+        help="Rounds over which that momentum rises from 0.",
+        rich_help_panel=PANEL,
+        show_default="0",
+    ),
+]
 Wire = Annotated[
     WireFormat | None,
     Option(
@@ -81,6 +89,7 @@ class Diloco:
     local_steps: LocalSteps = None
     outer_lr: OuterLr = None
     outer_momentum: OuterMomentum = None
+    outer_warmup: OuterWarmup = None
     diloco_wire: Wire = None
     diloco_error_feedback: ErrorFeedback = False
     diloco_fragments: Fragments = None
@@ -110,11 +119,13 @@ def _config_of(given: dict[str, Any]) -> DilocoConfig:
     take = given.pop
     steps, lr = take("local_steps", 500), take("outer_lr", OuterSGD.lr)
     momentum, alpha = take("outer_momentum", OuterSGD.momentum), take("diloco_alpha", 0.0)
+    warmup = take("outer_warmup", OuterSGD.warmup)
     fragments, overlap = take("diloco_fragments", 1), take("diloco_overlap", 0)
     # Written so that NaN fails every one of them.
     require(steps >= 1, "--local-steps", steps, "1 or more")
     require(0 < lr < math.inf, "--outer-lr", lr, "a number above 0")
     require(0 <= momentum < 1, "--outer-momentum", momentum, "0 to 1, without 1")
+    require(warmup >= 0, "--outer-warmup", warmup, "0 or more rounds")
     require(0 <= alpha < 1, "--diloco-alpha", alpha, "0 to 1, without 1")
     require(
         1 <= fragments <= steps, "--diloco-fragments", fragments, f"1 to {steps}, the local steps"
@@ -126,6 +137,7 @@ def _config_of(given: dict[str, Any]) -> DilocoConfig:
         local_steps=steps,
         outer_lr=lr,
         outer_momentum=momentum,
+        outer_warmup=warmup,
         streaming=Streaming(fragments=fragments, overlap=overlap, alpha=alpha),
         **{name.removeprefix("diloco_"): value for name, value in given.items()},
     )

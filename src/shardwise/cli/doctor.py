@@ -47,6 +47,8 @@ def doctor(
     require(0 < timeout < math.inf, "--timeout", timeout, "seconds, above 0")
     require(0 <= least_gbit < math.inf, "--least-gbit", least_gbit, "0 or more")
     nodes = Nodes.of(nnodes, node_rank, rdzv, timeout) or Nodes(1, 0, "127.0.0.1", 0, timeout)
+    expected = "the number of hosts that run the doctor now"
+    require(nodes.least is None, "--nnodes", nnodes, expected)
 
     def show(finding: Finding) -> None:
         print(finding, flush=True)

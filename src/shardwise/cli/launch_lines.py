@@ -34,12 +34,19 @@ def launch_lines(
     ] = None,
     nproc: Annotated[int, Option(help="Processes of each host.")] = 1,
     rdzv_port: Annotated[int, Option(help="Where the hosts meet.")] = 29400,
+    nnodes: Annotated[
+        str | None,
+        Option(metavar="MIN:MAX", help="Hosts may be so few, and others may come later."),
+    ] = None,
     torchrun: Annotated[bool, Option("--torchrun", help="Print lines for torchrun.")] = False,
 ) -> None:
     """Print the line that starts a job, for each host, or a script for Slurm."""
     names = tuple(name.strip() for name in hosts.split(",")) if hosts else ("",) * 0
-    layout = Layout(names or ("host-a",), nproc, rdzv_port, tuple(arguments or ()))
+    layout = Layout(names or ("host-a",), nproc, rdzv_port, tuple(arguments or ()), nnodes)
     layout.check()
+    if nnodes is not None and (slurm is not None or torchrun):
+        expected = "none with --slurm and --torchrun, whose hosts are known"
+        raise UserError(f"--nnodes: found {nnodes}, expected {expected}")
     if slurm is not None:
         if names or torchrun or slurm < 1:
             expected = "1 or more, and neither --hosts nor --torchrun"

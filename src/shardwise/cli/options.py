@@ -46,17 +46,23 @@ Workers = Annotated[
 ]
 _HOSTS = "Several hosts"
 Nnodes = Annotated[
-    int | None,
+    str | None,
     Option(
         "--nnodes",
-        help="Hosts of the job; run the same command on each, with its own --node-rank.",
+        metavar="N|MIN:MAX",
+        help="Hosts of the job; run the same command on each, with its own --node-rank. MIN:MAX: "
+        "begin with MIN or more; others may come later.",
         rich_help_panel=_HOSTS,
         show_default="1",
     ),
 ]
 NodeRank = Annotated[
     int | None,
-    Option(help="This host's number, from 0.", rich_help_panel=_HOSTS, show_default=False),
+    Option(
+        help="This host's number, from 0; with MIN:MAX only host 0 needs one.",
+        rich_help_panel=_HOSTS,
+        show_default=False,
+    ),
 ]
 Rdzv = Annotated[
     str | None,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
-from shardwise.launch.hosts import Nodes
+from shardwise.launch.errors import UserError
+from shardwise.launch.hosts import Nodes, Terms
 from shardwise.launch.launcher import usable_cores
 from shardwise.launch.rank import run_rank
 from shardwise.launch.restarts import run_here, run_over_hosts
@@ -19,6 +20,12 @@ class Job(Protocol):
 
     def check(self, world: World) -> None:
         """Raise a ``UserError`` if the configuration is wrong, or does not fit the world."""
+
+    def check_world(self, world: World) -> None:
+        """Raise a ``UserError`` if the configuration does not fit the world; looks at no files."""
+
+    def options(self) -> dict[str, Any]:
+        """After ``check``: what all hosts have to be asked for alike, by the names of options."""
 
     def check_folder(self) -> str | None:
         """Raise a ``UserError`` if the run may not begin; say so if there is nothing to do."""
@@ -43,15 +50,15 @@ def run(job: Job, nproc: int | None, nodes: Nodes | None = None, max_restarts: i
     processes = check_nproc(nproc, world)
     if world is not None:
         if not launched_here():
-            count = 0 if nodes is None else nodes.count
+            count = "" if nodes is None else nodes.nnodes
             require(not count, "--nnodes", count, "none given: the environment has a world")
             require(not max_restarts, "--max-restarts", max_restarts, "none given: see torchrun's")
         job.check(world)
         run_rank(world, job.run)
     require(max_restarts >= 0, "--max-restarts", max_restarts, "0 or more")
-    host, hosts = (0, 1) if nodes is None else (nodes.rank, nodes.count)
-    job.check(World(host * processes, hosts * processes, 0, processes))
-    if host == 0:
+    hosts = 1 if nodes is None else _expected_hosts(job, processes, nodes)
+    job.check(_world(hosts, processes))
+    if nodes is None or nodes.rank == 0:
         # The others may see the folder that host 0 has made already.
         nothing_to_do = job.check_folder()
         if nothing_to_do is not None:
@@ -65,8 +72,37 @@ def run(job: Job, nproc: int | None, nodes: Nodes | None = None, max_restarts: i
     )
     if nodes is None:
         sys.exit(run_here(_command, processes, max_restarts))
-    print(f"hosts      this is {host} of {hosts}; meeting at {nodes.where}", flush=True)
-    sys.exit(run_over_hosts(_command, processes, nodes, max_restarts))
+    if nodes.least is None:
+        print(f"hosts      this is {nodes.rank} of {hosts}; meeting at {nodes.where}", flush=True)
+        sys.exit(run_over_hosts(_command, processes, nodes, max_restarts))
+    print(f"hosts      {nodes.least} to {nodes.count}; meeting at {nodes.where}", flush=True)
+    terms = Terms(job.options(), lambda hosts: _why_not(job, _world(hosts, processes)))
+    sys.exit(run_over_hosts(_command, processes, nodes, max_restarts, terms))
+
+
+def _world(hosts: int, processes: int) -> World:
+    """The world over so many hosts, as its first rank sees it."""
+    return World(0, hosts * processes, 0, processes)
+
+
+def _expected_hosts(job: Job, processes: int, nodes: Nodes) -> int:
+    """The number of hosts to check the configuration with: of those that fit, the largest."""
+    least = nodes.count if nodes.least is None else nodes.least
+    fitting = (
+        hosts
+        for hosts in range(nodes.count, least - 1, -1)
+        if _why_not(job, _world(hosts, processes)) is None
+    )
+    return next(fitting, nodes.count)
+
+
+def _why_not(job: Job, world: World) -> str | None:
+    """Why a job cannot run over a world, if it cannot."""
+    try:
+        job.check_world(world)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _command(attempt: int) -> list[str]:

@@ -85,6 +85,14 @@ def train_lm(
             show_default="by world size, 8 or more",
         ),
     ] = None,
+    shuffle_buffer: Annotated[
+        int,
+        Option(
+            help="Documents of each stream that are shuffled together, by --seed; 0: the order of "
+            "the source.",
+            rich_help_panel=options.MODEL,
+        ),
+    ] = 0,
     seq_length: Annotated[
         int | None,
         Option(
@@ -186,6 +194,7 @@ def train_lm(
         temperature=temperature,
         tokenizer=tokenizer,
         streams=streams,
+        shuffle_buffer=shuffle_buffer,
         batch_tokens=batch_tokens,
         peak_flops=peak_flops,
         train=TrainConfig(

@@ -161,9 +161,10 @@ class Fragment:
     @torch.no_grad()
     def outer_step(self, gradient: Tensor, settings: OuterSGD) -> None:
         """Move the outer parameters against the averaged pseudo-gradient, which is written to."""
-        self.momentum.mul_(settings.momentum).add_(gradient)
+        momentum = settings.momentum_of(self.rounds + 1)
+        self.momentum.mul_(momentum).add_(gradient)
         if settings.nesterov:
-            gradient.add_(self.momentum, alpha=settings.momentum)
+            gradient.add_(self.momentum, alpha=momentum)
         else:
             gradient.copy_(self.momentum)
         self.outer.add_(gradient, alpha=-settings.lr)

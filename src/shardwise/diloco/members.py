@@ -7,6 +7,7 @@ has something else, the leader's outer parameters and momentum go to all.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ import xxhash
 
 from shardwise.diloco.fragment import Fragment
 from shardwise.errors import RanksDivergedError
+from shardwise.transport.attending import attended
+from shardwise.transport.peers import naming_lost_peer
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,11 @@ def agree(group: dist.ProcessGroup, mine: Report) -> Agreement:
         RanksDivergedError: members train other models, or by other settings; on all of them alike.
     """
     found: list[Report] = [mine] * group.size()
-    dist.all_gather_object(found, mine, group=group)
+    attended(
+        lambda: dist.all_gather_object(found, mine, group=group),
+        group,
+        "the agreement of DiLoCo's replicas",
+    )
     leader = max(found, key=lambda report: report.rounds)  # the first of equals
     members = dist.get_process_group_ranks(group)
     for rank, report in zip(members, found, strict=True):
@@ -115,7 +122,13 @@ def hand_over(group: dist.ProcessGroup, leader_rank: int, fragment: Fragment) ->
     source = dist.get_process_group_ranks(group)[leader_rank]
     for flat in (fragment.outer, fragment.momentum):
         if flat.numel():
-            dist.broadcast(flat, src=source, group=group)
+            send = functools.partial(dist.broadcast, flat, src=source, group=group)
+            doing = f"the handing over of {fragment.name}"
+            if flat.is_cpu:
+                attended(send, group, doing)
+            else:
+                with naming_lost_peer(group, doing):
+                    send()
 
 
 def _digest(fragment: Fragment) -> int:

@@ -30,6 +30,8 @@ class OuterSGD:
         lr: learning rate.
         momentum: decay of the running sum of pseudo-gradients.
         nesterov: look ahead by one step of the momentum.
+        warmup: rounds over which the momentum rises, linearly from 0. From random weights the
+            direction of one round is soon wrong, and momentum overshoots.
 
     Raises:
         ValueError: a number out of range.
@@ -38,10 +40,16 @@ class OuterSGD:
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
+    warmup: int = 0
 
     def __post_init__(self) -> None:
         _require(0 < self.lr < math.inf, "outer lr", self.lr, "a number above 0")
         _require(0 <= self.momentum < 1, "outer momentum", self.momentum, "0 to 1, without 1")
+        _require(self.warmup >= 0, "outer warmup", self.warmup, "0 or more rounds")
+
+    def momentum_of(self, round_: int) -> float:
+        """The momentum of a round; the first is 1."""
+        return self.momentum * min(1.0, round_ / max(1, self.warmup))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import threading
 import time
 
 from shardwise.doctor.links import Link
+from shardwise.launch.addresses import join, listening_everywhere
 
 CONNECT = 3.0  # seconds for a connection
 STREAM = 0.5  # seconds of sending, for bandwidth
@@ -22,7 +23,7 @@ class Echo:
     """Answers other hosts at a port that the kernel chose, until it is closed."""
 
     def __init__(self) -> None:
-        self._listener = socket.create_server(("", 0))
+        self._listener = listening_everywhere()
         self._listener.settimeout(0.2)
         self.port: int = self._listener.getsockname()[1]
         self._closed = threading.Event()
@@ -62,7 +63,7 @@ def measure(address: str, port: int) -> Link:
     try:
         return Link(gbit=_stream(address, port), ms=_ping(address, port))
     except OSError as error:
-        return Link(error=f"{address} port {port}: {error.strerror or error}")
+        return Link(error=f"{join(address, port)}: {error.strerror or error}")
 
 
 def _ping(address: str, port: int) -> float:

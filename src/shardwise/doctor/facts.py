@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
-from shardwise.launch.hosts import Nodes, addresses, interface_towards
+from shardwise.doctor.memory import Memory, measure_memory
+from shardwise.launch.addresses import addresses, interface_of, own_address
+from shardwise.launch.hosts import Nodes
 
 _SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -25,12 +27,13 @@ class Facts:
         nproc: ranks on it.
         name: its host name.
         versions: of what has to be the same everywhere.
-        interfaces: address by name of each network interface.
-        towards: the interface on the way to host 0.
-        resolved: the address that its own name has, or what went wrong.
+        interfaces: addresses by name of each network interface.
+        address: its own, from which it sends to host 0; empty where there is no way.
+        towards: the interface that has this address.
+        resolved: the first address that its own name has, or what went wrong.
         settings: environment variables that choose an interface.
         files: how many files a process may have open.
-        memory: what went wrong with shared memory; empty where it works.
+        memory: how its ranks can share memory.
         shm_free: bytes free in ``/dev/shm``; -1 where there is none.
     """
 
@@ -39,12 +42,13 @@ class Facts:
     nproc: int
     name: str
     versions: dict[str, str]
-    interfaces: dict[str, str]
+    interfaces: dict[str, list[str]]
+    address: str
     towards: str | None
     resolved: str
     settings: dict[str, str] = field(default_factory=dict)
     files: int = 0
-    memory: str = ""
+    memory: Memory = field(default_factory=Memory)
     shm_free: int = -1
 
     @property
@@ -56,10 +60,16 @@ class Facts:
         """Plain values."""
         return asdict(self)
 
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Facts:
+        """Read back what :meth:`to_json` made."""
+        return Facts(**{**values, "memory": Memory(**values["memory"])})
+
 
 def look(nodes: Nodes, nproc: int) -> Facts:
     """Look at this host."""
     name = platform.node()
+    address = _address(nodes.address)
     return Facts(
         rank=nodes.rank,
         nnodes=nodes.count,
@@ -70,40 +80,28 @@ def look(nodes: Nodes, nproc: int) -> Facts:
             **{package: metadata.version(package) for package in ("torch", "shardwise")},
         },
         interfaces=addresses(),
-        towards=interface_towards(nodes.address),
+        address=address,
+        towards=interface_of(address),
         resolved=_resolve(name),
         settings={key: os.environ[key] for key in _SETTINGS if key in os.environ},
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        memory=_try_shared_memory(),
+        memory=measure_memory(),
         shm_free=_shm_free(),
     )
 
 
+def _address(towards: str) -> str:
+    try:
+        return own_address(towards)
+    except OSError:
+        return ""
+
+
 def _resolve(name: str) -> str:
     try:
-        return str(socket.getaddrinfo(name, 1, family=socket.AF_INET)[0][4][0])
+        return str(socket.getaddrinfo(name, 1, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         return f"unknown ({error.strerror or error})"
-
-
-def _try_shared_memory() -> str:
-    """What is wrong with anonymous shared memory of 16 MiB."""
-    size = 16 * 2**20
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if limit != resource.RLIM_INFINITY and limit < 2**40:
-        return f"files may grow to {limit / 2**20:,.0f} MiB only (ulimit -f), shared memory too"
-    try:
-        handle = os.memfd_create("shardwise-doctor")
-    except OSError as error:
-        return f"memfd_create: {error.strerror}"
-    try:
-        os.ftruncate(handle, size)
-        os.pwrite(handle, b"1", size - 1)
-    except OSError as error:
-        return f"16 MiB of it: {error.strerror}"
-    finally:
-        os.close(handle)
-    return ""
 
 
 def _shm_free() -> int:

@@ -17,7 +17,7 @@ def check_interfaces(hosts: Sequence[Facts]) -> list[Finding]:
     """
     found = []
     for host in hosts:
-        shown = ", ".join(f"{name} {address}" for name, address in host.interfaces.items())
+        shown = ", ".join(" ".join((name, *own)) for name, own in host.interfaces.items())
         if host.towards is None:
             advice = "bring up the interface to the other hosts, or give its address as --rdzv"
             found.append(fail(INTERFACES, f"{host.who}: none leads to host 0 ({shown})", advice))
@@ -51,7 +51,7 @@ def gloo_takes(host: Facts) -> str | None:
     told = host.settings.get("GLOO_SOCKET_IFNAME")
     if told is not None:
         return told.split(",")[0]
-    return next((n for n, address in host.interfaces.items() if address == host.resolved), None)
+    return next((name for name, own in host.interfaces.items() if host.resolved in own), None)
 
 
 def nccl_takes(host: Facts) -> str:

@@ -26,9 +26,9 @@ def check_limits(hosts: Sequence[Facts]) -> list[Finding]:
         if host.files < needed:
             text = f"{host.who}: {host.files} open files a process, a rank may need {needed}"
             found.append(fail(LIMITS, text, f"ulimit -n {needed} or more, before the job"))
-        if host.memory:
-            advice = "raise the limit; else ranks of the host send messages, which is slower"
-            found.append(warn(LIMITS, f"{host.who}: shared memory: {host.memory}", advice))
+        if host.memory.error:
+            advice = "mend it; else ranks of the host send messages, which is slower"
+            found.append(warn(LIMITS, f"{host.who}: shared memory: {host.memory.error}", advice))
         if 0 <= host.shm_free < _LEAST_SHM:
             text = f"{host.who}: {host.shm_free / 2**20:.0f} MiB free in /dev/shm"
             advice = "enlarge it (docker: --shm-size=1g): NCCL and data loaders use it"

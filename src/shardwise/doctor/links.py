@@ -69,7 +69,10 @@ def check_links(hosts: Sequence[Facts], links: Links, least_gbit: float) -> list
 
 
 def check_inside(hosts: Sequence[Facts], links: Links) -> list[Finding]:
-    """Ways inside hosts, through their own network address."""
+    """What ranks of a host hand each other: through memory, and as messages.
+
+    On CPUs it is memory, where ranks can share it; messages go through the host's own address.
+    """
     found = []
     for (a, b), link in links.items():
         if a != b:
@@ -78,5 +81,7 @@ def check_inside(hosts: Sequence[Facts], links: Links) -> list[Finding]:
             advice = "bring up the loopback device: ip link set lo up"
             found.append(fail(INSIDE, f"{hosts[a].who}: {link.error}", advice))
         else:
-            found.append(good(INSIDE, f"{hosts[a].who}: {link}"))
+            memory = hosts[a].memory
+            shared = "no shared memory" if memory.error else f"shared memory {memory}"
+            found.append(good(INSIDE, f"{hosts[a].who}: {shared}; messages {link}"))
     return found

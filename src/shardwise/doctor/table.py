@@ -11,7 +11,8 @@ import time
 from typing import Any
 
 from shardwise.doctor.finding import Finding, fail
-from shardwise.launch.hosts import Nodes, addresses, listening
+from shardwise.launch.addresses import addresses, listening
+from shardwise.launch.hosts import Nodes
 from shardwise.launch.wire import ClosedError, Line
 
 RENDEZVOUS = "rendezvous"
@@ -156,7 +157,7 @@ class Table:
 
 
 def _listen(nodes: Nodes) -> socket.socket:
-    own = ", ".join(f"{address} on {name}" for name, address in addresses().items())
+    own = ", ".join(f"{each} on {name}" for name, of in addresses().items() for each in of)
     try:
         return listening(nodes.address, nodes.port)
     except OSError as error:
@@ -183,10 +184,13 @@ def _reach(nodes: Nodes) -> Line:
 def _advice(nodes: Nodes, error: OSError) -> str:
     if isinstance(error, socket.gaierror):
         return "no host has that name here; give the address of host 0"
-    if nodes.address in addresses().values():
+    own = [address for each in addresses().values() for address in each]
+    if nodes.address in own:
         return f"that is this host's own address, and its rank is {nodes.rank}: give host 0's"
     if isinstance(error, ConnectionRefusedError):
         return "the host is there, and nobody listens: run the command on host 0, check the port"
     if isinstance(error, TimeoutError):
         return "nothing answers: is the host up, and does a firewall drop the port?"
+    if ":" in nodes.address and not any(":" in each and each != "::1" for each in own):
+        return "it is an IPv6 address, and this host has none"
     return "there is no way to it: is the address right, is the interface up?"

@@ -68,7 +68,7 @@ def _examine(
 ) -> None:
     told = seats.gather(mine.to_json(), LIMITS["facts"])
     gone = [place for place, each in enumerate(told) if each is None]
-    hosts = [Facts(**each) for each in told if each is not None]
+    hosts = [Facts.from_json(each) for each in told if each is not None]
     tell([good(table.RENDEZVOUS, f"{len(hosts)} {'host' if len(hosts) == 1 else 'hosts'} met")])
     if gone:
         text = f"{len(gone)} came and said nothing"
@@ -96,8 +96,7 @@ def _measure(seats: Table, mine: Facts, count: int) -> dict[tuple[int, int], Lin
     """Every host towards every other, and itself: in each round a host sends to one other."""
     found: dict[tuple[int, int], Link] = {}
     with contextlib.closing(Echo()) as echo:
-        address = mine.interfaces.get(mine.towards or "", "127.0.0.1")
-        doors = seats.gather([address, echo.port], LIMITS["facts"])
+        doors = seats.gather([mine.address or "127.0.0.1", echo.port], LIMITS["facts"])
         for turn in range(count):
             other = (seats.seat + turn) % count
             door = doors[other]

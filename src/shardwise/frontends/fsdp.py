@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch.distributed.fsdp import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
-    StateDictType,
 )
 
 from shardwise.frontends.comm_hook import CommHook, HookedReduceScatter
@@ -36,6 +34,7 @@ from shardwise.frontends.units import Ignored, auto_wrap
 from shardwise.sharding.grad import clip_grad_norm_
 from shardwise.sharding.lending import Loan, lent_whole
 from shardwise.sharding.module import FSDPModule
+from shardwise.sharding.shard_metadata import get_shard_metadata
 from shardwise.wrap import Policy
 
 _NO_MIXED_PRECISION = MixedPrecision()
@@ -288,10 +287,7 @@ class FullyShardedDataParallel(ShardedUnit):
 
     def get_shard_metadata(self) -> dict[str, Any]:
         """How this rank's shards are cut, to be saved beside them and to consolidate them by."""
-        home = import_module("shardwise.checkpoint.xla")  # which stands above this layer
-        with self.state_dict_type(self, StateDictType.SHARDED_STATE_DICT):  # to see how they lie
-            metadata: dict[str, Any] = home.get_shard_metadata(self)
-        return metadata
+        return get_shard_metadata(self)
 
     # -- inside --------------------------------------------------------------------------------
 

@@ -15,11 +15,12 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import MisuseError
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy, resolve
 from shardwise.sharding.device_mesh import check_member, default_device_type
+from shardwise.transport.attending import attended, new_group
 
 #: One process group, or for hybrid strategies the one that shards and the one that replicates.
 Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -113,7 +114,7 @@ def _check_mesh(strategy: Strategy, mesh: DeviceMesh) -> DeviceMesh:
 
 def _replicating(group: dist.ProcessGroup, ranks: list[int], device_type: str) -> DeviceMesh:
     """A mesh of shape (N, 1) over the ranks of ``group``."""
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    alone = new_group([dist.get_rank()])
     return DeviceMesh.from_group(
         [group, alone],
         device_type,
@@ -136,7 +137,11 @@ def _mesh_of_two(
     # Every replica tells over which ranks it shards: each rank knows its own row and column only.
     row = dist.get_process_group_ranks(shard)
     rows: list[list[int]] = [[] for _ in range(replicate.size())]
-    dist.all_gather_object(rows, row, group=replicate)
+    attended(
+        lambda: dist.all_gather_object(rows, row, group=replicate),
+        replicate,
+        "the making of a mesh of two process groups",
+    )
     if len({len(each) for each in rows}) != 1:
         raise ValueError(
             f"process_group: rank {dist.get_rank()} found replicas of different sizes {rows}; "
@@ -157,7 +162,7 @@ def _over_all_ranks(strategy: Strategy, device_type: str) -> DeviceMesh:
     meshes = _in_use.setdefault(dist.group.WORLD, weakref.WeakValueDictionary())
     mesh = meshes.get((device_type, plan.shape))
     if mesh is None:
-        mesh = init_device_mesh(device_type, plan.shape, mesh_dim_names=plan.names)
+        mesh = plan.make_mesh(device_type)
         meshes[device_type, plan.shape] = mesh
     return mesh
 

@@ -22,9 +22,10 @@ from shardwise.frontends.settings import UnitSettings, state_dict_settings
 from shardwise.frontends.state_dicts import convert_loaded, convert_saved, is_first_of
 from shardwise.frontends.transparent import TransparentModule
 from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.state_dicts import HasStateDictKinds
 
 
-class SavingModule(TransparentModule):
+class SavingModule(TransparentModule, HasStateDictKinds):
     """A wrapper whose state dicts are of the kind that was asked for.
 
     Attributes:
@@ -96,6 +97,13 @@ class SavingModule(TransparentModule):
             )
             yield
 
+    @contextmanager
+    def sharded_kind(self) -> Iterator[None]:
+        """Inside, this unit's own state dicts hold its shards as ``DTensor``s."""
+        with _restored([self]):
+            self._settings_of_state_dicts = state_dict_settings(StateDictType.SHARDED_STATE_DICT)
+            yield
+
     # -- the model -----------------------------------------------------------------------------
 
     def state_dict(  # type: ignore[override]
@@ -163,26 +171,6 @@ class SavingModule(TransparentModule):
             config.rank0_only
         )
         return not only_first or is_first_of(self.settings.mesh)
-
-
-def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state of ``model`` with its shards as ``DTensor``s, whatever kind is set.
-
-    Args:
-        model: wrapped, with wrapped modules in it, or sharded without a wrapper.
-    """
-    with sharded_state_dicts(model):
-        return model.state_dict()
-
-
-@contextmanager
-def sharded_state_dicts(model: nn.Module) -> Iterator[None]:
-    """Inside, state dicts of ``model`` hold its shards as ``DTensor``s, whatever kind is set."""
-    units = [each for each in model.modules() if isinstance(each, SavingModule)]
-    with _restored(units):
-        for unit in units:
-            unit._settings_of_state_dicts = state_dict_settings(StateDictType.SHARDED_STATE_DICT)
-        yield
 
 
 @contextmanager

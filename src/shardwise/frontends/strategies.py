@@ -101,9 +101,9 @@ class ShardingPlan:
 
     def make_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh over all ranks of the default process group."""
-        from torch.distributed.device_mesh import init_device_mesh
+        from shardwise.sharding.device_mesh import make_mesh
 
-        return init_device_mesh(device_type, self.shape, mesh_dim_names=self.names)
+        return make_mesh(device_type, self.shape, self.names)
 
     def sharding_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """The part of the mesh that ``fully_shard`` takes."""

@@ -22,6 +22,7 @@ from shardwise.frontends.prepare import ParamInit
 from shardwise.frontends.settings import UnitSettings, say_what_has_no_meaning
 from shardwise.frontends.strategies import Strategy
 from shardwise.frontends.units import Ignored, auto_wrap
+from shardwise.transport.attending import new_group
 from shardwise.wrap import Policy
 
 _COMPILED = "a matter of the XLA compiler; there is none here"
@@ -183,5 +184,4 @@ def _sharding_group(
             raise ValueError(
                 f"{name}: rank {me} expected {expected}, as sharding_groups say, found {found}"
             )
-    made: dist.ProcessGroup = dist.new_group(own[0], use_local_synchronization=True)
-    return made
+    return new_group(own[0])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 from shardwise.launch import rendezvous
+from shardwise.launch.addresses import interface_towards
 from shardwise.launch.errors import UserError
-from shardwise.launch.hosts import Nodes, Share, interface_towards
+from shardwise.launch.hosts import Nodes, Share
 from shardwise.launch.wire import ClosedError, Line
 
 _RETRY = 0.3  # seconds between attempts to reach host 0, which may start later
@@ -29,12 +30,16 @@ class Verdict:
     """What follows a round.
 
     Attributes:
-        again: begin another round.
-        text: why the round ended, where it did not end well.
+        again: this host begins another round.
+        over: the job is over.
+        text: why the round ended, where it did not end well, or begins again.
+        label: what a line with the text begins with.
     """
 
     again: bool
+    over: bool
     text: str
+    label: str = ""
 
 
 class Attendance:
@@ -43,14 +48,26 @@ class Attendance:
     Args:
         nodes: the job.
         nproc: ranks of this host.
+        options: what all hosts have to be asked for alike, by the names of the options.
+        say: shows a line of news.
 
     Raises:
         UserError: host 0 cannot be reached in time.
     """
 
-    def __init__(self, nodes: Nodes, nproc: int) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        nproc: int,
+        options: Mapping[str, object] | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._nodes = nodes
         self._nproc = nproc
+        self._options = dict(options or {})
+        self._say = say
+        self._regroups = False
+        self._training = False
         self._line = _connect(nodes)
         self._verdict: Verdict | None = None
         self._beaten = 0.0
@@ -70,11 +87,12 @@ class Attendance:
             LostError: host 0 is gone.
         """
         nodes = self._nodes
-        self._verdict = None
+        self._verdict, self._regroups, self._training = None, False, False
         self._send(
             kind="ready",
             rank=nodes.rank,
-            nnodes=nodes.count,
+            nnodes=nodes.nnodes,
+            options=self._options,
             nproc=self._nproc,
             port=port,
             versions={name: metadata.version(name) for name in ("shardwise", "torch")},
@@ -91,15 +109,34 @@ class Attendance:
                             nodes.address,
                             int(message["port"]),
                             interface_towards(nodes.address),
+                            int(message["round"]),
                         )
+                    case "news":
+                        self._say(str(message["text"]))
         return None
 
     def is_over(self) -> bool:
         """Whether the round has ended elsewhere. Ask often: it is this host's sign of life."""
         for message in self._exchange(0.0):
-            if message["kind"] == "verdict":
-                self._verdict = Verdict(bool(message["again"]), str(message["text"]))
+            match message["kind"]:
+                case "verdict":
+                    text, label = str(message["text"]), str(message["label"])
+                    again, over = bool(message["again"]), bool(message["over"])
+                    self._verdict = Verdict(again, over, text, label)
+                case "regroup":
+                    self._regroups = True
+                    self._say(str(message["text"]))
         return self._verdict is not None
+
+    def regroups(self) -> bool:
+        """Whether ranks shall save and stop, since more hosts join."""
+        return self._regroups
+
+    def train(self) -> None:
+        """Tell, once a round, that all ranks of this host have made a step."""
+        if not self._training:
+            self._training = True
+            self._send(kind="training")
 
     def end(
         self,
@@ -108,6 +145,7 @@ class Attendance:
         echo: bool,
         may_restart: bool,
         by_signal: bool,
+        signalled: bool,
         stopped: Callable[[], bool],
     ) -> Verdict:
         """Tell how this host's ranks ended, and wait for what follows.
@@ -117,14 +155,15 @@ class Attendance:
             echo: whether only because ranks of other hosts went first.
             may_restart: whether another attempt could end better.
             by_signal: whether a signal asked them to stop.
+            signalled: whether one asked their launcher.
             stopped: whether a signal asked to stop waiting.
         """
         if self._verdict is None:
             how = {"failed": failed, "echo": echo, "may_restart": may_restart}
-            self._send(kind="ended", stopped=by_signal, **how)
+            self._send(kind="ended", stopped=by_signal, signalled=signalled, **how)
         while not self.is_over():
             if stopped():
-                return Verdict(False, "")
+                return Verdict(again=False, over=True, text="")
             time.sleep(0.02)
         assert self._verdict is not None
         return self._verdict

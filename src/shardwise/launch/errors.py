@@ -10,9 +10,11 @@ class UserError(Exception):
 
     Attributes:
         exit_code: the exit status of the command.
+        passing: whether the same may succeed later, so that ``--max-restarts`` begins again.
     """
 
     exit_code = 2
+    passing = False
 
 
 class Stopped(BaseException):

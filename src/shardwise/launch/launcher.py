@@ -2,6 +2,7 @@
 
 spawn ──> watch ──┬─ every rank ended well ───────────────> 0
                   ├─ one failed ── let the others notice ── kill ── show the first ──> its code
+                  ├─ more hosts join ── ask every rank to save and stop ──> 128 + SIGTERM
                   └─ a signal ──── forward it once; a second one kills ──> 128 + signal
 """
 
@@ -17,11 +18,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import IO
 
+from shardwise.launch.addresses import listening
+from shardwise.launch.child import LocalRank
 from shardwise.launch.errors import signal_name
-from shardwise.launch.hosts import Share, listening
-from shardwise.launch.report import Ending, Report
+from shardwise.launch.hosts import Share
+from shardwise.launch.report import Ending, Stage
 from shardwise.launch.signals import STOP_SIGNALS
 from shardwise.launch.world import PARENT_PID, REPORT_FD, STORE_FD
 
@@ -30,72 +32,6 @@ SETTLE = 0.5  # after a failure: seconds for its traces on other ranks to show
 ECHO = 0.5  # seconds within which a second signal is the same Ctrl-C, come by another way
 STOP_GRACE = 30.0  # after one rank has stopped: seconds for the others to do so
 LOOPBACK = "127.0.0.1"
-TAIL_LINES = 20
-
-
-class LocalRank:
-    """One child process, its pipe for a :class:`Report` and its output."""
-
-    def __init__(
-        self, rank: int, process: subprocess.Popen[bytes], pipe: int, output: IO[bytes]
-    ) -> None:
-        self.rank = rank
-        self.process = process
-        self.report: Report | None = None
-        self.ended_at = 0.0
-        self._pipe = pipe
-        self._received = b""
-        self._output = output
-
-    @property
-    def code(self) -> int | None:
-        """The exit code as Popen has it (-9 for SIGKILL), None while running."""
-        return self.process.returncode
-
-    def look(self) -> None:
-        """Take in what happened since the last look."""
-        if self.code is None and self.process.poll() is not None:
-            self.ended_at = time.monotonic()
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._pipe, 65536):
-                self._received += chunk
-        if self.report is None and b"\n" in self._received:
-            self.report = Report.from_json(self._received)
-
-    @property
-    def failed(self) -> bool:
-        """Whether this rank ended, or is about to end, with an error."""
-        if self.report is not None:
-            return self.report.ending is not Ending.STOPPED
-        return self.code is not None and self.code != 0
-
-    @property
-    def stopped(self) -> bool:
-        """Whether this rank stopped because a signal asked it to."""
-        return self.report is not None and self.report.ending is Ending.STOPPED
-
-    @property
-    def failed_at(self) -> float:
-        """When it failed, in seconds on the monotonic clock."""
-        return self.ended_at if self.report is None else self.report.time
-
-    def kill(self) -> None:
-        """End it now, and wait until it has gone."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-
-    def tail(self) -> str:
-        """The last lines that this rank wrote (nothing for rank 0, which writes to our own)."""
-        size = self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(0, size - 16384))
-        lines = self._output.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-TAIL_LINES:])
-
-    def close(self) -> None:
-        """Give back its descriptors."""
-        os.close(self._pipe)
-        self._output.close()
 
 
 class Launcher:
@@ -108,6 +44,8 @@ class Launcher:
         share: which ranks of several hosts these are; None: all of them are here.
         listener: where rank 0 is here, and hosts are several: bound, for the store.
         is_over: asked often while ranks run: whether the job has ended elsewhere.
+        regroups: asked often, too: whether the ranks shall save and stop once they train, since
+            more hosts join.
     """
 
     def __init__(
@@ -119,6 +57,7 @@ class Launcher:
         share: Share | None = None,
         listener: socket.socket | None = None,
         is_over: Callable[[], bool] = lambda: False,
+        regroups: Callable[[], bool] = lambda: False,
     ) -> None:
         self._command = list(command)
         self._nproc = nproc
@@ -129,6 +68,10 @@ class Launcher:
         self._share = share
         self._listener = listener
         self._is_over = is_over
+        self._regroups = regroups
+        self._regrouping = False  # the ranks were asked to stop, since more hosts join
+        self._cut_short = False  # some did not come to an end by themselves
+        self.farewell = ""
         self.failed = False
         self.echo = False
         self.may_restart = False
@@ -136,7 +79,23 @@ class Launcher:
     @property
     def stopped(self) -> bool:
         """Whether a signal asked this launcher, or one of its ranks, to stop."""
-        return bool(self._signals) or any(rank.stopped for rank in self._ranks)
+        asked = self.signalled or self._cut_short
+        return asked or any(rank.stopped for rank in self._ranks)
+
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal asked this launcher itself to stop."""
+        return bool(self._signals)
+
+    @property
+    def training(self) -> bool:
+        """Whether every rank has made a step, and makes more: asked to stop now, they save."""
+        return all(rank.stage is Stage.TRAINING for rank in self._ranks)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether every rank has made a step."""
+        return all(rank.stepped for rank in self._ranks)
 
     def run(self) -> int:
         """Start the ranks and wait for them.
@@ -147,7 +106,8 @@ class Launcher:
             ``failed`` says whether it ended badly, as against having been stopped in order;
             ``echo`` whether only because ranks of other hosts went first; ``may_restart`` whether
             another attempt may end better: a rank was killed, crashed or lost a peer, as against a
-            mistake of its user.
+            mistake of its user. Over several hosts ``farewell`` is what a rank that stopped had to
+            say, which may be the end of the job or not.
         """
         before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
         try:
@@ -241,16 +201,23 @@ class Launcher:
                 return self._end_with_the_job()
             if len(self._signals) > 1:
                 return self._kill("at once")
-            if self._signals and not forwarded:
+            if not self._signals and self._regroups() and self.training:
+                self._regrouping = True
+            if (self._signals or self._regrouping) and not forwarded:
                 forwarded = True
-                for rank in self._ranks:
-                    if rank.code is None:
-                        rank.process.send_signal(self._signals[0])
+                self._forward(self._signals[0] if self._signals else signal.SIGTERM)
             if any(rank.stopped for rank in self._ranks):
                 stopped_since = stopped_since or time.monotonic()
                 if time.monotonic() - stopped_since > STOP_GRACE:
+                    if self._regrouping and not self._signals:
+                        return self._end_regrouping()
                     return self._kill("without waiting for all ranks")
             time.sleep(POLL)
+
+    def _forward(self, signum: int) -> None:
+        for rank in self._ranks:
+            if rank.code is None:
+                rank.process.send_signal(signum)
 
     def _look(self) -> None:
         for rank in self._ranks:
@@ -260,7 +227,10 @@ class Launcher:
         stopped = [rank.report for rank in self._ranks if rank.stopped and rank.report]
         if not stopped:
             return 0
-        _say(stopped[0].text)
+        if self._share is not None:
+            self.farewell = stopped[0].text
+        else:
+            _say(stopped[0].text)
         return stopped[0].exit_code
 
     def _end_with_the_job(self) -> int:
@@ -284,20 +254,29 @@ class Launcher:
             time.sleep(POLL)
             self._look()
         self._look()
-        self.failed = True
         failed = [rank for rank in self._ranks if rank.failed]
-        if self._signals and all(_is_echo(rank) for rank in failed):
+        echo = all(rank.is_echo for rank in failed)
+        if echo and self._regrouping and not self._signals:
+            return self._end_regrouping()
+        self.failed = True
+        if echo and self._signals:
             # Ranks that lost a peer because it had stopped already, as asked.
             return self._stop_early()
-        self.echo = all(_is_echo(rank) for rank in failed)
+        self.echo = echo
         self.may_restart = not self._signals and all(
             rank.report is None or rank.report.ending is not Ending.USER for rank in failed
         )
-        first = min(failed, key=lambda rank: (_is_echo(rank), rank.failed_at))
+        first = min(failed, key=lambda rank: (rank.is_echo, rank.failed_at))
         for rank in self._ranks:
             rank.kill()
         _restore_cursor()
         return _show(first, self._nproc if self._share is None else self._share.world_size)
+
+    def _end_regrouping(self) -> int:
+        # Saving is what all ranks do together: where one has stopped, all is saved.
+        self._cut_short = True
+        self._end_with_the_job()
+        return 128 + signal.SIGTERM
 
     def _stop_early(self) -> int:
         for rank in self._ranks:
@@ -313,11 +292,6 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _is_echo(rank: LocalRank) -> bool:
-    """Whether a rank failed only because another one went first."""
-    return rank.report is not None and rank.report.ending is Ending.PEER
 
 
 def _show(rank: LocalRank, nproc: int) -> int:

@@ -6,7 +6,9 @@ import re
 import shlex
 from dataclasses import dataclass
 
+from shardwise.launch.addresses import join
 from shardwise.launch.errors import UserError
+from shardwise.launch.hosts import numbers_of_hosts
 
 _NAME = re.compile(r"[\w.:-]+", re.ASCII)  # of a host, or its address
 _OVER_HOSTS = ("train", "doctor")  # the commands that take the options for several hosts
@@ -21,12 +23,14 @@ class Layout:
         nproc: ranks of each.
         port: where they meet.
         arguments: of ``shardwise``: ``train lm --model llama-150m``.
+        nnodes: ``MIN:MAX``, where more hosts may come later, and some go; None: none.
     """
 
     hosts: tuple[str, ...]
     nproc: int
     port: int
     arguments: tuple[str, ...]
+    nnodes: str | None = None
 
     def check(self) -> None:
         """Check that it can be started.
@@ -45,6 +49,11 @@ class Layout:
             raise UserError(f"--nproc: found {self.nproc}, expected 1 or more")
         if not 0 < self.port < 65536:
             raise UserError(f"--rdzv-port: found {self.port}, expected 1 to 65535")
+        if self.nnodes is not None:
+            least, most = numbers_of_hosts(self.nnodes)
+            if least is None or most < len(self.hosts):
+                expected = f"MIN:MAX, with MAX {len(self.hosts)}, the hosts of --hosts, or more"
+                raise UserError(f"--nnodes: found {self.nnodes}, expected {expected}")
         ours = {"--nnodes", "--node-rank", "--rdzv", "--nproc"}
         for argument in self.arguments:
             if argument.partition("=")[0] in ours:
@@ -52,14 +61,16 @@ class Layout:
 
 
 def own_lines(layout: Layout) -> list[tuple[str, str]]:
-    """Host and line, with our own launcher."""
+    """Host and line, with our own launcher; for hosts that come later, one without a number."""
     lines = []
-    for rank, host in enumerate(layout.hosts):
+    places = [(host, ["--node-rank", str(rank)]) for rank, host in enumerate(layout.hosts)]
+    if layout.nnodes is not None:
+        places.append(("every host that comes later", []))
+    for host, own in places:
         words = ["shardwise", *layout.arguments, "--nproc", str(layout.nproc)]
-        if len(layout.hosts) > 1:
-            words += ["--nnodes", str(len(layout.hosts)), "--node-rank", str(rank)]
-            first = f"[{layout.hosts[0]}]" if ":" in layout.hosts[0] else layout.hosts[0]
-            words += ["--rdzv", f"{first}:{layout.port}"]
+        if len(places) > 1:
+            words += ["--nnodes", layout.nnodes or str(len(layout.hosts)), *own]
+            words += ["--rdzv", join(layout.hosts[0], layout.port)]
         lines.append((host, shlex.join(words)))
     return lines
 

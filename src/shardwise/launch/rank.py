@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from shardwise.errors import PeerLostError
 from shardwise.launch.errors import Stopped, UserError
-from shardwise.launch.report import Ending, Report
+from shardwise.launch.report import Ending, Report, Stage
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import PARENT_PID, REPORT_FD, STORE_FD, World, launched_here
 
@@ -39,7 +39,7 @@ def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoRetu
     Exit codes: 0 when ``body`` returns, 2 for a :class:`UserError` (unless it says another), 128 +
     signal for :class:`Stopped`, 1 for every other error.
     """
-    signals = StopSignals()
+    signals = StopSignals(_tell)
     try:
         signals.install()
         faulthandler.enable()
@@ -105,6 +105,8 @@ def _ending(world: World, error: BaseException) -> Report:
     if isinstance(error, Stopped):
         return Report(world.rank, Ending.STOPPED, code, error.message)
     if isinstance(error, UserError):
+        if error.passing:
+            return Report(world.rank, Ending.FAILED, code, str(error))
         return Report(world.rank, Ending.USER, code, f"error: {error}")
     if isinstance(error, BrokenPipeError):
         return Report(world.rank, Ending.USER, code, "error: standard output was closed")
@@ -123,6 +125,12 @@ def _means_peer_gone(error: BaseException) -> bool:
     if isinstance(error, PeerLostError | ConnectionError):
         return True
     return isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)) is not None
+
+
+def _tell(stage: Stage) -> None:
+    fd = os.environ.get(REPORT_FD)
+    if fd is not None:
+        stage.send(int(fd))
 
 
 def _report(report: Report, world: World) -> None:

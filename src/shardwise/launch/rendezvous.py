@@ -1,15 +1,22 @@
 """Where the hosts of a job meet: a thread beside the launcher of host 0.
 
-    ready    from every host: its rank, its processes, versions     ┐
-    start    to every host: its first rank, the world size, store   │  a round
-    ended    from a host: its ranks are done, or one failed         │
-    verdict  to every host: over, or again with those that remain   ┘
+    ready     from every host: its rank, its processes, versions     ┐
+    start     to every host: its first rank, the world size, store   │
+    training  from a host: all its ranks have made a step            │  a round
+    regroup   to every host: save and stop, more hosts join          │
+    ended     from a host: its ranks are done, or one failed         │
+    verdict   to every host: over, or again with those that remain   ┘
 
 Every host says "here" once a second, and is answered. A host that has been silent for
 :data:`SILENCE` seconds, or whose connection closed, is lost: the others are told its name, end
 their ranks, and begin another round without it if restarts are left. With host 0 the meeting itself
 is lost; each of the others notices that in the same time. A host that a signal stopped stops the
 job: the others have ``STOP_GRACE`` seconds to stop in order.
+
+Where hosts may come later (``--nnodes MIN:MAX``), those that do wait here until the others have
+saved, and take part in the next round. Until all have made a step in it, they are on trial: what
+fails then is blamed on them, costs no restart, and the job goes on without them. There a signal
+stops the job on host 0 only; another host leaves.
 """
 
 from __future__ import annotations
@@ -22,32 +29,19 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.launch.addresses import listening
+from shardwise.launch.admission import Admission, Host, counted, names
 from shardwise.launch.errors import UserError
-from shardwise.launch.hosts import Nodes, listening
+from shardwise.launch.hosts import Nodes, Terms
 from shardwise.launch.launcher import STOP_GRACE
+from shardwise.launch.round import Round
 from shardwise.launch.wire import ClosedError, Line
 
 SILENCE = 10.0  # seconds without a sign of life after which a host counts as lost
 BEAT = 1.0  # seconds between signs of life
+LAST_CALL = 5.0  # seconds after a host has come for more to come, before hosts begin with it
 _POLL = 0.1
-_ECHO = 3.0  # seconds for the host to speak whose rank, or which, went first
 _FAREWELL = 5.0  # seconds that hosts have to read how it ended
-
-
-class Host:
-    """A host, as the meeting knows it."""
-
-    def __init__(self, line: Line) -> None:
-        self.line = line
-        self.heard = time.monotonic()
-        self.ready: Mapping[str, Any] | None = None
-        self.ended: Mapping[str, Any] | None = None
-        self.rank = -1
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return f"host {self.rank} ({self.line.peer})"
 
 
 class Meeting:
@@ -56,25 +50,26 @@ class Meeting:
     Args:
         nodes: the job.
         restarts: how often to begin again with the hosts that remain.
+        terms: what hosts have to agree with that come later.
 
     Raises:
         UserError: the address is none of this host's, or the port is taken.
     """
 
-    def __init__(self, nodes: Nodes, restarts: int) -> None:
+    def __init__(self, nodes: Nodes, restarts: int, terms: Terms | None = None) -> None:
         self._nodes = nodes
         self._restarts = restarts
+        self._rules = Admission(nodes, terms or Terms())
         self._listener = _listen(nodes)
         self._hosts: list[Host] = []
+        self._newcomers: list[Host] = []  # they wait for the next round
         self._strangers: list[Host] = []
         self._round = -1
-        self._running = False
-        self._echoed = 0.0  # when ranks were the first to notice that others are gone
-        self._stopped: tuple[float, str] | None = None  # when a signal stopped a host, and which
+        self._current: Round | None = None  # None: hosts are waited for
         self._over = threading.Event()  # all is said
         self._closed = threading.Event()
-        self._lost: list[str] = []
         self._began = time.monotonic()
+        self._last_came = self._began
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
     def start(self) -> None:
@@ -88,19 +83,21 @@ class Meeting:
             time.sleep(_POLL)
         self._closed.set()
         self._thread.join()
-        for host in (*self._hosts, *self._strangers):
+        for host in self._everyone():
             host.line.close()
         self._listener.close()
 
+    def _everyone(self) -> list[Host]:
+        return [*self._hosts, *self._newcomers, *self._strangers]
+
     def _serve(self) -> None:
         while not self._closed.is_set():
-            lines = [host.line for host in (*self._hosts, *self._strangers)]
-            waiting: list[Any] = [self._listener, *lines]
+            waiting: list[Any] = [self._listener, *(host.line for host in self._everyone())]
             readable, _, _ = select.select(waiting, [], [], _POLL)
             if self._listener in readable:
                 with contextlib.suppress(OSError):
                     self._strangers.append(Host(Line(self._listener.accept()[0])))
-            for host in [*self._hosts, *self._strangers]:
+            for host in self._everyone():
                 if host.line in readable:
                     self._hear(host)
             self._look()
@@ -121,131 +118,164 @@ class Meeting:
                 self._admit(host, message)
             case "ready":
                 host.ready, host.ended = message, None
-            case "ended":
-                host.ended = message
-                if message["stopped"] and self._stopped is None:
-                    self._stopped = (host.heard, host.name)
+            case "training" if self._current is not None:
+                self._current.step(host)
+            case "ended" if self._current is not None:
+                self._current.end(host, message)
 
     def _admit(self, host: Host, message: Mapping[str, Any]) -> None:
-        host.rank = int(message["rank"])
-        trouble = self._trouble(host.rank, message)
+        here = [*self._hosts, *self._newcomers]
+        begun = self._round >= 0
+        host.rank = self._rules.number(int(message["rank"]), here)
+        trouble = self._rules.trouble(host.rank, message, here, begun=begun)
+        trouble = trouble or (self._rules.too_soon(host) if begun else None)
         self._strangers.remove(host)
+        if trouble is None and self._over.is_set():
+            trouble = self._ended()
         if trouble is not None:
-            with contextlib.suppress(ClosedError):
-                host.line.send({"kind": "refused", "text": trouble})
-            host.line.close()
+            _send_away(host, trouble)
             return
-        host.ready = message
-        self._hosts.append(host)
+        host.hello = host.ready = message
+        self._last_came = time.monotonic()
+        later = self._nodes.least is not None
+        if not begun:
+            if later:
+                self._tell_all("news", text=f"{host.name} is here")
+            self._hosts.append(host)
+            return
+        host.on_trial = True
+        self._newcomers.append(host)
+        host.line.send({"kind": "news", "text": "the others save first, and go on with this host"})
 
-    def _trouble(self, rank: int, message: Mapping[str, Any]) -> str | None:
-        if self._round >= 0:
-            return f"--rdzv: the job at {self._nodes.where} has begun without this host"
-        if int(message["nnodes"]) != self._nodes.count:
-            return (
-                f"--nnodes: found {message['nnodes']}, expected {self._nodes.count}, as host 0 has"
-            )
-        twin = next((host for host in self._hosts if host.rank == rank), None)
-        if twin is not None:
-            return (
-                f"--node-rank: found {rank}, which the host {twin.line.peer} has too; expected "
-                "one of its own for every host"
-            )
-        for other in self._hosts:
-            assert other.ready is not None
-            if message["nproc"] != other.ready["nproc"]:
-                expected = f"{other.ready['nproc']}, as {other.name} has"
-                return f"--nproc: found {message['nproc']}, expected {expected}"
-            for name, version in message["versions"].items():
-                found = other.ready["versions"].get(name)
-                if found != version:
-                    return f"{name}: found {version}, expected {found}, as {other.name} has"
-        return None
+    def _ended(self) -> str:
+        return f"--rdzv: the job at {self._nodes.where} ended before this host could join it"
 
     def _look(self) -> None:
         now = time.monotonic()
-        for host in [*self._hosts, *self._strangers]:
+        for host in self._everyone():
             if now - host.heard > SILENCE:
                 self._drop(host, f"no sign of life for {SILENCE:.0f} s")
         if self._over.is_set():
             return
-        if self._running:
-            self._judge()
+        if self._current is not None:
+            self._invite(self._current, now)
+            self._judge(self._current)
             return
-        if self._round < 0 and len(self._hosts) < self._nodes.count:
+        fitting, why = self._rules.most(len(self._hosts) + len(self._newcomers))
+        if not fitting or (self._nodes.least is None and self._are_missing()):
             if now - self._began > self._nodes.timeout:
-                here = sorted(host.rank for host in self._hosts)
-                missing = sorted(set(range(self._nodes.count)) - set(here))
-                self._over.set()
-                self._tell_all(
-                    "refused",
-                    text=f"--rdzv: found hosts {here} within {self._nodes.timeout:.0f} s, "
-                    f"expected {missing} too; is the command running there?",
-                )
+                self._give_up(why)
+            return
+        late = self._round >= 0 or now - self._last_came > LAST_CALL
+        if self._are_missing() and not late:
             return
         if self._hosts and all(host.ready is not None for host in self._hosts):
-            self._start()
+            self._start(fitting, why)
 
-    def _start(self) -> None:
+    def _are_missing(self) -> bool:
+        """Whether not all hosts have come that there may be, to begin with."""
+        return self._round < 0 and len(self._hosts) < self._nodes.count
+
+    def _give_up(self, why: str) -> None:
+        nodes = self._nodes
+        here = sorted(host.rank for host in (*self._hosts, *self._newcomers))
+        missing = sorted(set(range(nodes.count)) - set(here))
+        expected = f"{missing} too" if nodes.least is None else f"{nodes.least} of them or more"
+        text = f"found hosts {here} within {nodes.timeout:.0f} s, expected {expected}"
+        if why:
+            text += f"; {why}"
+        self._over.set()
+        self._tell_all("refused", text=f"--rdzv: {text}; is the command running there?")
+        self._dismiss(0, self._ended())
+
+    def _invite(self, current: Round, now: float) -> None:
+        """Ask all to save and stop, once for all that have come, if more hosts can take part."""
+        present = len(self._hosts) + len(self._newcomers)
+        due = present == self._nodes.count or now - self._last_came > LAST_CALL
+        if not self._newcomers or current.regrouping or current.is_ending or not due:
+            return
+        fitting, why = self._rules.most(present)
+        self._dismiss(max(0, fitting - len(self._hosts)), why)
+        if self._newcomers:
+            current.regrouping = True
+            joining = "joins" if len(self._newcomers) == 1 else "join"
+            text = f"{names(self._newcomers)} {joining}; saving, to go on with {counted(fitting)}"
+            self._tell_all("regroup", text=text)
+
+    def _dismiss(self, keep: int, why: str) -> None:
+        """Send newcomers away but for the first so many."""
+        for host in self._newcomers[keep:]:
+            self._newcomers.remove(host)
+            _send_away(host, why)
+
+    def _start(self, fitting: int, why: str) -> None:
         self._hosts.sort(key=lambda host: host.rank)
+        self._hosts += self._newcomers
+        self._newcomers.clear()
+        for host in self._hosts[fitting:]:
+            _send_away(host, why)
+        self._hosts = sorted(self._hosts[:fitting], key=lambda host: host.rank)
         shares = [int(host.ready["nproc"]) for host in self._hosts if host.ready is not None]
         store = self._hosts[0].ready
         assert store is not None
         self._round += 1
-        self._running = True
-        self._echoed = 0.0
-        self._lost.clear()
+        later = self._nodes.least is not None
+        self._current = Round(self._hosts, later=later, grace=STOP_GRACE)
         first = 0
         for host, share in zip(self._hosts, shares, strict=True):
-            host.ready = None
+            host.ready, host.training = None, False
             start = {"kind": "start", "round": self._round, "first": first, "port": store["port"]}
             with contextlib.suppress(ClosedError):
                 host.line.send({**start, "world_size": sum(shares)})
             first += share
 
-    def _judge(self) -> None:
-        """Whether the round is over, and what follows."""
-        failed = [h for h in self._hosts if h.ended is not None and h.ended["failed"]]
-        waits = self._stopped is None or time.monotonic() - self._stopped[0] < STOP_GRACE
-        if not self._lost and not failed and (waits or self._all_ended()):
-            if self._all_ended():
-                self._tell_all("verdict", again=False, text="")
-                self._running = False
-                self._over.set()
+    def _judge(self, current: Round) -> None:
+        """Tell all hosts what follows, if the round is over."""
+        ruling = current.ruling(self._restarts)
+        if ruling is None:
             return
-        own = [host for host in failed if host.ended is not None and not host.ended["echo"]]
-        if waits and not (self._lost or own or self._all_ended()):
-            # Ranks that lost a peer say so at once; why, is told a moment later.
-            self._echoed = self._echoed or time.monotonic()
-            if time.monotonic() - self._echoed < _ECHO:
-                return
-        reasons = self._lost or [f"a rank of {host.name} failed" for host in own]
-        if not reasons and self._stopped is not None:
-            reasons = [f"{self._stopped[1]} was stopped"]
-        reasons = reasons or [f"a rank of {host.name} failed" for host in failed]
-        fatal = any(h.ended is not None and not h.ended["may_restart"] for h in failed)
-        again = self._restarts > 0 and not fatal and self._stopped is None
-        self._restarts -= again
-        self._running = False
-        left = len(self._hosts)
-        text = "; ".join(reasons)
-        if again:
-            text += f"; beginning again with {left} {'host' if left == 1 else 'hosts'}"
-        self._tell_all("verdict", again=again, text=text)
-        if not again:
+        self._current = None
+        self._began = time.monotonic()
+        self._restarts -= ruling.counted
+        if ruling.again:
+            for host, text in ruling.leave:
+                self._part_with(host, text, ruling.label)
+        text = ruling.why
+        if ruling.again:
+            text += ("; " if text else "") + self._what_follows()
+        how = {"again": ruling.again, "over": not ruling.again}
+        self._tell_all("verdict", **how, text=text, label=ruling.label)
+        if not ruling.again:
             self._over.set()
+            self._dismiss(0, self._ended())
 
-    def _all_ended(self) -> bool:
-        return all(host.ended is not None for host in self._hosts)
+    def _what_follows(self) -> str:
+        left = len(self._hosts) + len(self._newcomers)
+        fitting, _ = self._rules.most(left)
+        if not fitting:
+            return f"waiting for more hosts than {left}"
+        return f"beginning again with {counted(fitting)}"
+
+    def _part_with(self, host: Host, text: str, label: str) -> None:
+        """Go on without a host that leaves, or failed while it joined."""
+        if host.failed and not host.is_echo and not host.signalled:
+            self._rules.remember(host)
+        if host in self._hosts:
+            self._hosts.remove(host)
+            how = {"again": False, "over": False, "label": label}
+            with contextlib.suppress(ClosedError):
+                host.line.send({"kind": "verdict", **how, "text": text})
+            host.line.close()
 
     def _drop(self, host: Host, why: str) -> None:
-        if host in self._strangers:
-            self._strangers.remove(host)
-        elif host in self._hosts:
+        host.why_lost = why
+        for apart in (self._strangers, self._newcomers):
+            if host in apart:
+                apart.remove(host)
+        if host in self._hosts:
             self._hosts.remove(host)
-            finished = host.ended is not None and not host.ended["failed"]
-            if not (self._running and finished):
-                self._lost.append(f"{host.name} was lost: {why}")
+            if self._current is not None:
+                self._current.lose(host)
         host.line.close()
 
     def _tell_all(self, kind: str, **more: Any) -> None:
@@ -253,6 +283,12 @@ class Meeting:
             host.heard = time.monotonic()
             with contextlib.suppress(ClosedError):
                 host.line.send({"kind": kind, **more})
+
+
+def _send_away(host: Host, why: str) -> None:
+    with contextlib.suppress(ClosedError):
+        host.line.send({"kind": "refused", "text": why})
+    host.line.close()
 
 
 def _listen(nodes: Nodes) -> socket.socket:

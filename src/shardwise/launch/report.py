@@ -1,6 +1,7 @@
-"""What a rank tells its launcher when it ends for a reason.
+"""What a rank tells its launcher: how far it is, and how it ends if that is for a reason.
 
-One JSON object on a pipe of the rank's own. The time it carries is the machine's monotonic
+Lines on a pipe of the rank's own: a :class:`Stage` each, then one JSON object, the
+:class:`Report`. The time that it carries is the machine's monotonic
 clock, which all processes of a host share: so the launcher can tell which rank failed first.
 """
 
@@ -16,6 +17,22 @@ from dataclasses import asdict, dataclass, field
 # Characters. Long enough for a traceback; short enough, at four bytes each, for the buffer of a
 # pipe, so that a rank which dies never waits for its launcher.
 MAX_TEXT = 14 * 1024
+
+
+class Stage(enum.Enum):
+    """How far a rank is, for a launcher that may want it to stop and go on later."""
+
+    TRAINING = "training"  # it has made a step; asked to stop, it saves
+    ENDING = "ending"  # it makes no more steps; what there was to save is saved
+
+    @staticmethod
+    def from_line(line: bytes) -> Stage | None:
+        """The stage that a line names, if it is none of a report."""
+        return next((stage for stage in Stage if stage.value.encode() == line), None)
+
+    def send(self, fd: int) -> None:
+        """Write to the launcher's pipe."""
+        _send(fd, self.value)
 
 
 class Ending(enum.Enum):
@@ -61,6 +78,10 @@ class Report:
         return Report(**{**fields, "ending": Ending(fields["ending"])})
 
     def send(self, fd: int) -> None:
-        """Write to the launcher's pipe. A launcher that is gone is not an error."""
-        with contextlib.suppress(OSError):
-            os.write(fd, self.to_json().encode() + b"\n")
+        """Write to the launcher's pipe."""
+        _send(fd, self.to_json())
+
+
+def _send(fd: int, line: str) -> None:
+    with contextlib.suppress(OSError):  # a launcher that is gone is not an error
+        os.write(fd, line.encode() + b"\n")

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
+from shardwise.launch.addresses import listening
+from shardwise.launch.admission import counted
 from shardwise.launch.attendance import Attendance
-from shardwise.launch.hosts import Nodes, listening
+from shardwise.launch.hosts import Nodes, Share, Terms
 from shardwise.launch.launcher import Launcher
 from shardwise.launch.rendezvous import Meeting
 from shardwise.launch.signals import STOP_SIGNALS
@@ -38,30 +40,36 @@ def run_here(command: Command, nproc: int, restarts: int) -> int:
         _say(f"restart    {attempt} of {restarts}, from the last checkpoint")
 
 
-def run_over_hosts(command: Command, nproc: int, nodes: Nodes, restarts: int) -> int:
+def run_over_hosts(
+    command: Command, nproc: int, nodes: Nodes, restarts: int, terms: Terms | None = None
+) -> int:
     """Run this host's part of a job.
+
+    Args:
+        command: gives the command of a round, 0 for the first of the job.
+        nproc: ranks of this host.
+        nodes: the job.
+        restarts: how often to begin again after a rank or a host was lost.
+        terms: what hosts have to agree with that come later.
 
     Raises:
         UserError: the hosts did not come together, or host 0 was lost.
     """
     with contextlib.ExitStack() as stack:
         if nodes.rank == 0:
-            meeting = Meeting(nodes, restarts)
+            meeting = Meeting(nodes, restarts, terms)
             stack.callback(meeting.close)
             meeting.start()
-        attendance = Attendance(nodes, nproc)
+        options = None if terms is None else terms.options
+        attendance = Attendance(nodes, nproc, options, lambda text: _say(f"hosts      {text}"))
         stack.callback(attendance.close)
-        attempt = 0
         while True:
-            code, again = _round(command(attempt), nproc, nodes, attendance)
+            code, again = _round(command, nproc, nodes, attendance)
             if not again:
                 return code
-            attempt += 1
 
 
-def _round(
-    command: Sequence[str], nproc: int, nodes: Nodes, attendance: Attendance
-) -> tuple[int, bool]:
+def _round(command: Command, nproc: int, nodes: Nodes, attendance: Attendance) -> tuple[int, bool]:
     listener = listening(nodes.address) if nodes.rank == 0 else None
     port = 0 if listener is None else listener.getsockname()[1]
     with _noting_signals() as noted:
@@ -69,19 +77,51 @@ def _round(
     if share is None:
         _say("Stopped while waiting for the other hosts.")
         return 128 + noted[0], False
-    launcher = Launcher(command, nproc, share=share, listener=listener, is_over=attendance.is_over)
+    if nodes.least is not None:
+        _say(_described(share, nproc))
+
+    def is_over() -> bool:
+        if launcher.stepped:
+            attendance.train()
+        return attendance.is_over()
+
+    launcher = Launcher(
+        command(share.round),
+        nproc,
+        share=share,
+        listener=listener,
+        is_over=is_over,
+        regroups=attendance.regroups,
+    )
     code = launcher.run()
-    with _noting_signals() as noted:
-        verdict = attendance.end(
-            failed=launcher.failed,
-            echo=launcher.echo,
-            may_restart=launcher.may_restart,
-            by_signal=launcher.stopped,
-            stopped=lambda: bool(noted),
-        )
+    if launcher.stepped:
+        attendance.train()
+    over = True
+    try:
+        with _noting_signals() as noted:
+            verdict = attendance.end(
+                failed=launcher.failed,
+                echo=launcher.echo,
+                may_restart=launcher.may_restart,
+                by_signal=launcher.stopped,
+                signalled=launcher.signalled,
+                stopped=lambda: bool(noted),
+            )
+        over = verdict.over
+    finally:
+        if launcher.farewell and over:
+            _say(launcher.farewell)
     if verdict.text:
-        _say(f"{'restart' if verdict.again else 'error:'}    {verdict.text}")
-    return (code or (1 if verdict.text else 0)), verdict.again
+        _say(f"{verdict.label:<11}{verdict.text}")
+    again = verdict.again and not (launcher.signalled or noted)
+    return (code or (1 if verdict.text else 0)), again
+
+
+def _described(share: Share, nproc: int) -> str:
+    last = share.first + nproc - 1
+    ranks = f"rank {last}" if nproc == 1 else f"ranks {share.first} to {last}"
+    hosts = counted(share.world_size // nproc)
+    return f"hosts      {hosts}; {ranks} of {share.world_size} here"
 
 
 @contextlib.contextmanager

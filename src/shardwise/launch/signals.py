@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from shardwise.launch.errors import Stopped, signal_name
+from shardwise.launch.report import Stage
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """The stop signals of this process. Make one, in the main thread."""
+    """The stop signals of this process. Make one, in the main thread.
 
-    def __init__(self) -> None:
+    Args:
+        tell: tells the launcher when it may send one and lose nothing.
+    """
+
+    def __init__(self, tell: Callable[[Stage], None] | None = None) -> None:
         self._noted = 0
         self._deferred = False
+        self._tell = tell
+        self._stage: Stage | None = None
 
     def install(self) -> None:
         """Take over the signals, and unblock them where a launcher blocked them."""
@@ -42,7 +49,17 @@ class StopSignals:
         try:
             yield
         finally:
+            self._reach(Stage.ENDING)
             self._deferred = False
+
+    def stepped(self) -> None:
+        """A step was made: whoever asks to stop from here on finds all of it saved."""
+        self._reach(Stage.TRAINING)
+
+    def _reach(self, stage: Stage) -> None:
+        if self._tell is not None and stage is not self._stage:
+            self._tell(stage)
+        self._stage = stage
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         del frame

@@ -56,6 +56,9 @@ class Recipe(Protocol):
     def check(self, world: World) -> Inputs:
         """Find what is asked for; raise ``UserError`` if that cannot be."""
 
+    def check_world(self, world: World) -> None:
+        """Raise ``UserError`` unless what is asked for fits the world; looks at no files."""
+
 
 def go_on_if_possible(output: OutputConfig) -> OutputConfig:
     """Resume the run in ``output.out`` if it has checkpoints, else begin it anew.
@@ -115,16 +118,21 @@ def check_alike(told: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         OptionError: naming the first difference, and the host.
     """
-    expected = _compared(told[0])
+    expected = compared(told[0])
     for host, facts in enumerate(told):
-        for option, found in _compared(facts).items():
+        for option, found in compared(facts).items():
             if found != expected.get(option):
                 raise OptionError(
                     option, f"{found} on host {host}", f"{expected.get(option)}, as on host 0"
                 )
 
 
-def _compared(facts: Mapping[str, Any]) -> dict[str, Any]:
+def compared(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What all hosts have to be asked for alike, by the names of the options.
+
+    Args:
+        facts: the name of the recipe and :meth:`Inputs.facts`.
+    """
     settings = json.dumps(facts["model"].get("settings"), sort_keys=True)
     options = {
         _FIXED.get(name, f"--{name.replace('_', '-')}"): value

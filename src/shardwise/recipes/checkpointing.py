@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardwise.checkpoint.commit import delete, step_folder, steps
-from shardwise.checkpoint.manifest import Manifest, read_manifest
+from shardwise.checkpoint.disk.commit import delete, step_folder, steps
+from shardwise.checkpoint.disk.manifest import Manifest, read_manifest
 from shardwise.errors import CheckpointError
 from shardwise.launch.errors import UserError
 from shardwise.recipes.span import Position

@@ -7,7 +7,9 @@ decides.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -15,6 +17,12 @@ from numpy.typing import NDArray
 
 from shardwise.launch.errors import UserError
 from shardwise.recipes.config import OptionError
+from shardwise.recipes.connection import (
+    ConnectionLostError,
+    connection_lost,
+    leave_retries_to_us,
+    rows,
+)
 from shardwise.recipes.data import VALIDATION_SHARE
 from shardwise.recipes.sources import Documents
 from shardwise.recipes.tokens import Vocabulary
@@ -31,12 +39,28 @@ class Source:
     """
 
     def __init__(self, documents: Documents) -> None:
+        self._documents = documents
         self._name = documents.name
-        splits = _load(documents)
+        splits, self._commit = _load(documents)
         self._train: Any = splits["train"]
         judged = [name for name in ("validation", "valid", "val") if name in splits]
         self._validation: Any = splits[judged[0]] if judged else None
         self._field = _text_field(self._train, documents.name)
+
+    @property
+    def commit(self) -> str | None:
+        """Of the hub, at which the dataset is read; None for local files and folders."""
+        return self._commit
+
+    def at(self, commit: str) -> Source:
+        """The same dataset as it was at a commit, whatever its owner did to it since.
+
+        Raises:
+            UserError: it cannot be opened.
+        """
+        if commit == self._commit:
+            return self
+        return Source(replace(self._documents, commit=commit))
 
     @property
     def holds_back(self) -> bool:
@@ -53,10 +77,16 @@ class Source:
 
         return split_dataset_by_node(self._train, rank=stream, world_size=streams)
 
-    def training_texts(self, part: Any) -> Iterator[str | None]:
-        """The texts of one stream, from where it stands; None for one that is not for training."""
-        for text in self._texts(part):
-            yield None if self.holds_back and _is_held_back(text) else text
+    def training_texts(self, part: Any, where: Mapping[str, Any] | None = None) -> Iterator[str]:
+        """The texts of one stream that there is something to learn from.
+
+        Args:
+            part: what :meth:`part` gave.
+            where: a state of such a part, to go on from; None: the beginning.
+        """
+        for text in self._texts(part, where):
+            if text and not (self.holds_back and _is_held_back(text)):
+                yield text
 
     def validation_texts(self) -> Iterator[str]:
         """The texts that nobody trains on."""
@@ -65,41 +95,53 @@ class Source:
         else:
             yield from (text for text in self._texts(self._train) if _is_held_back(text))
 
-    def _texts(self, dataset: Any) -> Iterator[str]:
+    def _texts(self, dataset: Any, where: Mapping[str, Any] | None = None) -> Iterator[str]:
         try:
-            for row in dataset:
+            for row in rows(dataset, where):
                 yield row[self._field] or ""
         except UserError:
             raise
         except Exception as error:  # of the network, of the files, of what reads them
-            raise UserError(f"--data: {self._name} cannot be read: {_line(error)}") from error
+            kind = ConnectionLostError if connection_lost(error) else UserError
+            raise kind(f"--data: {self._name} cannot be read: {_line(error)}") from error
 
 
-def _load(documents: Documents) -> Mapping[str, Any]:
+def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None]:
+    """The splits of a dataset; and the commit of the hub that they are from."""
     import datasets
 
     datasets.disable_progress_bars()
+    leave_retries_to_us()
+    given: dict[str, Any] = {"name": documents.configuration, "revision": documents.commit}
+    if documents.files:
+        given = {"data_files": {"train": [str(file) for file in documents.files]}}
+        if documents.builder == "text":
+            given["sample_by"] = "paragraph"
     try:
-        if documents.files:
-            more = {"sample_by": "paragraph"} if documents.builder == "text" else {}
-            loaded = datasets.load_dataset(
-                documents.builder,
-                data_files={"train": [str(file) for file in documents.files]},
-                streaming=True,
-                **more,
-            )
-        else:
-            loaded = datasets.load_dataset(
-                documents.builder, documents.configuration, streaming=True
-            )
+        builder = datasets.load_dataset_builder(documents.builder, **given)
+        loaded: Mapping[str, Any] = builder.as_streaming_dataset()
     except Exception as error:  # each builder fails in its own way
-        hub = "" if documents.files else "; the hub needs the network, local files do not"
-        raise UserError(
-            f"--data: {documents.name} cannot be opened: {_line(error)}{hub}"
+        kind = ConnectionLostError if connection_lost(error) else UserError
+        raise kind(
+            f"--data: {documents.name} cannot be opened: {_line(error)}{_remedy(documents, error)}"
         ) from error
     if "train" not in loaded:
         raise OptionError("--data", f"{documents.name} with splits {list(loaded)}", "a split train")
-    return cast("Mapping[str, Any]", loaded)
+    local = documents.files or Path(documents.builder).exists()
+    return loaded, None if local else builder.hash
+
+
+def _remedy(documents: Documents, error: Exception) -> str:
+    """What to do about a dataset that cannot be opened, where the error does not tell."""
+    import datasets
+
+    if isinstance(error, datasets.exceptions.DatasetNotFoundError):
+        return (
+            "; look for a slip in the name; a private or gated dataset needs `hf auth login` "
+            "(or HF_TOKEN) of somebody who may read it"
+        )
+    told = documents.files or isinstance(error, ValueError)  # as of a configuration that is none
+    return "" if told else "; the hub needs the network, local files do not"
 
 
 def _text_field(dataset: Any, name: str) -> str:

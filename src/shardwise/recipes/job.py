@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
+from shardwise.launch.importing import importing
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World
-from shardwise.recipes.begin import Inputs, Recipe, check_folder
+from shardwise.recipes.begin import Inputs, Recipe, check_folder, compared
 
 
 class Job:
@@ -23,6 +27,15 @@ class Job:
         """See :meth:`Recipe.check`."""
         self._inputs, self._size = self.recipe.check(world), world.size
 
+    def check_world(self, world: World) -> None:
+        """See :meth:`Recipe.check_world`."""
+        self.recipe.check_world(world)
+
+    def options(self) -> dict[str, Any]:
+        """What all hosts have to be asked for alike, by the names of the options."""
+        inputs = self._checked()
+        return compared({"recipe": inputs.recipe, **inputs.facts()})
+
     def check_folder(self) -> str | None:
         """See :func:`check_folder`; a run that is complete already is nothing to do."""
         inputs = self._checked()
@@ -38,10 +51,12 @@ class Job:
 
     def run(self, world: World, signals: StopSignals) -> None:
         """Train, as one rank."""
-        # Here, and not before: it takes seconds to import.
-        from shardwise.recipes.training import train
+        inputs = self._checked()
+        with importing():  # here, and not before: it takes seconds
+            from shardwise.recipes.training import train
 
-        train(self._checked(), world, signals)
+            import_module(f"shardwise.recipes.{inputs.recipe}")
+        train(inputs, world, signals)
 
     def _checked(self) -> Inputs:
         assert self._inputs is not None, "check() comes first"

@@ -68,6 +68,7 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
         example=f"sequences x {config.seq_length} tokens",
         loss_unit="nats per token",
         introduction=[*introduction, ("compute", str(use))],
+        close=data.close,
         replicas=replicas,
         finish=functools.partial(_write_sample, inputs, place, sharded, data.vocabulary),
     )

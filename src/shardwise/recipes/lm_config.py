@@ -24,6 +24,10 @@ from shardwise.recipes.sources import Documents, find_documents, is_streamed
 from shardwise.recipes.span import Span
 
 _NOT_BOTH = "none given with --batch-tokens, from which it follows"
+_ONLY_DOCUMENTS = (
+    "none given where tokens are the bytes of files, whose sequences --seed shuffles; documents "
+    "are hf:NAME, .jsonl, .parquet, or anything with --tokenizer"
+)
 DEFAULT_PROMPT = "class Shard:\n    def __init__(self, "  # for the default data
 
 
@@ -40,6 +44,7 @@ class LmConfig:
         temperature: of the sample.
         tokenizer: name or folder of a tokenizer of ``transformers``; None: tokens are bytes.
         streams: into how many streams documents are dealt out; None: what suits the world.
+        shuffle_buffer: documents of a stream that are shuffled together; 0: none are.
         batch_tokens: tokens of a step over all ranks, from which microbatches follow; None: they
             follow from ``train.batch_size`` and ``train.accumulate``.
         peak_flops: of one device, for its utilisation; None: from a table.
@@ -54,6 +59,7 @@ class LmConfig:
     temperature: float = 0.9
     tokenizer: str | None = None
     streams: int | None = None
+    shuffle_buffer: int = 0
     batch_tokens: int | None = None
     peak_flops: float | None = None
     train: TrainConfig
@@ -73,6 +79,15 @@ class LmConfig:
     def check(self, world: World) -> LmInputs:
         """See :func:`check_lm`."""
         return check_lm(self, world)
+
+    def check_world(self, world: World) -> None:
+        """Check what is asked for against the world alone.
+
+        Raises:
+            OptionError: it does not fit.
+        """
+        resolve_sharding(self.train.sharding, world.size, world.hosts)
+        sized(self, world.size)
 
 
 @dataclass(frozen=True)
@@ -115,7 +130,9 @@ class LmInputs:
         data = before.get("data", {})
         # First, since the default of --seq-length goes with the model.
         check_same_model(before.get("model", {}), now["model"], {})
-        check_same(before.get("config", {}), now["config"], {"seq_length": "--seq-length"})
+        config = {"shuffle_buffer": 0, **before.get("config", {})}  # as before there was one
+        fixed = {"seq_length": "--seq-length", "shuffle_buffer": "--shuffle-buffer"}
+        check_same(config, now["config"], fixed)
         if data.get("fingerprint") != now["data"]["fingerprint"]:
             raise OptionError(
                 "--data",
@@ -133,7 +150,7 @@ def check_lm(config: LmConfig, world: World) -> LmInputs:
     """
     check_train(config.train)
     _check_numbers(config)
-    resolve_sharding(config.train.sharding, world.size, world.hosts)
+    config.check_world(world)
     settings = model_settings(config.model)
     longest = longest_sequence(settings)
     if longest is not None:
@@ -143,6 +160,11 @@ def check_lm(config: LmConfig, world: World) -> LmInputs:
     if is_streamed(config.data, config.tokenizer):
         documents = find_documents(config.data, config.tokenizer)
         return LmInputs(sized(config, world.size), settings, documents)
+    for option, given in (
+        ("--streams", config.streams),
+        ("--shuffle-buffer", config.shuffle_buffer),
+    ):
+        require(not given, option, given, _ONLY_DOCUMENTS)
     text = load_text(config.data, config.seq_length)
     return LmInputs(sized(config, world.size), settings, text)
 
@@ -153,6 +175,8 @@ def _check_numbers(config: LmConfig) -> None:
     require(0 <= config.temperature < math.inf, "--temperature", config.temperature, "0 or more")
     if config.streams is not None:
         require(config.streams >= 1, "--streams", config.streams, "1 or more")
+    buffer = config.shuffle_buffer
+    require(buffer >= 0, "--shuffle-buffer", buffer, "0 or more documents")
     if config.peak_flops is not None:
         found, expected = config.peak_flops, "operations a second of one device, as 312e12"
         require(0 < found < math.inf, "--peak-flops", found, expected)

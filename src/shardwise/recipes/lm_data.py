@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from shardwise.launch.world import World
+from shardwise.recipes.ahead import ReadAhead
 from shardwise.recipes.checkpointing import Resumable
 from shardwise.recipes.data import TextData
+from shardwise.recipes.document_order import ShuffleBuffer
 from shardwise.recipes.documents import Source, validation_tokens
 from shardwise.recipes.lm_config import LmConfig
 from shardwise.recipes.progress import brief
 from shardwise.recipes.sources import Documents
 from shardwise.recipes.streams import StreamBatches
-from shardwise.recipes.task import Data
+from shardwise.recipes.task import Data, nothing
 from shardwise.recipes.text import VALIDATION_SEQUENCES, TextBatches, Tokens
 from shardwise.recipes.tokens import Bytes, Vocabulary, load_vocabulary
 
@@ -29,6 +32,7 @@ class LmData:
         vocabulary: what tokens mean.
         position: what has to be saved to go on; None where the number of examples says it all.
         summary: for people: how much there is.
+        close: ends what reads ahead.
     """
 
     batches: Data
@@ -36,6 +40,7 @@ class LmData:
     vocabulary: Vocabulary
     position: Resumable | None
     summary: str
+    close: Callable[[], None] = nothing
 
 
 def open_data(
@@ -58,10 +63,14 @@ def open_data(
     vocabulary = load_vocabulary(text.tokenizer)
     length = config.seq_length
     held = validation_tokens(source, vocabulary, length, VALIDATION_SEQUENCES)
-    streams = StreamBatches(source, vocabulary, length, config.streams, world, device)
+    shuffle = ShuffleBuffer(config.shuffle_buffer, config.train.seed)
+    streams = StreamBatches(source, vocabulary, length, config.streams, world, shuffle)
     dealt = "by file" if source.dealt_by_file(streams.streams) else "by document"
+    order = f", shuffled in buffers of {shuffle.size:,} documents" if shuffle.size else ""
     summary = (
-        f"{text.summary} in {streams.streams} streams, dealt out {dealt}; {brief(len(held))} "
-        f"tokens held back; tokenizer {vocabulary.name}, {vocabulary.used:,} tokens"
+        f"{text.summary} in {streams.streams} streams, dealt out {dealt}{order}; "
+        f"{brief(len(held))} tokens held back; "
+        f"tokenizer {vocabulary.name}, {vocabulary.used:,} tokens"
     )
-    return LmData(streams, held, vocabulary, streams, summary)
+    ahead = ReadAhead(streams, world.size, device)
+    return LmData(ahead, held, vocabulary, ahead, summary, ahead.close)

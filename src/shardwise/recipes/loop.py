@@ -121,6 +121,7 @@ class Loop:
                     self._durations.append(time.perf_counter() - started)
                     position = outcome.position
                     self._write(outcome)
+                    self._signals.stepped()
                     if self._task.replicas is not None and not self._left(position):
                         self._task.replicas.end()
                     judged = self._evaluate_if_due(before, position)
@@ -129,6 +130,7 @@ class Loop:
                         raise Stopped(outcome.stop, self._farewell(position, outcome.stop))
         finally:
             self._display.end()
+            self._task.close()
         return position, judged or self._evaluate(position)
 
     def _left(self, position: Position) -> int:

@@ -40,6 +40,14 @@ class MnistConfig:
         """The folder of the run."""
         return RunDir(self.train.output.out)
 
+    def check_world(self, world: World) -> None:
+        """Check what is asked for against the world alone.
+
+        Raises:
+            OptionError: it does not fit.
+        """
+        resolve_sharding(self.train.sharding, world.size, world.hosts)
+
     def check(self, world: World) -> MnistInputs:
         """Check everything that can be checked without torch, and read the data.
 
@@ -47,7 +55,7 @@ class MnistConfig:
             UserError: one line saying what is wrong.
         """
         check_train(self.train)
-        resolve_sharding(self.train.sharding, world.size, world.hosts)
+        self.check_world(world)
         check_extras(["safetensors", "matplotlib"], tensorboard=self.train.output.tensorboard)
         return MnistInputs(self, *load_mnist(self.data_dir))
 

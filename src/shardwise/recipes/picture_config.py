@@ -52,6 +52,14 @@ class PictureConfig:
         """The folder of the run."""
         return RunDir(self.train.output.out)
 
+    def check_world(self, world: World) -> None:
+        """Check what is asked for against the world alone.
+
+        Raises:
+            OptionError: it does not fit.
+        """
+        resolve_sharding(self.train.sharding, world.size, world.hosts)
+
     def find(self, world: World) -> Folders | None:
         """Check what all such trainings have in common, and find the pictures.
 
@@ -63,7 +71,7 @@ class PictureConfig:
         """
         check_train(self.train)
         require(self.threads >= 1, "--workers", self.threads, "1 or more")
-        resolve_sharding(self.train.sharding, world.size, world.hosts)
+        self.check_world(world)
         folders = self._folders()
         check_extras(
             ["transformers", "matplotlib", "PIL"], tensorboard=self.train.output.tensorboard

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.checkpoint.background import group_for
-from shardwise.checkpoint.ranks import Ranks
+from shardwise.checkpoint.ranks.agreement import Ranks
+from shardwise.checkpoint.ranks.background import group_for
 from shardwise.diloco import DiLoCo
 from shardwise.errors import CheckpointError
 from shardwise.frontends.strategies import REPLICATE, SHARD

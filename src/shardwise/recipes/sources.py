@@ -39,6 +39,7 @@ class Documents:
         configuration: of that dataset, if it has several.
         files: local files; empty for a dataset of the hub.
         tokenizer: name or folder of a tokenizer of ``transformers``; None: bytes.
+        commit: of the hub, at which to read; None: the newest.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Documents:
     configuration: str | None = None
     files: tuple[Path, ...] = ()
     tokenizer: str | None = None
+    commit: str | None = None
 
     @property
     def summary(self) -> str:

@@ -13,8 +13,9 @@ the examples p of a microbatch with p mod world size = rank: where the world siz
 number of streams, every stream is read by one rank. Else some are read by several, and each
 trains on examples of its own.
 
-A position is, for each stream, how many sequences it has given, where its source stands, and the
-tokens that are left over. It goes into checkpoints, and any other world goes on from it.
+A position is, for each stream, how many sequences it has given, where its documents stand
+(:mod:`shardwise.recipes.document_order`), and the tokens that are left over. It goes into
+checkpoints, and any other world goes on from it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 from shardwise.errors import CheckpointError
 from shardwise.launch.world import World
 from shardwise.recipes.config import OptionError
+from shardwise.recipes.document_order import Part, ShuffleBuffer
 from shardwise.recipes.documents import Source
 from shardwise.recipes.tokens import Vocabulary
 
@@ -54,6 +56,7 @@ class PackedStream:
         streams: how many there are.
         encode: text to tokens, with the separator in front.
         length: tokens of a sequence, without the one that only is a target.
+        shuffle: in which order documents come.
     """
 
     def __init__(
@@ -63,16 +66,18 @@ class PackedStream:
         streams: int,
         encode: Callable[[str], list[int]],
         length: int,
+        shuffle: ShuffleBuffer,
     ) -> None:
         self._source = source
         self._number = number
         self._streams = streams
         self._encode = encode
         self._length = length
+        self._shuffle = shuffle
         self._given = 0
         self._epoch = 0
         self._left: list[int] = []
-        self._began_at: Mapping[str, Any] | None = None
+        self._state: dict[str, Any] | None = None
         self._begin(None)
 
     def sequence(self, index: int) -> NDArray[np.int64]:
@@ -86,6 +91,7 @@ class PackedStream:
         """
         if index < self._given:
             raise ValueError(f"sequence {index} of stream {self._number} was given already")
+        self._state = None
         while True:
             self._fill()
             tokens = self._left[: self._length + 1]
@@ -96,13 +102,11 @@ class PackedStream:
 
     def _fill(self) -> None:
         while len(self._left) <= self._length:
-            self._began_at = None
             try:
-                text = next(self._texts)
+                text = next(self._documents)
             except StopIteration:
                 self._end_epoch()
-                continue
-            if text:
+            else:
                 self._left += self._encode(text)
                 self._empty = False
 
@@ -117,23 +121,21 @@ class PackedStream:
         self._begin(None)
 
     def _begin(self, where: Mapping[str, Any] | None) -> None:
-        self._part = self._source.part(self._number, self._streams)
-        if where is not None:
-            self._part.load_state_dict(where)
-        self._texts = self._source.training_texts(self._part)
+        part = Part(self._source, self._number, self._streams, self._epoch)
+        self._documents = self._shuffle.order(part, where)
         self._empty = where is None
-        self._began_at = where
+        self._state = None
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, as tensors and plain values."""
-        # A dataset that was told where to begin, and has not begun, does not know it yet.
-        source = self._part.state_dict() if self._began_at is None else self._began_at
-        return {
-            "given": self._given,
-            "epoch": self._epoch,
-            "source": json.dumps(source),
-            "left": torch.tensor(self._left, dtype=torch.int64),
-        }
+        """Where the stream stands, as tensors and plain values that nobody changes."""
+        if self._state is None:  # asked for after every batch, and few streams move in each
+            self._state = {
+                "given": self._given,
+                "epoch": self._epoch,
+                "source": json.dumps(self._documents.state()),
+                "left": torch.tensor(self._left, dtype=torch.int64),
+            }
+        return self._state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Stand where another stream of the same number stood.
@@ -152,7 +154,7 @@ class PackedStream:
 
 
 class StreamBatches:
-    """Training batches: int64 of shape (count, length + 1), on the device.
+    """Training batches: int64 of shape (count, length + 1), in host memory.
 
     Args:
         source: where documents come from.
@@ -160,7 +162,7 @@ class StreamBatches:
         length: tokens of a sequence.
         streams: how many there are; None leaves it to the checkpoint, or the world.
         world: this rank.
-        device: where batches go.
+        shuffle: in which order each stream takes its documents.
     """
 
     def __init__(
@@ -170,14 +172,14 @@ class StreamBatches:
         length: int,
         streams: int | None,
         world: World,
-        device: torch.device,
+        shuffle: ShuffleBuffer | None = None,
     ) -> None:
         self._source = source
         self._vocabulary = vocabulary
         self._length = length
         self._asked = streams
         self._world = world
-        self._device = device
+        self._shuffle = shuffle or ShuffleBuffer()
         self._open: dict[int, PackedStream] = {}
         self._saved: dict[int, Mapping[str, Any]] = {}
         self.streams = streams or streams_for(world.size)
@@ -191,13 +193,15 @@ class StreamBatches:
         start, size = position - self._world.rank * count, self._world.size
         first = start + (self._world.rank - start) % size
         rows = [self._example(p) for p in range(first, first + count * size, size)]
-        return torch.from_numpy(np.stack(rows)).to(self._device)
+        return torch.from_numpy(np.stack(rows))
 
     def _example(self, position: int) -> NDArray[np.int64]:
         index, number = divmod(position, self.streams)
         stream = self._open.get(number)
         if stream is None:
-            stream = PackedStream(self._source, number, self.streams, self._encode, self._length)
+            stream = PackedStream(
+                self._source, number, self.streams, self._encode, self._length, self._shuffle
+            )
             if number in self._saved:
                 stream.load_state(self._saved[number])
             self._open[number] = stream
@@ -216,7 +220,10 @@ class StreamBatches:
             for n, state in self._saved.items()
             if n not in self._open and n % self._world.size == rank
         }
-        return {"streams": self.streams, **mine, **rest}
+        common: dict[str, Any] = {"streams": self.streams}
+        if self._source.commit is not None:
+            common["commit"] = self._source.commit
+        return {**common, **mine, **rest}
 
     def load_state(self, state: Mapping[str, Any], where: Path) -> None:
         """Go on from what :meth:`state` gave on all ranks of any world.
@@ -224,6 +231,7 @@ class StreamBatches:
         Raises:
             CheckpointError: it is no such state.
             OptionError: it has another number of streams than was asked for.
+            UserError: the dataset cannot be opened any more as it was.
         """
         streams = state.get("streams")
         if not isinstance(streams, int) or streams < 1:
@@ -233,6 +241,9 @@ class StreamBatches:
                 "--streams", self._asked, f"{streams}, as the run began that --resume goes on"
             )
         self.streams = streams
+        commit = state.get("commit")
+        if isinstance(commit, str):
+            self._source = self._source.at(commit)
         for name, each in state.items():
             number, _, _ = name.removeprefix("stream").partition("-rank")
             if not isinstance(each, Mapping) or not number.isdecimal():

@@ -47,7 +47,7 @@ class Data(Protocol):
 
 
 def nothing() -> None:
-    """What most recipes do after a step."""
+    """What most recipes do after a step, and when training is over."""
 
 
 def no_more(checkpoint: Path, results: Mapping[str, float]) -> Mapping[str, float]:
@@ -80,6 +80,7 @@ class Task:
         loss_unit: ``nats per token``.
         introduction: more of the first lines, each a label and a text.
         after_step: brings what is not sharded, and is not the same on all ranks, to agreement.
+        close: called when the last batch was taken, or training has failed: ends what reads ahead.
         replicas: how replicas meet, where they train apart.
         finish: called with the last checkpoint and the last evaluation; returns the results to
             write down.
@@ -102,6 +103,7 @@ class Task:
     loss_unit: str
     introduction: Sequence[tuple[str, str]] = ()
     after_step: Callable[[], None] = nothing
+    close: Callable[[], None] = nothing
     replicas: Replicas | None = None
     finish: Callable[[Path, Mapping[str, float]], Mapping[str, float]] = no_more
 

@@ -21,6 +21,7 @@ from shardwise.recipes.begin import Inputs, check_alike, check_folder
 from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import TrainConfig, resolve_sharding
 from shardwise.recipes.device import backend_for, choose_device
+from shardwise.recipes.heap import keep_freed_memory
 from shardwise.recipes.loop import Loop
 from shardwise.recipes.optim import count
 from shardwise.recipes.progress import make_display
@@ -58,6 +59,8 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> None:
         # Before anything is written, and again for those whom no launcher of ours started.
         check_folder(inputs)
     device = choose_device(inputs.train.device, world)
+    if device.type == "cpu":
+        keep_freed_memory()
     with connected(world, backend_for(device), inputs.train.peer_timeout):
         train_connected(inputs, world, device, signals)
 

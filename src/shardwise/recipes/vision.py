@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardwise import FSDPModule
-from shardwise.checkpoint.consolidate import consolidate
+from shardwise.checkpoint.tools.consolidate import consolidate
 from shardwise.errors import CheckpointError
 from shardwise.recipes.augment import FolderPictures
 from shardwise.recipes.begin import Inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import _torch
 from shardwise.errors import MisuseError
+from shardwise.transport.attending import made_together
 
 #: Dimensions that people name so, and over which ranks see the same data, or different layers.
 _NOT_DATA_PARALLEL = {"tp": "tensor parallel", "pp": "pipeline parallel"}
@@ -30,6 +32,8 @@ def init_mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
 
     Raises:
         ValueError: the sizes do not make up the world.
+        PeerLostError: a rank is gone, or did not come in time.
+        RanksDivergedError: another rank makes another mesh.
     """
     if not dist.is_initialized():
         dist.init_process_group()
@@ -52,7 +56,30 @@ def init_mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
         )
     shape = tuple(world_size // known if size == -1 else size for size in sizes.values())
     kind = device_type or default_device_type()
-    return init_device_mesh(kind, shape, mesh_dim_names=tuple(sizes))
+    return make_mesh(kind, shape, tuple(sizes))
+
+
+def make_mesh(
+    device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None = None
+) -> DeviceMesh:
+    """A device mesh over all ranks; without a process group, the default one is made first.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"``, ...
+        shape: ranks along each dimension.
+        names: of the dimensions.
+
+    Raises:
+        PeerLostError: a rank is gone, or did not come in time.
+        RanksDivergedError: another rank makes another mesh.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group()
+    make = functools.partial(init_device_mesh, device_type, shape, mesh_dim_names=names)
+    if len(shape) == 1 and device_type == "cpu":
+        return make()  # its process group is the default one
+    named = "" if names is None else f" ({', '.join(names)})"
+    return made_together(make, f"a mesh of shape {shape}{named}")
 
 
 def default_device_type() -> str:

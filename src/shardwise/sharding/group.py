@@ -1,96 +1,36 @@
 """A group's life: the parameters that travel together in one set of collectives.
 
-            unshard()              wait_for_unshard()
-  SHARDED ------------> UNSHARDING ------------------> UNSHARDED
-     ^                       ^                          |     |
-     |                       | unshard()                |     |
-     |                       +--------- KEPT <----------+     |
-     |                                    reshard_after_forward()
-     +--------------------------------------------------------+
-                           reshard()
-
-``KEPT`` is the form between forward and backward under an integer ``reshard_after_forward``. A
-small group that is freed between them is so for its modules only: its memory stays filled, and the
-group goes from ``SHARDED`` to ``UNSHARDED`` at once, unless a shard was written to meanwhile. A
-gather that fails leads from ``UNSHARDING`` back to ``SHARDED``. Between steps a user may borrow
-whole parameters: ``SHARDED`` to ``LENT`` and back (``lending.py``).
-
-Its gradients leave it as a :class:`~shardwise.sharding.reduce.Reduction`, which runs on while the
-group is already sharded again.
+It is in one of the states of ``group_state.py``. Its gradients leave it as a
+:class:`~shardwise.sharding.reduce.Reduction`, which runs on while the group is already sharded
+again.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import _torch
 from shardwise.sharding.form import COPIED
+from shardwise.sharding.group_state import MOVES, GroupState
 from shardwise.sharding.kept import KeptShards
-from shardwise.sharding.memory import GroupMemory, find_common
+from shardwise.sharding.leftover import Leftover
+from shardwise.sharding.memory import GroupMemory, check_home, find_common
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.offload import Offload
+from shardwise.sharding.options import GroupOptions
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.phase import Phase
 from shardwise.sharding.precision import Precision
-from shardwise.sharding.reduce import AllReduceHook, Partial, Reduction
+from shardwise.sharding.reduce import Reduction
 from shardwise.sharding.unrecorded import unrecorded
+from shardwise.sharding.unreduced import Unreduced
 from shardwise.transport.base import Label
-
-
-class GroupState(enum.Enum):
-    """Which form of its parameters a group's modules hold."""
-
-    SHARDED = "sharded"
-    UNSHARDING = "unsharding"
-    UNSHARDED = "unsharded"
-    KEPT = "kept on fewer ranks"
-    LENT = "lent whole to a user"
-
-    # Members are singletons; the hash that enums have costs a call of a Python function.
-    __hash__ = object.__hash__
-
-
-#: A group of at most so many bytes keeps its memory from forward to backward, though it is sharded.
-SMALL_BYTES = 64 * 1024
-
-_MOVES = {
-    (GroupState.SHARDED, GroupState.UNSHARDING),
-    (GroupState.SHARDED, GroupState.UNSHARDED),
-    (GroupState.UNSHARDING, GroupState.UNSHARDED),
-    (GroupState.UNSHARDING, GroupState.SHARDED),
-    (GroupState.UNSHARDED, GroupState.SHARDED),
-    (GroupState.UNSHARDED, GroupState.KEPT),
-    (GroupState.KEPT, GroupState.UNSHARDING),
-    (GroupState.KEPT, GroupState.SHARDED),
-    (GroupState.SHARDED, GroupState.LENT),
-    (GroupState.LENT, GroupState.SHARDED),
-}
-
-
-@dataclass
-class GroupOptions:
-    """What a user may switch while training; see the ``FSDPModule`` methods of the same names."""
-
-    reshard_after_forward: bool = True
-    reshard_after_backward: bool = True
-    unshard_in_backward: bool = True
-    requires_gradient_sync: bool = True
-    requires_all_reduce: bool = True
-    gradient_divide_factor: float | None = None
-    force_sum_reduction: bool = False
-    reduce_scatter_unused_params: bool = False
-    reduce_scatter_max_input_buffers: int = 1
-    all_reduce_hook: AllReduceHook | None = None
-    keep_low_precision_grads: bool = False
 
 
 def _no_root_yet() -> NoReturn:
@@ -131,12 +71,11 @@ class ParamGroup:
         self._offload = offload
         self._memory: GroupMemory | None = None
         self._label: tuple[str, Label] | None = None
-        # Versions of the shards that the memory, though the group is sharded, still holds.
-        self._spared: list[int] | None = None
-        # Versions of the shards when the group was left unsharded, or kept.
-        self._left: list[int] | None = None
-        self._left_with_grads = False
-        self._partial = Partial()
+        # What the memory, though the group is sharded, still holds.
+        self._spared: Leftover | None = None
+        # What was left unsharded, or kept, beyond a forward.
+        self._left: Leftover | None = None
+        self._unreduced = Unreduced(self.params, precision)
         self._state = GroupState.SHARDED
         #: Whether peers may be reading this rank's shards.
         self.is_unsettled = False
@@ -193,7 +132,7 @@ class ParamGroup:
         if self._state is not GroupState.SHARDED and self._state is not GroupState.KEPT:
             return
         if self._spared is not None:
-            if for_backward and self._spared == self._versions():
+            if for_backward and not self._spared.is_stale(self.params):
                 self._spared = None
                 self._use_full()
                 return
@@ -203,7 +142,7 @@ class ParamGroup:
                 # No forward is waiting for its backward, which would know the former parameters.
                 self._memory = None
             if self._memory is None:
-                self._check_materialised()
+                check_home(self.params, self._offload.home)
                 self._memory = GroupMemory(
                     self.params, self.mesh, self._precision, in_common=self._may_be_common
                 )
@@ -288,35 +227,24 @@ class ParamGroup:
             self._memory.free()
             self._move(GroupState.KEPT)
             return
-        # The memory of a small group is worth less than another gather.
-        # One in common takes none, and is gathered again so that shards may change meanwhile.
-        spares = not (self._memory.is_in_common or self.mesh.shard.literal)
-        small = spares and self._memory.nbytes <= SMALL_BYTES
-        if small and torch.is_grad_enabled():
+        if self._memory.is_worth_little and torch.is_grad_enabled():
             self._use_sharded()
-            self._spared = self._versions()
+            self._spared = Leftover.of(self.params)
         else:
             self.reshard()
 
     def note_left(self) -> None:
         """Note of which shards the parameters are that stay whole, or kept, beyond a forward."""
-        self._left = self._versions()
         # An evaluation, and not one of the forwards and backwards that accumulate gradients.
         evaluated = not torch.is_grad_enabled() and self.options.reshard_after_backward
-        self._left_with_grads = evaluated and any(
-            param.sharded.grad is not None for param in self.params
-        )
+        self._left = Leftover.of(self.params, evaluated=evaluated)
 
     def reshard_if_stale(self) -> None:
-        """Free what was left of full parameters, if their shards may have changed since.
-
-        Optimizers write to shards past autograd's sight, where there are gradients: one may have
-        stepped after an evaluation.
-        """
+        """Free what was left of full parameters, if their shards may have changed since."""
         left, self._left = self._left, None
         if self._state not in (GroupState.UNSHARDED, GroupState.KEPT) or left is None:
             return
-        if self._left_with_grads or left != self._versions():
+        if left.is_stale(self.params):
             self.reshard()
 
     def refresh(self) -> None:
@@ -357,31 +285,14 @@ class ParamGroup:
             The reduction under way, or ``None`` if no parameter has a gradient, or if
             synchronisation is off: then gradients stay here, unreduced.
         """
-        options = self.options
-        if not options.requires_gradient_sync:
-            for param in self.params:
-                param.hold_grad(self._precision.reduce_dtype(param.dtype))
-            self._reshard_after_backward()
-            return None
-        taken = [(param, self._take_grad(param)) for param in self.params]
-        self._reshard_after_backward()
-        params = [param for param, grad in taken if grad is not None]
-        grads = [grad for _, grad in taken if grad is not None]
-        taken.clear()
+        params, grads = self._unreduced.take(self.options)
+        if self.options.reshard_after_backward:
+            self.reshard()
         if not params:
             return None
+        partial = self._unreduced.partial
         return Reduction(
-            self.label,
-            params,
-            grads,
-            self.mesh,
-            self._precision,
-            divide_factor=options.gradient_divide_factor,
-            force_sum=options.force_sum_reduction,
-            all_reduce=options.requires_all_reduce,
-            hook=options.all_reduce_hook,
-            keep_dtype=options.keep_low_precision_grads,
-            partial=self._partial,
+            self.label, params, grads, self.mesh, self._precision, self.options, partial
         )
 
     def wait_for_offload(self) -> None:
@@ -396,11 +307,7 @@ class ParamGroup:
             self._use_sharded()
         else:
             self.reshard()
-        self._partial.clear()
-        for param in self.params:
-            param.held_grad = None
-            if param.full is not None:
-                param.full.grad = None
+        self._unreduced.drop()
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -440,45 +347,8 @@ class ParamGroup:
         if self._memory is not None:
             self._memory.free()
 
-    def _versions(self) -> list[int]:
-        """Numbers that change when a shard is written to, as a ``DTensor`` or as what is in it."""
-        return [
-            _torch.version_of(tensor)
-            for param in self.params
-            for tensor in (param.sharded, param.local)
-        ]
-
-    def _take_grad(self, param: ShardedParam) -> torch.Tensor | None:
-        grad = param.take_grad()
-        # What earlier backwards reduce-scattered only is completed also where this one adds none.
-        completes = self.options.requires_all_reduce and param in self._partial
-        if grad is None and (completes or self.options.reduce_scatter_unused_params):
-            return param.zero_grad()
-        return grad
-
-    def _reshard_after_backward(self) -> None:
-        if self.options.reshard_after_backward:
-            self.reshard()
-
-    def _check_materialised(self) -> None:
-        on_meta = [param.fqn for param in self.params if param.local.is_meta]
-        if on_meta:
-            raise RuntimeError(
-                f"rank {dist.get_rank()}: parameters {', '.join(on_meta)} are on the meta device; "
-                "materialise them first, with shardwise.materialize(model), or with "
-                "model.to_empty(device=...) followed by an initialisation"
-            )
-        home = self._offload.home
-        elsewhere = [param for param in self.params if param.local.device != home]
-        if elsewhere:
-            found = ", ".join(f"{param.fqn} on {param.local.device}" for param in elsewhere)
-            raise RuntimeError(
-                f"rank {dist.get_rank()}: expected shards on {home}, found {found}; move the model "
-                "there, or shard it on a mesh of the device it is on"
-            )
-
     def _move(self, to: GroupState) -> None:
-        if (self._state, to) not in _MOVES:
+        if (self._state, to) not in MOVES:
             raise AssertionError(
                 f"group {self.fqn!r} on rank {dist.get_rank()} cannot go from "
                 f"{self._state.value} to {to.value}"

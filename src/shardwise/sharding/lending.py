@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import _torch
 from shardwise.errors import MisuseError
-from shardwise.sharding.group import GroupState, ParamGroup
+from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.group_state import GroupState
 from shardwise.sharding.hooks import FSDPState
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.phase import Phase

@@ -25,6 +25,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+import torch
+import torch.distributed as dist
+
 from shardwise.sharding.extension import Extension, is_extended
 from shardwise.sharding.kept import KeptShards
 from shardwise.sharding.mesh import DataMesh
@@ -32,6 +35,9 @@ from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.precision import Precision
 from shardwise.transport.base import CommonFull, FullBuffers, Label, Work
 from shardwise.transport.memory import HeapBuffers
+
+#: A group of at most so many bytes keeps its memory from forward to backward, though it is sharded.
+SMALL_BYTES = 64 * 1024
 
 
 class GroupMemory:
@@ -90,13 +96,13 @@ class GroupMemory:
         )
         for param, common in self._common:
             param.make_full(common.full)
-        #: Bytes that an unshard takes.
-        self.nbytes = sum(
+        # What an unshard takes.
+        self._nbytes = sum(
             tensor.numel() * tensor.itemsize
             for tensor in (*self._gathered.tensors, *self._owned.tensors)
         )
         if self._extended:
-            self.nbytes = sys.maxsize  # what a subclass makes is its own business
+            self._nbytes = sys.maxsize  # what a subclass makes is its own business
         for param, buffer in zip(self._direct, self._gathered.tensors, strict=True):
             param.make_full(buffer)
         for param, buffer in zip(owned, self._owned.tensors, strict=True):
@@ -176,6 +182,15 @@ class GroupMemory:
         """Whether peers read this rank's shards themselves."""
         return bool(self._common)
 
+    @property
+    def is_worth_little(self) -> bool:
+        """Whether it costs less to leave it filled from forward to backward than to gather again.
+
+        Memory in common takes none, and is gathered again so that shards may change meanwhile.
+        """
+        leaves = not (self._common or self._transport.literal)
+        return leaves and self._nbytes <= SMALL_BYTES
+
     def _gather_buffers(
         self, params: Sequence[ShardedParam], mesh: DataMesh, precision: Precision
     ) -> FullBuffers:
@@ -199,3 +214,25 @@ def find_common(param: ShardedParam, mesh: DataMesh, precision: Precision) -> Co
     ):
         return None
     return param.live_in_common(mesh.shard)
+
+
+def check_home(params: Sequence[ShardedParam], home: torch.device) -> None:
+    """Raise unless all shards are on ``home``.
+
+    Raises:
+        RuntimeError: one is on the meta device, or elsewhere.
+    """
+    on_meta = [param.fqn for param in params if param.local.is_meta]
+    if on_meta:
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: parameters {', '.join(on_meta)} are on the meta device; "
+            "materialise them first, with shardwise.materialize(model), or with "
+            "model.to_empty(device=...) followed by an initialisation"
+        )
+    elsewhere = [param for param in params if param.local.device != home]
+    if elsewhere:
+        found = ", ".join(f"{param.fqn} on {param.local.device}" for param in elsewhere)
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: expected shards on {home}, found {found}; move the model "
+            "there, or shard it on a mesh of the device it is on"
+        )

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwise import _torch
 from shardwise._torch import DataParallelMeshDims
-from shardwise.sharding.device_mesh import check_member, check_mesh, default_device_type
+from shardwise.sharding.device_mesh import check_member, check_mesh, default_device_type, make_mesh
+from shardwise.transport.attending import new_group
 from shardwise.transport.base import Transport
 from shardwise.transport.custom import AllGather, CustomTransport, ReduceScatter, with_custom
 from shardwise.transport.local import LocalTransport
@@ -139,7 +140,7 @@ class DataMesh:
         me = dist.get_rank()
         own = next(row for row in rows.tolist() if me in row)
         column = rows[:, own.index(me)].tolist()
-        groups = [dist.new_group(ranks, use_local_synchronization=True) for ranks in (column, own)]
+        groups = [new_group(ranks) for ranks in (column, own)]
         mesh = DeviceMesh.from_group(
             groups, self.mesh.device_type, mesh=rows, mesh_dim_names=("replicate", "shard")
         )
@@ -169,7 +170,7 @@ def default_mesh() -> DeviceMesh:
     """A 1-D mesh over all ranks, on the accelerator where there is one, else on CPUs."""
     if not dist.is_initialized():
         dist.init_process_group()
-    return init_device_mesh(default_device_type(), (dist.get_world_size(),))
+    return make_mesh(default_device_type(), (dist.get_world_size(),))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -1,26 +1,25 @@
-"""``FSDPModule``: the methods that a sharded module gains."""
+"""``FSDPModule``: what a module becomes under ``fully_shard``."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
-from typing_extensions import deprecated
 
+from shardwise.sharding.communication import Communication
 from shardwise.sharding.form import COPIED
-from shardwise.sharding.group import GroupState, ParamGroup
-from shardwise.sharding.hooks import FSDPState, state_of
+from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.hooks import FSDPState
+from shardwise.sharding.reach import groups_of, require_state
 from shardwise.sharding.root import settle
-from shardwise.transport.custom import AllGather, ReduceScatter
+from shardwise.sharding.switches import Switches
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -40,7 +39,7 @@ class UnshardHandle(TorchUnshardHandle):
             self._groups.pop(0).keep_values()
 
 
-class FSDPModule(TorchFSDPModule):
+class FSDPModule(Switches, Communication):
     """What a module becomes under :func:`~shardwise.fully_shard`.
 
     Its class is made anew from this one and its original class, so ``isinstance`` holds for both,
@@ -56,8 +55,6 @@ class FSDPModule(TorchFSDPModule):
             made.__init__(*args, **kwargs)
         return made
 
-    # -- forms ---------------------------------------------------------------------------------
-
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own group, not those nested in it.
 
@@ -71,7 +68,7 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: a parameter is still on the meta device.
             PeerLostError: a peer died or stalled.
         """
-        state = self._state()
+        state = require_state(self)
         for group in state.groups:
             if state.is_root is None:
                 group.refresh()  # no forward has, and parameters may have been replaced
@@ -85,95 +82,10 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Free the full parameters of this module's own group; it holds the shards again."""
-        groups = self._state().groups
+        groups = require_state(self).groups
         for group in groups:
             group.reshard()
         settle(groups)
-
-    # -- switches ------------------------------------------------------------------------------
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether backward reduces gradients, for accumulation without communication.
-
-        Until the next backward with synchronisation, every rank keeps full gradients of the group,
-        in the reduction dtype.
-        """
-        for group in self._groups(recurse):
-            group.options.requires_gradient_sync = requires_gradient_sync
-            group.options.requires_all_reduce = requires_gradient_sync
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward also reduces over the replicate dimension of a 2-D mesh.
-
-        Without it gradients are reduce-scattered and added up until the next backward with it.
-        """
-        for group in self._groups(recurse):
-            group.options.requires_all_reduce = requires_all_reduce
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether parameters are freed between forward and backward.
-
-        Raises:
-            ValueError: ``reshard_after_forward`` is not a ``bool``.
-        """
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(
-                "reshard_after_forward: expected a bool, found "
-                f"{type(reshard_after_forward).__name__} {reshard_after_forward!r}"
-            )
-        for state in self._states(recurse):
-            state.settle_reshard_after_forward(reshard_after_forward)
-            for group in state.groups:
-                if group.state is GroupState.KEPT:
-                    group.reshard()
-                group.kept = None
-
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether parameters are freed after backward; keeping them saves a gather."""
-        for group in self._groups(recurse):
-            group.options.reshard_after_backward = reshard_after_backward
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward needs this module's own parameters (an embedding does not)."""
-        for group in self._groups(recurse=False):
-            group.options.unshard_in_backward = unshard_in_backward
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward completes all reductions at its end."""
-        self._state().root.is_last_backward = is_last_backward
-
-    def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide the sum of gradients by ``factor`` instead of the number of ranks.
-
-        ``None`` goes back to the number of ranks.
-
-        Raises:
-            ValueError: ``factor`` is not positive.
-        """
-        if factor is not None and not factor > 0:
-            raise ValueError(f"gradient divide factor: expected a positive number, found {factor}")
-        for group in self._groups(recurse=False):
-            group.options.gradient_divide_factor = factor
-
-    def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """Unshard ``modules`` when this module's forward begins, instead of the one expected.
-
-        Raises:
-            ValueError: one of ``modules`` is not sharded by Shardwise.
-        """
-        self._state().forward_prefetch = [_require_state(module) for module in modules]
-
-    def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """Unshard ``modules`` when this module's backward begins, instead of the one expected.
-
-        Raises:
-            ValueError: one of ``modules`` is not sharded by Shardwise.
-        """
-        self._state().backward_prefetch = [_require_state(module) for module in modules]
 
     def reset_iter_state(self) -> None:
         """Make the model able to train again after an exception in forward or backward.
@@ -183,161 +95,13 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: this module is not the root.
         """
-        state = self._state()
+        state = require_state(self)
         if state.is_root is False:
             raise RuntimeError(
                 "reset_iter_state: expected the root, the outermost module that fully_shard was "
                 f"applied to; found a nested {type(self).__name__}"
             )
         state.root.reset()
-
-    # -- communication -------------------------------------------------------------------------
-
-    def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Have ``comm`` gather this module's own group, from and into flat buffers that it makes.
-
-        Args:
-            comm: has ``allocate(size, *, dtype, device) -> Tensor`` and is called as
-                ``comm(output_tensor, input_tensor, group, async_op)``, where it returns a work to
-                wait for, or ``None`` once the result is there.
-        """
-        for group in self._groups(recurse=False):
-            if group.mesh.shards:
-                group.change_mesh(group.mesh.with_all_gather(comm))
-                if group.kept is not None:
-                    group.kept.mesh = group.kept.mesh.with_all_gather(comm)
-
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Have ``comm`` reduce-scatter the gradients of this module's own group.
-
-        Args:
-            comm: as for :meth:`set_custom_all_gather`, called as
-                ``comm(output_tensor, input_tensor, group, op, async_op)``.
-        """
-        for group in self._groups(recurse=False):
-            if group.mesh.shards:
-                group.change_mesh(group.mesh.with_reduce_scatter(comm))
-
-    def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
-    ) -> None:
-        """Call ``hook`` with the reduced gradients of this module's own group, side by side.
-
-        Args:
-            hook: is given a 1-D tensor in the dtype of the reduction, after the reduce-scatter
-                (and the all-reduce of a 2-D mesh), which it may change in place.
-            stream: must be ``None``.
-
-        Raises:
-            ValueError: a ``stream`` on a 2-D mesh.
-            NotImplementedError: any other ``stream``.
-        """
-        for group in self._groups(recurse=False):
-            if stream is not None:
-                if group.mesh.replicate is not None:
-                    raise ValueError("set_all_reduce_hook: a 2-D mesh takes no stream")
-                raise NotImplementedError(
-                    "set_all_reduce_hook(stream=...): reductions end on the stream that backward "
-                    "runs on; let the hook itself enter another stream, and wait for it"
-                )
-            group.options.all_reduce_hook = hook
-
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the first gather of the next forward wait for ``event``, once.
-
-        Nothing runs ahead of the optimizer without it: this only orders further. On CPU devices
-        there is nothing to wait for.
-        """
-        self._state().root.post_optim_event = event
-
-    @deprecated("Use `set_gradient_divide_factor` instead")
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of :meth:`set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether the ranks only ever add gradients, and the division comes afterwards."""
-        for group in self._groups(recurse=False):
-            group.options.force_sum_reduction = enable
-
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether parameters that a backward did not reach are reduced as zeros.
-
-        Needed where ranks use different parameters in one step (a mixture of experts, say), which
-        is an error otherwise.
-        """
-        for group in self._groups(recurse):
-            group.options.reduce_scatter_unused_params = reduce_scatter_unused_params
-
-    def set_reduce_scatter_max_input_buffers(
-        self, max_input_buffers: int, *, recurse: bool = True
-    ) -> None:
-        """Set how many groups' full gradients may be on their way at once (by default one).
-
-        More hide a slow network behind backward, at the cost of that memory.
-
-        Raises:
-            TypeError: ``max_input_buffers`` is not an ``int``.
-            ValueError: it is less than 1.
-        """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(
-                f"max_input_buffers: expected an int, found {type(max_input_buffers).__name__}"
-            )
-        if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers: expected at least 1, found {max_input_buffers}")
-        for group in self._groups(recurse):
-            group.options.reduce_scatter_max_input_buffers = max_input_buffers
-
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """Set whether gradients are reduced over a process group of their own.
-
-        On NCCL, collectives of one process group run one after the other; of two, side by side.
-        Every rank of the mesh makes this call.
-        """
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for group in self._groups(recurse):
-            if not group.mesh.shards:
-                continue
-            if not enable:
-                group.change_mesh(group.mesh.with_scatter_group(None))
-            elif group.mesh.scatter_group is None:
-                ranks = tuple(dist.get_process_group_ranks(group.mesh.shard_group))
-                if ranks not in made:
-                    made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-                group.change_mesh(group.mesh.with_scatter_group(made[ranks]))
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Refuse: there are no staging buffers whose memory could come from elsewhere.
-
-        Raises:
-            NotImplementedError: ``enable`` is true.
-        """
-        if enable:
-            raise NotImplementedError(
-                "set_allocate_memory_from_process_group_for_comm: parameters are gathered in place "
-                "and gradients sent from where they lie, so there are no staging buffers to "
-                "allocate; make them with set_custom_all_gather"
-            )
-
-    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Refuse: there are no staging buffers that could be symmetric memory.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(
-            "set_symm_mem_for_comm: parameters are gathered in place and gradients sent from where "
-            "they lie, so there are no staging buffers that could be symmetric memory; make them "
-            "with set_custom_all_gather"
-        )
-
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Do nothing: here every gather is asynchronous and allocates on the current stream."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As of any module: the sharded ones between steps, full ones where those are registered.
@@ -348,10 +112,10 @@ class FSDPModule(TorchFSDPModule):
         """
         # Past torch's own FSDPModule, which is no nn.Module.
         found = super(TorchFSDPModule, self).parameters(recurse)  # type: ignore[misc]
-        if self._state().root.is_last_backward:
+        if require_state(self).root.is_last_backward:
             return cast(Iterator[nn.Parameter], found)
         fulls: dict[nn.Parameter, list[nn.Parameter]] = {}
-        for group in self._groups(recurse=True):
+        for group in groups_of(self, recurse=True):
             if not group.options.reshard_after_backward:
                 for param in group.params:
                     if param.full is not None:
@@ -362,14 +126,14 @@ class FSDPModule(TorchFSDPModule):
 
     def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]
         """The name under which torch's own code asks for the state."""
-        return self._state()
+        return require_state(self)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Behind ``to()``, ``cuda()``, ``to_empty()``, ...: they change the shards."""
         self.reshard()
         # Past torch's own FSDPModule, which would look for torch's state.
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        for group in self._state().groups:
+        for group in require_state(self).groups:
             group.refresh()
         return result
 
@@ -378,7 +142,7 @@ class FSDPModule(TorchFSDPModule):
 
         Neither reductions under way nor gradients that were not yet reduced are copied.
         """
-        for group in self._groups(recurse=True):
+        for group in groups_of(self, recurse=True):
             group.reshard()
             for param in group.params:
                 param.form.copy_parameter(memo)
@@ -388,18 +152,6 @@ class FSDPModule(TorchFSDPModule):
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
-
-    def _state(self) -> FSDPState:
-        return _require_state(self)
-
-    def _states(self, recurse: bool) -> Iterator[FSDPState]:
-        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
-        found = (state_of(module) for module in modules)
-        return iter(dict.fromkeys(state for state in found if state is not None))
-
-    def _groups(self, recurse: bool) -> Iterator[ParamGroup]:
-        for state in self._states(recurse):
-            yield from state.groups
 
 
 _CLASSES: dict[type, type] = {}
@@ -452,7 +204,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(method)
     def call(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
         bound = types.MethodType(method.__func__, self) if own else method
-        return self._state().run_as_forward(cast(nn.Module, self), bound, args, kwargs)
+        return require_state(self).run_as_forward(cast(nn.Module, self), bound, args, kwargs)
 
     setattr(module, method_name, types.MethodType(call, module))
 
@@ -467,14 +219,4 @@ def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
         ValueError: one of ``modules`` is not sharded by Shardwise.
     """
     for module in modules:
-        _require_state(module)
-
-
-def _require_state(module: object) -> FSDPState:
-    state = state_of(module) if isinstance(module, nn.Module) else None
-    if state is None:
-        raise ValueError(
-            f"expected a module that shardwise.fully_shard was applied to, found "
-            f"{type(module).__name__}"
-        )
-    return state
+        require_state(module)

@@ -9,18 +9,17 @@ A reduction runs behind the backward of the groups that follow, in steps:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shardwise.sharding.mesh import DataMesh
+from shardwise.sharding.options import GroupOptions
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.precision import Precision
+from shardwise.sharding.unreduced import Partial
 from shardwise.transport.base import Label, Reduce, Work
-
-#: Called with the reduced gradients of a group side by side, 1-D, before they are divided.
-AllReduceHook = Callable[[torch.Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -60,33 +59,18 @@ class Scaling:
         return cls(1.0, Reduce.SUM, float(world_size) if factor is None else factor)
 
 
-class Partial:
-    """Gradients that are reduced over the shard dimension only, waiting for the all-reduce."""
-
-    def __init__(self) -> None:
-        self._shards: dict[ShardedParam, torch.Tensor] = {}
-
-    def add(self, param: ShardedParam, shard: torch.Tensor) -> None:
-        """Add ``shard`` to what ``param`` has."""
-        if param in self._shards:
-            self._shards[param] += shard
-        else:
-            self._shards[param] = shard
-
-    def __contains__(self, param: ShardedParam) -> bool:
-        return param in self._shards
-
-    def take(self, param: ShardedParam) -> torch.Tensor | None:
-        """What ``param`` has, once."""
-        return self._shards.pop(param, None)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._shards.clear()
-
-
 class Reduction:
-    """One group's gradients under way. Constructing it starts the first collective."""
+    """One group's gradients under way. Constructing it starts the first collective.
+
+    Args:
+        label: of the group.
+        params: the parameters that have gradients.
+        grads: those, full.
+        mesh: over which to reduce.
+        precision: in which dtypes.
+        options: of the group, as they are now: what is switched later is not for this one.
+        partial: what waits for the all-reduce, to be added to, or to be taken along.
+    """
 
     def __init__(
         self,
@@ -95,26 +79,21 @@ class Reduction:
         grads: Sequence[torch.Tensor],
         mesh: DataMesh,
         precision: Precision,
-        *,
-        divide_factor: float | None,
-        force_sum: bool = False,
-        all_reduce: bool,
-        hook: AllReduceHook | None = None,
-        keep_dtype: bool = False,
+        options: GroupOptions,
         partial: Partial,
     ) -> None:
         self._label = label
-        self._hook = hook
-        self._keep_dtype = keep_dtype
+        self._hook = options.all_reduce_hook
+        self._keep_dtype = options.keep_low_precision_grads
         self._params = list(params)
         self._mesh = mesh
-        self._all_reduce = all_reduce and mesh.replicate is not None
-        self._stop_at_partial = mesh.replicate is not None and not all_reduce
+        self._all_reduce = options.requires_all_reduce and mesh.replicate is not None
+        self._stop_at_partial = mesh.replicate is not None and not options.requires_all_reduce
         self._partial = partial
+        factor, force_sum = options.gradient_divide_factor, options.force_sum_reduction
         dtypes = [precision.reduce_dtype(param.dtype) for param in params]
         scalings = {
-            dtype: Scaling.of(dtype, mesh.world_size, divide_factor, force_sum)
-            for dtype in set(dtypes)
+            dtype: Scaling.of(dtype, mesh.world_size, factor, force_sum) for dtype in set(dtypes)
         }
         self._scalings = [scalings[dtype] for dtype in dtypes]
         self._is_over_replicate = False

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from shardwise import _torch
-from shardwise.sharding.group import GroupState, ParamGroup
+from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.group_state import GroupState
 from shardwise.sharding.order import RunOrder
 from shardwise.sharding.phase import Phase
 from shardwise.sharding.reduce import Reduction

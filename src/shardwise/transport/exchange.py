@@ -8,12 +8,17 @@ taken until then. Ranks wait for each other in every collective, so there are fe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shardwise.transport.arena import Arena, Window, whole_pages
+from shardwise.transport.base import Work
+from shardwise.transport.posts import Posts
+from shardwise.transport.signals import Count
+from shardwise.transport.work import PendingWork
 
 _ALIGNMENT = 64
 # Addresses of a part. They cost nothing: it takes as much memory as was ever laid out in it.
@@ -64,34 +69,32 @@ class Exchange:
 
     Args:
         arena: this rank's own range.
-        read_by_all: how many uses all peers are done with.
+        posts: by which ranks tell where their parts lie, and which they are done with.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        read_by_all: Callable[[], int],
-    ) -> None:
+    def __init__(self, arena: Arena, posts: Posts) -> None:
+        self.rank = posts.rank
         self._arena = arena
-        self._read_by_all = read_by_all
+        self._posts = posts
         self._parts: list[Part] = []
         # Of each peer the parts that were read last, by where they begin.
         self._seen: dict[int, dict[int, Window]] = {}
+        self._uses = 0
+        self._open: set[int] = set()
 
-    def part(self, use: int, nbytes: int) -> Part:
-        """Take a part of at least ``nbytes`` for this rank's use number ``use``."""
-        over = self._read_by_all()
-        for part in self._parts:
-            if part.use <= over and not part.is_open and part.window.length >= nbytes:
-                break
-        else:
-            part = self._make(max(whole_pages(nbytes), _ROOM))
-            self._parts.append(part)
-        part.use, part.is_open = use, True
-        return part
+    def lay_out(self, numels: list[int], dtypes: list[torch.dtype]) -> LaidOut:
+        """Take memory in which this rank lays out tensors for its peers."""
+        _, nbytes = lay_out(numels, dtypes)
+        if nbytes == 0:
+            return LaidOut(self, numels, dtypes, 0, None)
+        use = self._uses + 1
+        self._open.add(use)
+        self._uses = use
+        return LaidOut(self, numels, dtypes, nbytes, self._part(use, nbytes))
 
-    def see(self, rank: int, at: int, nbytes: int) -> Window:
-        """The part of a peer that begins at ``at``."""
+    def see(self, rank: int, number: int, nbytes: int) -> Window:
+        """The part of a peer that holds the tensors of post ``number``."""
+        at = self._posts.place(number, rank)
         length = whole_pages(max(nbytes, 1))
         seen = self._seen.setdefault(rank, {})
         window = seen.pop(at, None)
@@ -103,8 +106,73 @@ class Exchange:
             del seen[next(iter(seen))]
         return window
 
+    def finish(self, use: int, part: Part) -> None:
+        """Note that this rank reads no more of a use; a garbage collector may call it any time."""
+        part.is_open = False
+        self._open.discard(use)
+        self._posts.signals.set(Count.DONE, min(self._open, default=self._uses + 1) - 1)
+
+    def _part(self, use: int, nbytes: int) -> Part:
+        """Take a part of at least ``nbytes`` for this rank's use number ``use``."""
+        signals = self._posts.signals
+        read_by_all = min(signals.get(Count.DONE, peer) for peer in self._posts.peers)
+        for part in self._parts:
+            if part.use <= read_by_all and not part.is_open and part.window.length >= nbytes:
+                break
+        else:
+            part = self._make(max(whole_pages(nbytes), _ROOM))
+            self._parts.append(part)
+        part.use, part.is_open = use, True
+        return part
+
     def _make(self, length: int) -> Part:
         window = Window(length)
         made = Part(self._arena.take(length), window)
         window.open_sparse(self._arena.fd, made.at)
         return made
+
+
+class LaidOut:
+    """What the ranks lay out for each other in one collective.
+
+    Attributes:
+        own: what this rank lays out, to be written to before it posts.
+        at: where in this rank's range that lies; 0 where there is nothing.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        numels: list[int],
+        dtypes: list[torch.dtype],
+        nbytes: int,
+        part: Part | None,
+    ) -> None:
+        self._exchange = exchange
+        self._sizes = numels, dtypes
+        self._nbytes = nbytes
+        self._part = part
+        self.at = 0 if part is None else part.at
+        self.own: list[torch.Tensor] = (
+            [torch.empty(0, dtype=dtype) for dtype in dtypes]
+            if part is None
+            else tensors_in(part.window, numels, dtypes)
+        )
+
+    def of(self, rank: int, number: int) -> list[torch.Tensor]:
+        """What ``rank`` has laid out in collective ``number``, which it has posted."""
+        if self._part is None or rank == self._exchange.rank:
+            return self.own
+        window = self._exchange.see(rank, number, self._nbytes)
+        return tensors_in(window, *self._sizes)
+
+    def until(self, finish: Callable[[], None]) -> Work:
+        """Make the work that ``finish`` completes; when it is over, all this has been read here."""
+        work = PendingWork(finish)
+        part = self._part
+        if part is not None:
+            # Over once it is finished, or dropped without a wait.
+            over = weakref.finalize(work, self._exchange.finish, part.use, part)
+            over.atexit = False
+            work.then(over)
+        return work

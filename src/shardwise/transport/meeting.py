@@ -17,18 +17,20 @@ import secrets
 import select
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from shardwise import _torch
 from shardwise.transport import futex
 from shardwise.transport.arena import Arena
+from shardwise.transport.attending import Watch, pauses
+from shardwise.transport.peers import naming_lost_peer
 
-_SECONDS = 60.0
+_DOING = "the meeting in shared memory"
+_SECONDS = 60.0  # for what a rank that has come answers at once
+_POLL_SECONDS = 0.05
 _HELLO = struct.Struct("<I32s")
 _CREDENTIALS = struct.Struct("3i")
 
@@ -82,7 +84,13 @@ def meet(group: dist.ProcessGroup) -> Meeting:
 
     Raises:
         NotTogetherError: they cannot share memory. Then no rank can.
+        PeerLostError: one of them is gone, or did not come within the timeout of the group.
     """
+    with naming_lost_peer(group, _DOING):  # the store may go with the rank that keeps it
+        return _meet(group)
+
+
+def _meet(group: dist.ProcessGroup) -> Meeting:
     rank, size = group.rank(), group.size()
     store = _Board(group)
     sockets: dict[int, socket.socket] = {}
@@ -96,22 +104,34 @@ def meet(group: dist.ProcessGroup) -> Meeting:
             token = secrets.token_hex(16)
             store.post(f"address {rank}", f"{name} {token}")
             for peer in range(rank):
-                sockets[peer] = _connect(rank, store.read(f"address {peer}"))
+                sockets[peer] = _connect(rank, store.read("address", peer))
             _accept(listener, token, range(rank + 1, size), sockets, store)
-        fd = _share(rank, sockets)
+        fd = _share(rank, sockets, store)
     except (OSError, ValueError) as error:
         trouble = f"rank {dist.get_process_group_ranks(group)[rank]}: {error}"
-        for each in sockets.values():
-            each.close()  # who waits at the other end shall not
-    store.post(f"verdict {rank}", trouble)
-    verdicts = [store.read(f"verdict {each}") for each in range(size)]
+        _close(sockets)  # who waits at the other end shall not
+    except BaseException:
+        _close(sockets)
+        raise
+    try:
+        store.post(f"verdict {rank}", trouble)
+        verdicts = [store.read("verdict", each) for each in range(size)]
+    except BaseException:
+        _close(sockets)
+        if fd >= 0:
+            os.close(fd)
+        raise
     if any(verdicts):
-        for each in sockets.values():
-            each.close()
+        _close(sockets)
         if fd >= 0:
             os.close(fd)
         raise NotTogetherError("; ".join(filter(None, verdicts)))
     return Meeting(sockets, fd)
+
+
+def _close(sockets: dict[int, socket.socket]) -> None:
+    for each in sockets.values():
+        each.close()
 
 
 class _Board:
@@ -119,16 +139,30 @@ class _Board:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._store = _torch.store_of(group)
+        self._group = group
         self._prefix = "shardwise/meeting/"
 
     def post(self, name: str, text: str) -> None:
         self._store.set(self._prefix + name, text or "-")
 
-    def read(self, name: str) -> str:
-        key = self._prefix + name
-        self._store.wait([key], timedelta(seconds=_SECONDS))
+    def read(self, what: str, peer: int) -> str:
+        """What another rank posts, once it has.
+
+        Raises:
+            PeerLostError: it never will.
+        """
+        key = self._prefix + f"{what} {peer}"
+        watch = self.watch()
+        for _ in pauses():
+            if self._store.check([key]):
+                break
+            watch.look([peer])
         text: str = self._store.get(key).decode()
         return "" if text == "-" else text
+
+    def watch(self) -> Watch:
+        """Looks after the ranks that are waited for."""
+        return Watch(self._group, _DOING)
 
     def refused(self, ranks: list[int]) -> bool:
         """Whether one of ``ranks`` has posted a verdict: it comes no more."""
@@ -141,7 +175,7 @@ def _listen() -> Iterator[tuple[socket.socket, str]]:
         name = f"shardwise-{secrets.token_hex(16)}"
         listener.bind(f"\0{name}")
         listener.listen(64)
-        listener.settimeout(0.05)
+        listener.settimeout(_POLL_SECONDS)
         yield listener, name
 
 
@@ -168,15 +202,14 @@ def _accept(
     sockets: dict[int, socket.socket],
     store: _Board,
 ) -> None:
-    deadline = time.monotonic() + _SECONDS
+    watch = store.watch()
     while missing := [rank for rank in expected if rank not in sockets]:
         try:
             peer, _ = listener.accept()
         except TimeoutError:
             if store.refused(missing):
                 raise OSError("another rank cannot be reached by a Unix socket") from None
-            if time.monotonic() > deadline:
-                raise OSError(f"ranks {missing} did not come in {_SECONDS:g} s") from None
+            watch.look(missing)
             continue
         try:
             peer.settimeout(_SECONDS)
@@ -203,13 +236,16 @@ def _check_user(peer: socket.socket) -> None:
         raise OSError(f"the process at the other end belongs to user {user}, not {os.geteuid()}")
 
 
-def _share(rank: int, sockets: dict[int, socket.socket]) -> int:
+def _share(rank: int, sockets: dict[int, socket.socket], store: _Board) -> int:
     """Pass the file from the first rank to all others; return this rank's descriptor."""
     if rank == 0:
         fd = Arena.create()
         for peer in sockets.values():
             socket.send_fds(peer, [b"f"], [fd])
     else:
+        watch = store.watch()
+        while not select.select([sockets[0]], [], [], _POLL_SECONDS)[0]:
+            watch.look([0])  # which waits for the others
         message, fds, _, _ = socket.recv_fds(sockets[0], 1, 1)
         if message != b"f" or len(fds) != 1:
             raise OSError("the first rank passed no shared memory")

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.transport.waiting import PROBE_TAG, Waiter
+from shardwise.transport.peers import PROBE_TAG
+from shardwise.transport.waiting import Waiter
 
 #: Message numbers wrap here; gloo takes tags of a C ``int``.
 MAX_TAG = PROBE_TAG

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
+from shardwise import _torch
 from shardwise.errors import PeerLostError
+
+#: The first tag that messages must not use; nothing ever arrives for it.
+PROBE_TAG = 2**30
+
+_HUNG_UP = "shardwise/hung-up"
 
 #: Words by which backends tell of a broken or silent connection, as against wrong arguments.
 _SIGNS = ("connection", "timed out", "timeout", "peer", "socket", "broken pipe", "network")
@@ -65,3 +73,38 @@ def naming_lost_peer(group: dist.ProcessGroup, doing: str) -> Iterator[None]:
         if tells_of_lost_peer(error):
             raise peer_lost(group, doing, error) from error
         raise
+
+
+def departed(group: dist.ProcessGroup, peers: Sequence[int]) -> list[int]:
+    """Those of ``peers`` (ranks in ``group``, on gloo) whose connection to this rank is closed."""
+    gone = []
+    for peer in peers:
+        try:
+            group.recv([torch.empty(1)], peer, PROBE_TAG)
+        except RuntimeError:  # no message to it can even be posted
+            gone.append(peer)
+    return gone
+
+
+def hang_up(group: dist.ProcessGroup) -> None:
+    """Close all connections of a group on gloo: with a peer lost it is of no more use.
+
+    Other ranks may wait for this one, which will never come; now they fail at once. Gloo does so
+    itself when a wait times out, so this lets one time out.
+    """
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    if others:
+        with contextlib.suppress(RuntimeError):  # the store may be gone as well
+            _torch.store_of(group).set(_HUNG_UP, "1")
+    for peer in others:
+        with contextlib.suppress(RuntimeError):
+            probe = group.recv([torch.empty(1)], peer, PROBE_TAG)
+            probe.wait(timedelta(milliseconds=1))
+
+
+def was_hung_up(group: dist.ProcessGroup) -> bool:
+    """Whether a rank closed its connections though it lives: then they tell nothing of who does."""
+    try:
+        return bool(_torch.store_of(group).check([_HUNG_UP]))
+    except RuntimeError:
+        return False

@@ -10,23 +10,23 @@ A rank that has lost a peer hangs up on all others, so that they learn it from w
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from shardwise.errors import RanksDivergedError, ShardwiseError
 from shardwise.transport.calls import CallLog
-from shardwise.transport.peers import peer_lost, tells_of_lost_peer, tells_of_stall
-
-#: The first tag that messages must not use; nothing ever arrives for it.
-PROBE_TAG = 2**30
+from shardwise.transport.peers import (
+    departed,
+    hang_up,
+    peer_lost,
+    tells_of_lost_peer,
+    tells_of_stall,
+)
 
 _LOOK_SECONDS = 1.0
 # After so long a wait, ranks look whether they wait for the same thing.
@@ -90,7 +90,7 @@ class Waiter:
                 raise
             except BaseException as error:  # KeyboardInterrupt, or what a signal handler raises
                 if interrupt is not None:
-                    self._hang_up()
+                    hang_up(self._group)
                     raise
                 # Gloo would go on writing to memory that its owner thinks is free: the collective
                 # ends first, unless the user insists.
@@ -116,7 +116,7 @@ class Waiter:
             if looks >= (_LOOKS_AT_COLLECTIVE if peer is None else _LOOKS_AT_MESSAGE):
                 self._compare()
                 cause = RuntimeError("the connection broke while a message was half way")
-                self._hang_up()
+                hang_up(self._group)
                 raise peer_lost(self._group, doing, cause, gone)
 
     def _compare(self) -> None:
@@ -126,7 +126,7 @@ class Waiter:
         try:
             self._log.compare_if_possible()
         except RanksDivergedError:
-            self._hang_up()
+            hang_up(self._group)
             raise
 
     def explain(self, error: BaseException, doing: str, peer: int | None) -> BaseException:
@@ -147,31 +147,12 @@ class Waiter:
         if not tells_of_stall(error):
             # The peer may have left because it lost another one, and that one is the cause.
             peers += [other for other in self._gone() if other != peer]
-        self._hang_up()
+        hang_up(self._group)
         return peer_lost(self._group, doing, error, peers)
 
     def _gone(self) -> list[int]:
-        """Peers whose connection is closed: no message to them can even be posted."""
-        gone = []
-        for peer in range(self._group.size()):
-            if peer != self._group.rank():
-                try:
-                    self._group.recv([torch.empty(1)], peer, PROBE_TAG)
-                except RuntimeError:
-                    gone.append(peer)
-        return gone
-
-    def _hang_up(self) -> None:
-        """Close all connections of the group: with a peer lost it is of no more use.
-
-        Other ranks may wait for this one, which will never come; now they fail at once. Gloo does
-        so itself when a wait times out, so this lets one time out.
-        """
         others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
-        for peer in others:
-            with contextlib.suppress(RuntimeError):
-                probe = self._group.recv([torch.empty(1)], peer, PROBE_TAG)
-                probe.wait(timedelta(milliseconds=1))
+        return departed(self._group, others)
 
 
 class _Job:

@@ -1,0 +1,311 @@
+"""The manifest: what a checkpoint holds, and where it lies. No torch here.
+
+    step-00000040/
+      shard-00000-of-00002.safetensors    what rank 0 wrote
+      shard-00001-of-00002.safetensors
+      manifest.json                       written last
+
+A tensor is cut into pieces, as the mesh cut it that it was saved on. Each piece lies in one file,
+row after row. Its checksums are of blocks of a fixed size, so that a part of it can be verified
+without the rest.
+
+Whatever is read here may have been written by a stranger. A manifest that was read is consistent:
+pieces lie inside their tensors and files and fill the tensors without overlap, so no shape in it
+is larger than the files are. Whether the files are as large as it says, :mod:`.pieces` checks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from shardwise.checkpoint.disk.boxes import Box, fill
+from shardwise.checkpoint.disk.dtypes import NAMES, itemsize
+from shardwise.checkpoint.disk.entries import (
+    SECTIONS,
+    Manifest,
+    Piece,
+    StatePath,
+    TensorEntry,
+    Value,
+)
+from shardwise.checkpoint.disk.strict import (
+    Fields,
+    check_number,
+    check_text,
+    open_file,
+    parse,
+    refuse,
+)
+from shardwise.checkpoint.disk.values import decode, encode
+from shardwise.errors import CheckpointError
+
+__all__ = ["Manifest", "Piece", "TensorEntry", "Value", "read_manifest", "write_manifest"]
+
+NAME = "manifest.json"
+FORMAT = "shardwise.checkpoint"
+VERSION = 1
+ALGORITHM = "xxh3_64"
+
+MAX_BYTES = 1 << 28  # of a manifest: 10 million pieces or so
+MAX_DIMS = 64
+MAX_PIECES = 1 << 17  # of one tensor
+MAX_BLOCK = 1 << 30
+_DIGITS = 16  # of a checksum
+_FILE = re.compile(r"shard-\d{5,9}-of-\d{5,9}\.safetensors", re.ASCII)
+_CHECKSUMS = re.compile(r"[0-9a-f]*", re.ASCII)
+# The last line of a manifest as it was written; one that a person has edited may go without.
+_OF_ALL_ABOVE = re.compile(rb',\n"of_all_above": "([0-9a-f]{16})"\n}\n\Z')
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, and see it onto the disk.
+
+    Raises:
+        OSError: the disk is full, or the folder has gone.
+    """
+    text = "".join(_lines(_to_json(manifest))).encode("ascii")
+    above = text.removesuffix(b"\n}\n")
+    with open(Path(folder) / NAME, "xb") as file:
+        file.write(above + b',\n"of_all_above": "%s"\n}\n' % _checksum(above))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged; the message names the entry.
+    """
+    path = Path(folder) / NAME
+    handle, size = open_file(path)
+    with os.fdopen(handle, "rb") as file:
+        if size > MAX_BYTES:
+            refuse(str(path), f"{size:,} bytes", f"{MAX_BYTES:,} at most")
+        text = file.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        refuse(str(path), "more bytes than it had when it was opened", f"{size:,}")
+    try:
+        manifest = _from_json(parse(text, str(path)), str(path))
+    except RecursionError:
+        raise CheckpointError(f"{path}: is nested too deeply") from None
+    found = _OF_ALL_ABOVE.search(text)
+    if found is not None and found[1] != _checksum(text[: found.start()]):
+        raise CheckpointError(f"{path}: is damaged: its checksum is not that of what it says")
+    return manifest
+
+
+def _checksum(text: bytes) -> bytes:
+    return xxhash.xxh3_64(text).hexdigest().encode("ascii")
+
+
+def _lines(fields: dict[str, Any]) -> Iterator[str]:
+    """JSON with a line for each field, and for each item of a list, so that people can read it."""
+    yield "{\n"
+    for i, (name, value) in enumerate(fields.items(), 1):
+        end = ",\n" if i < len(fields) else "\n"
+        if isinstance(value, list):
+            yield f"{json.dumps(name)}: [\n"
+            for j, item in enumerate(value, 1):
+                comma = "," if j < len(value) else ""
+                yield f"{json.dumps(item, allow_nan=False)}{comma}\n"
+            yield f"]{end}"
+        else:
+            yield f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}{end}"
+    yield "}\n"
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "versions": dict(manifest.versions),
+        "world_size": manifest.world_size,
+        "mesh": manifest.mesh,
+        "strategy": manifest.strategy,
+        "checksum": {"algorithm": ALGORITHM, "block": manifest.block},
+        "files": dict(manifest.files),
+        "values": [
+            {"path": list(value.path), "value": encode(value.value, ".".join(map(str, value.path)))}
+            for value in manifest.values
+        ],
+        "tensors": [_tensor_to_json(entry) for entry in manifest.tensors],
+    }
+
+
+def _tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
+    return {
+        "path": list(entry.path),
+        "shape": list(entry.shape),
+        "dtype": entry.dtype,
+        "placements": entry.placements,
+        "mesh": entry.mesh,
+        "pieces": [
+            {
+                "file": piece.file,
+                "offset": piece.offset,
+                "offsets": list(piece.box.offsets),
+                "sizes": list(piece.box.sizes),
+                "checksums": "".join(piece.checksums),
+            }
+            for piece in entry.pieces
+        ],
+    }
+
+
+def _from_json(value: Any, where: str) -> Manifest:
+    fields = Fields(value, where)
+    if fields.any("format") != FORMAT:
+        refuse(f"{where}, 'format'", fields.any("format"), FORMAT)
+    if fields.any("version") != VERSION:
+        refuse(f"{where}, 'version'", fields.any("version"), f"{VERSION}, which this release reads")
+    checksum = Fields(fields.any("checksum"), f"{where}, 'checksum'")
+    if checksum.any("algorithm") != ALGORITHM:
+        refuse(f"{checksum.where}, 'algorithm'", checksum.any("algorithm"), ALGORITHM)
+    # A multiple of every size of an element, so that none lies in two blocks.
+    block = checksum.number("block", least=16, most=MAX_BLOCK)
+    if block % 16:
+        refuse(f"{checksum.where}, 'block'", block, "a multiple of 16")
+    files = {
+        _file_name(name, where): check_number(size, f"{where}, file {name}")
+        for name, size in fields.object("files").items()
+    }
+    versions = Fields(fields.any("versions"), f"{where}, 'versions'")
+    manifest = Manifest(
+        tensors=tuple(
+            _tensor(item, f"{where}, tensor {i}", files, block)
+            for i, item in enumerate(fields.items("tensors", MAX_BYTES))
+        ),
+        values=tuple(
+            _value(item, f"{where}, value {i}")
+            for i, item in enumerate(fields.items("values", MAX_BYTES))
+        ),
+        files=files,
+        block=block,
+        world_size=fields.number("world_size", least=1, most=10**9),
+        mesh=fields.text("mesh"),
+        strategy=fields.text("strategy"),
+        versions={
+            check_text(name, versions.where): versions.text(name)
+            for name in fields.object("versions")
+        },
+    )
+    _check_paths([*manifest.tensors, *manifest.values], where)
+    _check_files(manifest, where)
+    return manifest
+
+
+def _file_name(name: str, where: str) -> str:
+    if not _FILE.fullmatch(name):  # so neither a path nor "..": it stays in the folder
+        refuse(f"{where}, file", name, "shard-RRRRR-of-NNNNN.safetensors")
+    return name
+
+
+def _value(value: Any, where: str) -> Value:
+    fields = Fields(value, where)
+    path = _path(fields)
+    return Value(path, decode(fields.any("value"), f"{where} ({'.'.join(map(str, path))})"))
+
+
+def _path(fields: Fields) -> StatePath:
+    path = []
+    for key in fields.items("path", most=MAX_DIMS):
+        where = f"{fields.where}, 'path'"
+        path.append(
+            check_text(key, where) if isinstance(key, str) else check_number(key, where, most=10**6)
+        )
+    if len(path) < 2 or path[0] not in SECTIONS:
+        refuse(f"{fields.where}, 'path'", path, f"keys that begin with one of {SECTIONS}")
+    return tuple(path)
+
+
+def _tensor(value: Any, where: str, files: Mapping[str, int], block: int) -> TensorEntry:
+    fields = Fields(value, where)
+    path = _path(fields)
+    fields.where = where = f"{where} ({'.'.join(map(str, path))})"
+    dtype = fields.text("dtype")
+    if dtype not in NAMES:
+        refuse(f"{where}, 'dtype'", dtype, f"one of {', '.join(sorted(NAMES))}")
+    shape = fields.numbers("shape", MAX_DIMS)
+    check_number(math.prod(shape) * itemsize(dtype), f"{where}, bytes of shape {list(shape)}")
+    entry = TensorEntry(
+        path=path,
+        shape=shape,
+        dtype=dtype,
+        placements=fields.text("placements"),
+        mesh=fields.text("mesh"),
+        pieces=tuple(
+            _piece(item, f"{where}, piece {i}", shape, itemsize(dtype), files, block)
+            for i, item in enumerate(fields.items("pieces", MAX_PIECES))
+        ),
+    )
+    if not fill([piece.box for piece in entry.pieces], shape):
+        refuse(f"{where}, pieces", "gaps or overlaps", f"pieces that fill {list(shape)} exactly")
+    return entry
+
+
+def _piece(
+    value: Any, where: str, shape: tuple[int, ...], size: int, files: Mapping[str, int], block: int
+) -> Piece:
+    fields = Fields(value, where)
+    name = fields.text("file")
+    if name not in files:
+        refuse(f"{where}, 'file'", name, "one of 'files'")
+    box = Box(fields.numbers("offsets", MAX_DIMS), fields.numbers("sizes", MAX_DIMS))
+    if len(box.sizes) != len(box.offsets) or not box.is_inside(shape) or not box.numel:
+        refuse(where, f"{box.offsets} + {box.sizes}", f"a part of {list(shape)}, not empty")
+    nbytes = box.numel * size
+    offset = fields.number("offset", most=files[name])
+    if offset + nbytes > files[name]:
+        refuse(where, f"bytes {offset} .. {offset + nbytes}", f"the {files[name]} of {name}")
+    digits = fields.text("checksums")
+    if len(digits) != -(-nbytes // block) * _DIGITS or not _CHECKSUMS.fullmatch(digits):
+        refuse(
+            f"{where}, 'checksums'", digits, f"{_DIGITS} hex digits per {block} of {nbytes} bytes"
+        )
+    checksums = tuple(digits[i : i + _DIGITS] for i in range(0, len(digits), _DIGITS))
+    return Piece(name, offset, box, checksums)
+
+
+def _check_paths(entries: Iterable[TensorEntry | Value], where: str) -> None:
+    """Every path leads to one thing: none is there twice, none goes through another's end."""
+    ends: dict[StatePath, None] = {}
+    names: dict[str, StatePath] = {}
+    inner: dict[StatePath, type] = {}
+    for entry in entries:
+        name = ".".join(map(str, entry.path))
+        if name in names:
+            refuse(where, f"the name {name} twice", "each once")
+        names[name] = entry.path
+        ends[entry.path] = None
+        for i in range(1, len(entry.path)):
+            kind = type(entry.path[i])
+            if inner.setdefault(entry.path[:i], kind) is not kind:
+                refuse(where, f"both names and positions in {name}", "one kind of key")
+    for path in ends:
+        if path in inner:
+            name = ".".join(map(str, path))
+            raise CheckpointError(f"{where}: {name} is a value, and holds others too")
+
+
+def _check_files(manifest: Manifest, where: str) -> None:
+    """No two pieces share bytes of a file."""
+    spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
+    for entry in manifest.tensors:
+        for piece in entry.pieces:
+            nbytes = piece.box.numel * entry.itemsize
+            spans[piece.file].append((piece.offset, piece.offset + nbytes, entry.fqn))
+    for name, found in spans.items():
+        found.sort()
+        for (_, end, one), (start, _, other) in itertools.pairwise(found):
+            if start < end:
+                raise CheckpointError(f"{where}: {one} and {other} overlap in {name}")

@@ -1,0 +1,295 @@
+"""Read pieces of a checkpoint: never more than asked for, never past a checksum that is wrong.
+
+A file is opened once, safely; its header must say of each piece what the manifest says. Then bytes
+come in chunks of at most ``buffer`` bytes, are hashed while the processor still has them at hand,
+and go where they belong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, whole
+from shardwise.checkpoint.disk.dtypes import torch_dtype
+from shardwise.checkpoint.disk.entries import Manifest, Piece, TensorEntry
+from shardwise.checkpoint.disk.headers import read_fields
+from shardwise.checkpoint.disk.reading import Closing, read_exactly
+from shardwise.checkpoint.disk.strict import open_file, refuse
+from shardwise.errors import CheckpointError
+
+CHUNK = 1 << 20  # bytes that are read and hashed at a time: what a core's own cache holds
+LEAST_BUFFER = 4096
+_AHEAD = 32 << 20  # bytes that the disk is asked for before they are needed
+_ALIGN = 16  # bytes of the largest element, and a divisor of every block
+
+
+class PieceReader(Closing):
+    """The pieces of one checkpoint. Close it, or use it in a ``with`` statement.
+
+    Args:
+        folder: the checkpoint.
+        manifest: what is in it.
+        buffer: bytes that reading may hold beside the tensors that are read into; at least 4096.
+            More than 1 MiB brings nothing.
+        verify: whether to compare checksums.
+
+    Raises:
+        ValueError: the buffer is too small.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, *, buffer: int = CHUNK, verify: bool = True
+    ) -> None:
+        if buffer < LEAST_BUFFER:
+            raise ValueError(f"buffer: found {buffer} bytes, expected {LEAST_BUFFER} or more")
+        self._folder = Path(folder)
+        self._manifest = manifest
+        self._verify = verify
+        self._chunk = min(buffer, CHUNK) // _ALIGN * _ALIGN
+        self._scratch = torch.empty(self._chunk, dtype=torch.uint8)
+        self._files: dict[str, _ShardFile] = {}
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def check(self, entry: TensorEntry, piece: Piece) -> None:
+        """Open the file of a piece, and compare its header with the manifest.
+
+        Raises:
+            CheckpointError: it is missing, of another size, or its header says another thing.
+        """
+        self._open(entry, piece)
+
+    def read(self, entry: TensorEntry, piece: Piece) -> Tensor:
+        """A whole piece, as a tensor of its sizes on the CPU.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        self.check(entry, piece)  # before memory of the size that it asks for is taken
+        tensor = torch.empty(piece.box.sizes, dtype=torch_dtype(entry.dtype))
+        self.read_into(entry, piece, piece.box, tensor)
+        return tensor
+
+    def read_into(self, entry: TensorEntry, piece: Piece, box: Box, destination: Tensor) -> None:
+        """Read a part of a piece.
+
+        Every block that holds some of it is read whole, and verified. If it raises, the
+        destination may hold some of what was read.
+
+        Args:
+            entry: the tensor.
+            piece: one of its pieces.
+            box: the part, in elements of the whole tensor; inside the piece.
+            destination: of the sizes of the box and the dtype of the entry, or one that it can be
+                converted to; on any device, in any order of storage.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or a checksum is another.
+            ValueError: the destination has another shape.
+        """
+        if tuple(destination.shape) != box.sizes:
+            raise ValueError(
+                f"{entry.fqn}: found a destination of {list(destination.shape)}, "
+                f"expected {list(box.sizes)}"
+            )
+        destination = destination.detach()
+        inner = box.relative_to(piece.box.offsets)
+        first, end = inner.span(piece.box.sizes)
+        span = (first * entry.itemsize, end * entry.itemsize)
+        direct = _bytes_of(destination, entry, contiguous=end - first == box.numel)
+        if direct is not None:
+            direct[:0].zero_()  # for autograd, which does not see what is read past it
+        dtype = torch_dtype(entry.dtype)
+        for start, chunk in self._chunks(entry, piece, span, direct):
+            if chunk is None:  # is where it belongs already
+                continue
+            size = entry.itemsize
+            elements = chunk.view(dtype)
+            at = start // size
+            for part in boxes_of_span(piece.box.sizes, at, at + chunk.numel() // size):
+                common = part.intersection(inner)
+                if common is None:
+                    continue
+                offset = part.span(piece.box.sizes)[0] - at
+                source = elements[offset : offset + part.numel].view(part.sizes)
+                narrow(destination, common.relative_to(inner.offsets)).copy_(
+                    narrow(source, common.relative_to(part.offsets))
+                )
+
+    def stream(self, entry: TensorEntry, piece: Piece) -> Iterator[memoryview]:
+        """The bytes of a piece, in order, in chunks; each is valid until the next is asked for.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or a checksum is another.
+        """
+        for _, chunk in self._chunks(entry, piece, (0, piece.box.numel * entry.itemsize), None):
+            assert chunk is not None
+            yield chunk.numpy().data
+
+    def verify(self, entry: TensorEntry, piece: Piece) -> None:
+        """Read a piece, and keep nothing.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or a checksum is another.
+        """
+        for _ in self.stream(entry, piece):
+            pass
+
+    def _chunks(
+        self, entry: TensorEntry, piece: Piece, span: tuple[int, int], direct: Tensor | None
+    ) -> Iterator[tuple[int, Tensor | None]]:
+        """Read the blocks that bytes ``span`` of a piece lie in.
+
+        Args:
+            entry: the tensor.
+            piece: one of its pieces.
+            span: bytes of the piece that are wanted: first, and one after the last.
+            direct: memory for exactly these bytes, which chunks that lie in the span go into.
+
+        Yields:
+            Where a chunk begins in the piece, and its bytes; ``None`` if they went to ``direct``.
+        """
+        file = self._open(entry, piece)
+        first, end = span
+        block, nbytes = self._manifest.block, piece.box.numel * entry.itemsize
+        for index in range(first // block, -(-end // block)):
+            digest = xxhash.xxh3_64()
+            block_end = min((index + 1) * block, nbytes)
+            for start in range(index * block, block_end, self._chunk):
+                size = min(self._chunk, block_end - start)
+                inside = direct is not None and first <= start and start + size <= end
+                target = direct[start - first :] if inside and direct is not None else self._scratch
+                chunk = target[:size]
+                file.read(piece.offset + start, chunk)
+                if self._verify:
+                    digest.update(chunk.numpy().data)
+                yield start, None if inside else chunk
+            if self._verify and digest.hexdigest() != piece.checksums[index]:
+                raise CheckpointError(
+                    f"{file.path}, {entry.key(piece)}: is damaged: bytes {index * block} .. "
+                    f"{block_end} have checksum {digest.hexdigest()}, expected "
+                    f"{piece.checksums[index]}"
+                )
+
+    def _open(self, entry: TensorEntry, piece: Piece) -> _ShardFile:
+        file = self._files.get(piece.file)
+        if file is None:
+            path = self._folder / piece.file
+            file = self._files[piece.file] = _ShardFile(path, self._manifest.files[piece.file])
+        file.check(entry, piece)
+        return file
+
+
+class _ShardFile:
+    """A safetensors file that is open.
+
+    Raises:
+        CheckpointError: it is no regular file, of another size than expected, or its header is
+            damaged.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        self._asked = 0  # bytes before this one are on their way
+        self._handle, found = open_file(path)
+        try:
+            if found != size:
+                refuse(str(path), f"{found:,} bytes", f"{size:,}, as the manifest says")
+            self._data, self._header = read_fields(self._handle, size, path)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+    def check(self, entry: TensorEntry, piece: Piece) -> None:
+        """The header says of a piece what the manifest says.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        key = entry.key(piece)
+        start = piece.offset - self._data
+        expected = {
+            "dtype": entry.dtype,
+            "shape": list(piece.box.sizes),
+            "data_offsets": [start, start + piece.box.numel * entry.itemsize],
+        }
+        found = self._header.get(key)
+        if found != expected:
+            raise CheckpointError(
+                f"{self.path}, {key}: found {json.dumps(found)[:200]} in its header, expected "
+                f"{json.dumps(expected)[:200]} by the manifest"
+            )
+
+    def read(self, offset: int, into: Tensor) -> None:
+        """Fill a tensor of bytes from an offset of the file."""
+        view = into.numpy().data
+        if offset + view.nbytes > self._asked - _AHEAD // 2:
+            start = max(offset, self._asked)
+            os.posix_fadvise(self._handle, start, _AHEAD, os.POSIX_FADV_WILLNEED)
+            self._asked = start + _AHEAD
+        read_exactly(self._handle, view, offset, self.path)
+
+
+def _bytes_of(destination: Tensor, entry: TensorEntry, *, contiguous: bool) -> Tensor | None:
+    """The memory of a destination that bytes of a file can go into as they are, or ``None``."""
+    fits = (
+        contiguous  # in the file
+        and destination.is_contiguous()
+        and destination.device.type == "cpu"
+        and destination.dtype == torch_dtype(entry.dtype)
+        and type(destination) is Tensor
+    )
+    return destination.view(-1).view(torch.uint8) if fits else None
+
+
+def narrow(tensor: Tensor, box: Box) -> Tensor:
+    """The view of a part of a tensor."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def read_tensor(reader: PieceReader, entry: TensorEntry) -> Tensor:
+    """A whole tensor, on the CPU. It takes the memory of the tensor, no more.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    for piece in entry.pieces:
+        reader.check(entry, piece)
+    tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+    read_box(reader, entry, whole(entry.shape), tensor)
+    return tensor
+
+
+def read_box(reader: PieceReader, entry: TensorEntry, box: Box, destination: Tensor) -> None:
+    """Read a part of a tensor, wherever it lies.
+
+    Args:
+        reader: of the checkpoint.
+        entry: the tensor.
+        box: the part.
+        destination: of the sizes of the box; see :meth:`PieceReader.read_into`.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    for piece in entry.pieces:
+        common = piece.box.intersection(box)
+        if common is not None:
+            target = narrow(destination, common.relative_to(box.offsets))
+            reader.read_into(entry, piece, common, target)

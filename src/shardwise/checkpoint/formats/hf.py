@@ -1,0 +1,220 @@
+"""The layout of Hugging Face's ``save_pretrained``: safetensors files, and an index of them.
+
+    model-00001-of-00002.safetensors
+    model-00002-of-00002.safetensors
+    model.safetensors.index.json          which tensor is in which file
+
+A model that fits in one file is ``model.safetensors``, without an index. There is only the model:
+neither optimizer nor plain values. ``config.json`` is copied where it lies beside what is read; the
+tokenizer is not ours to write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.disk.boxes import Box
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
+from shardwise.checkpoint.disk.strict import Fields, parse, refuse
+from shardwise.checkpoint.formats.extents import ExtentReader, whole_extent
+from shardwise.checkpoint.formats.hfconfig import CONFIG, find_config, tied_copies
+from shardwise.checkpoint.formats.safefile import Place, read_header, write_safetensors
+from shardwise.checkpoint.formats.source import Opened, Source, Window, model_tensors
+from shardwise.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+#: The size of files that ``save_pretrained`` makes, in bytes.
+DEFAULT_SHARD = 50 * 10**9
+_MAX_INDEX = 1 << 28
+_FILE = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
+
+
+@dataclass(frozen=True)
+class HfFile:
+    """One file of a model.
+
+    Attributes:
+        name: the file's name.
+        tensors: what it holds.
+    """
+
+    name: str
+    tensors: Mapping[str, TensorInfo]
+
+
+class HfSource(Opened):
+    """A model in this layout, or in a single safetensors file.
+
+    Args:
+        where: the folder, or a ``.safetensors`` file.
+
+    Raises:
+        CheckpointError: there is none, or its index or a header is damaged.
+    """
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self._reader = ExtentReader()
+        self._places: dict[StatePath, tuple[Path, Place]] = {}
+        for file, named in _files(where).items():
+            self._add(file, named)
+        self.tensors = {path: place.info for path, (_, place) in self._places.items()}
+        self.values: dict[StatePath, Any] = {}
+
+    def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
+        """Read a part of a tensor; see :class:`.Source`."""
+        file, place = self._places[path]
+        self._reader.read([whole_extent(place.info, file, place.start)], box, into)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._reader.close()
+
+    def _add(self, file: Path, named: frozenset[str]) -> None:
+        """The tensors of a file: those that the index names, and those that it knows nothing of."""
+        places = read_header(file)
+        missing = sorted(named - places.keys())
+        if missing:
+            raise CheckpointError(
+                f"{self.where / INDEX}: says that {missing[0]!r} is in {file.name}, which does not "
+                f"hold it{_and_others(missing)}"
+            )
+        for name, place in places.items():
+            path = ("model", name)
+            if path in self._places and name not in named:
+                continue  # a second copy, in another file than the index says
+            self._places[path] = (file.resolve(), place)
+
+
+def _files(where: Path) -> dict[Path, frozenset[str]]:
+    """The files of a model, and for each the tensors that the index says are in it."""
+    if not where.is_dir():
+        return {where: frozenset()}
+    if (where / INDEX).exists():
+        return _read_index(where)
+    found = sorted(where.glob("*.safetensors"))
+    single = where / SINGLE
+    if single in found:
+        return {single: frozenset()}
+    if len(found) == 1:
+        return {found[0]: frozenset()}
+    raise CheckpointError(
+        f"{where}: found {len(found)} safetensors files and no {INDEX}, expected the index, or a "
+        f"single file {SINGLE}"
+    )
+
+
+def _read_index(folder: Path) -> dict[Path, frozenset[str]]:
+    index = folder / INDEX
+    try:
+        with index.resolve().open("rb") as file:
+            text = file.read(_MAX_INDEX + 1)
+    except OSError as error:
+        raise CheckpointError(f"{index}: cannot be read ({error.strerror})") from None
+    if len(text) > _MAX_INDEX:
+        refuse(str(index), f"more than {_MAX_INDEX:,} bytes", "an index")
+    files: dict[Path, set[str]] = {}
+    for name, file in Fields(parse(text, str(index)), str(index)).object("weight_map").items():
+        if not isinstance(file, str) or not file.isprintable() or not _FILE.fullmatch(file):
+            refuse(f"{index}, {name!r}", file, "the name of a .safetensors file beside the index")
+        files.setdefault(folder / file, set()).add(name)
+    if not files:
+        refuse(f"{index}, 'weight_map'", "nothing", "the file of every tensor")
+    return {file: frozenset(names) for file, names in files.items()}
+
+
+def _and_others(names: list[str]) -> str:
+    return f", nor {len(names) - 1} others" if len(names) > 1 else ""
+
+
+def plan_files(tensors: Mapping[str, TensorInfo], max_shard_size: int) -> list[HfFile]:
+    """Which tensor goes into which file: in order, a new file when the next does not fit.
+
+    A tensor that is larger than ``max_shard_size`` gets a file of its own.
+    """
+    groups: list[dict[str, TensorInfo]] = [{}]
+    filled = 0
+    for name, info in tensors.items():
+        if groups[-1] and filled + info.nbytes > max_shard_size:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = info
+        filled += info.nbytes
+    if len(groups) == 1:
+        return [HfFile(SINGLE, groups[0])]
+    return [
+        HfFile(f"model-{i:05}-of-{len(groups):05}.safetensors", group)
+        for i, group in enumerate(groups, 1)
+    ]
+
+
+def write_index(folder: Path, files: list[HfFile]) -> None:
+    """Say which tensor is in which file, if there is more than one file."""
+    if len(files) == 1:
+        return
+    sizes = [info.nbytes for file in files for info in file.tensors.values()]
+    index = {
+        "metadata": {"total_size": sum(sizes)},
+        "weight_map": {name: file.name for file in files for name in file.tensors},
+    }
+    with (folder / INDEX).open("x", encoding="utf-8") as file:
+        file.write(json.dumps(index, indent=2, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_hf(
+    folder: Path, source: Source, window: Window, max_shard_size: int = DEFAULT_SHARD
+) -> list[Path]:
+    """Write the model of a source in this layout, front to back.
+
+    Where the source has a ``config.json`` beside it, or in the folder of its run, that is copied,
+    and weights that it says are tied are written once, as transformers does.
+
+    Args:
+        folder: an empty folder.
+        source: what to write.
+        window: the memory to use.
+        max_shard_size: bytes of a file, at most, unless a single tensor is larger.
+
+    Returns:
+        The files with tensors.
+
+    Raises:
+        CheckpointError: the source is damaged, or holds no model.
+    """
+    paths = model_tensors(source)
+    config = find_config(source.where)
+    if config is not None:
+        copied, said = config
+        for name in tied_copies(source, paths, said, Window(window.nbytes)):
+            window.progress(source.tensors[paths.pop(name)].nbytes)
+        shutil.copyfile(copied, folder / CONFIG)
+    files = plan_files({name: source.tensors[path] for name, path in paths.items()}, max_shard_size)
+    for file in files:
+        write_safetensors(folder / file.name, file.tensors, _chunks_of(source, paths, window))
+    write_index(folder, files)
+    return [folder / file.name for file in files]
+
+
+def write_single(file: Path, source: Source, window: Window) -> None:
+    """Write the model of a source as one safetensors file."""
+    paths = model_tensors(source)
+    infos = {name: source.tensors[path] for name, path in paths.items()}
+    write_safetensors(file, infos, _chunks_of(source, paths, window))
+
+
+def _chunks_of(
+    source: Source, paths: Mapping[str, StatePath], window: Window
+) -> Callable[[str], Iterator[memoryview]]:
+    return lambda name: window.chunks(source, paths[name])

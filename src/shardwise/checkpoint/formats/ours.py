@@ -1,0 +1,124 @@
+"""Our own format among the others: as a source, and as what a source is written to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.disk.boxes import Box
+from shardwise.checkpoint.disk.entries import (
+    Manifest,
+    Piece,
+    StatePath,
+    TensorEntry,
+    TensorInfo,
+    Value,
+    shard_name,
+)
+from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest
+from shardwise.checkpoint.disk.pieces import PieceReader, read_box
+from shardwise.checkpoint.disk.shardfile import BLOCK, Part, write_shard
+from shardwise.checkpoint.formats.source import Opened, Source, Window
+from shardwise.errors import CheckpointError
+
+
+class ShardwiseSource(Opened):
+    """A checkpoint of our own. Whatever is read of it is verified.
+
+    Args:
+        where: its folder.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+    """
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self.manifest = read_manifest(where)
+        self._entries = {entry.path: entry for entry in self.manifest.tensors}
+        self._reader = PieceReader(where, self.manifest)
+        self.tensors: Mapping[StatePath, TensorInfo] = {
+            path: TensorInfo(entry.dtype, entry.shape) for path, entry in self._entries.items()
+        }
+        self.placements = {path: entry.placements for path, entry in self._entries.items()}
+        self.about = _about(self.manifest)
+        self.values: Mapping[StatePath, Any] = {
+            value.path: value.value for value in self.manifest.values
+        }
+
+    def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
+        """Read a part of a tensor; see :class:`.Source`."""
+        read_box(self._reader, self._entries[path], box, into)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._reader.close()
+
+
+def _about(manifest: Manifest) -> list[str]:
+    saved = f"saved by {manifest.world_size} rank{'' if manifest.world_size == 1 else 's'}"
+    how = [each for each in (manifest.mesh and f"mesh {manifest.mesh}", manifest.strategy) if each]
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    return [", ".join([saved, *how]), f"with {versions}"]
+
+
+def write_shardwise(folder: Path, source: Source, window: Window) -> None:
+    """Write everything that a source holds as a checkpoint of our own, as one rank would.
+
+    Args:
+        folder: an empty folder.
+        source: what to write.
+        window: how large the pieces may be.
+
+    Raises:
+        CheckpointError: the source is damaged, or holds what our format has no place for.
+    """
+    file = shard_name(0, 1)
+    boxes = {path: list(window.boxes(info)) for path, info in source.tensors.items()}
+    entries = {
+        path: _entry(path, info, tuple(Piece(file, 0, box, ()) for box in boxes[path]))
+        for path, info in source.tensors.items()
+    }
+    parts = [
+        Part(
+            entry.key(piece),
+            entry.dtype,
+            piece.box.sizes,
+            functools.partial(window.read, source, path, piece.box),
+        )
+        for path, entry in entries.items()
+        for piece in entry.pieces
+    ]
+    written = write_shard(folder / file, parts)
+    manifest = Manifest(
+        tensors=tuple(
+            _entry(
+                path,
+                source.tensors[path],
+                tuple(
+                    Piece(file, place.offset, piece.box, place.checksums)
+                    for piece in entry.pieces
+                    for place in [written[entry.key(piece)]]
+                ),
+            )
+            for path, entry in entries.items()
+        ),
+        values=tuple(Value(path, value) for path, value in source.values.items()),
+        files={file: (folder / file).stat().st_size},
+        block=BLOCK,
+        world_size=1,
+        versions={name: metadata.version(name) for name in ("shardwise", "torch")},
+    )
+    try:
+        write_manifest(folder, manifest)
+    except TypeError as error:
+        raise CheckpointError(f"{source.where}: {error}") from None
+
+
+def _entry(path: StatePath, info: TensorInfo, pieces: tuple[Piece, ...]) -> TensorEntry:
+    return TensorEntry(path, info.shape, info.dtype, "", "", pieces)

@@ -1,0 +1,194 @@
+"""Checkpoints of any format as one thing: tensors by name, plain values, and reading of boxes.
+
+Every format that can be read is a :class:`Source`. What is written is written from a source, a part
+of a tensor at a time, so that no more than a buffer of bounded size is ever in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, whole
+from shardwise.checkpoint.disk.dtypes import torch_dtype
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
+from shardwise.checkpoint.disk.pieces import LEAST_BUFFER
+from shardwise.checkpoint.disk.reading import Closing
+from shardwise.errors import CheckpointError
+
+MIB = 1 << 20
+#: Bytes that reading and writing may keep in memory, unless the caller says otherwise.
+DEFAULT_BUFFER = 32 * MIB
+
+Progress = Callable[[int], None]
+"""Called with a number of bytes, when so many more have been moved."""
+
+
+Watch = Callable[[int], Progress]
+"""Called with the number of bytes that there are to move, before the first is."""
+
+
+def no_progress(moved: int) -> None:
+    """Nobody wants to know."""
+
+
+def unwatched(total: int) -> Progress:
+    """Nobody is watching."""
+    del total
+    return no_progress
+
+
+class Source(Protocol):
+    """A checkpoint that is read. Close it, or use it in a ``with`` statement.
+
+    Attributes:
+        where: its folder or file, for messages.
+        tensors: every tensor, by the keys that lead to it in the saved state:
+            ``("model", "layers.0.weight")``.
+        values: what is stored beside tensors, in the same way.
+        about: lines about the checkpoint, for people.
+        placements: how a tensor was cut, in words, where the format tells.
+    """
+
+    @property
+    def where(self) -> Path: ...  # noqa: D102
+    @property
+    def tensors(self) -> Mapping[StatePath, TensorInfo]: ...  # noqa: D102
+    @property
+    def values(self) -> Mapping[StatePath, Any]: ...  # noqa: D102
+    @property
+    def about(self) -> Sequence[str]: ...  # noqa: D102
+    @property
+    def placements(self) -> Mapping[StatePath, str]: ...  # noqa: D102
+
+    def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
+        """Read a part of a tensor.
+
+        Args:
+            path: of the tensor.
+            box: which part, not empty.
+            into: of the box's sizes and the tensor's dtype, on the CPU, row after row.
+
+        Raises:
+            CheckpointError: what is stored is damaged.
+        """
+
+    def close(self) -> None:
+        """Close all files."""
+
+    def __enter__(self) -> Source: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+class Opened(Closing):
+    """What sources have in common: they say nothing more, and close themselves."""
+
+    about: Sequence[str] = ()
+    placements: Mapping[StatePath, str] = MappingProxyType({})
+
+
+class Window:
+    """Memory that parts of tensors pass through.
+
+    Args:
+        buffer: its bytes.
+        progress: told how many bytes have passed.
+
+    Raises:
+        ValueError: less than 4096.
+    """
+
+    def __init__(self, buffer: int = DEFAULT_BUFFER, progress: Progress = no_progress) -> None:
+        if buffer < LEAST_BUFFER:
+            raise ValueError(f"buffer: found {buffer} bytes, expected {LEAST_BUFFER} or more")
+        self._bytes = buffer // 16 * 16
+        self.progress = progress
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes may be in memory."""
+        return self._bytes
+
+    def parts(
+        self, source: Source, path: StatePath, box: Box | None = None
+    ) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Read a tensor, or a box of it, in parts, in the order of storage.
+
+        Yields:
+            The part's place in the tensor, and its elements, which the next part overwrites.
+        """
+        for part in self.boxes(source.tensors[path], box):
+            yield part, self.read(source, path, part)
+
+    def read(self, source: Source, path: StatePath, part: Box) -> torch.Tensor:
+        """Read one of the boxes that :meth:`boxes` gives; the next is read over it."""
+        dtype = torch_dtype(source.tensors[path].dtype)
+        nbytes = part.numel * dtype.itemsize
+        if self._memory.nbytes < nbytes:
+            self._memory = torch.empty(self._bytes, dtype=torch.uint8)
+        # A storage of its own, as large as the part: that is what torch.save saves.
+        into = torch.frombuffer(self._memory.numpy(), dtype=dtype, count=part.numel)
+        into = into.view(part.sizes)
+        source.read(path, part, into)
+        self.progress(nbytes)
+        return into
+
+    def boxes(self, info: TensorInfo, box: Box | None = None) -> Iterator[Box]:
+        """The parts that a tensor, or a box of it, is read in."""
+        box = whole(info.shape) if box is None else box
+        limit = max(1, _whole_rows(self._bytes // info.itemsize, box.sizes))
+        for first in range(0, box.numel, limit):
+            for inner in boxes_of_span(box.sizes, first, min(first + limit, box.numel)):
+                offsets = tuple(a + b for a, b in zip(box.offsets, inner.offsets, strict=True))
+                yield Box(offsets, inner.sizes)
+
+    def chunks(self, source: Source, path: StatePath) -> Iterator[memoryview]:
+        """The bytes of a tensor, in order; each chunk is valid until the next is asked for."""
+        for _, part in self.parts(source, path):
+            yield as_bytes(part)
+
+
+def _whole_rows(elements: int, sizes: Sequence[int]) -> int:
+    """As many elements as are whole rows, or rows of rows; ``elements`` if no row fits."""
+    row = 1
+    for size in reversed(sizes):
+        if row * size > elements:
+            break
+        row *= max(1, size)
+    return elements // row * row
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, not copied."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def dotted(path: StatePath) -> str:
+    """The keys that lead to something, in one string."""
+    return ".".join(map(str, path))
+
+
+def model_tensors(source: Source) -> dict[str, StatePath]:
+    """The tensors of the model in a source: name in the model -> path.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    found = {dotted(path[1:]): path for path in source.tensors if path[0] == "model"}
+    if not found:
+        raise CheckpointError(f"{source.where}: holds no model, only {_sections(source)}")
+    return found
+
+
+def _sections(source: Source) -> str:
+    return ", ".join(sorted({str(path[0]) for path in source.tensors})) or "plain values"

@@ -1,0 +1,1 @@
+"""What ranks do together: a model and its optimizer to the disk, and back onto any mesh."""

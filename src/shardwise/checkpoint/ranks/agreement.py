@@ -1,0 +1,173 @@
+"""What ranks tell each other while they save or load: plans, results, and that something failed.
+
+Objects travel between the processes of one job only, by torch's own functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from shardwise.errors import CheckpointError
+from shardwise.transport.attending import attended
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a rank could not do its part."""
+
+    rank: int
+    reason: str
+
+
+class Ranks:
+    """The ranks that save or load together; the first of them coordinates.
+
+    Args:
+        group: of the CPU, used by nobody else at the same time; ``None`` for a process alone.
+
+    Attributes:
+        rank: of this process, among all.
+        size: how many there are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+        # What people know a rank by is its number in the whole job.
+        self._names = [0] if group is None else dist.get_process_group_ranks(group)
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this is the rank that coordinates."""
+        return self.rank == 0
+
+    def together(
+        self, doing: str, part: Callable[[], T], answer: Callable[[list[T]], list[R]]
+    ) -> R:
+        """Every rank does its part; the first makes an answer for each rank from all of them.
+
+        If any rank fails, or is lost, every rank that is left raises the same. ``answer`` is not
+        called then.
+
+        Args:
+            doing: what they do, for messages.
+            part: what each rank does.
+            answer: what the first rank does with the results, in the order of ranks.
+
+        Returns:
+            This rank's answer.
+
+        Raises:
+            CheckpointError: a rank failed; the message says which and why.
+        """
+        mine, error = self._attempt(part)
+        if self.coordinates:
+            parts = [mine, *(self._receive(peer) for peer in range(1, self.size))]
+            answers, error = self._answers(parts, answer, error)
+            lost = [each.rank for each in parts if isinstance(each, _Lost)]
+            for peer in range(1, self.size):
+                if self._names[peer] not in lost:
+                    self._send(answers[peer], peer)
+            reply = answers[0]
+        else:
+            self._send(mine, 0)
+            reply = self._receive(0)
+        if isinstance(reply, _Failure):
+            raise CheckpointError(f"{doing}: rank {reply.rank}: {reply.reason}") from error
+        return reply  # type: ignore[no-any-return]
+
+    def all(self, doing: str, part: Callable[[], T]) -> T:
+        """Every rank does its part, and returns its own result if none failed.
+
+        Raises:
+            CheckpointError: a rank failed; the message says which and why.
+        """
+        done: list[T] = []
+        self.together(doing, lambda: done.append(part()), lambda parts: [None] * len(parts))
+        return done[0]
+
+    def first(self, doing: str, part: Callable[[], T]) -> T:
+        """The first rank does something, and all return its result.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        return self.together(doing, lambda: None, lambda parts: [part()] * len(parts))
+
+    def _attempt(self, part: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
+        try:
+            return part(), None
+        except Exception as error:
+            return _Failure(self._names[self.rank], _reason(error)), error
+
+    def _answers(
+        self, parts: list[Any], answer: Callable[[list[T]], list[R]], error: Exception | None
+    ) -> tuple[list[Any], Exception | None]:
+        failures = [each for each in parts if isinstance(each, _Failure)]
+        if not failures:
+            answers, error = self._attempt(lambda: answer(parts))
+            if not isinstance(answers, _Failure):
+                return answers, None
+            failures = [answers]
+        # One that was lost may be the consequence of what another failed by.
+        first = min(failures, key=lambda each: (isinstance(each, _Lost), each.rank))
+        return [_Failure(first.rank, first.reason)] * self.size, error
+
+    def _send(self, what: Any, peer: int) -> None:
+        try:
+            self._attended(
+                lambda: dist.send_object_list([what], dst=self._names[peer], group=self._group),
+                peer,
+            )
+        except RuntimeError as error:
+            if not self.coordinates:
+                raise self._lost(peer, error) from error
+            # It will be missed when it should say something; the others are to be answered first.
+
+    def _receive(self, peer: int) -> Any:
+        found: list[Any] = [None]
+        try:
+            self._attended(
+                lambda: dist.recv_object_list(found, src=self._names[peer], group=self._group),
+                peer,
+            )
+        except RuntimeError as error:
+            if not self.coordinates:
+                raise self._lost(peer, error) from error
+            return _Lost(self._names[peer], f"was lost ({_first_line(error)})")
+        return found[0]
+
+    def _attended(self, call: Callable[[], object], peer: int) -> None:
+        assert self._group is not None
+        attended(call, self._group, "a checkpoint", [peer])
+
+    def _lost(self, peer: int, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"rank {self._names[self.rank]}: rank {self._names[peer]}, which coordinates "
+            f"checkpoints, was lost ({_first_line(error)})"
+        )
+
+
+class _Lost(_Failure):
+    """A rank that did not say why."""
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]

@@ -1,0 +1,159 @@
+"""What a rank does to load: check, read in place, and hand over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+
+from shardwise.checkpoint.disk.commit import check_files
+from shardwise.checkpoint.disk.entries import Manifest, TensorEntry
+from shardwise.checkpoint.disk.manifest import read_manifest
+from shardwise.checkpoint.disk.pieces import PieceReader, read_tensor
+from shardwise.checkpoint.disk.tree import leaves, unflatten
+from shardwise.checkpoint.ranks.optimizer import destinations, load_optimizer_tree, parameter_names
+from shardwise.checkpoint.ranks.state import check_tensor, local_of
+from shardwise.checkpoint.ranks.storage import Reader
+from shardwise.errors import CheckpointError
+from shardwise.sharding.state_dicts import sharded_state_dicts
+
+
+def load_into(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    strict: bool,
+    buffer: int,
+) -> dict[str, Any]:
+    """Load a checkpoint on this rank; no rank waits for another.
+
+    Args:
+        path: the checkpoint.
+        model: with memory.
+        optimizer: over its parameters.
+        strict: whether the model must have exactly the names that were saved.
+        buffer: bytes that reading may hold beside the shards.
+
+    Returns:
+        ``extra``, as it was saved.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model or optimizer.
+        ValueError: a parameter is on the meta device.
+    """
+    manifest = read_manifest(path)
+    check_files(path, manifest)
+    with sharded_state_dicts(model):
+        saved = get_model_state_dict(model)
+    names = parameter_names(model, saved)
+    into = _model_tensors(saved)
+    _check_names(manifest, into, saved, strict=strict, where=str(path))
+    if optimizer is not None:
+        into |= destinations(manifest, optimizer, names)
+    known = {entry.fqn for entry in manifest.tensors}
+    into = {name: tensor for name, tensor in into.items() if name in known}
+    _read(path, manifest, into, buffer)
+    entries = {entry.fqn: entry for entry in manifest.tensors}
+    tree = unflatten(
+        [
+            *((value.path, value.value) for value in manifest.values),
+            *((entries[name].path, tensor) for name, tensor in into.items()),
+        ],
+        str(path),
+    )
+    if not _is_filled_in_place(model, saved):
+        options = StateDictOptions(strict=strict)
+        with sharded_state_dicts(model):
+            set_model_state_dict(model, {**saved, **tree.get("model", {})}, options=options)
+    if optimizer is not None:
+        load_optimizer_tree(optimizer, names, tree.get("optimizer", {}))
+    return _read_extra(path, manifest, buffer)
+
+
+def _is_filled_in_place(model: nn.Module, saved: Mapping[str, Any]) -> bool:
+    """Whether a state dict is nothing but the memory of the model's own tensors.
+
+    Then what was read is where it belongs. Hooks may have put something else into it.
+    """
+    own = {
+        (local.data_ptr(), local.shape)
+        for tensor in (*model.parameters(), *model.buffers())
+        for local in [local_of(tensor)]
+    }
+    return all(
+        isinstance(value, Tensor) and (local_of(value).data_ptr(), local_of(value).shape) in own
+        for value in saved.values()
+    )
+
+
+def _model_tensors(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a state dict, by the names that they have in a manifest."""
+    found = ((".".join(map(str, path)), leaf) for path, leaf in leaves(("model",), saved))
+    return {name: check_tensor(leaf, name) for name, leaf in found if isinstance(leaf, Tensor)}
+
+
+def _check_names(
+    manifest: Manifest,
+    into: Mapping[str, Tensor],
+    saved: Mapping[str, Any],
+    *,
+    strict: bool,
+    where: str,
+) -> None:
+    """The checkpoint is of this model.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    entries: dict[str, TensorEntry] = {entry.fqn: entry for entry in manifest.section("model")}
+    missing = [name for name in into if name not in entries]
+    unexpected = [name for name in entries if name not in into]
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"{where}: is of another model: {_some(missing, 'not in the checkpoint')}"
+            f"{'; ' if missing and unexpected else ''}{_some(unexpected, 'not in the model')}"
+        )
+    for name, tensor in into.items():
+        if name in entries and entries[name].shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{where}: {name}: found shape {list(entries[name].shape)}, expected "
+                f"{list(tensor.shape)}"
+            )
+
+
+def _some(names: list[str], what: str) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    verb = "are" if len(names) > 1 else "is"
+    return f"{', '.join(names[:3])}{more} {verb} {what}"
+
+
+def _read(path: Path, manifest: Manifest, into: dict[str, Tensor], buffer: int) -> None:
+    """Fill tensors, each rank by itself: what it needs follows from the manifest alone."""
+    reader = Reader(path, manifest, buffer=buffer)
+    metadata = reader.read_metadata()
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(into, metadata, is_coordinator=False)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner)
+
+
+def _read_extra(path: Path, manifest: Manifest, buffer: int) -> dict[str, Any]:
+    found: list[tuple[Any, Any]] = [(value.path, value.value) for value in manifest.values]
+    with PieceReader(path, manifest, buffer=buffer) as reader:
+        found += [(entry.path, read_tensor(reader, entry)) for entry in manifest.section("extra")]
+    extra = unflatten(found, str(path)).get("extra", {})
+    assert isinstance(extra, dict)
+    return extra

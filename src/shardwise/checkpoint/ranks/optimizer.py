@@ -1,0 +1,186 @@
+"""An optimizer's state under the names of its parameters, and back onto any sharding.
+
+An optimizer numbers its parameters in the order in which it was given them. Names outlive that, and
+the mesh too. Nothing here makes an optimizer take a step to see what its state looks like: what was
+saved says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import empty as empty_dtensor
+
+from shardwise.checkpoint.disk.dtypes import torch_dtype
+from shardwise.checkpoint.disk.entries import Manifest, TensorEntry
+from shardwise.errors import CheckpointError
+
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+_STEP = "step"  # a count, also where it has the shape of its parameter
+
+
+def parameter_names(model: nn.Module, saved: Mapping[str, Any]) -> dict[Tensor, str]:
+    """What parameters are called in the model's state dict.
+
+    Args:
+        model: the model.
+        saved: its state dict.
+
+    Returns:
+        Names by parameter; of a parameter that has several, the first.
+    """
+    names: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters():
+        for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
+            name = name.replace(wrapper, "")
+        if name not in saved and name.removeprefix("module.") in saved:
+            name = name.removeprefix("module.")
+        names[parameter] = name
+    return names
+
+
+def optimizer_tree(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """The state of an optimizer with names in place of numbers.
+
+    Returns:
+        ``{"state": {name: {"exp_avg": ...}}, "param_groups": [{"params": [name], "lr": ...}]}``,
+        and what else the optimizer's own state dict has.
+
+    Raises:
+        ValueError: it optimizes what is no parameter of the model.
+    """
+    packed = optimizer.state_dict()
+    numbers = _numbers(optimizer, packed, names)
+    by_number = {number: name for name, number in numbers.items()}
+    return {
+        **packed,
+        STATE: {by_number.get(key, key): value for key, value in packed[STATE].items()},
+        GROUPS: [
+            {**group, PARAMS: [by_number[number] for number in group[PARAMS]]}
+            for group in packed[GROUPS]
+        ],
+    }
+
+
+def load_optimizer_tree(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tree: Mapping[str, Any]
+) -> None:
+    """Give an optimizer a state that :func:`optimizer_tree` has told.
+
+    Raises:
+        CheckpointError: it is of other parameters.
+        ValueError: the optimizer's parameters are none of the model's.
+    """
+    packed = optimizer.state_dict()
+    numbers = _numbers(optimizer, packed, names)
+    saved = _groups_by_names(tree)
+    groups = []
+    for group in _named_groups(optimizer, names):
+        found = saved.get(frozenset(group))
+        if found is None:
+            raise CheckpointError(
+                f"optimizer: none of the {len(saved)} saved groups of parameters is the one of "
+                f"{len(group)} that begins with {group[0] if group else 'nothing'}"
+            )
+        groups.append({**found, PARAMS: [numbers[name] for name in group]})
+    state = {numbers.get(name, name): value for name, value in tree.get(STATE, {}).items()}
+    optimizer.load_state_dict({**tree, STATE: state, GROUPS: groups})
+
+
+def destinations(
+    manifest: Manifest, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
+) -> dict[str, Tensor]:
+    """Memory for what was saved of an optimizer, sharded as its parameters are.
+
+    State that the optimizer has already is reused; it is overwritten when it is read into.
+
+    Returns:
+        By the fully qualified name in the manifest.
+
+    Raises:
+        CheckpointError: it is of parameters that the optimizer does not have.
+    """
+    mine = {name: param for param, name in names.items()}
+    held = {id(param) for group in optimizer.param_groups for param in group[PARAMS]}
+    found: dict[str, Tensor] = {}
+    for entry in manifest.section("optimizer"):
+        if entry.path[1] != STATE or len(entry.path) < 4:
+            found[entry.fqn] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+            continue
+        param = mine.get(str(entry.path[2]))
+        if param is None or id(param) not in held:
+            raise CheckpointError(f"{entry.fqn}: the optimizer has no parameter of this name")
+        before: Any = optimizer.state.get(param, {})
+        for key in entry.path[3:]:
+            before = before.get(key) if isinstance(before, dict) else None
+        found[entry.fqn] = before if _is_alike(before, entry) else _made_for(param, entry)
+    return found
+
+
+def _is_alike(before: Any, entry: TensorEntry) -> bool:
+    return (
+        isinstance(before, Tensor)
+        and tuple(before.shape) == entry.shape
+        and before.dtype == torch_dtype(entry.dtype)
+        and before.device.type != "meta"
+    )
+
+
+def _made_for(param: Tensor, entry: TensorEntry) -> Tensor:
+    dtype = torch_dtype(entry.dtype)
+    if entry.path[-1] != _STEP and entry.shape == tuple(param.shape):
+        return torch.empty_like(param, dtype=dtype, requires_grad=False)
+    if isinstance(param, DTensor) and entry.placements:
+        # A factor of the parameter's shape, say: cut as far as it has the same dimensions.
+        return empty_dtensor(
+            *entry.shape,
+            dtype=dtype,
+            device_mesh=param.device_mesh,
+            placements=[_fitting(each, entry.shape) for each in param.placements],
+        )
+    return torch.empty(entry.shape, dtype=dtype)
+
+
+def _fitting(placement: Placement, shape: tuple[int, ...]) -> Placement:
+    fits = type(placement) is Shard and placement.dim < len(shape)
+    return placement if fits else Replicate()
+
+
+def _numbers(
+    optimizer: torch.optim.Optimizer, packed: Mapping[str, Any], names: Mapping[Tensor, str]
+) -> dict[str, int]:
+    """The number of each parameter, by its name."""
+    numbers: dict[str, int] = {}
+    for names_of_group, group in zip(_named_groups(optimizer, names), packed[GROUPS], strict=True):
+        numbers.update(zip(names_of_group, group[PARAMS], strict=True))
+    return numbers
+
+
+def _named_groups(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
+    found = []
+    for i, group in enumerate(optimizer.param_groups):
+        for j, param in enumerate(group[PARAMS]):
+            if param not in names:
+                raise ValueError(
+                    f"optimizer: parameter {j} of group {i}, of shape {list(param.shape)}, is no "
+                    "parameter of the model; make the optimizer after sharding the model"
+                )
+        found.append([names[param] for param in group[PARAMS]])
+    return found
+
+
+def _groups_by_names(tree: Mapping[str, Any]) -> dict[frozenset[str], dict[str, Any]]:
+    groups = tree.get(GROUPS)
+    if not isinstance(groups, list):
+        raise CheckpointError("optimizer: param_groups are missing in the checkpoint")
+    found = {}
+    for i, group in enumerate(groups):
+        params = group.get(PARAMS) if isinstance(group, dict) else None
+        if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
+            raise CheckpointError(f"optimizer.param_groups, group {i}: has no list of parameters")
+        found[frozenset(params)] = group
+    return found

@@ -1,0 +1,276 @@
+"""The weights of a model alone: from any format straight into shards, and out for Hugging Face.
+
+A training that goes on needs more than weights: :mod:`shardwise.checkpoint` saves and loads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardwise import _torch
+from shardwise.checkpoint.disk.boxes import Box, whole
+from shardwise.checkpoint.disk.dtypes import dtype_name, torch_dtype
+from shardwise.checkpoint.disk.entries import TensorInfo
+from shardwise.checkpoint.disk.headers import make_header
+from shardwise.checkpoint.disk.pieces import narrow
+from shardwise.checkpoint.formats.destination import written_beside
+from shardwise.checkpoint.formats.detect import open_source
+from shardwise.checkpoint.formats.hf import DEFAULT_SHARD, HfFile, plan_files, write_index
+from shardwise.checkpoint.formats.safefile import METADATA, in_order
+from shardwise.checkpoint.formats.source import (
+    DEFAULT_BUFFER,
+    Source,
+    Window,
+    as_bytes,
+    model_tensors,
+)
+from shardwise.checkpoint.ranks import background
+from shardwise.checkpoint.ranks.agreement import Ranks
+from shardwise.checkpoint.ranks.state import check_tensor
+from shardwise.errors import CheckpointError
+from shardwise.sharding.state_dicts import sharded_state_dict
+
+
+def load_weights(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    buffer: int = DEFAULT_BUFFER,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Load a model's weights, each rank its shards and no more. Every rank calls it.
+
+    Values are converted to the dtype of the parameter. A tied parameter is found under any of its
+    names.
+
+    Args:
+        path: a folder of ``save_pretrained``, a safetensors file, a file of ``torch.save`` (which
+            is read without running code from it), a checkpoint of ``torch.distributed.checkpoint``,
+            or one of Shardwise.
+        model: sharded or not, with memory.
+        strict: whether the names have to be exactly the model's.
+        buffer: bytes that may be in memory beside the model.
+        group: the ranks that load together; all of the default process group, if there is one.
+
+    Raises:
+        CheckpointError: it is damaged or of another model, on all ranks alike.
+    """
+    background.wait()
+    ranks = Ranks(background.group_for(group))
+    ranks.all(f"loading {path}", lambda: _load(Path(path), model, strict=strict, buffer=buffer))
+
+
+def _load(path: Path, model: nn.Module, *, strict: bool, buffer: int) -> None:
+    state = {name: each for name, each in sharded_state_dict(model).items() if _is_tensor(each)}
+    ties = _ties(model)
+    window = Window(buffer)
+    with open_source(path) as source, torch.no_grad():
+        names = model_tensors(source)
+        found = {
+            name: next((n for n in [name, *ties.get(name, ())] if n in names), None)
+            for name in state
+        }
+        _check_names(source.where, found, set(names), strict=strict)
+        for name, stored_as in found.items():
+            if stored_as is not None:
+                _fill(state[name], name, source, window, names[stored_as])
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _ties(model: nn.Module) -> dict[str, list[str]]:
+    """The names of every tensor that has several, by each of them, in the order of the model."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in itertools.chain(
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
+        names.setdefault(id(tensor), []).append(name)
+    return {name: group for group in names.values() if len(group) > 1 for name in group}
+
+
+def _check_names(
+    where: Path, found: Mapping[str, str | None], stored: set[str], *, strict: bool
+) -> None:
+    missing = [name for name, stored_as in found.items() if stored_as is None]
+    unexpected = sorted(stored - found.keys() - {name for name in found.values() if name})
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"{where}: is of another model: {len(missing)} parameters are missing in it"
+            f"{_first(missing)}, {len(unexpected)} are none of the model's{_first(unexpected)}"
+        )
+
+
+def _first(names: Sequence[str]) -> str:
+    return f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
+
+
+def _fill(
+    tensor: torch.Tensor, name: str, source: Source, window: Window, path: tuple[str | int, ...]
+) -> None:
+    """Read this rank's part of a tensor."""
+    info = source.tensors[path]
+    check_tensor(tensor, name)
+    if info.shape != tuple(tensor.shape):
+        raise CheckpointError(
+            f"{source.where}: {name}: found shape {list(info.shape)}, expected {list(tensor.shape)}"
+        )
+    for box, local in _parts(tensor):
+        same = local.device.type == "cpu" and local.dtype == torch_dtype(info.dtype)
+        if same and local.is_contiguous() and box.numel:
+            source.read(path, box, local.detach())
+            continue
+        for part, elements in window.parts(source, path, box):
+            narrow(local, part.relative_to(box.offsets)).copy_(elements)
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """What this rank has of a tensor: which part, and its elements."""
+    if not isinstance(tensor, DTensor):
+        yield whole(tuple(tensor.shape)), tensor
+        return
+    local = _torch.local_of(tensor)
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    yield Box(tuple(chunk.offsets), tuple(chunk.sizes)), local
+
+
+def save_hf(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    max_shard_size: int = DEFAULT_SHARD,
+    buffer: int = DEFAULT_BUFFER,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save a model's weights as ``save_pretrained`` would save the unsharded model's.
+
+    Every rank calls it. Nothing is gathered: each rank writes its shards to where they belong in
+    the files. The folder is complete, or not there. A tied parameter is saved once, under its first
+    name, as transformers does; ``config.json`` and the tokenizer are left to transformers.
+
+    Args:
+        path: the folder that is made; one that all ranks see.
+        model: sharded or not.
+        max_shard_size: bytes of a file, at most, unless a single tensor is larger.
+        buffer: bytes that may be in memory beside the model.
+        group: the ranks that save together; all of the default process group, if there is one.
+
+    Raises:
+        CheckpointError: it could not be written, or there is something of that name.
+    """
+    background.wait()
+    ranks = Ranks(background.group_for(group))
+    doing, target = f"saving {path}", Path(path)
+    with contextlib.ExitStack() as stack:
+
+        def prepare() -> tuple[str, list[HfFile]]:
+            files = plan_files(
+                {name: _info(tensor) for name, tensor in _named(model)}, max_shard_size
+            )
+            partial = stack.enter_context(written_beside(target, None))
+            partial.mkdir()
+            for file in files:
+                _make_file(partial / file.name, file)
+            write_index(partial, files)
+            return str(partial), files
+
+        partial, files = ranks.first(doing, prepare)
+        ranks.all(doing, lambda: _write_parts(Path(partial), files, model, ranks, Window(buffer)))
+        ranks.first(doing, stack.close)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a state dict, tied ones under their first name only."""
+    ties = _ties(model)
+    for name, tensor in sharded_state_dict(model).items():
+        if isinstance(tensor, torch.Tensor) and ties.get(name, [name])[0] == name:
+            yield name, check_tensor(tensor, name)
+
+
+def _info(tensor: torch.Tensor) -> TensorInfo:
+    return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def _make_file(path: Path, file: HfFile) -> None:
+    """A file with a header, and room for the tensors."""
+    header = make_header(in_order(file.tensors), METADATA)
+    with path.open("xb") as opened:
+        opened.write(header)
+        opened.truncate(len(header) + sum(info.nbytes for info in file.tensors.values()))
+
+
+def _write_parts(
+    folder: Path, files: Sequence[HfFile], model: nn.Module, ranks: Ranks, window: Window
+) -> None:
+    """Write what this rank has, and nobody else writes, and see it onto the disk."""
+    tensors = dict(_named(model))
+    for file in files:
+        ordered = in_order(file.tensors)
+        at = len(make_header(ordered, METADATA))
+        with (folder / file.name).open("r+b") as opened:
+            for name, info in ordered.items():
+                if _writes(tensors[name], ranks):
+                    _write_part(opened.fileno(), at, tensors[name], window)
+                at += info.nbytes
+            os.fsync(opened.fileno())
+
+
+def _writes(tensor: torch.Tensor, ranks: Ranks) -> bool:
+    """Whether it is for this rank to write what it has of a tensor: one of those that have it."""
+    if not isinstance(tensor, DTensor):
+        return ranks.coordinates
+    coordinate = tensor.device_mesh.get_coordinate()
+    return coordinate is not None and not any(
+        isinstance(placement, Replicate) and at
+        for placement, at in zip(tensor.placements, coordinate, strict=True)
+    )
+
+
+def _write_part(handle: int, start: int, tensor: torch.Tensor, window: Window) -> None:
+    info = _info(tensor)
+    for box, local in _parts(tensor):
+        for part in window.boxes(info, box):
+            here = narrow(local.detach(), part.relative_to(box.offsets)).contiguous().cpu()
+            data = as_bytes(here)
+            for first, count in _runs(part, info.shape):
+                run, data = data[: count * info.itemsize], data[count * info.itemsize :]
+                _write_all(handle, run, start + first * info.itemsize)
+
+
+def _runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where the elements of a box lie in the whole tensor: first element, and how many follow."""
+    outer = len(shape)
+    run = 1
+    while outer and run == _numel(shape[outer:]):
+        outer -= 1
+        run *= box.sizes[outer]
+    for index in itertools.product(*map(range, box.sizes[:outer])):
+        inside = tuple(
+            a + b for a, b in zip(box.offsets, (*index, *[0] * len(shape)), strict=False)
+        )
+        first = 0
+        for place, size in zip(inside, shape, strict=True):
+            first = first * size + place
+        yield first, run
+
+
+def _numel(sizes: Sequence[int]) -> int:
+    return torch.Size(sizes).numel()
+
+
+def _write_all(handle: int, data: memoryview, at: int) -> None:
+    while data.nbytes:
+        written = os.pwrite(handle, data, at)
+        data, at = data[written:], at + written

@@ -1,0 +1,214 @@
+"""Checkpoints of one file a rank, the way of XLA's FSDP, and making them whole again.
+
+    lm_rank-00000000-of-00000002.pth      {"model": ..., "shard_metadata": ..., "optimizer": ...}
+    lm_rank-00000001-of-00000002.pth
+
+``shard_metadata`` says which part of each parameter the rank has; it is made of numbers, strings
+and lists. Without a process group, the parts of all ranks become full tensors again, of the model
+and of the optimizer. No code in a file is run.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import _torch
+from shardwise.checkpoint.disk.boxes import whole
+from shardwise.checkpoint.disk.dtypes import torch_dtype
+from shardwise.checkpoint.formats.destination import written_beside
+from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Watch, Window, unwatched
+from shardwise.checkpoint.formats.torchfile import write_tree
+from shardwise.checkpoint.formats.xla_files import RankFiles
+from shardwise.checkpoint.ranks.optimizer import (
+    load_optimizer_tree,
+    optimizer_tree,
+    parameter_names,
+)
+from shardwise.errors import CheckpointError
+from shardwise.sharding.shard_metadata import (
+    get_shard_metadata,
+    own_rank,
+    parts_of,
+    world_size,
+)
+from shardwise.sharding.state_dicts import sharded_state_dict, sharded_state_dicts
+
+SUFFIX = "_rank-*-of-*.pth"
+
+
+def rank_file(ckpt_prefix: str, rank: int, world_size: int) -> Path:
+    """The file of a rank: ``<prefix>_rank-00000000-of-00000002.pth``."""
+    return Path(f"{ckpt_prefix}_rank-{rank:08}-of-{world_size:08}.pth")
+
+
+def save_rank_checkpoint(
+    ckpt_prefix: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    force: bool = False,
+) -> Path:
+    """Save what this rank has of a model and its optimizer. Every rank calls it.
+
+    The file holds plain tensors, and is complete or not there. Ranks do not wait for each other.
+
+    Args:
+        ckpt_prefix: what the names of the files begin with.
+        model: the model.
+        optimizer: of its parameters.
+        force: replace a file that is there.
+
+    Returns:
+        This rank's file.
+
+    Raises:
+        ValueError: the file is there already, or its folder is not.
+    """
+    path = rank_file(ckpt_prefix, own_rank(), world_size())
+    model_state, metadata = sharded_state_dict(model), get_shard_metadata(model)
+    state = {"model": _locals(model_state), "shard_metadata": metadata}
+    if optimizer is not None:
+        tree = optimizer_tree(optimizer, parameter_names(model, model_state))
+        metadata["optimizer_info"] = parts_of(tree)
+        state["optimizer"] = _locals(tree)
+    with written_beside(path, None, force=force) as partial:
+        torch.save(state, partial)
+    return path
+
+
+def load_rank_checkpoint(
+    ckpt_prefix: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Load what :func:`save_rank_checkpoint` saved, on as many ranks, sharded in the same way.
+
+    Raises:
+        CheckpointError: the file is missing, or of another model, mesh or number of ranks.
+    """
+    path = rank_file(ckpt_prefix, own_rank(), world_size())
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path}: is missing; on another number of ranks, consolidate the files first"
+        ) from None
+    found, expected = state["shard_metadata"]["shard_info"], get_shard_metadata(model)["shard_info"]
+    if found != expected:
+        name = next(name for name in {**found, **expected} if found.get(name) != expected.get(name))
+        raise CheckpointError(
+            f"{path}: {name}: found {found.get(name)}, expected {expected.get(name)}; consolidate "
+            "the files to load them on another mesh"
+        )
+    model_state = sharded_state_dict(model)
+    with sharded_state_dicts(model):
+        model.load_state_dict(
+            {name: _whole_of(each, model_state.get(name)) for name, each in state["model"].items()}
+        )
+    if optimizer is not None:
+        if "optimizer" not in state:
+            raise CheckpointError(f"{path}: holds no optimizer")
+        parts = state["shard_metadata"].get("optimizer_info", {})
+        tree = dict(state["optimizer"])
+        tree["state"] = {
+            name: {
+                key: _whole_of(value, model_state[name], parts.get(f"state.{name}.{key}"))
+                for key, value in values.items()
+            }
+            for name, values in tree["state"].items()
+        }
+        load_optimizer_tree(optimizer, parameter_names(model, model_state), tree)
+
+
+def _locals(tree: Any) -> Any:
+    """A state dict with this rank's parts, each in memory of its own, in place of ``DTensor`` s."""
+    if isinstance(tree, dict):
+        return {key: _locals(item) for key, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(_locals, tree))
+    if isinstance(tree, torch.Tensor):
+        local = _torch.local_of(tree) if isinstance(tree, DTensor) else tree
+        whole = local.untyped_storage().nbytes() == local.nbytes
+        return local.detach() if whole else local.detach().clone()
+    return tree
+
+
+def _whole_of(local: Any, like: Any, part: Mapping[str, Any] | None = None) -> Any:
+    """What a rank has, in a ``DTensor`` that is cut as ``like``, a parameter, is.
+
+    State of an optimizer says by ``part`` that it is a part of anything.
+    """
+    if not isinstance(like, DTensor) or not isinstance(local, torch.Tensor):
+        return local
+    if part is not None and part["shape"] != list(like.shape):
+        raise CheckpointError(
+            f"found state of shape {part['shape']} for a parameter of shape {list(like.shape)}; "
+            "consolidate the files to load it"
+        )
+    if part is None and local.shape != _torch.local_of(like).shape:
+        return local
+    spec = _torch.with_dtype(_torch.spec_of(like), local.dtype)
+    return _torch.wrap_local(local.to(_torch.local_of(like).device), spec)
+
+
+def consolidate_sharded_model_checkpoints(
+    ckpt_prefix: str,
+    ckpt_suffix: str = SUFFIX,
+    save_path: str = "",
+    save_model: bool = True,
+    *,
+    force: bool = False,
+    buffer: int = DEFAULT_BUFFER,
+    watch: Watch = unwatched,
+) -> tuple[Mapping[str, torch.Tensor], str | None]:
+    """Make full state dicts of the files of all ranks, without a process group.
+
+    Args:
+        ckpt_prefix: what the names of the files begin with.
+        ckpt_suffix: how they end: a pattern.
+        save_path: the file to make; ``<prefix>_consolidated.pth`` where it is empty. It holds the
+            state dict of the model under ``model``, and of the optimizer under ``optimizer`` if
+            the files have one.
+        save_model: whether to make it. If so, no more than ``buffer`` bytes are in memory, and
+            what is returned is read from the file when it is looked at.
+        force: replace a file that is there.
+        buffer: in bytes.
+        watch: told how many bytes there are, and then how many were moved.
+
+    Returns:
+        The full state dict of the model, and the path of the file, or ``None``.
+
+    Raises:
+        CheckpointError: files are missing, damaged, or not of one checkpoint.
+        ValueError: the file is there already.
+    """
+    target = Path(save_path or f"{ckpt_prefix}_consolidated.pth")
+    found = sorted(map(Path, glob.glob(glob.escape(ckpt_prefix) + ckpt_suffix)))
+    files = [file for file in found if file != target]
+    if not files:
+        raise CheckpointError(f"{ckpt_prefix}{ckpt_suffix}: found no such files")
+    with RankFiles(files) as source:
+        if not save_model:
+            return _in_memory(source), None
+        window = Window(buffer, watch(source.nbytes))
+        with written_beside(target, files[0], force=force) as partial:
+            write_tree(partial, source.tree(), source.chunks(window))
+    loaded = torch.load(target, map_location="cpu", weights_only=True, mmap=True)
+    return loaded["model"], str(target)
+
+
+def _in_memory(source: RankFiles) -> dict[str, torch.Tensor]:
+    """The full state dict of the model; it takes the memory of the model, no more."""
+    full: dict[str, torch.Tensor] = {}
+    for name, path in source.by_name.items():
+        if path[0] == "model":
+            info = source.tensors[path]
+            full[name] = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+            if info.numel:
+                source.read(path, whole(info.shape), full[name])
+    return {name: full[hole.name] for name, hole in source.tree()["model"].items()}

@@ -1,0 +1,141 @@
+"""In what two checkpoints differ, of whatever formats, with bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.checkpoint.disk.dtypes import torch_dtype
+from shardwise.checkpoint.disk.entries import StatePath
+from shardwise.checkpoint.formats.source import (
+    DEFAULT_BUFFER,
+    Source,
+    Watch,
+    Window,
+    dotted,
+    unwatched,
+)
+
+_WIDENED = 8  # parts of a buffer: values are compared in 64 bits, in both checkpoints
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing in which two checkpoints differ.
+
+    Attributes:
+        name: of the tensor or value.
+        what: ``missing`` in the first or second, another ``shape``, ``dtype``, or ``value``.
+        first: what the first has, in words.
+        second: what the second has.
+        max_abs: the largest absolute difference of two elements, where the shapes are the same:
+            ``nan`` where one of them is not a number and the other is.
+        count: elements that differ.
+    """
+
+    name: str
+    what: str
+    first: str
+    second: str
+    max_abs: float | None = None
+    count: int | None = None
+
+
+def differences(
+    first: Source, second: Source, *, buffer: int = DEFAULT_BUFFER, watch: Watch = unwatched
+) -> Iterator[Difference]:
+    """Compare two checkpoints: names, shapes, dtypes and values.
+
+    Args:
+        first: one checkpoint.
+        second: the other.
+        buffer: bytes that may be in memory.
+        watch: told how many bytes there are to compare, and then how many were.
+
+    Yields:
+        What differs, in the order of the first checkpoint.
+
+    Raises:
+        CheckpointError: one is damaged.
+    """
+    both = [path for path in first.tensors if path in second.tensors]
+    window = Window(
+        max(4096, buffer // _WIDENED), watch(sum(first.tensors[path].nbytes for path in both))
+    )
+    for path, info in first.tensors.items():
+        other = second.tensors.get(path)
+        if other is None:
+            yield Difference(dotted(path), "missing", f"{info.dtype} {list(info.shape)}", "")
+        elif info.shape != other.shape:
+            yield Difference(dotted(path), "shape", str(list(info.shape)), str(list(other.shape)))
+        else:
+            max_abs, count = _compare(first, second, path, window)
+            if count or info.dtype != other.dtype:
+                what = "dtype" if info.dtype != other.dtype else "value"
+                yield Difference(dotted(path), what, info.dtype, other.dtype, max_abs, count)
+    for path, info in second.tensors.items():
+        if path not in first.tensors:
+            yield Difference(dotted(path), "missing", "", f"{info.dtype} {list(info.shape)}")
+    yield from _values(first, second)
+
+
+def _compare(first: Source, second: Source, path: StatePath, window: Window) -> tuple[float, int]:
+    """The largest absolute difference of two elements of a tensor, and how many differ."""
+    largest, count = 0.0, 0
+    other_dtype = second.tensors[path].dtype
+    same_dtype = first.tensors[path].dtype == other_dtype
+    for box, part in window.parts(first, path):
+        other = torch.empty(box.sizes, dtype=torch_dtype(other_dtype))
+        second.read(path, box, other)
+        if same_dtype and torch.equal(_bits(part), _bits(other)):
+            continue
+        a, b = _wide(part), _wide(other)
+        # Integers of 64 bits differ in more digits than a wide number has.
+        exact = same_dtype and not (part.is_floating_point() or part.is_complex())
+        apart = part != other if exact else (a != b) & ~(a.isnan() & b.isnan())
+        count += int(apart.sum())
+        if apart.any():
+            here = float((a - b).abs()[apart].max())
+            largest = math.nan if math.isnan(here) or math.isnan(largest) else max(largest, here)
+    return largest, count
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _values(first: Source, second: Source) -> Iterator[Difference]:
+    a, b = _flat(first), _flat(second)
+    for name in [*a, *(name for name in b if name not in a)]:
+        if name not in b:
+            yield Difference(name, "missing", a[name], "")
+        elif name not in a:
+            yield Difference(name, "missing", "", b[name])
+        elif a[name] != b[name]:
+            yield Difference(name, "value", a[name], b[name])
+
+
+def _flat(source: Source) -> dict[str, str]:
+    """Plain values by name, in words: formats take lists and dicts apart differently."""
+    found: dict[str, str] = {}
+
+    def visit(name: str, value: object) -> None:
+        if isinstance(value, dict) and value:
+            for key, item in value.items():
+                visit(f"{name}.{key}", item)
+        elif isinstance(value, list) and value:
+            for i, item in enumerate(value):
+                visit(f"{name}.{i}", item)
+        else:
+            found[name] = repr(value)
+
+    for path, value in source.values.items():
+        visit(dotted(path), value)
+    return found

@@ -1,0 +1,159 @@
+"""Addresses and interfaces of this host, IPv4 and IPv6 alike."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_IF_INET6 = Path("/proc/net/if_inet6")  # address, index, prefix, scope, flags, name
+_LINK_LOCAL = 0x20
+
+_Where = tuple[Any, ...]  # a socket address
+
+
+def split(where: str) -> tuple[str, int] | None:
+    """Read ``HOST:PORT`` or ``[ADDRESS]:PORT``; None where it is neither.
+
+    An IPv6 address needs its brackets: without them nobody can tell where it ends.
+    """
+    host, _, port = where.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        if ":" not in host:
+            return None
+    elif ":" in host:
+        return None
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        return None
+    return canonical(host), int(port)
+
+
+def join(host: str, port: int) -> str:
+    """The inverse of :func:`split`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def canonical(host: str) -> str:
+    """A number in its usual spelling; a name as it is."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host
+
+
+def own_address(towards: str) -> str:
+    """The address from which this host sends to another; nothing is sent.
+
+    Raises:
+        OSError: the other has no address, or there is no way to it.
+    """
+    reason: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        towards, 9, type=socket.SOCK_DGRAM
+    ):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                own, _, *more = probe.getsockname()
+                # Of an IPv6 address that means something on one link only, the link is part.
+                return f"{own}%{socket.if_indextoname(more[1])}" if any(more[1:]) else str(own)
+        except OSError as error:
+            reason = reason or error
+    assert reason is not None
+    raise reason
+
+
+def addresses() -> dict[str, list[str]]:
+    """The addresses of every network interface of this host that has one, by name; IPv4 first.
+
+    IPv6 addresses that mean something on one link only (``fe80::``) are left out.
+    """
+    found: dict[str, list[str]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue
+            found[name] = [socket.inet_ntoa(answer[20:24])]
+    for name, address in _ipv6_addresses():
+        found.setdefault(name, []).append(address)
+    return found
+
+
+def _ipv6_addresses() -> Iterator[tuple[str, str]]:
+    try:
+        lines = _IF_INET6.read_text().splitlines()
+    except OSError:  # a kernel without IPv6
+        return
+    for line in lines:
+        digits, _, _, scope, _, name = line.split()
+        if int(scope, 16) != _LINK_LOCAL:
+            yield name, str(ipaddress.IPv6Address(int(digits, 16)))
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address of this host."""
+    _, _, zone = address.partition("%")
+    if zone:
+        return zone
+    return next((name for name, own in addresses().items() if address in own), None)
+
+
+def interface_towards(towards: str) -> str | None:
+    """The network interface through which this host reaches another, or has an address itself."""
+    try:
+        return interface_of(own_address(towards))
+    except OSError:
+        return None
+
+
+def listening(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens.
+
+    Args:
+        address: of this host, a name or a number. Of a name with several addresses, the first
+            that is this host's.
+        port: 0: one that the kernel chooses.
+
+    Raises:
+        OSError: the address is none of this host's, or the port is taken.
+    """
+    reason: OSError | None = None
+    for family, _, _, _, where in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+        try:
+            return _listening_at(family, where, port)
+        except OSError as error:
+            reason = reason or error
+    assert reason is not None
+    raise reason
+
+
+def _listening_at(family: int, where: _Where, port: int) -> socket.socket:
+    listener = socket.socket(family)
+    try:
+        if port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(4096)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def listening_everywhere() -> socket.socket:
+    """A socket that listens at all addresses of this host, at a port that the kernel chose."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        except OSError:  # IPv6 is switched off here
+            pass
+    return socket.create_server(("", 0))

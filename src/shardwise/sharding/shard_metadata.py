@@ -1,0 +1,81 @@
+"""Which part of each tensor of a state dict this rank has, as plain values.
+
+    {"shape": [7, 4], "offsets": [3, 0], "sizes": [3, 4]}       rows 3, 4 and 5 of 7
+
+It is saved beside a rank's own shards, so that a program without a process group can put the
+shards of all ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import _torch
+from shardwise.sharding.state_dicts import sharded_state_dict
+
+FORMAT = "shardwise.rank"
+VERSION = 1
+
+
+def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
+    """Which part of each parameter and buffer this rank has, as plain values.
+
+    Save it beside ``model.state_dict()``, in one file per rank:
+    :func:`shardwise.checkpoint.consolidate_sharded_model_checkpoints` needs it.
+
+    Raises:
+        NotImplementedError: a parameter is a partial sum, or is in several parts on this rank.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "rank": own_rank(),
+        "world_size": world_size(),
+        "shard_info": parts_of(sharded_state_dict(model)),
+    }
+
+
+def parts_of(tree: Mapping[str, Any], prefix: str = "") -> dict[str, dict[str, list[int]]]:
+    """Of every ``DTensor`` in a tree, by its keys, where this rank's part lies.
+
+    Raises:
+        NotImplementedError: one is a partial sum, or is in several parts on this rank.
+    """
+    found = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found.update(parts_of(value, f"{prefix}{key}."))
+        elif isinstance(value, DTensor):
+            found[f"{prefix}{key}"] = _part_of(f"{prefix}{key}", value)
+    return found
+
+
+def own_rank() -> int:
+    """The rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many ranks there are; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _part_of(name: str, tensor: DTensor) -> dict[str, list[int]]:
+    """Where this rank's part lies in the whole tensor."""
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    local = _torch.local_of(tensor)
+    if len(chunks) != 1 or chunks[0].sizes != local.shape:
+        raise NotImplementedError(
+            f"{name} on rank {own_rank()}: found placements {tensor.placements}, expected one part "
+            "a rank"
+        )
+    return {
+        "shape": list(tensor.shape),
+        "offsets": list(chunks[0].offsets),
+        "sizes": list(chunks[0].sizes),
+    }

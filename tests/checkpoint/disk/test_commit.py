@@ -1,0 +1,279 @@
+"""A checkpoint is there whole or not at all: full disks, failing ranks, killed processes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import checkpoint
+from shardwise.checkpoint import CheckpointError
+from shardwise.checkpoint.disk import commit, shardfile
+from shardwise.checkpoint.disk.manifest import NAME, read_manifest
+from shardwise.checkpoint.disk.pieces import PieceReader
+from shardwise.checkpoint.ranks import storage
+from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
+from tests.checkpoint.small import SHARD, make, same, save_small, train
+
+Ranks = Callable[..., list[Any]]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def verify(folder: Path) -> None:
+    """Read every byte, and compare checksums."""
+    manifest = read_manifest(folder)
+    with PieceReader(folder, manifest) as reader:
+        for entry in manifest.tensors:
+            for piece in entry.pieces:
+                reader.verify(entry, piece)
+
+
+# ---- what is there ----
+
+
+def test_latest_is_the_newest_that_is_complete(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+    for step in (1, 9, 10, 100, 123_456_789):
+        save_small(checkpoint.step_folder(tmp_path, step))
+    assert checkpoint.steps(tmp_path) == [1, 9, 10, 100, 123_456_789]
+    (checkpoint.step_folder(tmp_path, 123_456_789) / NAME).unlink()
+    os.truncate(checkpoint.step_folder(tmp_path, 100) / SHARD, 10)
+    (checkpoint.step_folder(tmp_path, 10) / SHARD).unlink()
+    assert checkpoint.steps(tmp_path) == [1, 9]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000009"
+
+
+def test_the_last_are_kept_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "step-00000001").mkdir()  # not complete: perhaps somebody's
+    for step in (2, 3, 4, 5):
+        save_small(checkpoint.step_folder(tmp_path, step), keep_last=2)
+    assert names(tmp_path) == ["notes", "step-00000001", "step-00000004", "step-00000005"]
+    save_small(checkpoint.step_folder(tmp_path, 3), keep_last=2)  # begun anew from step 2, say
+    assert checkpoint.steps(tmp_path) == [3, 5], "the one just saved is never deleted"
+    with pytest.raises(ValueError, match="keep_last: found 0"):
+        save_small(tmp_path / "x", keep_last=0)
+
+
+# ---- leftovers ----
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_leftovers_of_dead_processes_are_deleted_at_the_next_save(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:  # dies between writing and renaming
+        storage.Commit.publish = lambda self: os._exit(0)  # type: ignore[method-assign]
+        save_small(tmp_path / "a")
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert names(tmp_path / ".a.partial") == [NAME, SHARD]
+    assert checkpoint.latest(tmp_path) is None
+    save_small(tmp_path / "b")
+    assert names(tmp_path) == ["b"]
+
+
+def test_what_a_living_process_writes_and_what_is_not_ours_stays(tmp_path: Path) -> None:
+    writing = commit.Commit(tmp_path / "other")
+    (tmp_path / ".mine.partial").mkdir()
+    (tmp_path / ".mine.partial" / "thesis.txt").write_text("ours")
+    save_small(tmp_path / "a")
+    assert names(tmp_path) == [".mine.partial", ".other.partial", "a"]
+    with pytest.raises(CheckpointError, match="is another process saving to the same name"):
+        save_small(tmp_path / "other")
+    writing.abandon()
+    save_small(tmp_path / "other")
+
+
+# ---- failures ----
+
+
+def test_a_full_disk_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    model, optimizer = save_small(tmp_path / "a")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (10, 1000, 4000):  # in the header, in a tensor, in the manifest
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            with pytest.raises(CheckpointError, match=r"rank 0: .*File too large") as caught:
+                checkpoint.save(tmp_path / "b", model, optimizer)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert str(tmp_path) in str(caught.value)
+        assert names(tmp_path) == ["a"], "what was written is deleted, to make room"
+    verify(tmp_path / "a")
+
+
+def _save_with_a_failing_rank(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Save twice; then let one rank fail at each place; then save again."""
+    model, optimizer = build(Setup("mlp", (world_size,)), seed=0)
+    give_state(optimizer)
+    fill(model, optimizer)
+    checkpoint.save(folder / "first", model, optimizer)
+    told = []
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "shard")
+
+    places: list[tuple[Any, str, int]] = [
+        (storage.Writer, "prepare_local_plan", 1),
+        (storage, "Commit", 0),
+        (storage, "write_shard", world_size - 1),
+        (shardfile.os, "fsync", 0),
+        (storage, "write_manifest", 0),
+        (commit.Commit, "publish", 0),
+    ]
+    for place, name, failing in places:
+        original = getattr(place, name)
+        if rank == failing:
+            setattr(place, name, fail)
+        try:
+            checkpoint.save(folder / "second", model, optimizer)
+            told.append("nothing")
+        except CheckpointError as error:
+            told.append(f"{failing} {error}")
+        finally:
+            setattr(place, name, original)
+        if rank == 0:
+            assert names(folder) == ["first"], name
+    checkpoint.save(folder / "second", model, optimizer)
+    return told
+
+
+def test_a_rank_that_fails_is_named_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    by_rank = ranks(_save_with_a_failing_rank, 3, tmp_path)
+    assert by_rank[0] == by_rank[1] == by_rank[2]
+    assert len(by_rank[0]) == 6
+    for told in by_rank[0]:
+        failing, _, message = told.partition(" ")
+        assert message.startswith(f"saving {tmp_path}/second: rank {failing}: ")
+        assert message.endswith(": No space left on device")
+    verify(tmp_path / "first")
+    verify(tmp_path / "second")
+
+
+def _save_while_a_rank_dies(rank: int, world_size: int, folder: Path, dying: int) -> str:
+    model, optimizer = build(Setup("mlp", (world_size,)), seed=0)
+    checkpoint.save(folder / "first", model, optimizer)
+    if rank == dying:
+        storage.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        checkpoint.save(folder / "second", model, optimizer)
+    except CheckpointError as error:
+        time.sleep(0.5)  # or its end could be taken for another loss
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("dying", [0, 2])
+def test_a_rank_that_dies_is_named_by_all_that_are_left(
+    ranks: Ranks, tmp_path: Path, dying: int
+) -> None:
+    outcomes = ranks(_save_while_a_rank_dies, 3, tmp_path, dying, expect_failures=True)
+    for outcome in outcomes:
+        if outcome.rank != dying:
+            assert outcome.ok, outcome.describe(3)
+            assert f"rank {dying}" in outcome.result
+            assert "was lost" in outcome.result
+    assert "second" not in names(tmp_path)
+    verify(tmp_path / "first")
+
+
+# ---- killed at any moment ----
+
+
+def _train_and_save_for_ever(folder: Path, steps: int) -> None:
+    """A training that resumes by itself, and ends with its last checkpoint."""
+    model, optimizer = make(steps=0)
+    step = 0
+    if (newest := checkpoint.latest(folder)) is not None:
+        extra = checkpoint.load(newest, model, optimizer)
+        step = extra["step"]
+        torch.set_rng_state(extra["random"])
+    while step < steps:
+        train(model, optimizer)
+        step += 1
+        extra = {"step": step, "random": torch.get_rng_state()}
+        path = checkpoint.step_folder(folder, step)
+        if path.exists():
+            commit.delete(path)
+        checkpoint.save(path, model, optimizer, extra, keep_last=2)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_killed_a_hundred_times_ends_as_if_undisturbed(tmp_path: Path) -> None:
+    steps, kills, draw = 60, 0, random.Random(0)
+    _train_and_save_for_ever(tmp_path / "calm", steps)
+    folder = tmp_path / "killed"
+    while True:
+        pid = os.fork()
+        if pid == 0:
+            torch.manual_seed(0)
+            _train_and_save_for_ever(folder, steps)
+            os._exit(0)
+        if kills < 100:
+            time.sleep(draw.uniform(0, 0.05))
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+        if (newest := checkpoint.latest(folder)) is not None:
+            verify(newest)
+        if status == 0:
+            break
+        kills += 1
+    assert kills > 30
+    found, calm = make(seed=1)[0], make(seed=2)[0]
+    checkpoint.load(checkpoint.step_folder(folder, steps), found)
+    checkpoint.load(checkpoint.step_folder(tmp_path / "calm", steps), calm)
+    assert same(found, calm)
+
+
+def _save_until_killed(
+    rank: int, world_size: int, folder: Path, victims: list[int], seconds: float
+) -> int:
+    """Check what is there; then save until the end. The victims end at a random moment."""
+    model, optimizer = build(Setup("mlp", (world_size,)), seed=rank)
+    give_state(optimizer)
+    if (newest := checkpoint.latest(folder)) is not None:
+        checkpoint.load(newest, model, optimizer)
+        assert not wrong(model, optimizer), f"{newest} is not what was saved"
+    fill(model, optimizer)
+    torch.distributed.barrier()
+    step = max(checkpoint.steps(folder), default=0)
+    if rank in victims:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    while True:
+        step += 1
+        try:
+            checkpoint.save(checkpoint.step_folder(folder, step), model, optimizer, keep_last=2)
+        except CheckpointError:
+            return step
+
+
+def test_ranks_killed_at_random_moments_leave_the_newest_whole(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    draw = random.Random(0)
+    for victims in ([0], [1], [0, 1], [1], [0]):
+        outcomes = ranks(
+            _save_until_killed, 2, tmp_path, victims, draw.uniform(0.05, 0.6), expect_failures=True
+        )
+        for outcome in outcomes:
+            if outcome.rank in victims:
+                assert outcome.exitcode == -signal.SIGALRM, outcome.describe(2)
+            else:
+                assert outcome.ok, outcome.describe(2)
+        newest = checkpoint.latest(tmp_path)
+        assert newest is not None
+        verify(newest)
+    assert len(checkpoint.steps(tmp_path)) <= 3

@@ -1,0 +1,441 @@
+"""Checkpoints of strangers, and damaged ones: one clear error, no memory, no other file touched."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import resource
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardwise import checkpoint
+from shardwise.checkpoint import CheckpointError
+from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, read_manifest
+from shardwise.checkpoint.disk.pieces import PieceReader, read_tensor
+from shardwise.checkpoint.formats.detect import Format, format_of, open_source
+from tests.checkpoint.small import SHARD, make, read_json, save_small, write_json
+
+Json = dict[str, Any]
+MORE = 512 * 2**20  # bytes of address space, beyond what the tests have: a lie would ask for more
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hostile") / "original"
+    save_small(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A checkpoint to be damaged."""
+    return copied(original, tmp_path / "damaged")
+
+
+def copied(source: Path, target: Path) -> Path:
+    target.mkdir(exist_ok=True)
+    for path in source.iterdir():
+        (target / path.name).unlink(missing_ok=True)
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+@pytest.fixture(autouse=True)
+def _little_memory() -> Iterator[None]:
+    """Let an allocation of what a lie asks for fail, instead of the machine."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + MORE, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def load_all(folder: Path) -> None:
+    """Do everything that is done with a checkpoint."""
+    manifest = read_manifest(folder)
+    with PieceReader(folder, manifest, buffer=4096) as reader:
+        for entry in manifest.tensors:
+            for piece in entry.pieces:
+                reader.verify(entry, piece)
+            read_tensor(reader, entry)
+    checkpoint.load(folder, *make(seed=1))
+
+
+def edited(change: Callable[[Json], Any]) -> Callable[[Path], Any]:
+    """A damage of the manifest."""
+
+    def apply(folder: Path) -> None:
+        content = read_json(folder)
+        change(content)
+        write_json(folder, content)
+
+    return apply
+
+
+def first(content: Json) -> Json:
+    """The first tensor: layers.0.weight, 5 x 7."""
+    found: Json = content["tensors"][0]
+    return found
+
+
+def put(where: str, value: Any) -> Callable[[Path], Any]:
+    """Set a field of the manifest, of its first tensor or of that one's piece."""
+    *path, last = where.split(".")
+
+    def change(content: Json) -> None:
+        places = {"tensor": first(content), "piece": first(content)["pieces"][0]}
+        node: Any = places[path[0]] if path and path[0] in places else content
+        for key in path[1:] if path and path[0] in places else path:
+            node = node[key]
+        node[last] = value
+
+    return edited(change)
+
+
+def rename_file(name: str) -> Callable[[Path], Any]:
+    def change(content: Json) -> None:
+        content["files"] = {name: content["files"][SHARD]}
+        for entry in content["tensors"]:
+            for piece in entry["pieces"]:
+                piece["file"] = name
+
+    return edited(change)
+
+
+def text(replace: Callable[[str], str]) -> Callable[[Path], Any]:
+    def apply(folder: Path) -> None:
+        (folder / NAME).write_text(replace((folder / NAME).read_text()))
+
+    return apply
+
+
+def shard(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
+    """A damage of the file, whose size the manifest then tells."""
+
+    def apply(folder: Path) -> None:
+        data = change((folder / SHARD).read_bytes())
+        (folder / SHARD).write_bytes(data)
+        put("files", {SHARD: len(data)})(folder)
+
+    return apply
+
+
+def header(change: Callable[[Json], Any]) -> Callable[[Path], Any]:
+    """A damage of the file's header, which keeps its length."""
+
+    def replace(data: bytes) -> bytes:
+        (length,) = struct.unpack("<Q", data[:8])
+        content = json.loads(data[8 : 8 + length])
+        change(content)
+        made = json.dumps(content, separators=(",", ":")).encode().ljust(length)
+        return data[:8] + made[:length] + data[8 + length :]
+
+    return shard(replace)
+
+
+def link(folder: Path, name: str) -> None:
+    outside = folder.parent / f"outside {name}"
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+
+
+def grow(folder: Path) -> None:
+    with (folder / NAME).open("r+b") as file:
+        file.truncate(MAX_BYTES + 1)  # sparse
+
+
+def pipe(folder: Path) -> None:
+    (folder / SHARD).unlink()
+    os.mkfifo(folder / SHARD)
+
+
+def overlap(content: Json) -> None:
+    one, other = content["tensors"][0], content["tensors"][3]
+    other["pieces"][0]["offset"] = one["pieces"][0]["offset"]
+
+
+def twice(content: Json) -> None:
+    content["tensors"].append(copy.deepcopy(first(content)))
+
+
+def gap(content: Json) -> None:
+    first(content)["pieces"][0]["sizes"] = [4, 7]
+
+
+def two_pieces(content: Json) -> None:
+    piece = first(content)["pieces"][0]
+    first(content)["pieces"] = [piece | {"sizes": [3, 7]}, piece | {"sizes": [2, 7]}]
+
+
+def through_a_value(content: Json) -> None:
+    content["values"].append({"path": ["extra", "step", "deeper"], "value": 1})
+
+
+def other_digit(text: str) -> str:
+    return ("1" if text[0] == "0" else "0") + text[1:]
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    # the manifest as a file
+    "no manifest": (lambda folder: (folder / NAME).unlink(), "cannot be opened"),
+    "empty manifest": (text(lambda _: ""), "is no JSON"),
+    "truncated manifest": (text(lambda t: t[: len(t) // 2]), "is no JSON"),
+    "manifest is a link": (lambda folder: link(folder, NAME), "cannot be opened"),
+    "manifest is huge": (grow, "at most"),
+    "not UTF-8": (lambda folder: (folder / NAME).write_bytes(b'{"\xff": 1}'), "is no JSON"),
+    "deeply nested": (text(lambda _: "[" * 10**6), "nested too deeply"),
+    "deeply nested value": (
+        text(lambda t: t.replace('"value": 1', '"value": ' + "[" * 900 + "]" * 900, 1)),
+        "nested too deeply|found|is another",
+    ),
+    "a list": (text(lambda _: "[1]"), "expected an object"),
+    "the same key twice": (
+        text(lambda t: t.replace("{", '{"version": 1, "version": 1,', 1)),
+        "'version' twice",
+    ),
+    "not a number": (text(lambda t: t.replace('"world_size": 1', '"world_size": NaN')), "NaN"),
+    "infinity": (text(lambda t: t.replace('"world_size": 1', '"world_size": Infinity')), "Inf"),
+    "endless digits": (
+        text(lambda t: t.replace('"world_size": 1', '"world_size": ' + "9" * 5000)),
+        "is no JSON",
+    ),
+    # its fields
+    "another format": (put("format", "other"), "'format'"),
+    "a version to come": (put("version", 2), "expected 1, which this release reads"),
+    "another algorithm": (put("checksum.algorithm", "md5"), "'algorithm'"),
+    "blocks of nothing": (put("checksum.block", 0), "'block'"),
+    "odd blocks": (put("checksum.block", 17), "multiple of 16"),
+    "a field is missing": (edited(lambda c: c.pop("values")), "has no 'values'"),
+    "world size is true": (put("world_size", True), "'world_size'"),
+    "world size is 1.0": (put("world_size", 1.0), "'world_size'"),
+    "escape sequences": (put("strategy", "\x1b[2J"), "printable"),
+    "tensors are no list": (put("tensors", {}), "expected a list"),
+    "a path through a value": (edited(through_a_value), "is a value, and holds others too"),
+    "the same tensor twice": (edited(twice), "twice"),
+    "a path to elsewhere": (put("tensor.path", ["__class__", "x"]), "'path'"),
+    "a path of nothing": (put("tensor.path", []), "'path'"),
+    "an unknown tag": (
+        edited(lambda c: c["values"].append({"path": ["extra", "x"], "value": {"$eval": "1"}})),
+        r"\$eval",
+    ),
+    # files
+    "a path upward": (rename_file("../outside.safetensors"), "expected shard-"),
+    "an absolute path": (rename_file("/etc/passwd"), "expected shard-"),
+    "a file of another name": (rename_file("model.safetensors"), "expected shard-"),
+    "a file that is not listed": (put("piece.file", SHARD[:-1]), "one of 'files'"),
+    "a file that is missing": (lambda folder: (folder / SHARD).unlink(), "cannot be opened"),
+    "a file that is a link": (lambda folder: link(folder, SHARD), "cannot be opened"),
+    "a file that is a pipe": (pipe, "expected a file|expected"),
+    "a shorter file": (
+        lambda folder: os.truncate(folder / SHARD, (folder / SHARD).stat().st_size - 1),
+        "as the manifest says",
+    ),
+    "a file of no bytes": (put("files", {SHARD: 0}), "offset"),
+    # tensors
+    "an unknown dtype": (put("tensor.dtype", "F31"), "'dtype'"),
+    "another dtype": (put("tensor.dtype", "I32"), "in its header"),
+    "a larger dtype": (put("tensor.dtype", "F64"), "header|overlap|checksums|is damaged"),
+    "an absurd shape": (put("tensor.shape", [2**61, 7]), "bytes of shape"),
+    "a shape that overflows": (put("tensor.shape", [2**40, 2**40]), "bytes of shape"),
+    "a large shape": (put("tensor.shape", [10**9, 7]), "gaps or overlaps"),
+    "a negative shape": (put("tensor.shape", [-5, -7]), "'shape'"),
+    "a shape of many dimensions": (put("tensor.shape", [1] * 65), "at most"),
+    "a large shape, a large piece": (
+        edited(
+            lambda c: (
+                first(c).update(shape=[10**9, 7]),
+                first(c)["pieces"][0].update(sizes=[10**9, 7]),
+            )
+        ),
+        "expected the .* of shard",
+    ),
+    "a piece beyond the file": (put("piece.offset", 2**40), "'offset'"),
+    "a piece at a negative offset": (put("piece.offset", -8), "'offset'"),
+    "a piece elsewhere": (put("piece.offset", 0), "in its header|overlap"),
+    "a piece outside the tensor": (put("piece.offsets", [1, 0]), "a part of"),
+    "a piece of another rank": (put("piece.offsets", [0]), "a part of"),
+    "a piece that is empty": (put("piece.sizes", [0, 7]), "not empty"),
+    "pieces with a gap": (edited(gap), "checksums|gaps"),
+    "pieces that overlap": (edited(two_pieces), "gaps|overlap|checksums"),
+    "tensors that overlap": (edited(overlap), "overlap in shard-"),
+    "no pieces": (put("tensor.pieces", []), "gaps or overlaps"),
+    "checksums are missing": (put("piece.checksums", ""), "'checksums'"),
+    "checksums are no digits": (put("piece.checksums", "x" * 16), "'checksums'"),
+    "another checksum": (
+        edited(
+            lambda c: first(c)["pieces"][0].update(
+                checksums=other_digit(first(c)["pieces"][0]["checksums"])
+            )
+        ),
+        r"model\.layers\.0\.weight: is damaged",
+    ),
+    # the file
+    "a flipped bit": (shard(lambda d: d[:-1] + bytes([d[-1] ^ 1])), "is damaged"),
+    "a header of no bytes": (shard(lambda d: bytes(8) + d[8:]), "header, length"),
+    "a header without end": (shard(lambda d: b"\xff" * 8 + d[8:]), "header, length"),
+    "a header beyond the file": (
+        shard(lambda d: struct.pack("<Q", len(d) - 7) + d[8:]),
+        "header, length",
+    ),
+    "a truncated header": (shard(lambda d: struct.pack("<Q", 100) + d[8:]), "is no JSON"),
+    "a header that is no JSON": (shard(lambda d: d[:8] + b"!" + d[9:]), "is no JSON"),
+    "another key": (
+        header(lambda h: h.update(x=h.pop("model.layers.0.weight"))),
+        "null in its header",
+    ),
+    "another shape": (
+        header(lambda h: h["model.layers.0.weight"].update(shape=[7, 5])),
+        "in its header",
+    ),
+    "other offsets": (
+        header(lambda h: h["model.layers.0.weight"].update(data_offsets=[0, 1])),
+        "in its header",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_one_clear_error(folder: Path, damage: str) -> None:
+    load_all(folder)  # until it is damaged
+    apply, complaint = DAMAGES[damage]
+    apply(folder)
+    with pytest.raises(CheckpointError, match=complaint) as caught:
+        load_all(folder)
+    assert str(folder) in str(caught.value), "the message names the file"
+    assert len(str(caught.value)) < 1000, "the message is short"
+
+
+# ---- any damage at all ----
+
+_LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=20),
+    st.sampled_from(["../x", "/etc/passwd", "F32", "BOOL", "model", "extra", SHARD, "$tuple"]),
+)
+_ANY = st.recursive(
+    _LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def _places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    if isinstance(node, dict | list):
+        for key, item in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _places(item, (*path, key))
+
+
+def _mutate(content: Any, draw: st.DataObject) -> Any:
+    content = copy.deepcopy(content)
+    for _ in range(draw.draw(st.integers(1, 3))):
+        *path, last = draw.draw(st.sampled_from(sorted(_places(content), key=str)))
+        node = content
+        for key in path:
+            node = node[key]
+        action = draw.draw(st.sampled_from(["replace", "remove", "near"]))
+        if action == "remove":
+            del node[last]
+        elif action == "near" and type(node[last]) is int:
+            node[last] += draw.draw(st.sampled_from([-1, 1, 7, 2**31, 2**62]))
+        else:
+            node[last] = draw.draw(_ANY)
+        if not content:
+            break
+    return content
+
+
+def _loads_or_refuses(folder: Path) -> None:
+    with contextlib.suppress(CheckpointError):
+        load_all(folder)
+
+
+_SETTINGS = settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@_SETTINGS
+@given(draw=st.data())
+def test_any_manifest_loads_or_is_refused(
+    original: Path, folder: Path, draw: st.DataObject
+) -> None:
+    copied(original, folder)
+    write_json(folder, _mutate(read_json(original), draw))
+    _loads_or_refuses(folder)
+
+
+@_SETTINGS
+@given(draw=st.data())
+def test_any_header_loads_or_is_refused(original: Path, folder: Path, draw: st.DataObject) -> None:
+    copied(original, folder)
+    data = (original / SHARD).read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    content = _mutate(json.loads(data[8 : 8 + length]), draw)
+    made = json.dumps(content, separators=(",", ":")).encode().ljust(length)
+    (folder / SHARD).write_bytes(struct.pack("<Q", len(made)) + made + data[8 + length :])
+    put("files", {SHARD: (folder / SHARD).stat().st_size})(folder)
+    _loads_or_refuses(folder)
+
+
+@_SETTINGS
+@given(data=st.data())
+def test_any_bytes_load_or_are_refused(original: Path, folder: Path, data: st.DataObject) -> None:
+    copied(original, folder)
+    path = folder / data.draw(st.sampled_from([NAME, SHARD]))
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        content[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    path.write_bytes(content)
+    _loads_or_refuses(folder)
+
+
+def test_a_damaged_byte_is_never_loaded(original: Path, folder: Path) -> None:
+    data = (original / SHARD).read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    generator = torch.Generator().manual_seed(0)
+    for at in torch.randint(8 + length, len(data), (40,), generator=generator).tolist():
+        damaged = bytearray(data)
+        damaged[at] ^= 0x10
+        (folder / SHARD).write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"is damaged: bytes 0 \.\. \d+ have checksum"):
+            load_all(folder)
+
+
+def test_a_changed_byte_of_the_manifest_is_always_noticed(original: Path, folder: Path) -> None:
+    read_manifest(folder)
+    path = folder / NAME
+    whole = path.read_bytes()
+    last_line = whole.rindex(b",\n")
+    for at in range(0, last_line, 41):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"checksum|found|expected|damaged|JSON"):
+            read_manifest(folder)
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_said_to_have_lost_it(folder: Path) -> None:
+    (folder / NAME).unlink()
+    assert format_of(folder) is Format.SHARDWISE
+    with pytest.raises(CheckpointError, match=NAME), open_source(folder):
+        pass

@@ -1,0 +1,306 @@
+"""Weights in the layout of Hugging Face: out of sharded models, into them, and from strangers."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from shardwise.checkpoint.disk.boxes import Box
+from shardwise.checkpoint.disk.entries import TensorInfo
+from shardwise.checkpoint.formats.hf import INDEX, HfSource, plan_files
+from shardwise.checkpoint.formats.source import LEAST_BUFFER, Window
+from shardwise.checkpoint.ranks.weights import load_weights, save_hf
+from shardwise.errors import CheckpointError
+from tests.checkpoint.meshes import Setup, build, expected, fill, wrong
+from tests.parity.models import make_model
+
+Ranks = Callable[..., list[Any]]
+
+LLAMA = "llama-tied"
+
+
+# ---- out of a sharded model ----
+
+
+def _save(rank: int, world_size: int, setups: dict[str, Setup], folder: Path) -> None:
+    for name, setup in setups.items():
+        model, optimizer = build(setup, seed=0)
+        fill(model, optimizer)
+        save_hf(folder / name, model, max_shard_size=3000, buffer=LEAST_BUFFER)
+
+
+def test_transformers_loads_what_a_sharded_model_saved(ranks: Ranks, tmp_path: Path) -> None:
+    setups = {
+        "rows": Setup(LLAMA, (4,)),
+        "columns": Setup(LLAMA, (4,), last_dim=True),
+        "hybrid": Setup(LLAMA, (2, 2)),
+        "replicated": Setup(LLAMA, (4, 1)),
+    }
+
+    ranks(_save, 4, setups, tmp_path)
+
+    for name in setups:
+        original = make_model(LLAMA)
+        assert isinstance(original, PreTrainedModel)
+        original.config.save_pretrained(tmp_path / name)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert not wrong(loaded, torch.optim.SGD(loaded.parameters())), name
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        index = json.loads((tmp_path / name / INDEX).read_text())
+        assert "lm_head.weight" not in index["weight_map"], "a tied parameter is saved once"
+        assert len(set(index["weight_map"].values())) > 2
+        sizes = [tensor.nbytes for tensor in loaded.parameters()]
+        assert index["metadata"]["total_size"] == sum(sizes)
+
+
+def test_a_file_is_filled_before_the_next_is_begun() -> None:
+    infos = {
+        name: TensorInfo("F32", (size,)) for name, size in zip("abcd", (1, 2, 9, 1), strict=True)
+    }
+
+    assert [list(file.tensors) for file in plan_files(infos, 12)] == [["a", "b"], ["c"], ["d"]]
+    assert [file.name for file in plan_files(infos, 1000)] == ["model.safetensors"]
+
+
+def _save_twice(rank: int, world_size: int, folder: Path) -> None:
+    model, _ = build(Setup("mlp", (world_size,)), seed=0)
+    save_hf(folder, model)
+    before = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match=r"rank 0: .*exists"):
+        save_hf(folder, model)
+    assert (folder / "model.safetensors").read_bytes() == before
+    with pytest.raises(CheckpointError, match=r"rank 0: .*no folder"):
+        save_hf(folder / "no" / "such", model)
+
+
+def test_a_folder_that_is_there_is_left_alone_and_every_rank_is_told(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(_save_twice, 2, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+# ---- into a sharded model ----
+
+
+def _load(rank: int, world_size: int, setups: list[Setup], folder: Path) -> list[list[str]]:
+    damage = []
+    for setup in setups:
+        model, optimizer = build(setup, seed=7)
+        load_weights(folder, model, buffer=LEAST_BUFFER)
+        damage.append(wrong(model, optimizer))
+    return damage
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_transformers_saved_loads_straight_into_shards(
+    ranks: Ranks, tmp_path: Path, world_size: int
+) -> None:
+    model = make_model(LLAMA)
+    assert isinstance(model, PreTrainedModel)
+    fill(model, torch.optim.SGD(model.parameters()))
+    model.save_pretrained(tmp_path, max_shard_size="3KB")
+    assert (tmp_path / INDEX).exists()
+    setups = [
+        Setup(LLAMA, (world_size,)),
+        Setup(LLAMA, (world_size,), last_dim=True),
+        Setup(LLAMA, (world_size, 1)),
+        Setup(LLAMA, None),
+    ]
+
+    for damage in ranks(_load, world_size, setups, tmp_path):
+        assert damage == [[]] * len(setups)
+
+
+def _wrong_within(model: nn.Module, tolerance: float) -> list[str]:
+    """Names of parameters that are further than ``tolerance`` from what the name asks for."""
+    return [
+        name
+        for name, param in model.named_parameters()
+        if (param.full_tensor() - expected(name, param)).abs().max() > tolerance  # type: ignore[operator]
+    ]
+
+
+def _load_others(rank: int, world_size: int, folder: Path) -> None:
+    model, optimizer = build(Setup("mlp", (world_size,)), seed=7)
+    load_weights(folder / "half.safetensors", model)
+    for param in model.parameters():
+        assert param.dtype == torch.float32
+    assert not _wrong_within(model, 1e-2)
+    fill(model, optimizer)
+    for name, message in {
+        "less": r"1 parameters are missing in it \(layers.2.bias\), 0 are none",
+        "more": r"0 parameters are missing in it, 1 are none of the model's \(extra\)",
+        "shape": r"layers.0.weight: found shape \[5, 6\], expected \[5, 7\]",
+    }.items():
+        with pytest.raises(CheckpointError, match=f"rank 0: .*{name}.safetensors.*{message}"):
+            load_weights(folder / f"{name}.safetensors", model)
+    load_weights(folder / "less.safetensors", model, strict=False)
+    load_weights(folder / "more.safetensors", model, strict=False)
+    assert not wrong(model, optimizer)
+    with torch.device("meta"):
+        meta = make_model("mlp")
+    with pytest.raises(CheckpointError, match=r"layers.0.weight: is on the meta device"):
+        load_weights(folder / "half.safetensors", meta)
+
+
+def test_weights_are_converted_and_those_of_another_model_refused(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    model = make_model("mlp")
+    fill(model, torch.optim.SGD(model.parameters()))
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    save_file({k: v.to(torch.bfloat16) for k, v in state.items()}, tmp_path / "half.safetensors")
+    save_file(
+        {k: v for k, v in state.items() if k != "layers.2.bias"}, tmp_path / "less.safetensors"
+    )
+    save_file({**state, "extra": torch.ones(1)}, tmp_path / "more.safetensors")
+    shape = {**state, "layers.0.weight": torch.ones(5, 6)}
+    save_file(shape, tmp_path / "shape.safetensors")
+
+    ranks(_load_others, 2, tmp_path)
+
+
+def test_links_are_followed_as_in_the_cache_of_hugging_face(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    save_file({"a": torch.arange(6.0)}, tmp_path / "blobs" / "0123")
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blobs/0123")
+
+    with HfSource(tmp_path / "snapshot") as source:
+        into = torch.empty(2)
+        source.read(("model", "a"), Box((3,), (2,)), into)
+
+    assert into.tolist() == [3.0, 4.0]
+
+
+# ---- from strangers ----
+
+
+def _file(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+def _entry(**changes: Any) -> dict[str, Any]:
+    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "length", "message"),
+    [
+        (_entry(), bytes(4), None, "as its header says"),
+        (_entry(), bytes(12), None, "as its header says"),
+        (_entry(shape=[2**40, 2**40]), bytes(8), None, "bytes of shape"),
+        (_entry(shape=[2**60], data_offsets=[0, 2**62]), bytes(8), None, "as its header says"),
+        (_entry(shape=[-1]), bytes(8), None, "expected an integer from 0"),
+        (_entry(shape=[2.0]), bytes(8), None, "expected an integer"),
+        (_entry(shape=[1] * 100), bytes(8), None, "64 at most"),
+        (_entry(dtype="F4"), bytes(8), None, "'dtype'.*found 'F4'"),
+        (_entry(data_offsets=[8, 0]), bytes(8), None, "8 bytes apart"),
+        (_entry(data_offsets=[4, 12]), bytes(12), None, "first byte: found '?4'?, expected '?0'?"),
+        (_entry(data_offsets=[0]), bytes(8), None, "8 bytes apart"),
+        ({"a\u001b[2J": _entry()["a"]}, bytes(8), None, "printable"),
+        ({**_entry(), "b": _entry()["a"]}, bytes(16), None, "first byte"),
+        (b'{"a": 1, "a": 2}', b"", None, "twice"),
+        (b"[" * 100_000, b"", None, "nested too deeply|no JSON"),
+        (b"[]", b"", None, "an object"),
+        (b"\xff\xfe", b"", None, "no JSON"),
+        (b"{}", b"", 2**63, "header, length"),
+        (b"{}", b"", 3, "header, length"),
+    ],
+)
+def test_a_header_that_lies_is_refused(
+    tmp_path: Path, header: Any, data: bytes, length: int | None, message: str
+) -> None:
+    path = tmp_path / "model.safetensors"
+    _file(path, header, data, length)
+
+    with pytest.raises(CheckpointError, match=message) as raised:
+        HfSource(path)
+
+    assert "model.safetensors" in str(raised.value)
+    assert len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": {"a": "../outside.safetensors"}}, "beside the index"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "beside the index"),
+        ({"weight_map": {"a": "sub/model.safetensors"}}, "beside the index"),
+        ({"weight_map": {"a": ".safetensors"}}, "beside the index"),
+        ({"weight_map": {"a": "model.bin"}}, "beside the index"),
+        ({"weight_map": {"a": 3}}, "beside the index"),
+        ({"weight_map": {"a": "x\u0000.safetensors"}}, "beside the index"),
+        ({"weight_map": {"a": "missing.safetensors"}}, "cannot be read"),
+        ({"weight_map": {"b": "one.safetensors"}}, "says that 'b' is in one.safetensors"),
+        ({"weight_map": {}}, "found 'nothing'"),
+        ({"weight_map": []}, "an object"),
+        ({}, "has no 'weight_map'"),
+        ([], "an object"),
+    ],
+)
+def test_an_index_that_lies_is_refused(tmp_path: Path, index: Any, message: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": torch.ones(1)}, folder / "one.safetensors")
+    save_file({"a": torch.ones(1)}, tmp_path / "outside.safetensors")
+    (folder / INDEX).write_text(json.dumps(index))
+
+    with pytest.raises(CheckpointError, match=message):
+        HfSource(folder)
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(1000)}, path)
+    with HfSource(path) as source:
+        path.write_bytes(path.read_bytes()[:-8])
+        with pytest.raises(CheckpointError, match=r"model.safetensors: ends at byte"):
+            list(Window().parts(source, ("model", "a")))
+
+
+def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
+    for name in "ab":
+        save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
+
+    with pytest.raises(CheckpointError, match=f"2 safetensors files and no {INDEX}"):
+        HfSource(tmp_path)
+
+
+def test_the_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
+    from shardwise.checkpoint.formats.safefile import write_safetensors
+
+    tensors = {
+        "bool": torch.tensor([True, False, True]),
+        "half": torch.randn(3, 5, dtype=torch.bfloat16),
+        "double": torch.randn((), dtype=torch.float64),
+        "none": torch.empty(0, 4),
+        "äöü[0:3]": torch.arange(5),
+    }
+    infos = {
+        name: TensorInfo(dtype, tuple(tensors[name].shape))
+        for name, dtype in zip(tensors, ("BOOL", "BF16", "F64", "F32", "I64"), strict=True)
+    }
+
+    write_safetensors(
+        tmp_path / "x.safetensors",
+        infos,
+        lambda name: iter([tensors[name].reshape(-1).view(torch.uint8).numpy().data]),
+    )
+
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor), name
+        assert loaded[name].dtype == tensor.dtype

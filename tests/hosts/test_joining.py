@@ -1,0 +1,221 @@
+"""Jobs that a host joins, that lose it, and that it joins and leaves again.
+
+The rules of joining are tested in ``tests/launch/test_joining.py``; here are commands as their
+users start them, without torch and with it.
+"""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks._hosts import Host, two_hosts
+from shardwise.recipes.metrics import read_metrics
+from tests.hosts.network import needs_hosts, start
+from tests.recipes.corpora import texts, write_jsonl
+from tests.recipes.small import losses, small_config, write_model
+
+pytestmark = needs_hosts
+
+Pair = tuple[Host, Host]
+WAIT = 120.0  # seconds that anything may take on a busy machine
+PORT = 29413
+
+RANK = """
+import signal, sys, time
+from pathlib import Path
+from shardwise.launch.errors import Stopped
+from shardwise.launch.rank import run_rank
+from shardwise.launch.world import find_world
+
+here, attempt = Path(sys.argv[1]), sys.argv[2]
+
+def body(world, signals):
+    stop = here / f"stop {attempt}"  # what ranks tell each other at every step
+    with signals.deferred():
+        signals.stepped()
+        (here / f"round {attempt}: rank {world.rank} of {world.size}").touch()
+        while not (signals.noted or stop.exists()):
+            time.sleep(0.02)
+    stop.touch()
+    (here / f"saved {attempt}: rank {world.rank}").touch()
+    raise Stopped(signals.noted or signal.SIGTERM, f"Stopped in round {attempt}.")
+
+run_rank(find_world(), body)
+"""
+
+JOB = """
+import sys
+from shardwise.launch import rendezvous, restarts
+from shardwise.launch.errors import UserError
+from shardwise.launch.hosts import Nodes, Terms
+
+rendezvous.BEAT, rendezvous.LAST_CALL = 0.2, 0.2
+script, folder, rank, lr = sys.argv[1:]
+nodes = Nodes.of("1:2", None if rank == "none" else int(rank), "10.77.0.1:29413", 60.0)
+
+def command(attempt):
+    return [sys.executable, script, folder, str(attempt)]
+
+try:
+    sys.exit(restarts.run_over_hosts(command, 1, nodes, 1, Terms({"--lr": lr})))
+except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+# The command itself, but for the time that it waits for more hosts.
+TRAIN = """
+from shardwise.cli.main import app
+from shardwise.launch import rendezvous
+
+rendezvous.LAST_CALL = 0.2
+app()
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Pair]:
+    with two_hosts() as pair:
+        yield pair
+
+
+def wait_for(condition: Callable[[], object], job: subprocess.Popen[str]) -> None:
+    """Until something is so, which host 0 must not end before."""
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline, "this never happened"
+        assert job.poll() is None, job.communicate()
+        time.sleep(0.02)
+
+
+def kill(command: subprocess.Popen[str]) -> None:
+    """End a launcher and its ranks, as when a host is lost."""
+    parent = psutil.Process(command.pid)
+    for process in [*parent.children(recursive=True), parent]:
+        process.kill()
+    command.communicate()
+
+
+def test_a_host_joins_is_lost_and_comes_back(hosts: Pair, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    (tmp_path / "job.py").write_text(JOB)
+
+    def come(place: int, rank: str, lr: str = "0.1") -> subprocess.Popen[str]:
+        env = {"PYTHONPATH": str(tmp_path)}
+        return start(hosts[place], "job", str(script), str(seen), rank, lr, env=env)
+
+    def has_begun(attempt: int, size: int) -> bool:
+        return all((seen / f"round {attempt}: rank {r} of {size}").exists() for r in range(size))
+
+    first = come(0, "0")
+    wait_for(lambda: has_begun(0, 1), first)
+    other = come(1, "none", lr="0.2")
+    _, told = other.communicate(timeout=WAIT)
+    assert (other.returncode, told) == (
+        2,
+        "error: --lr: found 0.2, expected 0.1, as host 0 has\n",
+    )
+    second = come(1, "none")
+    wait_for(lambda: has_begun(1, 2), first)
+    assert (seen / "saved 0: rank 0").exists()
+    kill(second)
+    wait_for(lambda: has_begun(2, 1), first)
+    again = come(1, "none")
+    wait_for(lambda: has_begun(3, 2), first)
+    assert (seen / "saved 2: rank 0").exists()
+    again.send_signal(signal.SIGTERM)
+    _, told = again.communicate(timeout=WAIT)
+    assert (again.returncode, told.splitlines()) == (
+        128 + signal.SIGTERM,
+        [
+            "hosts      the others save first, and go on with this host",
+            "hosts      2 hosts; rank 1 of 2 here",
+            "hosts      this host leaves; the job goes on without it",
+        ],
+    )
+    wait_for(lambda: has_begun(4, 1), first)
+    first.send_signal(signal.SIGTERM)
+    _, told = first.communicate(timeout=WAIT)
+    joins = [
+        "hosts      host 1 (10.77.0.2) joins; saving, to go on with 2 hosts",
+        "hosts      beginning again with 2 hosts",
+        "hosts      2 hosts; rank 0 of 2 here",
+    ]
+    lost = "host 1 (10.77.0.2) was lost: the connection was closed; beginning again with 1 host"
+    alone = "hosts      1 host; rank 0 of 1 here"
+    left = "hosts      host 1 (10.77.0.2) left; beginning again with 1 host"
+    assert told.splitlines() == [
+        *(alone, *joins, f"restart    {lost}"),
+        *(alone, *joins, left),
+        *(alone, "Stopped in round 4."),
+    ]
+    assert first.returncode == 128 + signal.SIGTERM
+
+
+def test_diloco_goes_on_with_a_host_that_joins_and_without_it(hosts: Pair, tmp_path: Path) -> None:
+    write_model(tmp_path, attention_dropout=0.0)
+    write_jsonl(tmp_path / "corpus.jsonl", texts(300))
+    (tmp_path / "training.py").write_text(TRAIN)
+    options = (
+        "train lm --model config.json --data corpus.jsonl --seq-length 16 --steps 1000000 "
+        "--batch-size 2 --lr 0.01 --warmup 2 --checkpoint-every 50 --eval-every 0 --device cpu "
+        "--sample-tokens 0 --nproc 1 --strategy diloco --local-steps 7 --out job "
+        f"--max-restarts 1 --nnodes 1:2 --rdzv 10.77.0.1:{PORT}"
+    ).split()
+    env = {"PYTHONPATH": str(tmp_path)}
+    config = small_config(tmp_path, "job")
+    metrics = config.files.metrics
+
+    def sessions(count: int, steps: int) -> Callable[[], bool]:
+        """Whether this is the n-th session, and has made so many steps."""
+
+        def reached() -> bool:
+            if not metrics.exists():
+                return False
+            known = config.files.read()["sessions"]
+            done = metrics.read_bytes().count(b"\n")
+            return len(known) == count and done >= known[-1]["from_step"] + steps
+
+        return reached
+
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        numbered = [*options, "--node-rank", "0"]
+        first = start(hosts[0], "training", *numbered, folder=tmp_path, env=env, out=out, err=err)
+    wait_for(sessions(1, 30), first)
+    second = start(hosts[1], "training", *options, folder=tmp_path, env=env)
+    wait_for(sessions(2, 60), first)
+    alone = read_metrics(metrics)[:30]
+    kill(second)
+    wait_for(sessions(3, 30), first)
+    first.send_signal(signal.SIGINT)
+    first.wait(timeout=WAIT)
+    told = (tmp_path / "err").read_text()
+    assert first.returncode == 128 + signal.SIGINT, told
+    assert "host 1 (10.77.0.2) joins; saving, to go on with 2 hosts" in told
+    assert "host 1 (10.77.0.2) was lost" in told
+    found = config.files.read()["sessions"]
+    assert [(s["world_size"], s["hosts"]) for s in found] == [(1, 1), (2, 2), (1, 1)]
+    joined, left = found[1]["from_step"], found[2]["from_step"]
+    history = losses(config)
+    assert [step for step, _, _ in history] == list(range(1, len(history) + 1))
+    # What was learnt before is neither lost nor learnt again; what was not saved is learnt again.
+    assert f"checkpoint step={joined} " in (tmp_path / "out").read_text()
+    assert read_metrics(metrics)[:30] == alone
+    assert joined < left
+    assert left % 50 == 0
+    by_step = {step: loss for step, loss, _ in history}
+    for at in (joined, left):
+        before = statistics.mean(by_step[step] for step in range(at - 19, at + 1))
+        after = statistics.mean(by_step[step] for step in range(at + 1, at + 21))
+        assert abs(after - before) < 0.3 * by_step[1], (at, before, after)
