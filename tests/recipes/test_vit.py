@@ -48,7 +48,7 @@ from shardwise.recipes.training import place_for
 from shardwise.recipes.vit_config import VitConfig
 from shardwise.recipes.vit_model import born, build, placement, shares, units_of
 from shardwise.recipes.vit_presets import VIT_PRESETS
-from tests.checkpoint.test_memory import MIB, extra_memory
+from tests.checkpoint.ranks.test_memory import MIB, extra_memory
 from tests.recipes.running import train
 from tests.recipes.small import losses, train_config
 from tests.recipes.snapshots import write_snapshots
