@@ -1,12 +1,19 @@
 """What the server has imported from which ranks are forked: see :mod:`tests.harness`."""
 
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 from shardwise.launch.importing import importing
 
 with importing():
-    import pytest  # noqa: F401
+    import pytest
+    import torch._dynamo  # the first optimizer of a process imports it, for half a second
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+    import transformers.models.llama.modeling_llama
 
     import shardwise.sharding.api
     import shardwise.sharding.grad
-    import shardwise.sharding.init  # noqa: F401
+    import shardwise.sharding.init

@@ -98,7 +98,7 @@ def _table(outlook: Outlook) -> Table:
     for alike in _alike(outlook.groups):
         name = _pattern(alike[0].fqn) if len(alike) > 1 else alike[0].fqn
         last = alike[0] is outlook.groups[-1] and len(outlook.groups) > 1
-        _add(table, "all that is left" if last else name or "the model", len(alike), alike[0])
+        _add(table, "what is left" if last else name or "the model", len(alike), alike[0])
     if len(outlook.groups) > 1:
         _add(table, "together", len(outlook.groups), outlook.whole)
     return table
