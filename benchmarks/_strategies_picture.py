@@ -44,7 +44,9 @@ def _panel(panel: Axes, case: dict[str, Any]) -> None:
     panel.bar_label(bars, [f"{middle:.2f}" for middle in middles], padding=4, color=INK)
     if "floor" in case["contenders"]:
         panel.axvline(median(seconds_by_round(case, "floor")), color=INK, ls="--", lw=1)
-    panel.set_title(f"{case['gbit']:g} Gbit/s", loc="left", fontsize=11)
+    panel.set_title(
+        f"{case['gbit']:g} Gbit/s, {case['tokens']:,} tokens a rank", loc="left", fontsize=11
+    )
     panel.margins(x=0.2)
     panel.set_xlim(left=0)
     if not panel.yaxis_inverted():  # the panels share it
