@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -355,3 +358,34 @@ def test_ctrl_c_while_hosts_join_stops_the_job(job: Callable[..., Job]) -> None:
 def test_numbers_of_hosts_that_are_none_are_refused(nnodes: str) -> None:
     with pytest.raises(UserError, match=f"--nnodes: found {nnodes}, expected 1 or more, or MIN:MA"):
         Nodes.of(nnodes, 0, "a:1", 1.0)
+
+
+READY = {"kind": "ready", "rank": 1, "nnodes": "1:2", "nproc": 1, "port": 1, "versions": {}}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"[" * 200_000,
+        b'{"kind": "ready", "rank": 1e999}',
+        json.dumps({**READY, "options": {}, "nproc": "x"}).encode(),
+        json.dumps({**READY, "options": {}, "versions": None}).encode(),
+        b'{"kind": "training"}',
+        b'{"kind": "ended"}',
+        json.dumps({"kind": "ended", "stopped": False, **FAILED, "signalled": True}).encode(),
+    ],
+    ids=["nested", "infinite", "nproc", "versions", "training", "ended", "ended in full"],
+)
+def test_whoever_is_no_host_is_dropped_and_disturbs_nobody(
+    job: Callable[..., Job], sent: bytes
+) -> None:
+    it = job("1:2")
+    [first] = it.begin(1)
+    with socket.create_connection((it.first.address, it.first.port), timeout=WAIT) as stranger:
+        stranger.sendall(sent + b"\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b"", "it was not dropped"
+    assert it.meeting._thread.is_alive()
+    assert_worlds(first, (0, 1))
+    it.end()
+    assert first.verdicts == [OVER]

@@ -41,6 +41,7 @@ SILENCE = 10.0  # seconds without a sign of life after which a host counts as lo
 BEAT = 1.0  # seconds between signs of life
 LAST_CALL = 5.0  # seconds after a host has come for more to come, before hosts begin with it
 _POLL = 0.1
+_ENDED = ("failed", "echo", "may_restart", "stopped", "signalled")  # what "ended" tells
 _FAREWELL = 5.0  # seconds that hosts have to read how it ended
 
 
@@ -107,21 +108,27 @@ class Meeting:
             for message in host.line.receive():
                 host.heard = time.monotonic()
                 self._take(host, message)
-        except (ClosedError, AttributeError, KeyError, TypeError, ValueError) as error:
+        except ClosedError as error:
             self._drop(host, str(error))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            self._drop(host, "what came is no message of ours")
 
     def _take(self, host: Host, message: Mapping[str, Any]) -> None:
         match message["kind"]:
             case "here":
                 host.line.send({"kind": "here"})
             case "ready" if host in self._strangers:
-                self._admit(host, message)
-            case "ready":
-                host.ready, host.ended = message, None
-            case "training" if self._current is not None:
+                self._admit(host, _checked(message))
+            case "ready" if host in self._hosts:
+                host.ready, host.ended = _checked(message), None
+            case "training" | "ended" if host in self._hosts and self._current is None:
+                pass  # the round ended meanwhile
+            case "training" if host in self._hosts and self._current is not None:
                 self._current.step(host)
-            case "ended" if self._current is not None:
-                self._current.end(host, message)
+            case "ended" if host in self._hosts and self._current is not None:
+                self._current.end(host, {name: bool(message[name]) for name in _ENDED})
+            case kind:
+                raise ValueError(f"{kind} is not for this host to say")
 
     def _admit(self, host: Host, message: Mapping[str, Any]) -> None:
         here = [*self._hosts, *self._newcomers]
@@ -290,6 +297,12 @@ def _send_away(host: Host, why: str) -> None:
     with contextlib.suppress(ClosedError):
         host.line.send({"kind": "refused", "text": why})
     host.line.close()
+
+
+def _checked(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a host says of itself, read once where only its own connection can suffer."""
+    numbers = {name: int(message[name]) for name in ("rank", "nproc", "port")}
+    return {**message, **numbers, "versions": dict(message["versions"])}
 
 
 def _listen(nodes: Nodes) -> socket.socket:
