@@ -92,7 +92,8 @@ class Job:
         first = Nodes.of(nnodes, 0, where, timeout)
         assert first is not None
         self.first = first
-        self.meeting = Meeting(first, restarts, Terms(OPTIONS, self._why_not))
+        self.said: list[str] = []  # at host 0, by the meeting
+        self.meeting = Meeting(first, restarts, Terms(OPTIONS, self._why_not), self.said.append)
         self.meeting.start()
         self.places: list[Place] = []
 
@@ -389,3 +390,17 @@ def test_whoever_is_no_host_is_dropped_and_disturbs_nobody(
     assert_worlds(first, (0, 1))
     it.end()
     assert first.verdicts == [OVER]
+
+
+def test_host_0_says_once_whom_it_refused_and_why(job: Callable[..., Job]) -> None:
+    it = job("2", timeout=1.5)
+    first = it.come(0)
+    wait_for(lambda: it.meeting._hosts)
+    for _ in range(2):
+        it.come(1, nproc=2).thread.join(WAIT)
+    why = "--nproc: found 2, expected 1, as host 0 (127.0.0.1) has"
+    assert it.said == [f"refused 127.0.0.1: {why}"]
+    first.thread.join(WAIT)
+    assert first.error == (
+        "--rdzv: found hosts [0] within 2 s, expected [1] too; " + f"127.0.0.1 was refused: {why}"
+    )

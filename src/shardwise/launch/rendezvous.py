@@ -22,11 +22,12 @@ stops the job on host 0 only; another host leaves.
 from __future__ import annotations
 
 import contextlib
+import re
 import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardwise.launch.addresses import listening
@@ -52,13 +53,23 @@ class Meeting:
         nodes: the job.
         restarts: how often to begin again with the hosts that remain.
         terms: what hosts have to agree with that come later.
+        say: shows a line of news.
 
     Raises:
         UserError: the address is none of this host's, or the port is taken.
     """
 
-    def __init__(self, nodes: Nodes, restarts: int, terms: Terms | None = None) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        restarts: int,
+        terms: Terms | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._nodes = nodes
+        self._say = say
+        # By address and reason: the rank that was asked for, and the reason as it was told.
+        self._refused: dict[tuple[str, str], tuple[int, str]] = {}
         self._restarts = restarts
         self._rules = Admission(nodes, terms or Terms())
         self._listener = _listen(nodes)
@@ -111,6 +122,8 @@ class Meeting:
         except ClosedError as error:
             self._drop(host, str(error))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            if host in self._strangers:
+                self._note(host, "what came is no message of ours")
             self._drop(host, "what came is no message of ours")
 
     def _take(self, host: Host, message: Mapping[str, Any]) -> None:
@@ -140,6 +153,7 @@ class Meeting:
         if trouble is None and self._over.is_set():
             trouble = self._ended()
         if trouble is not None:
+            self._note(host, trouble)
             _send_away(host, trouble)
             return
         host.hello = host.ready = message
@@ -153,6 +167,14 @@ class Meeting:
         host.on_trial = True
         self._newcomers.append(host)
         host.line.send({"kind": "news", "text": "the others save first, and go on with this host"})
+
+    def _note(self, host: Host, why: str) -> None:
+        """Say here that a host is refused, once for the same reason."""
+        why = "".join(letter if letter.isprintable() else "?" for letter in why[:500])
+        key = (host.line.peer, re.sub(r"\d+ s\b", "", why))  # seconds that pass are no news
+        if key not in self._refused:
+            self._say(f"refused {host.line.peer}: {why}")
+        self._refused[key] = (host.rank, why)
 
     def _ended(self) -> str:
         return f"--rdzv: the job at {self._nodes.where} ended before this host could join it"
@@ -192,8 +214,14 @@ class Meeting:
         text = f"found hosts {here} within {nodes.timeout:.0f} s, expected {expected}"
         if why:
             text += f"; {why}"
+        for (peer, _), (_, reason) in self._refused.items():
+            text += f"; {peer} was refused: {reason}"
+        refused = {rank for rank, _ in self._refused.values()}
+        unknown = [rank for rank in missing if rank not in refused]
+        if unknown:
+            text += f"; is the command running {f'on {unknown}' if self._refused else 'there'}?"
         self._over.set()
-        self._tell_all("refused", text=f"--rdzv: {text}; is the command running there?")
+        self._tell_all("refused", text=f"--rdzv: {text}")
         self._dismiss(0, self._ended())
 
     def _invite(self, current: Round, now: float) -> None:
