@@ -312,6 +312,8 @@ class Meeting:
             self._hosts.remove(host)
             if self._current is not None:
                 self._current.lose(host)
+                if host.on_trial and (host.ended is None or host.failed):
+                    self._rules.remember(host)  # or whoever restarts it stops all, time and again
         host.line.close()
 
     def _tell_all(self, kind: str, **more: Any) -> None:
