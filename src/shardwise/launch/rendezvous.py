@@ -157,6 +157,8 @@ class Meeting:
             _send_away(host, trouble)
             return
         host.hello = host.ready = message
+        who = (host.line.peer, host.rank)  # it was mended, if it was refused before
+        self._refused = {k: v for k, v in self._refused.items() if (k[0], v[0]) != who}
         self._last_came = time.monotonic()
         later = self._nodes.least is not None
         if not begun:
@@ -242,6 +244,7 @@ class Meeting:
         """Send newcomers away but for the first so many."""
         for host in self._newcomers[keep:]:
             self._newcomers.remove(host)
+            self._note(host, why)
             _send_away(host, why)
 
     def _start(self, fitting: int, why: str) -> None:
@@ -249,6 +252,7 @@ class Meeting:
         self._hosts += self._newcomers
         self._newcomers.clear()
         for host in self._hosts[fitting:]:
+            self._note(host, why)
             _send_away(host, why)
         self._hosts = sorted(self._hosts[:fitting], key=lambda host: host.rank)
         shares = [int(host.ready["nproc"]) for host in self._hosts if host.ready is not None]
