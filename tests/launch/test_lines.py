@@ -39,6 +39,10 @@ def test_every_host_has_a_line_of_its_own(
         assert shlex.split(line) == [*words, "--node-rank", str(rank), "--rdzv", "a:29500"]
     code, again, _ = output(monkeypatch, capsys, "--hosts", "a, b", *options[2:])
     assert (code, again) == (0, out)
+    for spelt in ("2001:db8::1,b", "[2001:db8::1],b"):
+        code, again, _ = output(monkeypatch, capsys, "--hosts", spelt, "--", "train", "lm")
+        assert code == 0
+        assert shlex.split(again.splitlines()[1])[-1] == "[2001:db8::1]:29400"
     code, out, _ = output(monkeypatch, capsys, "--nnodes", "1:3", *options)
     heads, lines = out.splitlines()[::2], out.splitlines()[1::2]
     assert heads == ["# on a", "# on b", "# on every host that comes later"]
@@ -102,6 +106,8 @@ def test_a_line_in_bash_is_the_command_that_was_asked_for(
         ("--hosts a,b", "found no command, expected one behind --"),
         ("-- train lm", "--hosts: found none, expected --hosts A,B or --slurm NODES"),
         ("--hosts a,a -- train lm", "--hosts: found a,a, expected names, each once"),
+        ("--hosts a:29400,b -- train lm", "--hosts: found a:29400, expected names without ports"),
+        ("--hosts a -- train --lr 1", "found train, expected what to train too: -- train lm"),
         ("--hosts a --nproc 0 -- train lm", "--nproc: found 0"),
         ("--hosts a -- train lm --nproc 2", "found --nproc behind --, which it adds itself"),
         ("--hosts a --slurm 2 -- train lm", "expected 1 or more, and neither --hosts nor --torchr"),

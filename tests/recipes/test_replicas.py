@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.diloco import Streaming, WireFormat
-from shardwise.frontends.strategies import Strategy
+from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy
 from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.diloco_config import DilocoConfig
 from shardwise.recipes.lm_config import LmConfig
+from shardwise.recipes.replicas import ReplicaCheckpoints
+from shardwise.recipes.span import Position
 from tests.recipes.corpora import texts, write_jsonl
 from tests.recipes.small import losses, small_config, validation, write_model
 from tests.recipes.test_lm import train, train_until
@@ -98,3 +103,24 @@ def test_all_replicas_stop_together_and_soon(ranks: Ranks, tmp_path: Path) -> No
     assert "Stopped by SIGTERM after step 4 of 7, which is saved" in told[0]
     checkpoints = stopped.files.checkpoints
     assert sorted(path.name for path in checkpoints.iterdir()) == ["replicas", "step-00000004"]
+
+
+def _saved_again(rank: int, world_size: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=(REPLICATE, SHARD))
+    checkpoints = ReplicaCheckpoints(folder, 2, mesh, None)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for attempt in (1, 2):
+        nn.init.constant_(model.weight, attempt)
+        checkpoints.save(Position(40, 400 * attempt), model, optimizer)
+        dist.barrier()
+        if attempt == 1 and rank == 0:  # the job ended before the first replica, the last, was done
+            shutil.rmtree(folder / "step-00000040")
+        dist.barrier()
+    nn.init.zeros_(model.weight)
+    assert checkpoints.load(40, model, optimizer) == Position(40, 800)
+    assert model.weight.unique().tolist() == [2.0]
+
+
+def test_a_checkpoint_is_of_one_attempt(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(_saved_again, 2, tmp_path)

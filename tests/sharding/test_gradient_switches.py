@@ -79,15 +79,18 @@ class Choosy(nn.Module):
         return self.second(x) if both else x
 
 
-def _without_all_reduce(rank: int, world_size: int, last_uses_both: bool) -> None:
+def _without_all_reduce(rank: int, world_size: int, last_uses_both: bool, buffers: int) -> None:
     net, whole = seeded(Choosy), seeded(Choosy)
     fully_shard(net, mesh=hybrid_mesh(world_size))
     net.set_requires_all_reduce(False)
+    net.set_reduce_scatter_max_input_buffers(buffers)
+    net.set_is_last_backward(buffers == 1)
     for step in range(2):
         loss_of(net, batches(world_size, step)[rank]).backward()
         average_backward(whole, batches(world_size, step))
         assert all(param.grad is None for param in net.parameters()), "held until the all-reduce"
     net.set_requires_all_reduce(True)
+    net.set_is_last_backward(True)
     x = batches(world_size, 2)
     net(x[rank], last_uses_both).square().mean().backward()
     for batch in x:
@@ -96,11 +99,11 @@ def _without_all_reduce(rank: int, world_size: int, last_uses_both: bool) -> Non
 
 
 @pytest.mark.parametrize("last_uses_both", [True, False], ids=["all used", "one unused at last"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "buffers"), [(2, 1), (2, 4), (4, 1)])
 def test_reduce_scatter_now_and_all_reduce_later(
-    ranks: Ranks, world_size: int, last_uses_both: bool
+    ranks: Ranks, world_size: int, last_uses_both: bool, buffers: int
 ) -> None:
-    ranks(_without_all_reduce, world_size, last_uses_both)
+    ranks(_without_all_reduce, world_size, last_uses_both, buffers)
 
 
 def _sync_includes_all_reduce(rank: int, world_size: int) -> None:

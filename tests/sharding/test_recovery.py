@@ -17,6 +17,7 @@ from tests.sharding.nets import (
     average_backward,
     batches,
     group_of,
+    hybrid_mesh,
     loss_of,
     seeded,
     sharded_net,
@@ -95,6 +96,29 @@ class Careful(nn.Module):
         except ArithmeticError:
             x = self.second(x)
         return self.last(x)
+
+
+def _hook_fails(rank: int, world_size: int) -> None:
+    mesh = hybrid_mesh(world_size)
+    net, whole = sharded_net(mesh=mesh, transport="c10d"), seeded(Net)
+    fails = [True]
+
+    def hook(flat: torch.Tensor) -> None:
+        if fails[0]:
+            raise ArithmeticError("in the hook")
+
+    net.blocks[2].set_all_reduce_hook(hook)
+    with pytest.raises(ArithmeticError, match="in the hook"):
+        loss_of(net, batches(world_size)[rank]).backward()
+    fails[0] = False
+    net.zero_grad()
+    loss_of(net, batches(world_size, 1)[rank]).backward()
+    average_backward(whole, batches(world_size, 1))
+    assert_same_gradients(net, whole)
+
+
+def test_gradients_of_a_backward_that_failed_at_its_end_are_lost(ranks: Ranks) -> None:
+    ranks(_hook_fails, 2)
 
 
 def _falls_back(rank: int, world_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
@@ -41,7 +42,9 @@ def launch_lines(
     torchrun: Annotated[bool, Option("--torchrun", help="Print lines for torchrun.")] = False,
 ) -> None:
     """Print the line that starts a job, for each host, or a script for Slurm."""
-    names = tuple(name.strip() for name in hosts.split(",")) if hosts else ("",) * 0
+    names: tuple[str, ...] = ()
+    if hosts:  # an IPv6 address may stand in its brackets, as with --rdzv
+        names = tuple(re.sub(r"^\[(.*:.*)\]$", r"\1", name.strip()) for name in hosts.split(","))
     layout = Layout(names or ("host-a",), nproc, rdzv_port, tuple(arguments or ()), nnodes)
     layout.check()
     if nnodes is not None and (slurm is not None or torchrun):

@@ -47,6 +47,15 @@ def canonical(host: str) -> str:
         return host
 
 
+def is_ipv6(host: str) -> bool:
+    """Whether it is an address, and not a name."""
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def own_address(towards: str) -> str:
     """The address from which this host sends to another; nothing is sent.
 

@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from shardwise.launch.addresses import join
+from shardwise.launch.addresses import is_ipv6, join
 from shardwise.launch.errors import UserError
 from shardwise.launch.hosts import numbers_of_hosts
 
@@ -43,8 +43,14 @@ class Layout:
         if self.arguments[0] not in _OVER_HOSTS:
             expected = "options of its own, then --, then train or doctor: -- train lm"
             raise UserError(f"launch-lines: found {self.arguments[0]}, expected {expected}")
+        if self.arguments[0] == "train" and (*self.arguments, "-")[1].startswith("-"):
+            raise UserError("launch-lines: found train, expected what to train too: -- train lm")
         if len(set(self.hosts)) < len(self.hosts) or not all(map(_NAME.fullmatch, self.hosts)):
             raise UserError(f"--hosts: found {','.join(self.hosts)}, expected names, each once")
+        for host in self.hosts:
+            if ":" in host and not is_ipv6(host):
+                expected = "names without ports; --rdzv-port has where the hosts meet"
+                raise UserError(f"--hosts: found {host}, expected {expected}")
         if self.nproc < 1:
             raise UserError(f"--nproc: found {self.nproc}, expected 1 or more")
         if not 0 < self.port < 65536:

@@ -115,18 +115,24 @@ class Checkpoints:
         Raises:
             SaveError: a rank could not write, this one or the one before; every rank raises it.
         """
+        self.settle()
+        if position.step not in self.steps():
+            self.write(position, model, optimizer)
+        return self.path(position.step)
+
+    def write(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """As :meth:`save`, in place of whatever is there.
+
+        Raises:
+            SaveError: a rank could not write; every rank raises it.
+        """
         from shardwise.checkpoint import save
 
-        self.settle()
-        target = self.path(position.step)
-        if position.step in self.steps():
-            return target
         try:
             target, extra = self._prepared(position)
             save(target, model, optimizer, extra, keep_last=self._keep_last, group=self._group)
         except (CheckpointError, OSError) as error:
             raise SaveError(self._lost(position.step, error)) from error
-        return target
 
     def begin(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """As :meth:`save`, but return once the state is copied. Every rank calls it.

@@ -124,23 +124,24 @@ class ReplicaCheckpoints(Checkpoints):
         self._root, self._keep = folder, keep_last
         super().__init__(folder, keep_last)
 
-    def save(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    def write(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Save every replica, the first one last. Every rank calls it.
+
+        What other replicas saved of this step and the first did not, in an attempt that ended, is
+        replaced.
 
         Raises:
             SaveError: a rank could not write; every rank raises it.
         """
-        self.settle()
         self._come_together(optimizer)
 
         def part() -> None:
-            self._of(self._number).save(position, model, optimizer)
+            self._of(self._number).write(position, model, optimizer)
 
         try:
             self._in_turn(position, part)()
         except CheckpointError as error:
             raise SaveError(str(error)) from error
-        return self.path(position.step)
 
     def copied(
         self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer

@@ -88,7 +88,7 @@ class Reduction:
         self._params = list(params)
         self._mesh = mesh
         self._all_reduce = options.requires_all_reduce and mesh.replicate is not None
-        self._stop_at_partial = mesh.replicate is not None and not options.requires_all_reduce
+        self.stops_at_partial = mesh.replicate is not None and not options.requires_all_reduce
         self._partial = partial
         factor, force_sum = options.gradient_divide_factor, options.force_sum_reduction
         dtypes = [precision.reduce_dtype(param.dtype) for param in params]
@@ -127,7 +127,7 @@ class Reduction:
                 work.wait()
             self._works.clear()
             self._alive.clear()
-            if self._stop_at_partial:
+            if self.stops_at_partial:
                 for param, shard in zip(self._params, self._shards, strict=True):
                     self._partial.add(param, shard)
                 return True
@@ -195,7 +195,7 @@ class Reduction:
         self, dtypes: list[torch.dtype], device: torch.device
     ) -> list[torch.Tensor | None]:
         """Where reduced gradients arrive: side by side for a hook, else wherever they like."""
-        if self._hook is None or self._stop_at_partial:
+        if self._hook is None or self.stops_at_partial:
             return [None] * len(dtypes)
         sizes: dict[torch.dtype, list[int]] = {}
         for param, dtype in zip(self._params, dtypes, strict=True):

@@ -109,7 +109,7 @@ class Root(Generic[State]):
         Unlike :meth:`queue_end_of_backward` this leaves the other groups as they are: theirs is
         still to come.
         """
-        _torch.queue_after_backward(self._deliver)
+        _torch.queue_after_backward(self._deliver_or_reset)
 
     def post_backward(self, group: ParamGroup) -> None:
         """Start to reduce ``group``'s gradients, and move on those started before.
@@ -127,7 +127,18 @@ class Root(Generic[State]):
             self._pending.append(reduction)
 
     def end_backward(self) -> None:
-        """Reduce what no hook has reduced, and complete everything."""
+        """Reduce what no hook has reduced, and complete everything.
+
+        What raises here (a hook, a lost peer, Ctrl-C) loses the step's gradients, as anywhere in
+        backward: none of them may reach the next step.
+        """
+        try:
+            self._end_backward()
+        except BaseException:
+            self.reset()
+            raise
+
+    def _end_backward(self) -> None:
         self._end_is_queued = False
         self.forward_root = None
         for state in self.states:
@@ -140,6 +151,11 @@ class Root(Generic[State]):
             state.phase = Phase.IDLE
         if self.is_last_backward:
             self._complete()
+        else:
+            # What waits for a later all-reduce has to be where that looks for it.
+            self._pending = [
+                each for each in self._pending if not (each.stops_at_partial and each.advance())
+            ]
         settle(self._groups())
 
     def reset(self) -> None:
@@ -175,6 +191,13 @@ class Root(Generic[State]):
         if len(self._left_alone) > sum(1 for _ in self._groups()):
             self._left_alone.pop(0).finish()
         return True
+
+    def _deliver_or_reset(self) -> None:
+        try:
+            self._deliver()
+        except BaseException:
+            self.reset()
+            raise
 
     def _deliver(self) -> None:
         if not self.is_last_backward:
