@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 
@@ -44,29 +43,3 @@ def test_another_program_at_the_port_is_told_from_a_host_that_was_lost(
         thread.join()
     assert raised.value.exit_code == 2
     assert why in str(raised.value)
-
-
-def test_a_verdict_that_comes_together_with_the_start_is_not_lost() -> None:
-    start = {"kind": "start", "first": 1, "world_size": 2, "port": 1, "round": 0}
-    verdict = {"kind": "verdict", "text": "lost", "label": "restart", "again": True, "over": False}
-
-    def serve() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(1)
-            connection.sendall(b"".join(json.dumps(m).encode() + b"\n" for m in (start, verdict)))
-            while connection.recv(1024):
-                pass
-
-    with listening("127.0.0.1") as listener:
-        nodes = Nodes(2, 1, "127.0.0.1", listener.getsockname()[1], timeout=10)
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        attendance = Attendance(nodes, 1)
-        share = attendance.begin(0, lambda: False)
-        over = attendance.is_over()
-        attendance.close()
-        thread.join(10)
-    assert share is not None
-    assert share.first == 1
-    assert over, "the verdict was dropped"

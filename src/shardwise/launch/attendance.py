@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -67,7 +66,6 @@ class Attendance:
         self._regroups = False
         self._training = False
         self._line = _connect(nodes)
-        self._unread: deque[dict[str, Any]] = deque()  # came with what ended a wait
         self._verdict: Verdict | None = None
         self._beaten = 0.0
         self._heard = time.monotonic()
@@ -97,7 +95,7 @@ class Attendance:
             versions={name: metadata.version(name) for name in ("shardwise", "torch")},
         )
         while not stopped():
-            for message in self._messages(0.1):
+            for message in self._exchange(0.1):
                 match message["kind"]:
                     case "refused":
                         raise UserError(str(message["text"]))
@@ -116,7 +114,7 @@ class Attendance:
 
     def is_over(self) -> bool:
         """Whether the round has ended elsewhere. Ask often: it is this host's sign of life."""
-        for message in self._messages(0.0):
+        for message in self._exchange(0.0):
             match message["kind"]:
                 case "verdict":
                     text, label = str(message["text"]), str(message["label"])
@@ -170,13 +168,6 @@ class Attendance:
     def close(self) -> None:
         """Leave."""
         self._line.close()
-
-    def _messages(self, seconds: float) -> Iterator[dict[str, Any]]:
-        """What came; messages that a caller does not take are kept for the next."""
-        if not self._unread:
-            self._unread.extend(self._exchange(seconds))
-        while self._unread:
-            yield self._unread.popleft()
 
     def _exchange(self, seconds: float) -> list[dict[str, Any]]:
         now = time.monotonic()

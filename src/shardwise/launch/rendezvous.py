@@ -22,12 +22,11 @@ stops the job on host 0 only; another host leaves.
 from __future__ import annotations
 
 import contextlib
-import re
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from shardwise.launch.addresses import listening
@@ -42,7 +41,6 @@ SILENCE = 10.0  # seconds without a sign of life after which a host counts as lo
 BEAT = 1.0  # seconds between signs of life
 LAST_CALL = 5.0  # seconds after a host has come for more to come, before hosts begin with it
 _POLL = 0.1
-_ENDED = ("failed", "echo", "may_restart", "stopped", "signalled")  # what "ended" tells
 _FAREWELL = 5.0  # seconds that hosts have to read how it ended
 
 
@@ -53,23 +51,13 @@ class Meeting:
         nodes: the job.
         restarts: how often to begin again with the hosts that remain.
         terms: what hosts have to agree with that come later.
-        say: shows a line of news.
 
     Raises:
         UserError: the address is none of this host's, or the port is taken.
     """
 
-    def __init__(
-        self,
-        nodes: Nodes,
-        restarts: int,
-        terms: Terms | None = None,
-        say: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    def __init__(self, nodes: Nodes, restarts: int, terms: Terms | None = None) -> None:
         self._nodes = nodes
-        self._say = say
-        # By address and reason: the rank that was asked for, and the reason as it was told.
-        self._refused: dict[tuple[str, str], tuple[int, str]] = {}
         self._restarts = restarts
         self._rules = Admission(nodes, terms or Terms())
         self._listener = _listen(nodes)
@@ -119,29 +107,21 @@ class Meeting:
             for message in host.line.receive():
                 host.heard = time.monotonic()
                 self._take(host, message)
-        except ClosedError as error:
+        except (ClosedError, AttributeError, KeyError, TypeError, ValueError) as error:
             self._drop(host, str(error))
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            if host in self._strangers:
-                self._note(host, "what came is no message of ours")
-            self._drop(host, "what came is no message of ours")
 
     def _take(self, host: Host, message: Mapping[str, Any]) -> None:
         match message["kind"]:
             case "here":
                 host.line.send({"kind": "here"})
             case "ready" if host in self._strangers:
-                self._admit(host, _checked(message))
-            case "ready" if host in self._hosts:
-                host.ready, host.ended = _checked(message), None
-            case "training" | "ended" if host in self._hosts and self._current is None:
-                pass  # the round ended meanwhile
-            case "training" if host in self._hosts and self._current is not None:
+                self._admit(host, message)
+            case "ready":
+                host.ready, host.ended = message, None
+            case "training" if self._current is not None:
                 self._current.step(host)
-            case "ended" if host in self._hosts and self._current is not None:
-                self._current.end(host, {name: bool(message[name]) for name in _ENDED})
-            case kind:
-                raise ValueError(f"{kind} is not for this host to say")
+            case "ended" if self._current is not None:
+                self._current.end(host, message)
 
     def _admit(self, host: Host, message: Mapping[str, Any]) -> None:
         here = [*self._hosts, *self._newcomers]
@@ -153,12 +133,9 @@ class Meeting:
         if trouble is None and self._over.is_set():
             trouble = self._ended()
         if trouble is not None:
-            self._note(host, trouble)
             _send_away(host, trouble)
             return
         host.hello = host.ready = message
-        who = (host.line.peer, host.rank)  # it was mended, if it was refused before
-        self._refused = {k: v for k, v in self._refused.items() if (k[0], v[0]) != who}
         self._last_came = time.monotonic()
         later = self._nodes.least is not None
         if not begun:
@@ -169,14 +146,6 @@ class Meeting:
         host.on_trial = True
         self._newcomers.append(host)
         host.line.send({"kind": "news", "text": "the others save first, and go on with this host"})
-
-    def _note(self, host: Host, why: str) -> None:
-        """Say here that a host is refused, once for the same reason."""
-        why = "".join(letter if letter.isprintable() else "?" for letter in why[:500])
-        key = (host.line.peer, re.sub(r"\d+ s\b", "", why))  # seconds that pass are no news
-        if key not in self._refused:
-            self._say(f"refused {host.line.peer}: {why}")
-        self._refused[key] = (host.rank, why)
 
     def _ended(self) -> str:
         return f"--rdzv: the job at {self._nodes.where} ended before this host could join it"
@@ -216,14 +185,8 @@ class Meeting:
         text = f"found hosts {here} within {nodes.timeout:.0f} s, expected {expected}"
         if why:
             text += f"; {why}"
-        for (peer, _), (_, reason) in self._refused.items():
-            text += f"; {peer} was refused: {reason}"
-        refused = {rank for rank, _ in self._refused.values()}
-        unknown = [rank for rank in missing if rank not in refused]
-        if unknown:
-            text += f"; is the command running {f'on {unknown}' if self._refused else 'there'}?"
         self._over.set()
-        self._tell_all("refused", text=f"--rdzv: {text}")
+        self._tell_all("refused", text=f"--rdzv: {text}; is the command running there?")
         self._dismiss(0, self._ended())
 
     def _invite(self, current: Round, now: float) -> None:
@@ -244,7 +207,6 @@ class Meeting:
         """Send newcomers away but for the first so many."""
         for host in self._newcomers[keep:]:
             self._newcomers.remove(host)
-            self._note(host, why)
             _send_away(host, why)
 
     def _start(self, fitting: int, why: str) -> None:
@@ -252,7 +214,6 @@ class Meeting:
         self._hosts += self._newcomers
         self._newcomers.clear()
         for host in self._hosts[fitting:]:
-            self._note(host, why)
             _send_away(host, why)
         self._hosts = sorted(self._hosts[:fitting], key=lambda host: host.rank)
         shares = [int(host.ready["nproc"]) for host in self._hosts if host.ready is not None]
@@ -316,8 +277,6 @@ class Meeting:
             self._hosts.remove(host)
             if self._current is not None:
                 self._current.lose(host)
-                if host.on_trial and (host.ended is None or host.failed):
-                    self._rules.remember(host)  # or whoever restarts it stops all, time and again
         host.line.close()
 
     def _tell_all(self, kind: str, **more: Any) -> None:
@@ -331,12 +290,6 @@ def _send_away(host: Host, why: str) -> None:
     with contextlib.suppress(ClosedError):
         host.line.send({"kind": "refused", "text": why})
     host.line.close()
-
-
-def _checked(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a host says of itself, read once where only its own connection can suffer."""
-    numbers = {name: int(message[name]) for name in ("rank", "nproc", "port")}
-    return {**message, **numbers, "versions": dict(message["versions"])}
 
 
 def _listen(nodes: Nodes) -> socket.socket:

@@ -57,7 +57,7 @@ def run_over_hosts(
     """
     with contextlib.ExitStack() as stack:
         if nodes.rank == 0:
-            meeting = Meeting(nodes, restarts, terms, lambda text: say(f"hosts      {text}"))
+            meeting = Meeting(nodes, restarts, terms)
             stack.callback(meeting.close)
             meeting.start()
         options = None if terms is None else terms.options
