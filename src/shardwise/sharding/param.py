@@ -31,7 +31,9 @@ from torch.distributed.tensor import DTensor
 from shardwise import _torch
 from shardwise.sharding.form import ParamOwner, ShardedForm, copy_owners
 from shardwise.sharding.layout import Layout
-from shardwise.transport.base import CommonFull, Transport
+
+# More than a parameter is ever written to.
+_SEALED = 1_000_000_000
 
 
 class ShardedParam:
@@ -51,6 +53,8 @@ class ShardedParam:
         self.owners = owners
         self.full: nn.Parameter | None = None
         self.held_grad: torch.Tensor | None = None
+        # The version of the full parameter, while it is sealed.
+        self._version: int | None = None
         form.add_owners(owners)
         self._seen = self._look()
 
@@ -60,7 +64,7 @@ class ShardedParam:
         memo[id(self)] = made
         made.form = copy.deepcopy(self.form, memo)
         made.owners = copy_owners(self.owners, memo)
-        made.full = made.held_grad = None
+        made.full = made.held_grad = made._version = None
         made._seen = made._look()
         return made
 
@@ -90,12 +94,6 @@ class ShardedParam:
     def dtype(self) -> torch.dtype:
         """Dtype of the shard: the one that the optimizer updates."""
         return self.form.parameter.dtype
-
-    def live_in_common(self, transport: Transport) -> CommonFull | None:
-        """As :meth:`ShardedForm.live_in_common`."""
-        common = self.form.live_in_common(transport)
-        self._seen = self._look()
-        return common
 
     def use_sharded(self) -> None:
         """Put the sharded form into the modules."""
@@ -139,6 +137,7 @@ class ShardedParam:
         if origin is not None:
             whole = _torch.wrap_local(whole, _torch.with_dtype(origin, whole.dtype))
         self._hold_grad_of_former_full()
+        self._version = None
         self.full = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
 
     @property
@@ -155,6 +154,22 @@ class ShardedParam:
         if full.requires_grad != self.sharded.requires_grad:
             full.requires_grad_(self.sharded.requires_grad)
         self.register(full)
+
+    def seal(self) -> None:
+        """Have autograd refuse to use the full parameter: its memory is being freed.
+
+        A backward that begins unseen (by way of a tensor that a module did not return, say) would
+        compute with whatever is in that memory then. Autograd compares versions, and raises.
+        """
+        if self._version is None and self.full is not None:
+            self._version = _torch.version_of(self.full)
+            _torch.set_version(self.full, self._version + _SEALED)
+
+    def unseal(self) -> None:
+        """End what :meth:`seal` began: the full parameter has its values again."""
+        if self._version is not None and self.full is not None:
+            _torch.set_version(self.full, self._version)
+        self._version = None
 
     def register(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` into the modules."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from typing_extensions import deprecated
 
@@ -38,6 +41,36 @@ class Switches(TorchFSDPModule):
         """Set whether parameters are freed after backward; keeping them saves a gather."""
         for group in groups_of(self, recurse):
             group.options.reshard_after_backward = reshard_after_backward
+
+    @contextmanager
+    def keep_unsharded(self) -> Iterator[None]:
+        """Gather all parameters in this module once, and keep them until the end of the ``with``.
+
+        For loops of forwards without a backward (evaluating, generating), which gather again in
+        every forward otherwise. It takes the memory of the unsharded model. Inside, parameters
+        must not be written to; a forward after such a write raises where it is seen (writes by way
+        of ``.data`` are not). Every rank enters and leaves.
+
+        Raises:
+            MisuseError: in a forward, parameters were written to since they were gathered.
+            PeerLostError: a peer died or stalled.
+        """
+        groups = list(groups_of(self, recurse=True))
+        before = [group.options.keep_unsharded for group in groups]
+        try:
+            for group in groups:
+                group.refresh()
+                group.renew_left()
+                group.options.keep_unsharded = True
+                group.unshard()
+            for group in groups:
+                group.wait_for_unshard()
+            yield
+        finally:
+            for group, kept in zip(groups, before, strict=True):
+                group.options.keep_unsharded = kept
+                if not kept:
+                    group.reshard()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward needs this module's own parameters (an embedding does not)."""

@@ -8,8 +8,11 @@ come in turns, most find the piece again that they had before, and nothing has t
 
 A piece is written to again only when no rank reads it any more. Every rank counts what it frees;
 all free the same things in the same order, so the count at which a piece was freed tells when all
-have freed it. The rank that takes it next waits for that; as one piece is kept to spare, it seldom
-has to.
+have freed it. The next gather into it waits for that; as one piece is kept to spare, it seldom has
+to.
+
+A window whose full parameters are freed is closed: their piece may hold those of another group by
+then, and whoever still reads them shall not get that group's values.
 
 Where full parameters are dropped without having been freed (a model that is deleted after an
 evaluation, say), nobody takes their piece again: its memory goes back to the system when all ranks
@@ -75,7 +78,7 @@ class Pool:
         self._frees = 0
 
     def take(self, length: int, last: Piece | None) -> Piece:
-        """Take a piece of at least ``length`` that no rank uses; ``last`` if it can be had."""
+        """Take a piece of at least ``length``, best ``last``. Peers may still read it."""
         fitting = [piece for piece in self._free if piece.length >= length]
         if last is not None and last in self._free:
             piece = last
@@ -84,8 +87,11 @@ class Pool:
         else:
             piece = fitting[0]
         self._free.remove(piece)
-        self._wait_for_frees(piece.freed)
         return piece
+
+    def wait_until_free(self, piece: Piece) -> None:
+        """Wait until no rank reads what was in ``piece`` before it was taken."""
+        self._wait_for_frees(piece.freed)
 
     def _make(self, length: int) -> Piece:
         piece = Piece(self.arena.take(length), length)
@@ -142,14 +148,22 @@ class SharedBuffers:
                 self._written.open_sparse(self._pool.arena.fd, self._piece.at)
                 self._window.open_private(self._pool.arena.fd, self._piece.at)
                 self._window.keeps = self._piece  # whose memory is there as long as views of it
+            else:
+                self._window.allow()
             self.is_fresh = True
 
     def free(self) -> None:
         """Give the memory back. Does nothing where it is already given back."""
         if self._window is not None and self._piece is not None:
             self.forget_writes()
+            self._window.forbid()
             self._last, self._piece = self._piece, None
             self._pool.give_back(self._last)
+
+    def wait_until_free(self) -> None:
+        """Wait until the memory may be written to: until no peer reads what was in it before."""
+        if self._piece is not None:
+            self._pool.wait_until_free(self._piece)
 
     def for_all(self, full: torch.Tensor) -> torch.Tensor:
         """The same as ``full``, one of the tensors; what is written to it, all ranks see."""
