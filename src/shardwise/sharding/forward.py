@@ -44,9 +44,7 @@ def pre_forward(
         args, kwargs = _enter_root(state, args, kwargs)
     args, kwargs = state.precision.cast_inputs(args, kwargs)
     for group in state.groups:
-        group.check_left()  # by an earlier run in this forward; others are gathered again
-        group.unshard()
-        group.wait_for_unshard()
+        group.enter_forward(state.root.forward_number)
     if first:
         _prefetch(state)
         for group in state.groups:

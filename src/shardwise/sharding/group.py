@@ -74,6 +74,8 @@ class ParamGroup:
         self._label: tuple[str, Label] | None = None
         # The versions of the shards when a forward or backward left the group unsharded or kept.
         self._left: list[int] | None = None
+        # The outermost forward in which it ran last.
+        self._forward = 0
         self._unreduced = Unreduced(self.params, precision)
         self._state = GroupState.SHARDED
         #: Reduces the gradients by way of the root; ``torch.distributed.pipelining`` calls it.
@@ -212,35 +214,38 @@ class ParamGroup:
         """Note that a forward or backward leaves the full parameters, or kept ones, in memory."""
         self._left = self._versions()
 
-    def renew_left(self) -> None:
-        """Free what an earlier forward or backward has left: the shards may have changed since.
+    def free_left(self) -> None:
+        """Free what an earlier forward or backward has left, unless a user asked to keep it.
 
-        Which shards have changed, a rank can tell of its own at best. So it does not ask, and all
-        ranks gather again. Excepted is what a user asked to have kept.
-
-        Raises:
-            MisuseError: it is to be kept, and a shard was written to.
+        The shards may have changed since. Which of them have, a rank can tell of its own at best.
+        So it does not ask, and all ranks gather again.
         """
-        if self._left is None or self._state not in (GroupState.UNSHARDED, GroupState.KEPT):
-            return
-        if self._is_kept_for_forward:
-            self.check_left()
-        else:
+        if self._left is not None and not self._is_kept_for_forward:
             self.reshard()
 
-    def check_left(self) -> None:
-        """See that no shard was written to since a forward or backward has left the group.
+    def enter_forward(self, number: int) -> None:
+        """Unshard for a forward of the group's modules, with what the shards hold now.
+
+        Args:
+            number: of the outermost forward. Within one, a group that runs again is not gathered
+                again where it is left unsharded.
 
         Raises:
-            MisuseError: one was.
+            MisuseError: full parameters were to be kept, and a shard was written to since.
+            PeerLostError: a peer died or stalled.
         """
+        if number != self._forward:
+            self.free_left()
+            self._forward = number
         if self._left is not None and self._left != self._versions():
             raise MisuseError(
                 f"group {self.fqn!r} on rank {dist.get_rank()}: its parameters were written to "
-                "while it was kept unsharded from one forward to the next, so its full parameters "
-                "are out of date. Call reshard() on its module, on every rank, after such a write, "
-                "or shard it with reshard_after_forward=True"
+                "while it was kept unsharded for another forward, so its full parameters are out "
+                "of date. Call reshard() on its module, on every rank, after such a write, or "
+                "shard it with reshard_after_forward=True"
             )
+        self.unshard()
+        self.wait_for_unshard()
 
     def refresh(self) -> None:
         """Take over what ``to()``, ``to_empty()`` or a loaded state dict did to the shards.

@@ -71,7 +71,7 @@ class FSDPModule(Switches, Communication):
         for group in state.groups:
             if state.is_root is None:
                 group.refresh()  # no forward has, and parameters may have been replaced
-            group.renew_left()
+            group.free_left()
             group.unshard()
         groups = state.groups
         handle = UnshardHandle(groups)

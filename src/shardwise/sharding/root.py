@@ -34,6 +34,7 @@ class Root(Generic[State]):
     Attributes:
         states: all states of the tree, in ``named_modules()`` order.
         forward_root: the state whose forward is the outermost one now running.
+        forward_number: how many outermost forwards have begun.
         order: order of groups, for prefetching.
         is_last_backward: whether the end of a backward completes all reductions.
         post_optim_event: what the first gather of the next forward waits for, instead of all that
@@ -43,14 +44,13 @@ class Root(Generic[State]):
     def __init__(self) -> None:
         self.states: list[State] = []
         self.forward_root: State | None = None
+        self.forward_number = 0
         self.order = RunOrder()
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
         self._pending: list[Reduction] = []
         # Reductions whose all-reduce over replicas goes on while backward computes.
         self._left_alone: list[Reduction] = []
-        # Groups that a forward or backward left unsharded, or on fewer ranks.
-        self._left: list[ParamGroup] = []
         self._end_is_queued = False
         # Parameters whose gradient may grow until this backward is over; an optimizer in backward
         # waits so long.
@@ -69,9 +69,7 @@ class Root(Generic[State]):
         """The outermost forward begins."""
         self.forward_root = state
         self.order.begin_forward()
-        left, self._left = self._left, []
-        for group in left:
-            group.renew_left()
+        self.forward_number += 1
 
     def abort_forward(self) -> None:
         """The outermost forward raised."""
@@ -226,4 +224,3 @@ class Root(Generic[State]):
                     group.reshard()
                 elif group.state is not GroupState.SHARDED:
                     group.note_left()
-                    self._left.append(group)
