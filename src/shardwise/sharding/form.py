@@ -136,6 +136,9 @@ class ShardedForm:
             self._check_replacement(found)
             self._register_everywhere(found)
         local = self._offload.place(self.local)
+        if not (_torch.is_wrapper(local) or local.is_meta or local.is_contiguous()):
+            # Put into another memory format. Rows travel one after the other.
+            local = local.contiguous()
         if local is not self.local:
             with torch.no_grad():
                 _torch.set_memory(self.parameter, local)
