@@ -608,3 +608,26 @@ def _channels_last(rank: int, world_size: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_shards_may_be_put_into_another_memory_format(ranks: Ranks, transport: str) -> None:
     ranks(_channels_last, 2, transport)
+
+
+# -- one rank does more ------------------------------------------------------------------------
+
+
+def _one_rank_reshards(rank: int, world_size: int, transport: str) -> None:
+    """After an evaluation the first rank alone reads a state dict, which reshards its modules."""
+    net = sharded_net(lambda: Net(5), transport=transport, reshard_after_forward=False)
+    whole = seeded(lambda: Net(5))
+    for step in range(4):
+        x = batches(world_size, step)
+        with torch.no_grad():
+            torch.testing.assert_close(net(x[rank]), whole(x[rank]))
+        if rank == step % 2:
+            net.state_dict()
+        loss_of(net, x[rank]).backward()
+        average_backward(whole, x)
+        assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_rank_alone_may_read_its_state_dict(ranks: Ranks, transport: str) -> None:
+    ranks(_one_rank_reshards, 2, transport, pg_timeout=10)

@@ -28,7 +28,7 @@ from shardwise.transport.meeting import Meeting
 from shardwise.transport.pages import PageMap
 from shardwise.transport.posts import Posts
 from shardwise.transport.shared import Pool, SharedBuffers
-from shardwise.transport.signals import Count, Signals
+from shardwise.transport.signals import Signals
 from shardwise.transport.sums import add_in_order, exact_factor, wire_dtype
 
 
@@ -51,12 +51,7 @@ class ShmTransport:
         signals = Signals(common, self.rank, self.world_size)
         self._posts = posts = Posts(group, meeting, signals, self._log)
         self._departures = Departures(common, self.rank, self.world_size)
-        self._pool = Pool(
-            common,
-            self._departures,
-            lambda frees: signals.set(Count.FREED, frees),
-            lambda frees: posts.wait_for_all(Count.FREED, frees, "the wait for memory"),
-        )
+        self._pool = Pool(common, self._departures, posts)
         self._pagemap = PageMap()
         self._exchange = Exchange(own[self.rank], posts)
         self._shared: weakref.WeakValueDictionary[int, SharedBuffers] = (
@@ -88,6 +83,7 @@ class ShmTransport:
 
         def finish() -> None:
             self._posts.wait(number, call, places)
+            self._pool.finished = max(self._pool.finished, number)
             for rank in range(self.world_size) if apart else ():
                 for i, part in zip(apart, laid_out.of(rank, number), strict=True):
                     as_rows(fulls[i], self.world_size)[rank].copy_(part)
@@ -177,7 +173,6 @@ class ShmTransport:
             for each in buffers.values():
                 each.forget_writes()
         for each in buffers.values():
-            each.wait_until_free()
             each.is_fresh = False
         places, apart = 0, []
         for i, (shard, full, its) in enumerate(zip(shards, fulls, shared, strict=True)):
