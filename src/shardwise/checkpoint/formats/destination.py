@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwise.checkpoint.disk.commit import partial_of
+from shardwise.checkpoint.disk.commit import partial_of, remove
 
 
 class DestinationError(ValueError):
@@ -34,7 +33,7 @@ def written_beside(
     """
     check_destination(destination, source, force=force)
     partial = partial_of(destination)
-    _remove(partial)
+    remove(partial)
     try:
         yield partial
         if partial.is_dir():
@@ -42,15 +41,15 @@ def written_beside(
         old = None
         if destination.is_dir():
             old = destination.with_name(f".{destination.name}.replaced")
-            _remove(old)
+            remove(old)
             destination.rename(old)
         partial.rename(destination)
         _sync(destination.parent)
         if old is not None:
-            _remove(old)
+            remove(old)
     except BaseException:
         with contextlib.suppress(OSError):
-            _remove(partial)
+            remove(partial)
         raise
 
 
@@ -87,13 +86,6 @@ def _belongs(path: Path) -> bool:
         path.suffix in (".safetensors", ".distcp", ".json")
         or path.name in (".metadata", "README.md", "tokenizer.model", "merges.txt", "vocab.txt")
     )
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        path.unlink()
 
 
 def _sync(folder: Path) -> None:
