@@ -23,7 +23,8 @@ from shardwise.recipes.metrics import (
 )
 from shardwise.recipes.optim import warmup_cosine
 from shardwise.recipes.plot import plot_loss, smooth
-from shardwise.recipes.progress import Bar, Lines, Silence, brief, make_display, printable
+from shardwise.recipes.progress import Bar, Lines, Silence, brief, make_display
+from shardwise.units import printable
 
 STEP = StepMetrics(
     step=12,
@@ -209,7 +210,7 @@ def test_long_lines_are_wrapped_between_words_behind_the_label() -> None:
 
 
 def test_what_a_model_writes_cannot_steer_a_terminal() -> None:
-    assert printable("a\tb\nc \x1b[2J\x07 naïve") == "a\tb\nc �[2J� naïve"
+    assert printable("a\tb\nc \x1b[2J\x07 naïve", keep="\n\t") == "a\tb\nc �[2J� naïve"
 
 
 @pytest.mark.parametrize(("count", "text"), [(7, "7"), (99_999, "99,999"), (12_034_435, "12.03 M")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _IF_INET6 = Path("/proc/net/if_inet6")  # address, index, prefix, scope, flags, name
 _LINK_LOCAL = 0x20
+_HOST = re.compile(r"[\w.:%-]+")  # a name, or an address with its zone
 
 _Where = tuple[Any, ...]  # a socket address
 
@@ -29,9 +31,20 @@ def split(where: str) -> tuple[str, int] | None:
             return None
     elif ":" in host:
         return None
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
+        return None
+    if not _HOST.fullmatch(host) or not _is_looked_up(host):
         return None
     return canonical(host), int(port)
+
+
+def _is_looked_up(host: str) -> bool:
+    """Whether a name can be asked for: none of its parts is empty or too long."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def join(host: str, port: int) -> str:

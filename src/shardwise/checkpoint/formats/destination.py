@@ -9,6 +9,8 @@ from pathlib import Path
 
 from shardwise.checkpoint.disk.commit import partial_of, remove
 
+_MAX_NAME = 255  # bytes of a file's name, on Linux
+
 
 class DestinationError(ValueError):
     """Nothing can be written there: something is in the way, or the folder it should be in."""
@@ -40,7 +42,7 @@ def written_beside(
             _sync(partial)
         old = None
         if destination.is_dir():
-            old = destination.with_name(f".{destination.name}.replaced")
+            old = _replaced(destination)
             remove(old)
             destination.rename(old)
         partial.rename(destination)
@@ -53,6 +55,11 @@ def written_beside(
         raise
 
 
+def _replaced(destination: Path) -> Path:
+    """Where what was there lies for a moment."""
+    return destination.with_name(f".{destination.name}.replaced")
+
+
 def check_destination(destination: Path, source: Path | None, *, force: bool = False) -> None:
     """Check that something can be written there, before anything is read.
 
@@ -61,6 +68,12 @@ def check_destination(destination: Path, source: Path | None, *, force: bool = F
     """
     if not destination.name:
         raise DestinationError(f"found {destination}, expected the name of a file or folder")
+    excess = len(os.fsencode(_replaced(destination).name)) - _MAX_NAME
+    if excess > 0:
+        raise DestinationError(
+            f"found a name of {len(os.fsencode(destination.name))} bytes for what is made, "
+            f"expected {excess} fewer"
+        )
     if not destination.parent.is_dir():
         raise DestinationError(f"found no folder {destination.parent}; make it first")
     if not os.path.lexists(destination):
