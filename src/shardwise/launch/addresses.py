@@ -69,6 +69,27 @@ def is_ipv6(host: str) -> bool:
     return True
 
 
+def is_number(host: str) -> bool:
+    """Whether it is an address of either kind, and not a name that would be looked up."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def reach_of(address: str) -> str:
+    """From where an address can be reached, in a word: of this host, of its links, of all."""
+    found = ipaddress.ip_address(address)
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    if found.is_loopback or found.is_unspecified:
+        return "host"
+    if found.is_multicast:
+        return "group"
+    return "link" if found.is_link_local else "all"
+
+
 def own_address(towards: str) -> str:
     """The address from which this host sends to another; nothing is sent.
 
