@@ -130,7 +130,7 @@ class ParamGroup:
         with unrecorded():
             if self._memory is None:
                 check_home(self.params, self._offload.home)
-                self._memory = GroupMemory(self.params, self.mesh, self._precision)
+                self._memory = GroupMemory(self.params, self.mesh, self._precision, self.kept)
             source = self.kept if self._state is GroupState.KEPT else None
             self._memory.start(self.label, source)
             self._move(GroupState.UNSHARDING)  # unless that raised
