@@ -33,6 +33,7 @@ from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.jit._script import RecursiveScriptModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["DTensorSpec", "DataParallelMeshDims", "ShardPlacementResult"]
@@ -286,13 +287,18 @@ def has_post_accumulate_hooks(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def mark_composable(module: nn.Module, name: str) -> None:
-    """Enter ``name`` into the registry that torch's composable APIs (``replicate``) look at.
+def is_scripted(module: nn.Module) -> bool:
+    """Whether ``torch.jit.script`` made ``module``; such ones take no hooks on state dicts."""
+    return isinstance(module, RecursiveScriptModule)
+
+
+def check_composable(module: nn.Module, name: str) -> None:
+    """Check that torch's composable APIs, such as ``replicate``, leave room for ``name``.
 
     Raises:
         ValueError: ``name`` is already applied to ``module``, or an API is that excludes it.
     """
-    registry: dict[str, Any] = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registry: dict[str, Any] = module.__dict__.get(REGISTRY_KEY, {})
     if name in registry:
         raise ValueError(
             f"{name} has already been applied to this {type(module).__name__}; apply it once"
@@ -302,7 +308,11 @@ def mark_composable(module: nn.Module, name: str) -> None:
             f"{name} cannot be applied to this {type(module).__name__}: torch's replicate() "
             "already manages it"
         )
-    registry[name] = RegistryItem()
+
+
+def mark_composable(module: nn.Module, name: str) -> None:
+    """Enter ``name`` into the registry that torch's composable APIs (``replicate``) look at."""
+    module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
 
 
 class _Refusal:

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from shardwise import _torch
-from shardwise.sharding.layout import Layout
-from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.offload import Offload
-from shardwise.sharding.placing import dim_to_shard, sharded_spec
+from shardwise.sharding.placing import Place
 from shardwise.transport.base import CommonFull, Transport
 
 #: Under this key a deepcopy's memo holds the modules that are being copied.
@@ -50,43 +48,35 @@ class ShardedForm:
     Args:
         param: the original parameter: plain, or a ``DTensor`` that tensor parallelism left.
         fqn: its fully qualified name.
-        mesh: over which it is sharded.
-        placement: along which dimension; ``None`` for the first.
+        place: over which mesh it is sharded, and how it is cut.
         offload: where the rows live.
 
     Attributes:
         parameter: the ``DTensor`` parameter.
+        mesh: over which it is sharded.
         spec: its mesh, placements and global shape.
         origin: those of the original parameter, where that was a ``DTensor``.
         layout: how what this rank had of the original is cut.
         owners: every place, in any group, where the parameter is registered.
         common: the full parameter that this rank's rows are a part of, if ranks have it in common.
         lent: the whole parameter that a user holds for now, if one does.
+        offload: where the rows live; it knows which gradients are on their way there.
     """
 
-    def __init__(
-        self,
-        param: nn.Parameter,
-        fqn: str,
-        mesh: DataMesh,
-        placement: Shard | None,
-        offload: Offload,
-    ) -> None:
+    def __init__(self, param: nn.Parameter, fqn: str, place: Place, offload: Offload) -> None:
         self.fqn = fqn
-        self.mesh = mesh
+        self.mesh = place.mesh
         self.owners: list[ParamOwner] = []
         self.common: CommonFull | None = None
         self._common_of: tuple[object, ...] = ()
         self._is_copy = False
         self.lent: nn.Parameter | None = None
-        self._offload = offload
+        self.offload = offload
         whole = _torch.local_of(param) if isinstance(param, DTensor) else param.detach()
         self.origin = _torch.spec_of(param) if isinstance(param, DTensor) else None
-        self.layout = Layout(
-            whole.shape, dim_to_shard(param, mesh, placement), mesh.shard.world_size
-        )
+        self.layout = place.layout
+        self.spec = place.spec
         with torch.no_grad():
-            self.spec = sharded_spec(param, mesh, self.layout)
             self.parameter = nn.Parameter(
                 _torch.wrap_local(self._copy_of_shard(whole), self.spec),
                 requires_grad=param.requires_grad,
@@ -107,6 +97,7 @@ class ShardedForm:
         memo[id(self)] = made
         made.parameter = memo[id(self.parameter)]
         made.owners = copy_owners(self.owners, memo)
+        made.offload = copy.deepcopy(self.offload, memo)
         made.common, made._common_of, made._is_copy = None, (), True
         made.lent = None
         return made
@@ -157,7 +148,7 @@ class ShardedForm:
             owner.register(self.parameter)  # what was refused shall not stay
             self._check_replacement(found)
             self._register_everywhere(found)
-        local = self._offload.place(self.local)
+        local = self.offload.place(self.local)
         if local is not self.local:
             with torch.no_grad():
                 _torch.set_memory(self.parameter, local)
@@ -190,7 +181,7 @@ class ShardedForm:
         local = (shard if shard.numel() == own.numel() else shard[: own.numel()]).view(own.shape)
         grad = self.parameter.grad
         if grad is None:
-            local = self._offload.grad_to_host(local, self.parameter)
+            local = self.offload.grad_to_host(local, self.parameter)
             if local.dtype != self.parameter.dtype:
                 _torch.allow_grad_of_dtype(self.parameter, local.dtype)
             spec = _torch.with_dtype(self.spec, local.dtype)
@@ -205,7 +196,7 @@ class ShardedForm:
         rows = self.layout.cut(whole.detach(), self.mesh.shard.rank)
         # Subclasses of others have this operator, seldom empty_like.
         shard = rows.clone(memory_format=torch.contiguous_format)
-        return self._offload.place(shard)
+        return self.offload.place(shard)
 
     def _register_everywhere(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter

@@ -37,7 +37,7 @@ from shardwise.transport.base import CommonFull, Transport
 class ShardedParam:
     """A parameter as one group has it.
 
-    Constructing one puts the sharded form in the place of the original in every owner.
+    Constructing one changes no module; :meth:`install` does.
 
     Attributes:
         form: the sharded form, shared with the groups that the parameter is tied to.
@@ -51,8 +51,11 @@ class ShardedParam:
         self.owners = owners
         self.full: nn.Parameter | None = None
         self.held_grad: torch.Tensor | None = None
-        form.add_owners(owners)
         self._seen = self._look()
+
+    def install(self) -> None:
+        """Put the sharded form in the place of the original in every owner."""
+        self.form.add_owners(self.owners)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> ShardedParam:
         """Copy for copied modules, which hold a copy of the sharded form."""
