@@ -187,6 +187,7 @@ class ShardedForm:
             spec = _torch.with_dtype(self.spec, local.dtype)
             self.parameter.grad = _torch.wrap_local(local, spec)
         else:
+            self.offload.wait()  # what another group made of it may be on its way there
             into = _torch.local_of(grad)
             into += local.to(into.device)
         _torch.run_post_accumulate_hooks(self.parameter)
