@@ -357,9 +357,14 @@ def launched_together(group: dist.ProcessGroup) -> Iterator[_CoalescingManager]:
         yield manager
 
 
-def norms(tensors: list[torch.Tensor], order: float) -> tuple[torch.Tensor, ...]:
-    """The norm of every tensor, in one pass where the device has a kernel for it."""
-    return tuple(torch._foreach_norm(tensors, order))
+def norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """The norm of every tensor, in float32 at least, in one pass for each dtype."""
+    found: list[torch.Tensor] = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        wide = torch.promote_types(dtype, torch.float32)
+        found += torch._foreach_norm(alike, order, dtype=wide)
+    return found
 
 
 def scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
