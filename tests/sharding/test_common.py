@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, materialize
 from shardwise.sharding.module_state import state_of
@@ -106,6 +109,48 @@ def _moved(rank: int, world_size: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["meta", "assign", "dtype", "materialize"])
 def test_shards_that_came_later_move_there(ranks: Ranks, how: str) -> None:
     ranks(_moved, 2, how)
+
+
+def _given_values(rank: int, world_size: int, how: str) -> None:
+    wide = 2048
+    nbytes = 4 * wide * wide // world_size
+    before = _shared_bytes()
+    with torch.device("meta"):
+        net = fully_shard(nn.Linear(wide, wide), reshard_after_forward=True)
+    assert _shared_bytes() - before < nbytes // 4, "what has no values takes no memory"
+    if how == "to_empty":
+        net.to_empty(device="cpu")
+    elif how == "materialize":
+        materialize(net)
+    else:
+        values = {
+            name: DTensor.from_local(
+                torch.ones(param.to_local().shape), param.device_mesh, param.placements
+            )
+            for name, param in net.named_parameters()
+        }
+        net.load_state_dict(values, assign=True)
+        assert net.weight.to_local().eq(1).all()
+    assert "weight" in _in_common(net)
+    # The optimizer, and views, see the memory that training uses.
+    view = net.weight.to_local()
+    net(torch.ones(1, wide)).sum().backward()
+    assert view.data_ptr() == net.weight.to_local().data_ptr()
+
+
+def _shared_bytes() -> int:
+    """The memory that this process has in common with others, as far as it has touched it."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"^RssShmem:\s+(\d+) kB", status, re.MULTILINE)
+    assert found
+    return 1024 * int(found[1])
+
+
+@pytest.mark.parametrize("how", ["to_empty", "materialize", "assign"])
+def test_shards_on_the_meta_device_move_there_when_they_are_given_values(
+    ranks: Ranks, how: str
+) -> None:
+    ranks(_given_values, 2, how)
 
 
 class _Clamped(nn.Module):

@@ -69,6 +69,7 @@ class ShardedForm:
         self.owners: list[ParamOwner] = []
         self.common: CommonFull | None = None
         self._common_of: tuple[object, ...] = ()
+        self._awaits_values = False
         self._is_copy = False
         self.lent: nn.Parameter | None = None
         self.offload = offload
@@ -99,6 +100,7 @@ class ShardedForm:
         made.owners = copy_owners(self.owners, memo)
         made.offload = copy.deepcopy(self.offload, memo)
         made.common, made._common_of, made._is_copy = None, (), True
+        made._awaits_values = False
         made.lent = None
         return made
 
@@ -111,24 +113,41 @@ class ShardedForm:
         """Have this rank's rows live in a full parameter that all ranks have in common.
 
         Only their memory changes: views that were taken of it before do not follow. So those of a
-        copied model, which exists already, stay where they are.
+        copied model, which exists already, stay where they are. Rows on the meta device move there
+        once they are given values: ranks have to make the same full parameters in the same order,
+        also where some have the values and others wait for them.
 
         Returns:
             The full parameter; ``None`` where ``transport`` makes none.
         """
         if self._is_copy:
             return None
-        local = self.local
-        wanted = (transport, self.layout.chunk_numel, local.dtype)
+        wanted = (transport, self.layout.chunk_numel, self.local.dtype)
         if self._common_of != wanted:
-            self.common = transport.common_full(self.layout.chunk_numel, local.dtype)
+            self.common = transport.common_full(self.layout.chunk_numel, self.local.dtype)
             self._common_of = wanted
-        if self.common is not None and local.numel():
-            chunk = self.common.chunk(local.numel()).view(local.shape)
-            if chunk.data_ptr() != local.data_ptr():
-                chunk.copy_(local)
-                _torch.set_memory(self.parameter, chunk)
+        self._awaits_values = self.local.is_meta
+        self._move_to_common()
         return self.common
+
+    def _move_values_to_common(self) -> None:
+        """Move rows that have been given values where :meth:`live_in_common` has a place for them.
+
+        A full parameter of another dtype is made anew, as for all ranks, at the next gather.
+        """
+        if self._awaits_values and not self.local.is_meta:
+            self._awaits_values = False
+            if self._common_of[-1] == self.local.dtype:
+                self._move_to_common()
+
+    def _move_to_common(self) -> None:
+        local = self.local
+        if self.common is None or local.device.type != "cpu" or not local.numel():
+            return
+        chunk = self.common.chunk(local.numel()).view(local.shape)
+        if chunk.data_ptr() != local.data_ptr():
+            chunk.copy_(local)
+            _torch.set_memory(self.parameter, chunk)
 
     def add_owners(self, owners: Sequence[ParamOwner]) -> None:
         """Note further places of the parameter and put it there."""
@@ -153,6 +172,8 @@ class ShardedForm:
             with torch.no_grad():
                 _torch.set_memory(self.parameter, local)
         self.spec = _torch.spec_of(self.parameter)
+        with torch.no_grad():
+            self._move_values_to_common()
 
     def empty_whole(self, device: torch.device) -> nn.Parameter:
         """An uninitialised parameter such as the original was, on ``device``."""
@@ -170,7 +191,8 @@ class ShardedForm:
             made = nn.Parameter(
                 _torch.wrap_local(shard, self.spec), requires_grad=self.parameter.requires_grad
             )
-        self._register_everywhere(made)
+            self._register_everywhere(made)
+            self._move_values_to_common()
 
     def add_grad(self, shard: torch.Tensor) -> None:
         """Add a reduced gradient (1-D, at least this rank's elements) to the parameter's.

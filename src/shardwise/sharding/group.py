@@ -185,9 +185,9 @@ class ParamGroup:
     def move_to_common(self) -> None:
         """Have shards live where all ranks see them, if they can, before anybody has views of them.
 
-        Later ones, as of a model that was on the meta device, move there at the first gather.
+        Those on the meta device, on this rank or on all, move there when they are given values.
         """
-        if self._may_be_common and not any(param.local.is_meta for param in self.params):
+        if self._may_be_common:
             with torch.no_grad():
                 for param in self.params:
                     find_common(param, self.mesh, self._precision)

@@ -209,7 +209,7 @@ def find_common(param: ShardedParam, mesh: DataMesh, precision: Precision) -> Co
         or param.layout.dim != 0
         or is_extended(param)
         or precision.compute_dtype(param.dtype) != param.dtype
-        or local.device.type != "cpu"
+        or local.device.type not in ("cpu", "meta")
         or mesh.device.type != "cpu"
     ):
         return None

@@ -13,6 +13,9 @@ The pages go back to the system when the last rank has let go of them.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from shardwise.transport.arena import Arena, Window, whole_pages
@@ -75,12 +78,18 @@ class SharedFull:
         first = rank * nbytes
         start = whole_pages(first + 1) - whole_pages(1)
         self._own = Window(whole_pages(first + nbytes) - start, keeps=piece)
-        self._own.open(arena.fd, self.at + start)
+        # Opening it takes memory, which a shard that is on the meta device does not need yet.
+        self._open_own: Callable[[], None] | None = functools.partial(
+            self._own.open, arena.fd, self.at + start
+        )
         self._offset = first - start
         self.chunk_address = self._own.address + self._offset
 
     def chunk(self, numel: int) -> torch.Tensor:
         """The first ``numel`` elements of this rank's chunk, 1-D."""
+        if self._open_own is not None:
+            self._open_own()
+            self._open_own = None
         return self._own.tensor(self._offset, numel, self._dtype)
 
     def keep_values(self) -> None:
