@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -20,6 +20,8 @@ from torch._C._dynamo.eval_frame import (
     get_eval_frame_callback,
     set_code_exec_strategy,
 )
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -257,6 +259,16 @@ def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
         cast(Any, call).__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
     )
     return call
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Leave the transforms of ``torch.func`` that are running, for as long as the context lasts.
+
+    Inside of them every tensor that an operation makes is a wrapper, without memory of its own.
+    """
+    if peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

@@ -22,6 +22,7 @@ from shardwise.sharding.extension import has_extension
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.unrecorded import unrecorded
 from shardwise.transport.base import Transport
 
 
@@ -73,22 +74,23 @@ class KeptShards:
 
     def keep(self) -> None:
         """Copy this rank's shards out of the full parameters, and put them into the modules."""
-        for param, layout in self._layouts.items():
-            rows = layout.cut(param.full_data, self.mesh.shard.rank)
-            shard = rows.clone(memory_format=torch.contiguous_format)
-            spec = _torch.make_spec(
-                self.mesh.mesh,
-                self.mesh.placements(layout.dim),
-                layout.shape,
-                layout.strides,
-                shard.dtype,
-            )
-            param.register(
-                nn.Parameter(
-                    _torch.wrap_local(shard, spec), requires_grad=param.sharded.requires_grad
+        with unrecorded():
+            for param, layout in self._layouts.items():
+                rows = layout.cut(param.full_data, self.mesh.shard.rank)
+                shard = rows.clone(memory_format=torch.contiguous_format)
+                spec = _torch.make_spec(
+                    self.mesh.mesh,
+                    self.mesh.placements(layout.dim),
+                    layout.shape,
+                    layout.strides,
+                    shard.dtype,
                 )
-            )
-            self._shards[param] = shard.view(-1)
+                param.register(
+                    nn.Parameter(
+                        _torch.wrap_local(shard, spec), requires_grad=param.sharded.requires_grad
+                    )
+                )
+                self._shards[param] = shard.view(-1)
 
     def release(self) -> None:
         """Let the shards go."""
