@@ -104,7 +104,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             records.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             if number < len(lines):
                 raise ValueError(f"{path}, line {number}: no JSON: {line[:60]!r}") from None
     return records

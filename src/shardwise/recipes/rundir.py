@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.disk.strict import check_depth
+from shardwise.errors import CheckpointError
 from shardwise.recipes.config import OptionError, OutputConfig, flatten
 
 
@@ -135,7 +137,8 @@ class RunDir:
         """
         try:
             record = json.loads(self.run_json.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            check_depth(record, "it")
+        except (OSError, ValueError, RecursionError, CheckpointError) as error:
             raise OptionError(
                 "--out", f"{self.run_json} that cannot be read ({error})", "a run's file"
             ) from None

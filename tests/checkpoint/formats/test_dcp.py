@@ -244,7 +244,7 @@ def test_a_folder_that_tells_the_truth_is_read(saved: Path) -> None:
         ({"relative_path": "/etc/passwd"}, "the name of a file in the folder"),
         ({"relative_path": ".."}, "the name of a file in the folder"),
         ({"relative_path": 7}, "the name of a file in the folder"),
-        ({"relative_path": "missing"}, "missing: cannot be read"),
+        ({"relative_path": "missing"}, "missing: cannot be opened"),
         ({"offset": 10**6}, "bytes in __0_0.distcp"),
         ({"offset": -1}, "offset.*expected an integer from 0"),
         ({"length": 10**12}, "bytes in __0_0.distcp"),
@@ -291,8 +291,8 @@ def test_no_code_is_run_from_metadata_chunks_or_values(saved: Path, tmp_path: Pa
         list(Window().parts(source, ("model", "a")))
 
     metadata = _metadata(length=_length(saved))
-    metadata.state_dict_metadata["v"] = BytesStorageMetadata()
-    metadata.storage_data[MetadataIndex("v")] = _StorageInfo("__0_0.distcp", 0, _length(saved))
+    metadata.state_dict_metadata = {"v": BytesStorageMetadata()}
+    metadata.storage_data = {MetadataIndex("v"): _StorageInfo("__0_0.distcp", 0, _length(saved))}
     _write(saved, metadata)
     with (
         pytest.raises(CheckpointError, match="without running code"),

@@ -211,7 +211,7 @@ def _shape(state: dict[str, Any], **fields: Any) -> None:
         (lambda s: s["model"].update({"layers.0.weight": torch.ones(3, 7)}), "of sizes"),
         (lambda s: s["model"].update({"layers.0.weight": torch.ones(2, 7).half()}), "of sizes"),
         (lambda s: _shape(s, shape=[50, 7]), "a part of"),
-        (lambda s: _shape(s, shape=[2**62, 2**62]), "a part of"),
+        (lambda s: _shape(s, shape=[2**62, 2**62]), "bytes of shape"),
         (lambda s: _shape(s, offsets=[0, 0]), "gaps or overlaps|fill"),
         (lambda s: _shape(s, offsets=[9, 0]), "a part of"),
         (lambda s: _shape(s, offsets=[-1, 0]), "expected an integer from 0"),

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,6 +41,7 @@ from shardwise.checkpoint.disk.entries import (
 from shardwise.checkpoint.disk.strict import (
     Fields,
     check_number,
+    check_shape,
     check_text,
     parse,
     read_small,
@@ -102,8 +102,8 @@ def read_manifest(folder: Path) -> Manifest:
     wrong = found is not None and found[1] != _checksum(text[: found.start()])
     if wrong or (found is None and isinstance(fields, dict) and _LAST in fields):
         raise CheckpointError(
-            f"{path}: is damaged: its checksum, {_LAST!r}, is not that of what it says; delete that "
-            "line if the file was edited on purpose"
+            f"{path}: is damaged: its checksum, {_LAST!r}, is not that of what it says; delete "
+            "that line if the file was edited on purpose"
         )
     return _from_json(fields, str(path))
 
@@ -260,7 +260,7 @@ def _tensor(value: Any, where: str, files: Mapping[str, int], block: int) -> Ten
     if dtype not in NAMES:
         refuse(f"{where}, 'dtype'", dtype, f"one of {', '.join(sorted(NAMES))}")
     shape = fields.numbers("shape", MAX_DIMS)
-    check_number(math.prod(shape) * itemsize(dtype), f"{where}, bytes of shape {list(shape)}")
+    check_shape(shape, itemsize(dtype), where)
     entry = TensorEntry(
         path=path,
         shape=shape,

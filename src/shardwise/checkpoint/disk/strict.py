@@ -7,6 +7,7 @@ length. Nothing here trusts a number before it has been compared with what can b
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from collections.abc import Sequence
@@ -222,6 +223,16 @@ def check_number(value: Any, where: str, least: int = 0, most: int = MAX_INT) ->
     if type(value) is not int or not least <= value <= most:
         refuse(where, value, f"an integer from {least} to {most}")
     return value
+
+
+def check_shape(shape: Sequence[int], itemsize: int, where: str) -> None:
+    """Check that a tensor of this shape can be; without elements, that one like it could.
+
+    Raises:
+        CheckpointError: its bytes, or its strides, are larger than any number that torch has.
+    """
+    nbytes = math.prod(max(1, size) for size in shape) * itemsize
+    check_number(nbytes, f"{where}, bytes of shape {list(shape)}")
 
 
 def check_text(value: str, where: str) -> str:

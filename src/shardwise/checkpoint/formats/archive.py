@@ -210,5 +210,7 @@ class Archive:
             or named != len(entry.name)
             or header[_LOCAL.size :] != entry.name
         ):
-            raise self._no_archive(f"{entry.name[:80]!r}: its header is not what the directory says")
+            raise self._no_archive(
+                f"{entry.name[:80]!r}: its header is not what the directory says"
+            )
         return Record(entry.header + size + extra, entry.size, entry.crc)

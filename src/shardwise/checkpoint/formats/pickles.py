@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from shardwise.checkpoint.disk.strict import MAX_DEPTH, Collisions
-from shardwise.errors import CheckpointError
 
 _BYTES_EACH = 3  # of the pickle, for each container; fewer in a row are padding
 _FEW = 4096

@@ -1,14 +1,15 @@
 """Files of ``torch.save``: where their tensors lie, and writing tensors that do not fit in memory.
 
 Such a file is a zip archive: a pickle that says what there is, and one record, never compressed,
-for each memory that tensors are views of. :mod:`.archive` and :mod:`.pickles` read them; what torch's
-functions in the pickle would do is told here. Writing lets torch lay out the file with holes where
-the memory belongs, and fills the holes.
+for each memory that tensors are views of. :mod:`.archive` and :mod:`.pickles` read them; what
+torch's functions in the pickle would do is told here. Writing lets torch lay out the file with
+holes where the memory belongs, and fills the holes.
 """
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import struct
 import sys
@@ -24,7 +25,14 @@ import torch
 from shardwise import _torch
 from shardwise.checkpoint.disk.dtypes import dtype_name, torch_dtype
 from shardwise.checkpoint.disk.entries import TensorInfo
-from shardwise.checkpoint.disk.strict import Collisions, Links, check_number, open_file, refuse
+from shardwise.checkpoint.disk.strict import (
+    Collisions,
+    Links,
+    check_number,
+    check_shape,
+    open_file,
+    refuse,
+)
 from shardwise.checkpoint.formats.archive import Archive, Record
 from shardwise.checkpoint.formats.pickles import Maker, PickleError, load, record_maker
 from shardwise.errors import CheckpointError
@@ -37,6 +45,10 @@ _PICKLE = "data.pkl"
 _MOST_PICKLE = 1 << 26  # bytes; of a tensor it has about 150
 _MOST_STEPS = 1 << 23  # of a tensor it takes about 40
 _MAX_DIMS = 64
+_FREE, _TIMES = (
+    1 << 24,
+    64,
+)  # bytes of tensors that share elements: so many, and so often the file's
 
 
 @dataclass(frozen=True)
@@ -96,12 +108,63 @@ def read_tree(path: Path, start: int = 0, length: int | None = None) -> Any:
         os.close(handle)
     names = _Names(archive.records, start, str(path))
     try:
-        return load(data, names.find, _MOST_STEPS, names.storage)
+        tree = load(data, names.find, _MOST_STEPS, names.storage)
     except PickleError as error:
         raise CheckpointError(
             f"{path}: is no file of torch.save that can be read without running code from it "
             f"({error})"
         ) from None
+    needed = sum(stored.info.nbytes for stored in stored_tensors(tree))
+    if needed > _FREE + _TIMES * length:  # elements that are there once, and read a million times
+        refuse(f"{path}, tensors", f"{needed:,} bytes in all", f"about the {length:,} of the file")
+    return tree
+
+
+def stored_tensors(tree: Any) -> Iterator[StoredTensor]:
+    """The tensors in what :func:`read_tree` returns; one of several names comes several times."""
+    if isinstance(tree, dict):
+        for item in tree.values():
+            yield from stored_tensors(item)
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from stored_tensors(item)
+    elif isinstance(tree, StoredTensor | StoredShard):
+        yield tree.local if isinstance(tree, StoredShard) else tree
+
+
+def map_tensors(tree: Any, path: Path) -> Any:
+    """What :func:`read_tree` returned, with tensors in place of what was told of them.
+
+    They lie in the file until they are looked at; writing to them does not change it.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    handle, size = open_file(path, Links.FOLLOW)
+    try:
+        memory = mmap.mmap(handle, size, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    finally:
+        os.close(handle)
+
+    def mapped(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: mapped(item) for key, item in node.items()}
+        if isinstance(node, list | tuple):
+            return type(node)(map(mapped, node))
+        if isinstance(node, StoredShard):
+            return mapped(node.local)
+        if not isinstance(node, StoredTensor):
+            return node
+        info, dtype = node.info, torch_dtype(node.info.dtype)
+        if not info.numel:
+            return torch.empty(info.shape, dtype=dtype)
+        count = (node.end - node.start) // info.itemsize
+        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=node.start)
+        return flat.as_strided(info.shape, node.strides)
+
+    return mapped(tree)
 
 
 def _check_byte_order(archive: Archive, path: Path) -> None:
@@ -196,7 +259,7 @@ class _Names:
         local = attributes.get("_local_tensor")
         if not isinstance(local, StoredTensor) or kind is not made.kind:
             raise PickleError("it has a subclass of Tensor that is not known")
-        return StoredShard(_numbers(made.shape, self._where), local)
+        return StoredShard(_shape(made.shape, self._where), local)
 
     def _tensor_v3(self, args: tuple[Any, ...]) -> StoredTensor:
         storage, offset, shape, strides, _, _, dtype = args[:7]
@@ -217,12 +280,12 @@ class _Names:
         if not isinstance(dtype, torch.dtype):
             raise PickleError("it has a tensor without a dtype")
         try:
-            info = TensorInfo(dtype_name(dtype), _numbers(shape, where))
+            info = TensorInfo(dtype_name(dtype), _shape(shape, where))
         except ValueError as error:
             raise CheckpointError(f"{where}: {error}") from None
-        check_number(info.nbytes, f"{where}: bytes of shape {list(info.shape)}")
+        check_shape(info.shape, info.itemsize, where)
         first = check_number(offset, f"{where}: offset of a tensor")
-        steps = _numbers(strides, where)
+        steps = _shape(strides, where)
         if len(steps) != len(info.shape):
             refuse(where, f"{len(steps)} strides", f"{len(info.shape)}")
         reach = sum((n - 1) * step for n, step in zip(info.shape, steps, strict=True)) + 1
@@ -250,7 +313,7 @@ def _is_tensor(value: Any) -> StoredTensor | StoredShard:
     return value
 
 
-def _numbers(values: Any, where: str) -> tuple[int, ...]:
+def _shape(values: Any, where: str) -> tuple[int, ...]:
     if not isinstance(values, tuple) or len(values) > _MAX_DIMS:
         refuse(where, values, f"a shape of {_MAX_DIMS} dimensions at most")
     return tuple(check_number(value, f"{where}: shape or strides") for value in values)
