@@ -63,10 +63,10 @@ def read_small(path: Path, most: int, links: Links = Links.REFUSE) -> bytes:
         if size > most:
             refuse(str(path), f"{size:,} bytes", f"{most:,} at most")
         try:
-            text = file.read(most + 1)
+            text = file.read(size + 1)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    if len(text) > most:
+    if len(text) > size:
         refuse(str(path), "more bytes than it had when it was opened", f"{size:,}")
     return text
 

@@ -275,7 +275,9 @@ class _Machine:
     def find(self, module: str, name: str) -> None:
         found = self.known(module, name)
         if found is None:
-            raise PickleError(f"it names {module}.{name}, which is not needed for plain values")
+            names = f"{module}.{name}"
+            shown = names if names.isprintable() else repr(names)
+            raise PickleError(f"it names {shown[:120]}, which is not needed for plain values")
         self.push(found)
 
     def find_on_stack(self) -> None:

@@ -172,7 +172,7 @@ def _check_byte_order(archive: Archive, path: Path) -> None:
         return
     order = archive.read("byteorder", most=16).decode("ascii", "replace")
     if order != sys.byteorder:
-        raise CheckpointError(f"{path}: found {order} endian numbers, expected {sys.byteorder}")
+        raise CheckpointError(f"{path}: found {order!r} endian numbers, expected {sys.byteorder}")
 
 
 @dataclass(frozen=True)
