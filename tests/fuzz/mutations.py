@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import pickletools
 import random
@@ -188,8 +189,7 @@ _OPCODES = (
 
 def edit_pickle(rng: random.Random, data: bytes) -> bytes:
     """Leave out, repeat, exchange and put in steps of a pickle; make their numbers others."""
-    starts = [at for _, _, at in pickletools.genops(data)]
-    steps = [data[a:b] for a, b in zip(starts, [*starts[1:], len(data)], strict=True)]
+    steps = list(_steps_of(data))
     for _ in range(rng.choice((1, 1, 2, 4))):
         at, other = rng.randrange(len(steps)), rng.randrange(len(steps))
         match rng.randrange(7):
@@ -210,6 +210,13 @@ def edit_pickle(rng: random.Random, data: bytes) -> bytes:
         if not steps:
             break
     return b"".join(steps)
+
+
+@functools.lru_cache
+def _steps_of(data: bytes) -> tuple[bytes, ...]:
+    """The steps of a pickle that is whole."""
+    starts = [at for _, _, at in pickletools.genops(data)]
+    return tuple(data[a:b] for a, b in zip(starts, [*starts[1:], len(data)], strict=True))
 
 
 def _laughs(rng: random.Random) -> list[bytes]:
@@ -242,7 +249,8 @@ def archive_of(records: list[tuple[bytes, bytes]]) -> bytes:
     return bytes(body + directory + b"PK\5\6" + end)
 
 
-def records_of(data: bytes) -> list[tuple[bytes, bytes]]:
+@functools.lru_cache
+def _records_of(data: bytes) -> tuple[tuple[bytes, bytes], ...]:
     """Names and contents of an archive that is whole."""
     (count,), (at,) = struct.unpack("<H", data[-12:-10]), struct.unpack("<L", data[-6:-2])
     found = []
@@ -254,7 +262,7 @@ def records_of(data: bytes) -> list[tuple[bytes, bytes]]:
         first = header + 30 + inner_name + inner_extra
         found.append((data[at + 46 : at + 46 + named], data[first : first + size]))
         at += 46 + named + extra + comment
-    return found
+    return tuple(found)
 
 
 def zip_pickle(rng: random.Random, data: bytes) -> bytes:
@@ -262,14 +270,14 @@ def zip_pickle(rng: random.Random, data: bytes) -> bytes:
     return archive_of(
         [
             (name, edit_pickle(rng, content) if name.endswith(b"/data.pkl") else content)
-            for name, content in records_of(data)
+            for name, content in _records_of(data)
         ]
     )
 
 
 def zip_records(rng: random.Random, data: bytes) -> bytes:
     """Leave out, repeat, exchange and rename records."""
-    records = records_of(data)
+    records = list(_records_of(data))
     for _ in range(rng.choice((1, 1, 3))):
         at, other = rng.randrange(len(records)), rng.randrange(len(records))
         match rng.randrange(5):

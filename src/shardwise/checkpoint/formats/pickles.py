@@ -166,6 +166,11 @@ class _Machine:
         self.at += count
         return found
 
+    def byte(self) -> int:
+        found = self.data[self.at]
+        self.at += 1
+        return found
+
     def number(self, format_: str) -> Any:
         (found,) = struct.unpack(format_, self.take(struct.calcsize(format_)))
         return found
@@ -206,7 +211,7 @@ class _Machine:
         self.push_container(items)
 
     def push_long(self) -> None:
-        self.push(int.from_bytes(self.take(self.take(1)[0]), "little", signed=True))
+        self.push(int.from_bytes(self.take(self.byte()), "little", signed=True))
 
     # ---- marks and memo ----
 
@@ -323,9 +328,9 @@ _STEPS: Mapping[int, Callable[[_Machine], Any]] = {
         pickle.FRAME: lambda m: m.take(8),
         pickle.MARK: _Machine.mark,
         pickle.MEMOIZE: _Machine.memoize,
-        pickle.BINPUT: lambda m: m.put(m.take(1)[0]),
+        pickle.BINPUT: lambda m: m.put(m.byte()),
         pickle.LONG_BINPUT: lambda m: m.put(m.number("<I")),
-        pickle.BINGET: lambda m: m.get(m.take(1)[0]),
+        pickle.BINGET: lambda m: m.get(m.byte()),
         pickle.LONG_BINGET: lambda m: m.get(m.number("<I")),
         pickle.GLOBAL: lambda m: m.find(m.line(), m.line()),
         pickle.STACK_GLOBAL: _Machine.find_on_stack,
@@ -349,7 +354,7 @@ _STEPS: Mapping[int, Callable[[_Machine], Any]] = {
         pickle.NEWTRUE: lambda m: m.push(True),
         pickle.NEWFALSE: lambda m: m.push(False),
         pickle.BININT: lambda m: m.push(m.number("<i")),
-        pickle.BININT1: lambda m: m.push(m.take(1)[0]),
+        pickle.BININT1: lambda m: m.push(m.byte()),
         pickle.BININT2: lambda m: m.push(m.number("<H")),
         pickle.LONG1: _Machine.push_long,
         pickle.BINFLOAT: lambda m: m.push(m.number(">d")),
