@@ -13,6 +13,7 @@ What has to hold of every mutant:
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import logging
 import os
@@ -41,6 +42,7 @@ MEMORY = 64 << 20  # bytes that reading may take
 SECONDS = 1.0  # of the processor
 _GIVE_UP = 10.0  # seconds after which a mutant that is still being read is stopped
 _MOST_MESSAGE = 2000
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h; set, it does not grow with what is freed
 _PAGE = resource.getpagesize()
 
 
@@ -164,6 +166,7 @@ def _bounded() -> Iterator[None]:
 @contextmanager
 def _folder() -> Iterator[Path]:
     """An empty folder in memory, where there is room for one."""
+    _keep_no_memory()
     shm = Path("/dev/shm")
     parent = shm if os.access(shm, os.W_OK) else None
     root = Path(tempfile.mkdtemp(prefix="shardwise-fuzz-", dir=parent))
@@ -180,6 +183,14 @@ def _folder() -> Iterator[Path]:
         torch.set_num_threads(threads)
         signal.signal(signal.SIGVTALRM, before)
         shutil.rmtree(root)
+
+
+def _keep_no_memory() -> None:
+    """Have the C library give back large memory at once, or a leak would go into what it keeps."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_MMAP_THRESHOLD, 1 << 17)
+        libc.malloc_trim(0)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -247,9 +247,11 @@ def check_text(value: str, where: str) -> str:
 
 
 def shorten(value: Any) -> str:
-    """A value for a message, never long."""
-    if isinstance(value, dict | list):
+    """A value for a message, never long; it may hold itself a billion times over."""
+    if isinstance(value, dict | list | tuple | set):
         return f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, str | bytes):
+        value = value[:80]
     text = repr(value) if not isinstance(value, int) or abs(value) < MAX_INT**2 else "a huge number"
     return text if len(text) <= 80 else f"{text[:77]}..."
 

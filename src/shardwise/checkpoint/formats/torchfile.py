@@ -255,7 +255,7 @@ class _Names:
             return _is_tensor(made)
         attributes: dict[str, Any] = {}
         for each in state if isinstance(state, tuple) else (state,):
-            attributes |= each or {}
+            attributes |= each if isinstance(each, dict) else {}
         local = attributes.get("_local_tensor")
         if not isinstance(local, StoredTensor) or kind is not made.kind:
             raise PickleError("it has a subclass of Tensor that is not known")
@@ -327,7 +327,7 @@ def _size(args: tuple[Any, ...]) -> tuple[int, ...]:
 def _encoded(args: tuple[Any, ...]) -> bytes:
     text, encoding = args
     if encoding != "latin1":
-        raise ValueError(f"encoding {encoding!r}")
+        raise ValueError("another encoding")
     return cast(str, text).encode("latin-1")
 
 
@@ -360,7 +360,7 @@ def _device(args: tuple[Any, ...]) -> torch.device:
 
 def _layout(args: tuple[Any, ...]) -> torch.layout:
     (name,) = args
-    found = getattr(torch, str(name).removeprefix("torch."))
+    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
     if not isinstance(found, torch.layout):
         raise TypeError("no layout")
     return found

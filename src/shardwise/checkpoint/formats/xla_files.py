@@ -11,7 +11,7 @@ import torch
 
 from shardwise.checkpoint.disk.boxes import Box, whole
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
-from shardwise.checkpoint.disk.strict import Fields, check_shape, check_text, refuse
+from shardwise.checkpoint.disk.strict import Fields, check_shape, check_text, refuse, shorten
 from shardwise.checkpoint.formats.extents import Extent, ExtentReader, check_extents
 from shardwise.checkpoint.formats.source import Opened, Window, dotted
 from shardwise.checkpoint.formats.torchfile import Hole, StoredShard, StoredTensor, read_tree
@@ -226,7 +226,7 @@ def read_rank_file(path: Path) -> RankFile:
     if fields.any("format") != FORMAT or fields.any("version") != VERSION:
         refuse(
             fields.where,
-            f"{fields.any('format')} {fields.any('version')}",
+            f"{shorten(fields.any('format'))} {shorten(fields.any('version'))}",
             f"{FORMAT} {VERSION}, which get_shard_metadata makes",
         )
     world_size = fields.number("world_size", least=1, most=_MAX_RANKS)
