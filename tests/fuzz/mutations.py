@@ -94,9 +94,9 @@ def _edit_item(rng: random.Random, node: Any, key: Any) -> None:
         case 1 if type(value) is int:
             node[key] = value + rng.choice((-8, -1, 1, 7, 2**31, 2**62))
         case 2 if isinstance(node, list):
-            node.insert(rng.randrange(len(node) + 1), value)
+            node.insert(rng.randrange(len(node) + 1), _copied(value))
         case 3:
-            node[key] = rng.choice(_values_of(node))
+            node[key] = _copied(rng.choice(_values_of(node)))
         case 4 if isinstance(value, str) and value:
             node[key] = value[: rng.randrange(len(value))] + rng.choice(("", "0", "\x00", "é"))
         case 5:
@@ -106,6 +106,10 @@ def _edit_item(rng: random.Random, node: Any, key: Any) -> None:
             node[key] = nested
         case _:
             node[key] = rng.choice(_JSON_VALUES)
+
+
+def _copied(value: Any) -> Any:
+    return json.loads(json.dumps(value))
 
 
 def _values_of(node: Any) -> list[Any]:

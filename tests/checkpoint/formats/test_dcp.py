@@ -340,3 +340,15 @@ def test_a_chunk_cut_short_or_damaged_is_refused(saved: Path) -> None:
                 list(Window().parts(source, ("model", "a")))
         except CheckpointError:
             pass
+
+
+def test_a_chunk_that_many_tensors_claim_is_not_read_for_each(saved: Path) -> None:
+    metadata = _metadata(length=_length(saved))
+    (index,) = metadata.storage_data
+    for number in range(3):
+        metadata.state_dict_metadata[f"b{number}"] = metadata.state_dict_metadata["a"]
+        other = MetadataIndex(f"b{number}", index.offset)
+        metadata.storage_data[other] = metadata.storage_data[index]
+    _write(saved, metadata)
+    with pytest.raises(CheckpointError, match=r"bytes in all.*expected.*that its files have"):
+        DcpSource(saved)

@@ -71,6 +71,7 @@ def test_a_tuple_that_takes_for_ever_to_show_is_not_shown(tmp_path: Path) -> Non
     "steps",
     [
         b"c_codecs\nencode\nX\x01\x00\x00\x00ah\x3c\x86R",
+        b"c_codecs\nencode\nh\x3cX\x06\x00\x00\x00latin1\x86R",
         b"ctorch.serialization\n_get_layout\nh\x3c\x85R",
         b"ctorch\ndevice\nh\x3c\x85R",
         b"c__builtin__\nset\nh\x3c\x85\x85R",
@@ -205,6 +206,7 @@ _STATE = b"}X\x06\x00\x00\x00hostileK\x01sb".replace(b"X\x06", b"X\x07")
         b"cpathlib\nPosixPath\n",
         b"ctorch\nSize\n",
         b"ctorch\nfloat32\n",
+        b"c_codecs\nencode\nh\x3cX\x06\x00\x00\x00latin1\x86R",
         b"ctorch.serialization\n_get_layout\n",
         b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
     ],

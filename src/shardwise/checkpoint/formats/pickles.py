@@ -298,7 +298,14 @@ class _Machine:
         self.count_container()
         try:
             self.push(maker.make(args))
-        except (TypeError, ValueError, KeyError, RuntimeError, OverflowError) as error:
+        except (
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            RuntimeError,
+            OverflowError,
+        ) as error:
             reason = " ".join(str(error).split())[:160]
             raise PickleError(f"{maker.name} of other arguments ({reason})") from None
 
