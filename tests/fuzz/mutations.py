@@ -105,7 +105,7 @@ def _edit_item(rng: random.Random, node: Any, key: Any) -> None:
                 nested = rng.choice(([nested], {"x": nested}, {"$tuple": [nested]}))
             node[key] = nested
         case _:
-            node[key] = rng.choice(_JSON_VALUES)
+            node[key] = _copied(rng.choice(_JSON_VALUES))
 
 
 def _copied(value: Any) -> Any:

@@ -68,6 +68,9 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(ValueError, match="line 2: no JSON: 'nonsense'"):
         read_metrics(path)
+    path.write_text('{"step": 1}\n' + "[" * 100_000 + '\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"line 2: no JSON: '\[\["):
+        read_metrics(path)
 
 
 # -- displays --------------------------------------------------------------------------------------

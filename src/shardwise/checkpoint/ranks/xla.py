@@ -155,6 +155,8 @@ def _refusing(path: Path) -> Iterator[None]:
     """Say which file it was that a model or an optimizer could not load."""
     try:
         yield
+    except MemoryError:
+        raise
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # their own code, and hooks, meet values that they do not expect
