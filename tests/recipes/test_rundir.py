@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.recipes.config import OptionError, OutputConfig
+from shardwise.recipes.config import Existing, OptionError, OutputConfig
 from shardwise.recipes.rundir import RunDir, check_same, write_text
 
 
-def output(folder: Path, *, resume: bool = False, overwrite: bool = False) -> OutputConfig:
-    return OutputConfig(out=folder, resume=resume, overwrite=overwrite)
+def output(folder: Path, existing: Existing = Existing.REFUSE) -> OutputConfig:
+    return OutputConfig(out=folder, existing=existing)
 
 
 def a_run(folder: Path) -> RunDir:
@@ -36,22 +36,22 @@ def test_a_run_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
     files = a_run(tmp_path)
     with pytest.raises(OptionError, match=r"--out: found a run in .* already, expected another"):
         files.check(output(tmp_path))
-    files.check(output(tmp_path, resume=True))
-    files.check(output(tmp_path, overwrite=True))
+    files.check(output(tmp_path, Existing.RESUME))
+    files.check(output(tmp_path, Existing.OVERWRITE))
 
 
 def test_overwriting_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
     files = a_run(tmp_path)
-    files.begin(output(tmp_path, overwrite=True))
+    files.begin(output(tmp_path, Existing.OVERWRITE))
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_a_folder_with_other_files_is_never_taken(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years")
-    for overwrite in (False, True):
+    for existing in (Existing.REFUSE, Existing.OVERWRITE):
         with pytest.raises(OptionError, match="--out: found other files in"):
-            RunDir(tmp_path).check(output(tmp_path, overwrite=overwrite))
-    RunDir(tmp_path).begin(output(tmp_path, overwrite=True))
+            RunDir(tmp_path).check(output(tmp_path, existing))
+    RunDir(tmp_path).begin(output(tmp_path, Existing.OVERWRITE))
     assert (tmp_path / "thesis.tex").exists()
 
 
@@ -63,7 +63,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="--resume: found no run in"):
-        RunDir(tmp_path).check(output(tmp_path, resume=True))
+        RunDir(tmp_path).check(output(tmp_path, Existing.RESUME))
 
 
 def test_a_damaged_run_json_is_named(tmp_path: Path) -> None:
