@@ -27,6 +27,7 @@ from shardwise.recipes.optim import count
 from shardwise.recipes.progress import make_display
 from shardwise.recipes.rank_zero import on_rank_zero
 from shardwise.recipes.replicas import ReplicaCheckpoints
+from shardwise.recipes.run_lock import locked
 from shardwise.recipes.rundir import RunDir, write_text
 from shardwise.recipes.sharded import shard_bytes, transport_name
 from shardwise.recipes.span import Position
@@ -57,14 +58,18 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> None:
         UserError: what the user can put right.
         Stopped: a signal asked to stop, and the run is saved.
     """
-    if world.rank == 0:
-        # Before anything is written, and again for those whom no launcher of ours started.
-        check_folder(inputs)
-    device = choose_device(inputs.train.device, world)
-    if device.type == "cpu":
-        keep_freed_memory()
-    with connected(world, backend_for(device), inputs.train.peer_timeout):
-        train_connected(inputs, world, device, signals)
+    with contextlib.ExitStack() as held:
+        if world.rank == 0:
+            # Before anything is written; again under the lock, for what has ended meanwhile.
+            check_folder(inputs)
+            if not launched_here():
+                held.enter_context(locked(RunDir(inputs.train.output.out)))
+                check_folder(inputs)
+        device = choose_device(inputs.train.device, world)
+        if device.type == "cpu":
+            keep_freed_memory()
+        with connected(world, backend_for(device), inputs.train.peer_timeout):
+            train_connected(inputs, world, device, signals)
 
 
 def train_connected(
