@@ -247,6 +247,11 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
     return cast(nn.Parameter, module._parameters[name])
 
 
+def holds_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> bool:
+    """Whether ``parameter`` is what is registered under ``name``."""
+    return module._parameters.get(name) is parameter
+
+
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The module's own children by name, one that is registered twice twice."""
     return [(name, child) for name, child in module._modules.items() if child is not None]

@@ -631,3 +631,70 @@ def _one_rank_reshards(rank: int, world_size: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_one_rank_alone_may_read_its_state_dict(ranks: Ranks, transport: str) -> None:
     ranks(_one_rank_reshards, 2, transport, pg_timeout=10)
+
+
+# -- full parameters that are exchanged --------------------------------------------------------
+
+
+class Exchanging(nn.Module):
+    """Gives its weight other data in forward, as old tricks with ``.data`` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data * 0.5
+        return x @ self.weight.T @ self.weight
+
+
+def _exchanges(rank: int, world_size: int, transport: str) -> None:
+    for reshard in STRATEGIES:
+        net, whole = seeded(Exchanging), seeded(Exchanging)
+        net = nn.Sequential(fully_shard(net, reshard_after_forward=reshard, transport=transport))
+        fully_shard(net, transport=transport)
+        x = batches(world_size)[rank]
+        with torch.no_grad():
+            for _ in range(3):
+                torch.testing.assert_close(net(x), whole(x))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_data_that_a_module_gives_its_parameter_stays(ranks: Ranks, transport: str) -> None:
+    ranks(_exchanges, 2, transport)
+    ranks(_exchanges, 1, transport)
+
+
+class Replacing(Exchanging):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight = nn.Parameter(self.weight.detach() * 0.5)
+        return x @ self.weight.T
+
+
+def _replaces(rank: int, world_size: int) -> None:
+    net = fully_shard(Replacing(), reshard_after_forward=True)
+    with pytest.raises(MisuseError, match=r"weight on rank \d: a module .* replaced or deleted"):
+        net(batches(world_size)[rank])
+    assert isinstance(net.weight, DTensor)
+
+
+def test_a_parameter_that_a_module_replaces_in_forward_is_not_lost_in_silence(ranks: Ranks) -> None:
+    ranks(_replaces, 2)
+
+
+def _writes_to_both(rank: int, world_size: int) -> None:
+    net = sharded_net(reshard_after_forward=True)
+    shard = net.blocks[0].up.weight
+
+    def write(module: nn.Module, *_: object) -> None:
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+            shard.mul_(0.5)
+
+    net.blocks[0].up.register_forward_hook(write)
+    with pytest.raises(MisuseError, match="both its full parameter, which its module holds while"):
+        net(batches(world_size)[rank])
+
+
+def test_writes_to_a_shard_and_to_its_full_parameter_at_once_raise(ranks: Ranks) -> None:
+    ranks(_writes_to_both, 2)

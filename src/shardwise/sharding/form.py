@@ -36,6 +36,10 @@ class ParamOwner:
         """The parameter that is there now."""
         return _torch.parameter_of(self.module, self.name)
 
+    def holds(self, parameter: nn.Parameter | None) -> bool:
+        """Whether ``parameter`` is the one that is there now."""
+        return _torch.holds_parameter(self.module, self.name, parameter)
+
     def register(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` there."""
         _torch.register_parameter(self.module, self.name, parameter)

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import _torch
 from shardwise.errors import MisuseError
 from shardwise.sharding.form import COPIED
 from shardwise.sharding.group_state import MOVES, GroupState
@@ -161,13 +160,25 @@ class ParamGroup:
         """Put the shards back into the modules and free the full parameters.
 
         Parameters that are lent stay so: whoever lent them takes them back.
+
+        Raises:
+            MisuseError: a module replaced a full parameter, or wrote to it and to its shard.
         """
         if self._state is GroupState.LENT:
             return
         self.wait_for_unshard()
+        replaced = []
+        if self._state is GroupState.UNSHARDED:
+            replaced = [param for param in self.params if param.replacer is not None]
         if self._state is not GroupState.SHARDED:
             self._use_sharded()
         self._free()
+        for param in replaced:
+            raise MisuseError(
+                f"{param.fqn} on rank {dist.get_rank()}: a module of group {self.fqn!r} replaced "
+                "or deleted this parameter while it was gathered, and the replacement is lost. "
+                "Write to the parameter in place, or replace it between steps"
+            )
 
     def lend(self) -> None:
         """Let the modules hold what the parameters' forms say is lent, until :meth:`take_back`."""
@@ -324,12 +335,7 @@ class ParamGroup:
         return options.keep_unsharded or accumulates
 
     def _versions(self) -> list[int]:
-        """Numbers that change when a shard is written to, as a ``DTensor`` or as what is in it."""
-        return [
-            _torch.version_of(tensor)
-            for param in self.params
-            for tensor in (param.sharded, param.local)
-        ]
+        return [param.shard_version for param in self.params]
 
     def _use_sharded(self) -> None:
         for param in self.params:

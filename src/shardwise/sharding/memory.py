@@ -61,6 +61,7 @@ class GroupMemory:
         self._direct: list[ShardedParam] = []
         self._staged: list[ShardedParam] = []
         self._copied: list[ShardedParam] = []
+        self._aliased: list[ShardedParam] = []
         self._extended: list[Extension] = []
         for param in params:
             whole_here = param.layout.dim is None or mesh.shard.world_size == 1
@@ -69,6 +70,7 @@ class GroupMemory:
                 self._extended.append(Extension(param, mesh, precision))
             elif whole_here and same and param.local.device == mesh.device:
                 param.make_full(param.local.detach().view(-1))
+                self._aliased.append(param)
             elif whole_here:
                 self._copied.append(param)
             elif param.layout.is_rank_major:
@@ -155,6 +157,8 @@ class GroupMemory:
         """Give back what is not shared with the shards. Autograd uses it no more until a gather."""
         for param in self._freed:
             param.seal()
+        for param in self._aliased:
+            param.take_back_data()
         self._gathered.free()
         self._owned.free()
         for extension in self._extended:

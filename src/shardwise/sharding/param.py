@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import _torch
+from shardwise.errors import MisuseError
 from shardwise.sharding.form import ParamOwner, ShardedForm, copy_owners
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.unrecorded import unrecorded
@@ -54,8 +55,11 @@ class ShardedParam:
         self.owners = owners
         self.full: nn.Parameter | None = None
         self.held_grad: torch.Tensor | None = None
-        # The version of the full parameter after its last gather.
-        self._version = 0
+        # Versions of the full parameter and of the shard after the last gather, and where in
+        # memory the full parameter was.
+        self._version = self._shard_version = 0
+        self._address: int | None = None
+        self._memory: torch.Tensor | None = None
         self._is_sealed = False
         self._seen = self._look()
 
@@ -69,7 +73,7 @@ class ShardedParam:
         memo[id(self)] = made
         made.form = copy.deepcopy(self.form, memo)
         made.owners = copy_owners(self.owners, memo)
-        made.full = made.held_grad = None
+        made.full = made.held_grad = made._memory = None
         made._is_sealed = False
         made._seen = made._look()
         return made
@@ -143,8 +147,10 @@ class ShardedParam:
         if origin is not None:
             whole = _torch.wrap_local(whole, _torch.with_dtype(origin, whole.dtype))
         self._hold_grad_of_former_full()
+        self._memory = whole
         self.full = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
-        self._version, self._is_sealed = _torch.version_of(self.full), False
+        self._is_sealed = False
+        self.note_gathered()
 
     @property
     def full_data(self) -> torch.Tensor:
@@ -171,11 +177,9 @@ class ShardedParam:
         """
         if self._is_sealed or self.full is None:
             return
-        version = _torch.version_of(self.full)
-        if version != self._version:
-            self._take_over_writes()
-            self._version = version
-        _torch.set_version(self.full, version + _SEALED)
+        self.take_over_writes()
+        self._version = _torch.version_of(self.full)
+        _torch.set_version(self.full, self._version + _SEALED)
         self._is_sealed = True
 
     def unseal(self) -> None:
@@ -183,17 +187,73 @@ class ShardedParam:
         if self._is_sealed and self.full is not None:
             _torch.set_version(self.full, self._version)
         self._is_sealed = False
+        self.note_gathered()
 
-    def _take_over_writes(self) -> None:
+    def note_gathered(self) -> None:
+        """Note the full parameter as it is, to know by its end whether it was written to."""
+        assert self.full is not None
+        self._version = _torch.version_of(self.full)
+        self._shard_version = self.shard_version
+        self._address = _address(self.full)
+
+    @property
+    def shard_version(self) -> int:
+        """A number that grows when the shard is written to, as ``DTensor`` or as what is in it."""
+        return _torch.version_of(self.sharded) + _torch.version_of(self.local)
+
+    def take_back_data(self) -> None:
+        """Have a full parameter that shares the shard's memory do so again.
+
+        A module may have given it other data (``.data = ...``), which the shard takes over.
+        """
+        if self.full is not None and _address(self.full) != self._address:
+            assert self._memory is not None
+            self._memory.copy_(self.full_data)
+            self.full.data = self._memory
+
+    def take_over_writes(self) -> None:
         """Write to the shard what was written to this rank's rows of the full parameter.
 
-        Others keep what a lower precision of the full parameter would round.
+        Other rows keep what a full parameter of lower precision would round.
+
+        Raises:
+            MisuseError: the shard was written to as well, or the full parameter was given data of
+                another shape.
         """
+        full = self.full
+        if full is None:
+            return
+        replaced = _address(full) != self._address
+        if not replaced and _torch.version_of(full) == self._version:
+            return
+        where = f"{self.fqn} on rank {dist.get_rank()}"
+        if full.shape != self.layout.shape and self.form.origin is None:
+            raise MisuseError(
+                f"{where}: its full parameter was given data of shape {tuple(full.shape)}, "
+                f"expected {tuple(self.layout.shape)}"
+            )
         shard = self.local
+        if self._shard_version != self.shard_version:
+            raise MisuseError(
+                f"{where}: both its full parameter, which its module holds while it runs, and its "
+                "shard were written to since it was gathered. Write to one of them, or call "
+                "reshard() on the module in between"
+            )
         rows = self.layout.cut(self.full_data, self.form.mesh.shard.rank).to(shard.device)
         with unrecorded():
             written = rows != shard.to(rows.dtype)
             shard.copy_(torch.where(written, rows.to(shard.dtype), shard))
+        if replaced:  # the next gather goes where autograd, and the group, expect it
+            assert self._memory is not None
+            full.data = self._memory
+
+    @property
+    def replacer(self) -> nn.Module | None:
+        """The module that holds something else in the place of the full parameter, if one does."""
+        for owner in self.owners:
+            if not owner.holds(self.full):
+                return owner.module
+        return None
 
     def register(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` into the modules."""
@@ -279,3 +339,8 @@ class ShardedParam:
 
     def __repr__(self) -> str:
         return f"ShardedParam({self.fqn}, {tuple(self.layout.shape)}, dim={self.layout.dim})"
+
+
+def _address(full: nn.Parameter) -> int | None:
+    """Where in memory a plain parameter is; ``None`` for one of a subclass."""
+    return full.data_ptr() if type(full) is nn.Parameter else None
