@@ -11,7 +11,7 @@ TITAN  := tests/ecosystem/torchtitan.txt
 # What you add to a command: make train ARGS="--steps 50", make test ARGS="-k layout"
 ARGS ?=
 
-.PHONY: help train test ecosystem check format bench clean
+.PHONY: help train test fuzz ecosystem check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -22,6 +22,10 @@ train: $(TRAIN) ## train a small language model, sharded over two local processe
 
 test: $(DEV) ## run the tests
 	@$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(DEV) ## damage a million checkpoints; run ten thousand random programs (hours)
+	@$(BIN)/python -m tests.fuzz.readers --mutants 1000000 --seed 1
+	@$(BIN)/python -m tests.fuzz.programs --programs 10000 --seed 1
 
 ecosystem: ## run the tests with other people's programs, all of them, in .venv-ecosystem
 	@$(MAKE) --no-print-directory VENV=.venv-ecosystem .venv-ecosystem/.ready-ecosystem
