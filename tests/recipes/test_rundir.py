@@ -201,6 +201,6 @@ def test_a_small_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_record_that_is_nested_too_deeply_is_one_line(tmp_path: Path, depth: int) -> None:
     run = RunDir(tmp_path)
     run.run_json.write_text('{"x": ' + "[" * depth + "]" * depth + "}")
-    with pytest.raises(OptionError, match=r"run\.json that cannot be read") as caught:
+    with pytest.raises(UserError, match=r"run\.json: is nested too deeply") as caught:
         run.read()
     assert str(caught.value).isprintable()
