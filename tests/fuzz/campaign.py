@@ -1,0 +1,172 @@
+"""Many programs on several worlds of ranks at once, and what became of them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from tests.fuzz.pool import Pool
+from tests.fuzz.program import Program, features
+from tests.fuzz.runtimes import TRANSPORTS
+from tests.fuzz.shrink import shrink
+from tests.fuzz.strategies import generate
+from tests.fuzz.verdict import Verdict, how_torch_ran, judge
+from tests.fuzz.worker import Unit
+
+_BATCH = 8
+_CHUNK = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """A program, and the verdict on each transport."""
+
+    program: Program
+    torch: str
+    verdicts: dict[str, Verdict]
+
+    @property
+    def finds(self) -> dict[str, Verdict]:
+        """The verdicts that say that something is wrong."""
+        return {name: verdict for name, verdict in self.verdicts.items() if verdict.is_find}
+
+
+@dataclasses.dataclass
+class Tally:
+    """Counts over a campaign."""
+
+    seconds: float = 0.0
+    programs: int = 0
+    features: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    raised: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    finds: list[Judged] = dataclasses.field(default_factory=list)
+
+    def add(self, judged: Judged) -> None:
+        self.programs += 1
+        self.features.update(features(judged.program))
+        for name, verdict in judged.verdicts.items():
+            self.kinds[f"{name}: {verdict.kind}"] += 1
+            if verdict.kind.startswith("raises"):
+                self.raised[_first_error(verdict.detail)] += 1
+        if judged.finds:
+            self.finds.append(judged)
+
+
+def _first_error(detail: str) -> str:
+    _, _, text = detail.partition("raised at ")
+    _, _, text = text.partition(": ")
+    return "".join("#" if each.isdigit() else each for each in text.splitlines()[0][:110])
+
+
+def run_all(
+    pool: Pool, programs: Sequence[Program], transports: Sequence[str] = TRANSPORTS
+) -> list[Judged]:
+    """Run programs in one world, and judge them."""
+    units = []
+    for index, program in enumerate(programs):
+        # Where ranks part, torch waits until time is up, which says nothing.
+        names = list(transports) if program.parts_ranks else ["torch", *transports]
+        units += [Unit(index, program, name) for name in names]
+    results = pool.run(units)
+    judged = []
+    for index, program in enumerate(programs):
+        torchs = results.get((index, "torch"))
+        verdicts = {name: judge(results[index, name], torchs) for name in transports}
+        judged.append(Judged(program, how_torch_ran(torchs), verdicts))
+    return judged
+
+
+def run_campaign(
+    programs: Iterable[Program],
+    world: int,
+    transports: Sequence[str],
+    pools: int,
+    sabotage: str = "",
+) -> Iterator[Judged]:
+    """Run programs in so many worlds at once; yield what came of them as it comes."""
+    batches: queue.Queue[list[Program] | None] = queue.Queue(maxsize=2 * pools)
+    results: queue.Queue[list[Judged] | BaseException | None] = queue.Queue()
+    stop = threading.Event()
+
+    def serve() -> None:
+        try:
+            with Pool(world, sabotage) as pool:
+                while (batch := batches.get()) is not None and not stop.is_set():
+                    results.put(run_all(pool, batch, transports))
+        except BaseException as error:
+            results.put(error)
+        finally:
+            results.put(None)
+
+    def feed() -> None:
+        source = iter(programs)
+        while not stop.is_set() and (batch := list(itertools.islice(source, _BATCH))):
+            batches.put(batch)
+        for _ in range(pools):
+            batches.put(None)
+
+    threads = [threading.Thread(target=serve, daemon=True) for _ in range(pools)]
+    threads.append(threading.Thread(target=feed, daemon=True))
+    for thread in threads:
+        thread.start()
+    running = pools
+    try:
+        while running:
+            result = results.get()
+            if result is None:
+                running -= 1
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                yield from result
+    finally:
+        stop.set()
+
+
+def generated(count: int, seed: int, world: int) -> Iterator[Program]:
+    """Generate programs, some at a time, so that ranks have something to do meanwhile."""
+    for chunk in itertools.count():
+        left = count - chunk * _CHUNK
+        if left <= 0:
+            return
+        yield from generate(min(left, _CHUNK), seed * 1_000_003 + chunk, world)
+
+
+def tally(programs: Iterable[Judged]) -> Tally:
+    """Count what came of programs."""
+    counted = Tally()
+    began = time.monotonic()
+    for judged in programs:
+        counted.add(judged)
+        counted.seconds = time.monotonic() - began
+    return counted
+
+
+def smallest(pool: Pool, judged: Judged) -> Judged:
+    """Shrink a find: to a program with the same verdict on the same transport."""
+    transport, verdict = next(iter(judged.finds.items()))
+    word = verdict.kind.split(" (")[0]
+
+    def shows(programs: list[Program]) -> list[bool]:
+        return [_says(each, transport, word) for each in run_all(pool, programs, [transport])]
+
+    program = shrink(judged.program, shows)
+    return run_all(pool, [program])[0]
+
+
+def _says(judged: Judged, transport: str, word: str) -> bool:
+    verdict = judged.verdicts[transport]
+    return verdict.is_find and verdict.kind.split(" (")[0] == word
+
+
+def distinct(finds: Sequence[Judged], known: Sequence[Judged]) -> Iterator[Judged]:
+    """The finds that hold more than one of those that are ``known``."""
+    for find in finds:
+        if not any(features(each.program) <= features(find.program) for each in known):
+            yield find

@@ -1,0 +1,96 @@
+"""What the runs of a program say about the library.
+
+Ours has to compute what the unsharded program does wherever torch's FSDP2 does. Elsewhere it has
+to compute that, or raise. Where a program reads values at a moment at which torch's FSDP2 has them
+in another way than the unsharded program (a hook on a block that writes to that block, after the
+gather), ours may be as torch's. And nothing may hang, or die.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from tests.fuzz.worker import Report
+
+_Ranks = Mapping[int, Report]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What came of a program on one transport.
+
+    Attributes:
+        kind: in a few words, to count by.
+        is_find: whether that is wrong.
+        detail: by rank, where it is wrong.
+    """
+
+    kind: str
+    is_find: bool = False
+    detail: str = ""
+
+
+def how_torch_ran(ranks: _Ranks | None) -> str:
+    """Say in a word how torch's FSDP2 ran a program."""
+    if ranks is None:
+        return "was not asked"
+    reports = list(ranks.values())
+    raised = [each.raised for each in reports if each.raised is not None]
+    if any("hung" in text[:4] for text in raised):
+        return "hangs"
+    if any(text.startswith("died") for text in raised):
+        return "dies"
+    if raised:
+        return "raises"
+    if any(each.unsharded not in ("complete", "undefined") for each in reports):
+        return "completes"
+    return "differs" if any(each.differs for each in reports) else "equal"
+
+
+def judge(ours: _Ranks, torchs: _Ranks | None) -> Verdict:
+    """Judge the reports of all ranks on one transport by those of torch's FSDP2."""
+    torch_ran = how_torch_ran(torchs)
+    beside = f"torch {torch_ran}"
+    reports = list(ours.values())
+    raised = [each.raised for each in reports if each.raised is not None]
+    detail = _detail(ours)
+    if any(text.startswith("hung") for text in raised):
+        return Verdict(f"hangs ({beside})", True, detail)
+    if any(text.startswith("died: SIG") for text in raised):
+        return Verdict(f"dies ({beside})", True, detail)
+    means = all(each.unsharded in ("complete", "undefined") for each in reports)
+    differs = any(each.differs for each in reports)
+    as_torch = all(each.differs_from_torch is None for each in reports)
+    if not means and not raised:
+        if torch_ran == "completes" and not as_torch:
+            return Verdict(f"differs where unsharded raises ({beside})", True, detail)
+        if not differs or as_torch:
+            return Verdict(f"unsharded raises, ours completes ({beside})")
+    if differs:
+        if as_torch:
+            return Verdict("differs as torch does")
+        return Verdict(f"differs ({beside})", True, detail)
+    if raised:
+        if torch_ran == "equal":
+            return Verdict("raises (torch equal)", True, detail)
+        return Verdict(
+            f"raises ({beside})" if means else "unsharded raises, ours too", False, detail
+        )
+    return Verdict(f"equal ({beside})")
+
+
+def _detail(ranks: _Ranks) -> str:
+    lines = []
+    for rank, report in sorted(ranks.items()):
+        said = []
+        if report.differs:
+            said.append(f"differs at {report.differs}")
+        if report.differs_from_torch not in (None, "?"):
+            said.append(f"from torch at {report.differs_from_torch}")
+        if report.raised:
+            said.append(f"raised at {report.raised}")
+        if report.unsharded != "complete":
+            said.append(f"unsharded: {report.unsharded}")
+        lines.append(f"  rank {rank}: {'; '.join(said) or 'equal'}")
+    return "\n".join(lines)
