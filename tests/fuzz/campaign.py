@@ -8,10 +8,10 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tests.fuzz.pool import Pool
-from tests.fuzz.program import Program, features
+from tests.fuzz.program import Program, essentials, features
 from tests.fuzz.runtimes import TRANSPORTS
 from tests.fuzz.shrink import shrink
 from tests.fuzz.strategies import generate
@@ -88,6 +88,7 @@ def run_campaign(
     transports: Sequence[str],
     pools: int,
     sabotage: str = "",
+    note_starts: Callable[[int], object] = lambda starts: None,
 ) -> Iterator[Judged]:
     """Run programs in so many worlds at once; yield what came of them as it comes."""
     batches: queue.Queue[list[Program] | None] = queue.Queue(maxsize=2 * pools)
@@ -99,6 +100,7 @@ def run_campaign(
             with Pool(world, sabotage) as pool:
                 while (batch := batches.get()) is not None and not stop.is_set():
                     results.put(run_all(pool, batch, transports))
+                note_starts(pool.starts)
         except BaseException as error:
             results.put(error)
         finally:
@@ -168,5 +170,5 @@ def _says(judged: Judged, transport: str, word: str) -> bool:
 def distinct(finds: Sequence[Judged], known: Sequence[Judged]) -> Iterator[Judged]:
     """The finds that hold more than one of those that are ``known``."""
     for find in finds:
-        if not any(features(each.program) <= features(find.program) for each in known):
+        if not any(essentials(each.program) <= essentials(find.program) for each in known):
             yield find

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -236,7 +236,7 @@ class Execution:
                 self._write_rows(param, action)
             return
         with torch.no_grad():
-            if action.form == "foreach":
+            if action.form == "foreach" and found:
                 torch._foreach_mul_(list(found), action.factor)
                 return
             for param in found:
@@ -338,7 +338,7 @@ class Execution:
     def _find_handles(self) -> None:
         self.handles[self._model] = dict(self.models[self._model].named_parameters())
 
-    _ACTIONS: dict[type, Callable[[Execution, Any], None]] = {
+    _ACTIONS: ClassVar[dict[type, Callable[[Execution, Any], None]]] = {
         p.Forward: _forward,
         p.Backward: _backward,
         p.Step: _step,

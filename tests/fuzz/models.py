@@ -14,7 +14,7 @@ from tests.fuzz.program import ROOT, Block, Program
 
 BATCH = 3
 
-#: Called with a moment of a forward: its kind, the block, and the block's output where there is one.
+#: Called with a moment of a forward: its kind, the block, and its output where there is one.
 Moment = Callable[[str, int, torch.Tensor | None], None]
 
 

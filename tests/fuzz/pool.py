@@ -167,5 +167,8 @@ class Pool:
         self._processes, self._pipes = [], []
 
     def _output(self, rank: int) -> str:
+        """The innermost calls of the main thread, or else the last lines."""
         path = Path(self._directory.name) / f"output-{rank}"
-        return path.read_text(errors="replace")[-3000:] if path.exists() else ""
+        text = path.read_text(errors="replace") if path.exists() else ""
+        _, _, stack = text.rpartition("Current thread")
+        return "\n".join(stack.splitlines()[1:8]) or text[-1000:]

@@ -296,7 +296,7 @@ class Program(_Printed):
 
 ACTIONS = (Write, Ema, Read, Sleep, Raise, Keep, Load, Swap, Grads, Gather)
 STEPS = (Forward, Backward, Step, ZeroGrad, Clip, Sync, Copy, ChannelsLast)
-_NAMES = {each.__name__: each for each in (Program, Block, At, *ACTIONS, *STEPS)}
+_NAMES = {"ROOT": ROOT} | {each.__name__: each for each in (Program, Block, At, *ACTIONS, *STEPS)}
 
 
 def parse(text: str) -> Program:
@@ -351,4 +351,19 @@ def features(program: Program) -> set[str]:
                 found.add(f"{type(each).__name__} {value}")
             elif field.name == "rank" and value is not None and not isinstance(each, Sleep):
                 found.add(f"{type(each).__name__} on one rank")
+    return found
+
+
+def essentials(program: Program) -> set[str]:
+    """What is not as simple as it could be in a program."""
+    found = set()
+    for each in walk(program):
+        name = type(each).__name__
+        found.add(name)
+        for field in dataclasses.fields(each):
+            value = getattr(each, field.name)
+            if value == field.default or isinstance(value, int | float):
+                continue
+            words = value if isinstance(value, tuple) else (value,)
+            found |= {f"{name} {field.name} {word}" for word in words if isinstance(word, str)}
     return found

@@ -10,8 +10,8 @@ a line that can be replayed. The exit code is 1 if there is any.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,10 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.replay:
         return _replay(options)
     programs = generated(options.programs, options.seed, options.world)
+    starts: list[int] = []
     judged = run_campaign(
-        programs, options.world, options.transports, options.pools, options.sabotage
+        programs,
+        options.world,
+        options.transports,
+        options.pools,
+        options.sabotage,
+        starts.append,
     )
     counted = tally(judged)
+    print(f"{sum(starts)} worlds of {options.world} ranks were started")
     _print_tally(counted)
     if counted.finds:
         _print_finds(counted, options)
@@ -99,23 +106,30 @@ def _print_tally(counted: Tally) -> None:
 
 
 def _print_finds(counted: Tally, options: argparse.Namespace) -> None:
-    print(
-        f"{len(counted.finds)} finds; each of those that follow is smaller than what it was in:\n"
-    )
+    """Shrink the finds that differ in kind, several at once, and print them."""
+    print(f"{len(counted.finds)} finds; the smallest programs that show them:\n")
     shrunk: list[Judged] = []
+    left = list(counted.finds)
+    with concurrent.futures.ThreadPoolExecutor(options.pools) as threads:
+        while left and len(shrunk) < options.shrink:
+            some: list[Judged] = []
+            for find in left:
+                if len(some) < options.pools and list(distinct([find], some)):
+                    some.append(find)
+            small = list(threads.map(lambda find: _shrunk(find, options), some))
+            for find, smaller in zip(some, small, strict=True):
+                if not smaller.finds:
+                    print("not seen again:")
+                    smaller = find
+                if smaller.program not in [each.program for each in shrunk]:
+                    shrunk.append(smaller)
+                    _print_judged(smaller)
+            left = list(distinct([each for each in left if each not in some], shrunk))
+
+
+def _shrunk(find: Judged, options: argparse.Namespace) -> Judged:
     with Pool(options.world, options.sabotage) as pool:
-        for find in counted.finds:
-            if len(shrunk) >= options.shrink:
-                break
-            if not list(distinct([find], shrunk)):
-                continue
-            began = time.monotonic()
-            small = smallest(pool, find)
-            if not small.finds:
-                print(f"not seen again, in {time.monotonic() - began:.0f} s:")
-                small = find
-            shrunk.append(small)
-            _print_judged(small)
+        return smallest(pool, find)
 
 
 def _print_judged(judged: Judged) -> None:

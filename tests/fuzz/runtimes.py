@@ -6,7 +6,9 @@ step without any is.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -19,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwise
-from tests.fuzz.models import FuzzModel
+from tests.fuzz.models import FuzzModel, unwrap
 from tests.fuzz.program import Program
 from tests.fuzz.trace import cut
 
@@ -74,16 +76,8 @@ class Unsharded:
     def shard(self, model: FuzzModel, program: Program) -> None:
         self._shards = program.shards
         self._columns = "columns" in program.traits
-        if not program.precision:
-            return
-        outermost: list[nn.Module] = []
-        for modules, _ in groups_of(model, program):
-            outermost += modules
-        for module in outermost:
-            module.fuzz_group = True
-        for module in outermost:
-            module.register_forward_pre_hook(_cast_in, prepend=True, with_kwargs=True)
-            module.register_forward_hook(_cast_back, always_call=True)
+        if program.precision:
+            _compute_apart(model, program, torch.bfloat16, refreshes=False)
 
     def backward(self, loss: torch.Tensor, params: list[nn.Parameter], graph: str) -> None:
         before = {param: param.grad for param in params}
@@ -140,32 +134,82 @@ class Unsharded:
         return [part.view_as(grad).clone() for part, grad in zip(parts, grads, strict=True)]
 
 
+class Gathered(Unsharded):
+    """The program without sharding, but with values gathered when a group's turn comes.
+
+    What a hook writes to a block that has begun reaches its backward, or the next forward, as it
+    does where shards are written to and the block computes with what was gathered of them.
+    """
+
+    def shard(self, model: FuzzModel, program: Program) -> None:
+        super().shard(model, program)
+        if not program.precision:
+            _compute_apart(model, program, None, refreshes=True)
+
+
+def _compute_apart(
+    model: FuzzModel, program: Program, dtype: torch.dtype | None, *, refreshes: bool
+) -> None:
+    """Let the modules that are sharded together compute with copies of their parameters."""
+    for modules, reshard in groups_of(model, program):
+        # Freed after forward, and so gathered again: the default, but for the root.
+        freed = reshard == "true" or (reshard == "none" and modules[0] is not model)
+        for module in modules:
+            module.fuzz_copies = _Copies(dtype, freed and refreshes)  # type: ignore[assignment]
+            module.register_forward_pre_hook(_copy_in, prepend=True, with_kwargs=True)
+            module.register_forward_hook(_copy_out, always_call=True)
+
+
+@dataclasses.dataclass
+class _Copies:
+    dtype: torch.dtype | None
+    refreshes: bool
+    made: list[tuple[nn.Module, str, nn.Parameter]] = dataclasses.field(default_factory=list)
+
+
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
     yield module
     for child in module.children():
-        if not hasattr(child, "fuzz_group"):
+        if not hasattr(child, "fuzz_copies"):
             yield from _owners(child)
 
 
-def _cast_in(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Compute in bf16: parameters are cast for the forward, and inputs too."""
-    kept = []
+def _copy_in(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    copies: Any = module.fuzz_copies
     for owner in _owners(module):
         for name, param in owner._parameters.items():
-            if param is not None and param.is_floating_point():
-                kept.append((owner, name, param))
-                owner._parameters[name] = param.bfloat16()
-    module.__dict__["fuzz_kept"] = kept
+            if param is not None:
+                copies.made.append((owner, name, param))
+                owner._parameters[name] = (  # type: ignore[assignment]
+                    param.clone() if copies.dtype is None else param.to(copies.dtype)
+                )
 
     def cast(value: Any) -> Any:
-        return value.bfloat16() if isinstance(value, torch.Tensor) else value
+        casts = isinstance(value, torch.Tensor) and copies.dtype is not None
+        return value.to(copies.dtype) if casts else value
 
     return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
 
 
-def _cast_back(module: nn.Module, args: Any, output: Any) -> None:
-    for owner, name, param in module.__dict__.pop("fuzz_kept", ()):
+def _copy_out(module: nn.Module, args: Any, output: Any) -> None:
+    copies: Any = module.fuzz_copies
+    made = copies.made
+    copies.made = []
+    pairs = []
+    for owner, name, param in made:
+        pairs.append((owner._parameters[name], param))
         owner._parameters[name] = param
+    if not copies.refreshes or output is None:
+        return
+
+    def refresh(grad: torch.Tensor) -> None:
+        for copied, param in pairs:
+            copied.data.copy_(param.detach())
+        pairs.clear()
+
+    for tensor in unwrap(output):
+        if tensor is not None and tensor.requires_grad:
+            tensor.register_hook(refresh)
 
 
 class Sharded:
@@ -190,7 +234,7 @@ class Sharded:
             self._fully_shard(only, reshard_after_forward=how, **options)
             sharded.append(modules[0])
         blocks = sharded[:-1]
-        for one, two in zip(blocks, blocks[1:], strict=False):
+        for one, two in itertools.pairwise(blocks):
             if "forward_prefetch" in program.traits:
                 one.set_modules_to_forward_prefetch([two])
             if "backward_prefetch" in program.traits:
@@ -253,10 +297,17 @@ def _mesh(kind: str, world: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world,))
 
 
+def forget_meshes() -> None:
+    """Let go of the meshes of a process group that is left."""
+    _mesh.cache_clear()
+
+
 def runtime(name: str) -> Runtime:
-    """Make what is called ``unsharded``, ``torch``, or as one of ``TRANSPORTS``."""
+    """Make what is called ``unsharded``, ``gathered``, ``torch``, or as one of ``TRANSPORTS``."""
     if name == "unsharded":
         return Unsharded()
+    if name == "gathered":
+        return Gathered()
     if name == "torch":
         return Sharded(torch.distributed.fsdp.fully_shard, "by the user")
     ours = functools.partial(shardwise.fully_shard, transport=name)

@@ -1,9 +1,9 @@
 """What the runs of a program say about the library.
 
 Ours has to compute what the unsharded program does wherever torch's FSDP2 does. Elsewhere it has
-to compute that, or raise. Where a program reads values at a moment at which torch's FSDP2 has them
-in another way than the unsharded program (a hook on a block that writes to that block, after the
-gather), ours may be as torch's. And nothing may hang, or die.
+to compute that, or raise. A module computes with what was gathered when its turn came, so a hook of
+a block that writes to that block is too late in both: there ours has to be as the unsharded program
+with values as gathered, or as torch's. And nothing may hang, or die.
 """
 
 from __future__ import annotations
@@ -62,12 +62,15 @@ def judge(ours: _Ranks, torchs: _Ranks | None) -> Verdict:
     means = all(each.unsharded in ("complete", "undefined") for each in reports)
     differs = any(each.differs for each in reports)
     as_torch = all(each.differs_from_torch is None for each in reports)
+    as_gathered = all(each.differs_from_gathered is None for each in reports)
     if not means and not raised:
         if torch_ran == "completes" and not as_torch:
             return Verdict(f"differs where unsharded raises ({beside})", True, detail)
         if not differs or as_torch:
             return Verdict(f"unsharded raises, ours completes ({beside})")
     if differs:
+        if as_gathered and not raised:
+            return Verdict(f"equal with values as gathered ({beside})")
         if as_torch:
             return Verdict("differs as torch does")
         return Verdict(f"differs ({beside})", True, detail)
@@ -88,6 +91,8 @@ def _detail(ranks: _Ranks) -> str:
             said.append(f"differs at {report.differs}")
         if report.differs_from_torch not in (None, "?"):
             said.append(f"from torch at {report.differs_from_torch}")
+        if report.differs_from_gathered:
+            said.append(f"from values as gathered at {report.differs_from_gathered}")
         if report.raised:
             said.append(f"raised at {report.raised}")
         if report.unsharded != "complete":
