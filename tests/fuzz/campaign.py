@@ -167,8 +167,8 @@ def _says(judged: Judged, transport: str, word: str) -> bool:
     return verdict.is_find and verdict.kind.split(" (")[0] == word
 
 
-def distinct(finds: Sequence[Judged], known: Sequence[Judged]) -> Iterator[Judged]:
+def distinct(finds: Sequence[Judged], known: Sequence[Program]) -> Iterator[Judged]:
     """The finds that hold more than one of those that are ``known``."""
     for find in finds:
-        if not any(essentials(each.program) <= essentials(find.program) for each in known):
+        if not any(essentials(each) <= essentials(find.program) for each in known):
             yield find

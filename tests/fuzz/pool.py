@@ -22,8 +22,6 @@ from tests.harness import start_server
 
 #: How long a collective may take.
 COLLECTIVE_SECONDS = 8.0
-#: How long after the last word of any rank all of them count as hung.
-HANG_SECONDS = 30.0
 
 _Results = dict[tuple[int, str], dict[int, Report]]
 
@@ -34,14 +32,16 @@ class Pool:
     Args:
         world: the number of ranks.
         sabotage: how to break the library in them; see ``sabotage.py``.
+        hang_seconds: how long after the last word of any rank all of them count as hung.
     """
 
     _numbers = itertools.count()
 
-    def __init__(self, world: int, sabotage: str = "") -> None:
+    def __init__(self, world: int, sabotage: str = "", *, hang_seconds: float = 30.0) -> None:
         self.world = world
         self.starts = 0
         self._sabotage = sabotage
+        self._hang_seconds = hang_seconds
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._directory = tempfile.TemporaryDirectory(prefix="fuzz-")
         self._processes: list[ForkServerProcess] = []
@@ -82,7 +82,7 @@ class Pool:
         heard = time.monotonic()
         end = len(units)  # where the first rank became unfit
         while min(at) < end:
-            ready = self._next_ready(ended, heard + HANG_SECONDS - time.monotonic())
+            ready = self._next_ready(ended, heard + self._hang_seconds - time.monotonic())
             if not ready:
                 self._note_hang(units, at, end, results)
                 self._stop()

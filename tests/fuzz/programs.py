@@ -114,7 +114,9 @@ def _print_finds(counted: Tally, options: argparse.Namespace) -> None:
         while left and len(shrunk) < options.shrink:
             some: list[Judged] = []
             for find in left:
-                if len(some) < options.pools and list(distinct([find], some)):
+                if len(some) < options.pools and list(
+                    distinct([find], [each.program for each in some])
+                ):
                     some.append(find)
             small = list(threads.map(lambda find: _shrunk(find, options), some))
             for find, smaller in zip(some, small, strict=True):
@@ -124,7 +126,11 @@ def _print_finds(counted: Tally, options: argparse.Namespace) -> None:
                 if smaller.program not in [each.program for each in shrunk]:
                     shrunk.append(smaller)
                     _print_judged(smaller)
-            left = list(distinct([each for each in left if each not in some], shrunk))
+            left = list(
+                distinct(
+                    [each for each in left if each not in some], [each.program for each in shrunk]
+                )
+            )
 
 
 def _shrunk(find: Judged, options: argparse.Namespace) -> Judged:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import shardwise
 from tests.fuzz import execution
 from tests.fuzz.runtimes import Sharded, local
 
@@ -62,7 +66,7 @@ def _write_to_what_users_hold() -> None:
     def writing(self: execution.Execution, action: Any) -> None:
         before = {name: value for _, kept in self._kept for name, value in kept.items()}
         load(self, action)
-        if isinstance(self.runtime, Sharded):
+        if isinstance(self.models[0], shardwise.FSDPModule):
             for name, value in self.models[0].state_dict().items():
                 if name in before:
                     local(before[name]).copy_(local(value))
@@ -70,21 +74,42 @@ def _write_to_what_users_hold() -> None:
     execution.Execution._ACTIONS[execution.p.Load] = writing
 
 
-def _part_quietly() -> None:
-    """Have one rank wait for a collective that the other never calls."""
+def _add_to_forward(do: Callable[[], object]) -> None:
+    """Do something on rank 0 whenever a model that ours sharded runs."""
     shard = Sharded.shard
 
-    def waiting(self: Sharded, model: Any, program: Any) -> None:
+    def adding(self: Sharded, model: Any, program: Any) -> None:
         shard(self, model, program)
-        if dist.get_rank() == 0:
-            model.register_forward_pre_hook(lambda *_: dist.barrier())
+        if dist.get_rank() == 0 and isinstance(model, shardwise.FSDPModule):
+            model.register_forward_pre_hook(lambda *_: do())
 
-    Sharded.shard = waiting  # type: ignore[method-assign]
+    Sharded.shard = adding  # type: ignore[method-assign]
+
+
+def _hang() -> None:
+    """Wait for what never comes."""
+    _add_to_forward(threading.Event().wait)
+
+
+def _die() -> None:
+    """Touch memory that is not there."""
+    _add_to_forward(lambda: os.kill(os.getpid(), signal.SIGSEGV))
+
+
+def _raise() -> None:
+    """Raise for no reason."""
+
+    def refuse() -> None:
+        raise RuntimeError("no reason")
+
+    _add_to_forward(refuse)
 
 
 WAYS: dict[str, Callable[[], None]] = {
     "skip gathers": _skip_gathers,
     "stale values": _use_stale_values,
     "write to what users hold": _write_to_what_users_hold,
-    "part quietly": _part_quietly,
+    "hang": _hang,
+    "die": _die,
+    "raise": _raise,
 }

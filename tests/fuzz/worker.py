@@ -153,7 +153,7 @@ class _Rank:
         keys = [f"left {self._worlds} {rank}" for rank in range(self._place.world)]
         self._store.set(keys[self._place.rank], "")
         try:
-            self._store.wait(keys, timedelta(seconds=2))
+            self._store.wait(keys, timedelta(seconds=4))
             self.connect()
         except RuntimeError:  # DistStoreError, of a peer that hangs or is gone
             return False
