@@ -40,8 +40,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.sharding import group
-from shardwise.transport import common
 from tests import packing
 
 _ROOT = str(Path(__file__).parents[1])
@@ -109,7 +107,6 @@ class _Job:
     port: int
     pg_timeout: float
     env: Mapping[str, str | None]
-    spares_small_groups: bool
     warning_filters: Sequence[Any]
     directory: Path
     call: bytes
@@ -124,7 +121,6 @@ def run_ranks(
     pg_timeout: float = 30,
     env: Mapping[str, str | None] | None = None,
     expect_failures: bool = False,
-    spares_small_groups: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args, **kwargs)`` on every rank of a new world.
@@ -141,10 +137,6 @@ def run_ranks(
             ``None`` unsets one. ``SHARDWISE_TRANSPORT`` is unset unless it is named here.
         expect_failures: return an :class:`Outcome` per rank instead of results, and let ranks that
             fail or die do so without ending the others. A hang is still an error.
-        spares_small_groups: let groups of a few parameters keep their memory from forward to
-            backward, and small parameters have copies, as they do outside of tests. Else they are
-            freed and gathered again, and ranks that share memory have all parameters in common, as
-            those of real models, for which those of tests stand.
         kwargs: pickled, given to every rank alike.
 
     Returns:
@@ -164,7 +156,6 @@ def run_ranks(
                 port=store.port,
                 pg_timeout=pg_timeout,
                 env={"SHARDWISE_TRANSPORT": None, **(env or {})},
-                spares_small_groups=spares_small_groups,
                 warning_filters=list(warnings.filters),
                 directory=Path(directory),
                 call=call,
@@ -356,9 +347,6 @@ def _call(job: _Job) -> Any:
     warnings._filters_mutated()  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if not job.spares_small_groups:
-        group.SMALL_BYTES = -1
-        common.SMALLEST = 0
     if job.backend is not None:
         if "nccl" in job.backend:
             torch.cuda.set_device(job.rank % torch.cuda.device_count())

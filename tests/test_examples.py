@@ -33,9 +33,7 @@ def _example(rank: int, world_size: int, name: str, arguments: list[str], cwd: P
 
 def _run(name: str, *arguments: str, cwd: Path, ranks: int = 2) -> str:
     """Run an example on ranks that have what torchrun gives them; return what the first prints."""
-    printed = run_ranks(
-        _example, ranks, name, list(arguments), cwd, backend=None, spares_small_groups=True
-    )
+    printed = run_ranks(_example, ranks, name, list(arguments), cwd, backend=None)
     return printed[0]
 
 

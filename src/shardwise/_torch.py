@@ -172,6 +172,26 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set what :func:`version_of` returns; does nothing where that is not counted."""
+    if not tensor.is_inference():
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """A number that tells the storage of a tensor from all others that exist.
+
+    ``None`` where it has none of its own, as a wrapper around other tensors has not.
+    """
+    plain = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    if is_wrapper(plain):
+        return None
+    try:
+        return int(plain.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # inside a transformation of torch.func
+        return None
+
+
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds that a collective of ``group`` may take."""
     types = group._device_types
@@ -180,15 +200,16 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     return float(options._timeout.total_seconds())
 
 
-def may_write_through(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a view of another that autograd lets be written to in place.
+def writable_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What ``tensor`` is a view of, if autograd lets the view be written to in place.
 
     What a custom function returned, ``DTensor.to_local()`` for one, it does not.
     """
     made = torch._C._autograd
-    return tensor._base is not None and (
-        made._get_creation_meta(tensor) == made.CreationMeta.DEFAULT
-    )
+    base = tensor._base
+    if base is None or made._get_creation_meta(tensor) != made.CreationMeta.DEFAULT:
+        return None
+    return base
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Sizes in the words of people."""
+"""What people read: sizes in words, and text that cannot steer a terminal."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def brief_size(nbytes: int) -> str:
             break
         size /= 1000
     return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text without what could steer a terminal, but for the characters to keep."""
+    return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -101,7 +101,7 @@ def test_ls_tells_which_are_complete(shell: Shell, run: Path) -> None:
     assert states["30"] == ["incomplete", "shardwise"]
     assert states["40"] == ["incomplete"]
     assert "shard-00000-of-00002.safetensors: is missing" in " ".join(lines[5])
-    assert "being written, or was left by a killed process" in " ".join(lines[6])
+    assert "being written or deleted, or was left by a killed process" in " ".join(lines[6])
 
     found = shell.json("ls", run / "checkpoints")
     assert [(each["step"], each["complete"]) for each in found] == [

@@ -21,7 +21,7 @@ import pytest
 
 from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.metrics import read_metrics
-from shardwise.recipes.progress import printable
+from shardwise.units import printable
 from tests.recipes.small import write_model, write_text
 
 WAIT = 180.0  # seconds that anything may take on a busy machine

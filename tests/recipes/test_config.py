@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardwise import checkpoint
 from shardwise.frontends.strategies import Strategy
+from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
-from shardwise.recipes.begin import go_on_if_possible
+from shardwise.recipes.begin import check_folder, go_on_if_possible
 from shardwise.recipes.config import (
     AdamWConfig,
     OptionError,
@@ -25,6 +28,9 @@ from shardwise.recipes.config import (
     resolve_sharding,
 )
 from shardwise.recipes.presets import PRESETS, defaults_for, longest_sequence, model_settings
+from shardwise.recipes.span import Position
+from tests.checkpoint.small import make
+from tests.recipes.small import small_config
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -205,3 +211,17 @@ def test_a_job_that_is_started_again_goes_on_where_there_is_something_to_go_on_f
     damaged.mkdir(parents=True)
     goes_on = go_on_if_possible(output)
     assert (goes_on.resume, goes_on.overwrite) == (True, False), "what is there is never deleted"
+
+
+def test_a_run_with_damaged_metrics_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    inputs = small_config(tmp_path, resume=True).check(World(0, 1, 0, 1))
+    files = inputs.config.files
+    files.root.mkdir()
+    files.write({"recipe": "lm", **inputs.facts()})
+    extra: Mapping[str, Any] = {"position": {"step": 2, "examples": 8}}
+    checkpoint.save(checkpoint.step_folder(files.checkpoints, 2), *make(), extra)
+    files.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
+    assert check_folder(inputs) == Position(2, 8)
+    files.metrics.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"--out: .*metrics.jsonl, line 2: is no JSON"):
+        check_folder(inputs)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from pathlib import Path
 
 import pytest
 
+from shardwise.launch.errors import UserError
 from shardwise.recipes.config import OptionError, OutputConfig
 from shardwise.recipes.rundir import RunDir, check_same, write_text
 
@@ -66,12 +69,113 @@ def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
         RunDir(tmp_path).check(output(tmp_path, resume=True))
 
 
-def test_a_damaged_run_json_is_named(tmp_path: Path) -> None:
+def outside(folder: Path) -> Path:
+    """A folder with a file of its user's, which no run may delete."""
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard"])
+def test_overwriting_never_deletes_through_a_link_to_a_folder(tmp_path: Path, name: str) -> None:
+    files = a_run(tmp_path / "run")
+    (files.checkpoints / "step-00000001").rmdir()
+    files.checkpoints.rmdir()
+    (files.root / name).symlink_to(outside(tmp_path / "outside"))
+    for refuse in (files.check, files.begin):
+        with pytest.raises(OptionError, match=f"--out: found .*run/{name}, a symbolic link, expec"):
+            refuse(output(files.root, overwrite=True))
+    assert (tmp_path / "outside" / "thesis.tex").exists()
+    assert files.metrics.exists(), "nothing was deleted"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "model.safetensors", "loss.png"])
+def test_overwriting_never_deletes_a_link_to_a_file(tmp_path: Path, name: str) -> None:
+    files = a_run(tmp_path / "run")
+    (files.root / name).unlink(missing_ok=True)
+    (tmp_path / "precious").write_text("{}")
+    (files.root / name).symlink_to(tmp_path / "precious")
+    for refuse in (files.check, files.begin):
+        with pytest.raises(OptionError, match=f"--out: found .*/{name}, a symbolic link, expected"):
+            refuse(output(files.root, overwrite=True))
+    assert (tmp_path / "precious").read_text() == "{}"
+    assert (files.checkpoints / "step-00000001").exists(), "nothing was deleted"
+
+
+def test_overwriting_never_follows_a_link_to_a_run(tmp_path: Path) -> None:
+    files = a_run(tmp_path / "run")
+    link = RunDir(tmp_path / "link")
+    link.root.symlink_to(files.root)
+    for refuse in (link.check, link.begin):
+        with pytest.raises(OptionError, match=r"--out: found .*/link, a symbolic link, expected"):
+            refuse(output(link.root, overwrite=True))
+    assert files.metrics.exists()
+    link.check(output(link.root, resume=True))
+
+
+def test_links_below_a_folder_that_is_deleted_lose_nothing_but_themselves(tmp_path: Path) -> None:
+    files = a_run(tmp_path / "run")
+    (files.checkpoints / "step-00000002").symlink_to(outside(tmp_path / "outside"))
+    files.begin(output(files.root, overwrite=True))
+    assert not files.checkpoints.exists()
+    assert (tmp_path / "outside" / "thesis.tex").exists()
+
+
+def test_a_path_that_leaves_no_room_for_what_lies_in_a_run_is_refused(tmp_path: Path) -> None:
+    long = Path(*["x" * 200] * 20)
+    with pytest.raises(
+        OptionError, match=r"--out: found a path that is too long, expected \d{4} b"
+    ):
+        RunDir(long).check(output(long))
+    name = tmp_path / ("x" * 300)
+    with pytest.raises(OptionError, match=r"--out: found .*cannot be used \(File name too long\)"):
+        RunDir(name).check(output(name))
+
+
+DAMAGED = {
+    "": r"no JSON that can be read \(Expecting value: line 1",
+    '{\n"recipe": "lm",\n': "no JSON that can be read .*line 3",
+    "[]": "found list of 0, expected an object",
+    "\0\0\0": "no JSON that can be read",
+    '{"config": NaN}': "no JSON that can be read .*NaN",
+    '{"recipe": 3}': "'recipe': found 3, expected a string",
+    '{"recipe": "\\u001b[2J"}': "'recipe': found .*expected printable",
+    '{"config": []}': "'config': found list of 0, expected an object",
+    '{"model": 1}': "'model': found 1, expected an object",
+    '{"model": {"settings": "x"}}': "'model', 'settings': found 'x', expected an object",
+    '{"data": null}': "'data': found None, expected an object",
+    '{"sessions": {}}': "'sessions': found dict of 0, expected a list",
+    '{"sessions": [{}, 7]}': "session 2: found 7, expected an object",
+    "[" * 100_000: "is nested too deeply",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_run_json_is_named(tmp_path: Path, content: str) -> None:
     files = a_run(tmp_path)
-    for content in ("{", "[]"):
-        files.run_json.write_text(content)
-        with pytest.raises(OptionError, match=r"--out: found .*run.json"):
-            files.read()
+    files.run_json.write_text(content)
+    with pytest.raises(UserError, match=f"--out: .*run.json.*{DAMAGED[content]}") as caught:
+        files.read()
+    assert caught.value.exit_code == 2
+    assert len(str(caught.value)) < 400
+
+
+def test_what_is_no_small_file_is_never_read(tmp_path: Path) -> None:
+    files = a_run(tmp_path)
+    with files.run_json.open("wb") as file:
+        file.truncate(1 << 40)  # takes no room on the disk
+    with pytest.raises(UserError, match=r"--out: .*run.json: found '1,099,511,627,776 bytes'"):
+        files.read()
+    files.run_json.unlink()
+    os.mkfifo(files.run_json)
+    with pytest.raises(UserError, match="expected a file"):
+        files.read()
+
+
+def test_a_number_that_json_has_no_word_for_is_written_as_none(tmp_path: Path) -> None:
+    files = RunDir(tmp_path)
+    files.write({"sessions": [{"validation_loss": math.nan, "scores": (1.5, -math.inf)}]})
+    assert files.read() == {"sessions": [{"validation_loss": None, "scores": [1.5, None]}]}
 
 
 def test_settings_that_must_stay_are_compared() -> None:

@@ -249,19 +249,31 @@ class Viewing(nn.Module):
         return self.linear(x).view(-1, 2, 4)
 
 
-def _views(rank: int, world_size: int) -> None:
-    net = fully_shard(Viewing())
-    with pytest.warns(UserWarning, match="Viewing returned a view"):
-        net(torch.ones(1, WIDTH))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with torch.no_grad():
-            net(torch.ones(1, WIDTH))
-        fully_shard(Block())(torch.ones(1, WIDTH))
+class _Writing(nn.Module):
+    """Writes in place to the views that its blocks return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Viewing(), Viewing()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.first(x)
+        out += 1.0
+        out = self.second(out.flatten(1)[:, :WIDTH])
+        out[:, 0].mul_(2.0)
+        return out
 
 
-def test_a_view_as_output_warns(ranks: Ranks) -> None:
-    ranks(_views, 1)
+def _views(rank: int, world_size: int, transport: str) -> None:
+    net, whole = seeded(_Writing), seeded(_Writing)
+    for each in (net.first, net.second, net):
+        fully_shard(each, reshard_after_forward=True, transport=transport)
+    train_alike(net, whole, rank, world_size)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_views_that_are_returned_may_be_written_to(ranks: Ranks, transport: str) -> None:
+    ranks(_views, 2, transport)
 
 
 def _compiled(rank: int, world_size: int, in_place: bool) -> None:

@@ -21,33 +21,6 @@ def _name(group: ParamGroup | None) -> str | None:
     return None if group is None else cast(Any, group).name
 
 
-def _forward(order: RunOrder, groups: dict[str, ParamGroup], names: str) -> list[str | None]:
-    order.begin_forward()
-    expected = [_name(order.enter_forward(groups[name])) for name in names]
-    order.end_forward()
-    return expected
-
-
-def test_the_first_forward_expects_nothing_and_the_second_follows_it() -> None:
-    order, groups = RunOrder(), _groups("abc")
-    assert _forward(order, groups, "abc") == [None, None, None]
-    assert _forward(order, groups, "abc") == ["b", "c", None]
-
-
-def test_another_order_ends_the_expectations_of_this_forward_only() -> None:
-    order, groups = RunOrder(), _groups("abc")
-    _forward(order, groups, "abc")
-    assert _forward(order, groups, "acb") == ["b", None, None]
-    assert _forward(order, groups, "acb") == ["c", "b", None]
-
-
-def test_a_shorter_and_a_longer_forward() -> None:
-    order, groups = RunOrder(), _groups("abc")
-    _forward(order, groups, "ab")
-    assert _forward(order, groups, "abc") == ["b", None, None]
-    assert _forward(order, groups, "a") == ["b"]
-
-
 def test_backward_is_the_reverse_with_multiplicity() -> None:
     order, groups = RunOrder(), _groups("ab")
     for name in "aba":  # a runs twice
@@ -73,15 +46,22 @@ def test_nothing_is_kept_after_a_backward() -> None:
 
 def test_a_forward_that_raised_leaves_no_trace() -> None:
     order, groups = RunOrder(), _groups("abc")
-    _forward(order, groups, "abc")
-    order.leave_forward(groups["a"])  # a forward that is over, its backward to come
+    for name in "ac":  # a forward that is over, its backward to come
+        order.leave_forward(groups[name])
     order.begin_forward()
     for name in "ab":
-        order.enter_forward(groups[name])
         order.leave_forward(groups[name])
     order.abort_forward()
 
-    assert _forward(order, groups, "abc") == ["b", "c", None], "what it expected before"
-    order.leave_forward(groups["c"])
     assert _name(order.enter_backward(groups["c"])) == "a"
     assert order.enter_backward(groups["b"]) is None
+
+
+def test_it_is_known_whether_a_group_runs_backward_again() -> None:
+    order, groups = RunOrder(), _groups("ab")
+    for name in "aba":
+        order.leave_forward(groups[name])
+    order.enter_backward(groups["a"])
+    assert order.runs_again(groups["a"])
+    order.enter_backward(groups["b"])
+    assert not order.runs_again(groups["b"])

@@ -65,7 +65,10 @@ def _under_way(replicate: Transport, home: str) -> Reduction:
         scatter=LocalTransport(), replicate=replicate, world_size=2, device=torch.device("cpu")
     )
     param = SimpleNamespace(
-        dtype=torch.float32, layout=Layout(torch.Size([3]), 0, 1), local=torch.empty(3, device=home)
+        dtype=torch.float32,
+        layout=Layout(torch.Size([3]), 0, 1),
+        local=torch.empty(3, device=home),
+        form=object(),
     )
     reduction = Reduction(
         NO_LABEL,

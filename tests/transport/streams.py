@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.transport import select_transport
-from shardwise.transport.base import CommonFull, Label, Reduce, Transport, Work
+from shardwise.transport.base import Label, Reduce, Transport, Work
 from shardwise.transport.shm import ShmTransport
 from tests.transport.conformance import Item, held, random_item
 
@@ -39,17 +39,12 @@ class Params:
     Args:
         transport: over which they are.
         items: of the group.
-        kinds: for each item where its full lives: ``"common"``, ``"lent"`` or ``"heap"``.
+        kinds: for each item where its full lives: ``"lent"`` or ``"heap"``.
     """
 
     def __init__(self, transport: Transport, items: list[Item], kinds: list[str]) -> None:
         self.items = items
         self._transport = transport
-        self._common: dict[int, CommonFull] = {}
-        for i, (item, kind) in enumerate(zip(items, kinds, strict=True)):
-            made = transport.common_full(item.chunk, item.result) if kind == "common" else None
-            if made is not None:
-                self._common[i] = made
         self._lent = [i for i, kind in enumerate(kinds) if kind == "lent"]
         self._buffers = transport.full_buffers(
             [items[i].chunk * transport.world_size for i in self._lent],
@@ -58,10 +53,9 @@ class Params:
         )
 
     def fulls(self) -> list[torch.Tensor]:
-        """Memory to gather into; what is neither common nor lent is new each time."""
+        """Memory to gather into; what is not lent is new each time."""
         self._buffers.allocate()
-        found = {i: made.full for i, made in self._common.items()}
-        found |= dict(zip(self._lent, self._buffers.tensors, strict=True))
+        found = dict(zip(self._lent, self._buffers.tensors, strict=True))
         return [
             found[i]
             if i in found
@@ -69,29 +63,15 @@ class Params:
             for i, item in enumerate(self.items)
         ]
 
-    def shard(self, i: int, values: torch.Tensor, *, in_place: bool) -> torch.Tensor:
-        """This rank's shard of an item: where the full is, if it may be, or elsewhere."""
-        if i not in self._common or not in_place:
-            return values
-        return self._common[i].chunk(values.numel()).copy_(values)
-
     def scribble(self, own: random.Random) -> None:
         """Write to fulls what no peer may see, and no later gather may find."""
-        for made in self._common.values():
-            if own.random() < 0.5:
-                made.full[own.randrange(made.full.numel())] = 77
-
-    def settle(self) -> None:
-        """Forget what was written to fulls; return when shards may be written to."""
-        for made in self._common.values():
-            made.release()
-        if self._common:
-            self._transport.settle()
+        for full in self._buffers.tensors:
+            if full.numel() and own.random() < 0.5:
+                full[own.randrange(full.numel())] = 77
 
     def free(self) -> None:
         """Give back what can be given back."""
         self._buffers.free()
-        self.settle()
 
 
 @dataclass(eq=False)
@@ -196,14 +176,13 @@ class Stream:
         assert flight.params is not None
         flight.params.scribble(self._own)
         if again:
-            flight.params.settle()
             self._gather(flight.params)
         else:
             flight.params.free()
 
     def _params(self) -> Params:
         items = self._items()
-        kinds = [self._same.choice(["common", "lent", "heap"]) for _ in items]
+        kinds = [self._same.choice(["lent", "heap"]) for _ in items]
         if self._same.random() < 0.5:  # all alike, as those of most models
             kinds = kinds[:1] * len(items)
         return Params(self.transport, items, kinds)
@@ -225,11 +204,7 @@ class Stream:
         items, size = params.items, self._world_size
         values = [self._draw(held(item, self._rank, size), item.stored) for item in items]
         fulls = params.fulls()
-        shards = [
-            params.shard(i, each, in_place=self._own.random() < 0.7)
-            for i, each in enumerate(values)
-        ]
-        works = [self.transport.all_gather(shards, fulls, self._label())]
+        works = [self.transport.all_gather(values, fulls, self._label())]
         expected: list[torch.Tensor] = []
         if self._gloo is not None:
             expected = [torch.empty(size * item.chunk, dtype=item.result) for item in items]

@@ -104,19 +104,18 @@ def test_parameters_that_are_dropped_without_being_freed_are_given_back() -> Non
 def _drop_in_a_child(rank: int, world_size: int) -> float:
     """Let go of a parameter in a child process, as a data loader's worker may."""
     transport = Stream(world_group(), "child", compared=False).transport
-    made = transport.common_full(1000, torch.float32)
-    assert made is not None
-    shard = made.chunk(1000).fill_(1.0)
-    transport.all_gather([shard], [made.full]).wait()
+    buffers = transport.full_buffers([2000], [torch.float32], CPU)
+    buffers.allocate()
+    transport.all_gather([torch.ones(1000)], buffers.tensors).wait()
+    full = buffers.tensors[0]
     child = os.fork()
     if child == 0:
-        del made, shard
+        del buffers, full
         gc.collect()
         os._exit(0)
     os.waitpid(child, 0)
     dist.barrier()
-    made.release()
-    return float(made.full.sum())
+    return float(full.sum())
 
 
 def test_what_a_child_process_lets_go_of_is_not_given_back() -> None:

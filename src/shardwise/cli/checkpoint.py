@@ -11,6 +11,7 @@ import typer
 from typer import Argument, Option
 
 from shardwise.cli import checkpoint_show as show
+from shardwise.cli.names import read_path
 from shardwise.cli.sizes import read_size
 from shardwise.errors import CheckpointError
 from shardwise.launch.errors import UserError
@@ -24,6 +25,7 @@ commands = typer.Typer(
 Checkpoint = Annotated[
     Path,
     Argument(
+        parser=read_path,
         metavar="SRC",
         help="A checkpoint of any format, or a run: its newest complete one.",
         show_default=False,
@@ -73,7 +75,12 @@ def _existing(path: Path) -> Path:
 def ls(
     directory: Annotated[
         Path,
-        Argument(metavar="DIR", help="A run, or a folder of checkpoints.", show_default=False),
+        Argument(
+            parser=read_path,
+            metavar="DIR",
+            help="A run, or a folder of checkpoints.",
+            show_default=False,
+        ),
     ],
     json: Json = False,
 ) -> None:
@@ -130,8 +137,8 @@ def show_(
 
 @commands.command(epilog=_example("diff runs/lm/checkpoints/step-00000200 runs/lm"))
 def diff(
-    first: Annotated[Path, Argument(metavar="A", show_default=False)],
-    second: Annotated[Path, Argument(metavar="B", show_default=False)],
+    first: Annotated[Path, Argument(parser=read_path, metavar="A", show_default=False)],
+    second: Annotated[Path, Argument(parser=read_path, metavar="B", show_default=False)],
     buffer: Buffer = _BUFFER,
     json: Json = False,
 ) -> None:
@@ -157,6 +164,7 @@ def consolidate(
     dst: Annotated[
         Path,
         Argument(
+            parser=read_path,
             metavar="DST",
             help="file.safetensors; file.pt, .pth or .bin; or a name without an ending, for a "
             "folder of safetensors files.",
@@ -201,7 +209,10 @@ def consolidate(
 @commands.command(epilog=_example("convert runs/lm lm-hf --to hf --max-shard-size 5GB"))
 def convert(
     src: Checkpoint,
-    dst: Annotated[Path, Argument(metavar="DST", help="The folder to make.", show_default=False)],
+    dst: Annotated[
+        Path,
+        Argument(parser=read_path, metavar="DST", help="The folder to make.", show_default=False),
+    ],
     to: Annotated[str, Option(metavar="FORMAT", help="shardwise, dcp or hf.", show_default=False)],
     max_shard_size: Annotated[
         int | None,

@@ -28,7 +28,12 @@ def describe(error: typer.BadParameter, arguments: Sequence[str]) -> str:
         arguments: the command line, without the program.
     """
     message = " ".join(error.format_message().split())
-    options: Sequence[str] = getattr(getattr(error, "param", None), "opts", ())
+    param = getattr(error, "param", None)
+    options: Sequence[str] = getattr(param, "opts", ())
+    own = " ".join(str(error.message).split())
+    if options and own.startswith("found "):  # of a parser of ours, which cannot know the option
+        is_option = options[0].startswith("-")
+        return f"{options[0] if is_option else getattr(param, 'metavar', None)}: {own}"
     found = _value_of(options, arguments)
     if found is None:
         found = os.environ.get(getattr(error.param, "envvar", None) or "") if options else None

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from shardwise.cli.names import read_name, read_path
 from shardwise.frontends.strategies import MeshError
 from shardwise.inspect.wanted import WantedMesh
 from shardwise.launch.errors import UserError
@@ -47,7 +48,11 @@ def inspect(
     *,
     model: Annotated[
         str,
-        Option(help=", ".join(PLANNED) + ", or the path of a config.json of transformers."),
+        Option(
+            parser=read_name,
+            metavar="NAME",
+            help=", ".join(PLANNED) + ", or the path of a config.json of transformers.",
+        ),
     ] = "llama-150m",
     mesh: Annotated[
         str,
@@ -82,11 +87,19 @@ def inspect(
     ] = False,
     json: Annotated[bool, Option("--json", help="Print JSON, for programs.")] = False,
     html: Annotated[
-        Path | None, Option(metavar="FILE", help="Write a page for browsers.", show_default=False)
+        Path | None,
+        Option(
+            parser=read_path, metavar="FILE", help="Write a page for browsers.", show_default=False
+        ),
     ] = None,
     svg: Annotated[
         Path | None,
-        Option(metavar="FILE", help="Write a picture of the one --param.", show_default=False),
+        Option(
+            parser=read_path,
+            metavar="FILE",
+            help="Write a picture of the one --param.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Show which rank would hold what of a model, before anything runs.

@@ -21,7 +21,9 @@ from shardwise.cli import (
 )
 from shardwise.cli.errors import UsageError, describe
 from shardwise.launch.errors import UserError
+from shardwise.units import printable
 
+_LONGEST = 2000  # characters of a message
 _STOPPED, _UNREAD = 130, 141  # 128 and the signal, as shells count: SIGINT, SIGPIPE
 
 cli = typer.Typer(
@@ -99,6 +101,10 @@ def app() -> NoReturn:
         code = _STOPPED
     except BrokenPipeError:
         _end_unread()
+    except OSError as error:
+        if error.filename is None:
+            raise  # of no file that the command line could have named
+        _end(f"{error.filename}: {error.strerror}", 2)
     except SystemExit as ended:
         # Typer and rich make it of a pipe that nobody reads, with an exit code that means an error.
         if isinstance(ended.__context__, BrokenPipeError):
@@ -110,7 +116,10 @@ def app() -> NoReturn:
 
 
 def _end(message: str, code: int) -> NoReturn:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    line = printable(" ".join(message.split()))
+    if len(line) > _LONGEST:  # of what was typed; the end says what to do
+        line = f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
+    print(f"error: {line}", file=sys.stderr)
     sys.exit(code)
 
 

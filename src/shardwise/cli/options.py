@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from shardwise.cli.names import read_path
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.hosts import Nodes, spans_hosts
 from shardwise.recipes.begin import go_on_if_possible
@@ -35,7 +36,11 @@ Nproc = Annotated[
 PictureFolder = Annotated[
     Path | None,
     Option(
-        help="Folder with train/CLASS/ and val/CLASS/.", rich_help_panel=MODEL, show_default=False
+        parser=read_path,
+        metavar="PATH",
+        help="Folder with train/CLASS/ and val/CLASS/.",
+        rich_help_panel=MODEL,
+        show_default=False,
     ),
 ]
 FakeData = Annotated[
@@ -178,7 +183,10 @@ Transport = Annotated[
     ),
 ]
 
-Out = Annotated[Path, Option(help="Folder of the run.", rich_help_panel=OUT)]
+Out = Annotated[
+    Path,
+    Option(parser=read_path, metavar="PATH", help="Folder of the run.", rich_help_panel=OUT),
+]
 CheckpointEvery = Annotated[
     int,
     Option(

@@ -21,5 +21,5 @@ def read_size(text: str | int) -> int:
     unit = match[2].lower().removesuffix("b") if match else "?"
     factor = {**_UNITS, **_BINARY}.get(unit)
     if match is None or factor is None:
-        raise typer.BadParameter("expected a size such as 8MiB or 1.5GB")
+        raise typer.BadParameter(f"found {text!r}, expected a size such as 8MiB or 1.5GB")
     return int(float(match[1]) * factor)

@@ -9,6 +9,7 @@ from typer import Option
 
 from shardwise.cli import options
 from shardwise.cli.grouped import grouped
+from shardwise.cli.names import read_name
 from shardwise.cli.run import run
 from shardwise.recipes.config import Device, SgdConfig, TrainConfig
 from shardwise.recipes.imagenet_config import ImagenetConfig
@@ -40,6 +41,8 @@ def train_imagenet(
     model: Annotated[
         str,
         Option(
+            parser=read_name,
+            metavar="NAME",
             help=f"{', '.join(RESNETS)}, or the path of a config.json of transformers.",
             rich_help_panel=options.MODEL,
         ),

@@ -10,6 +10,7 @@ from typer import Argument, Option
 from shardwise.cli import options
 from shardwise.cli.diloco import Diloco
 from shardwise.cli.grouped import grouped
+from shardwise.cli.names import read_name
 from shardwise.cli.run import run
 from shardwise.recipes.config import AdamWConfig, Device, OptionError, TrainConfig
 from shardwise.recipes.job import Job
@@ -59,6 +60,8 @@ def train_lm(
     model: Annotated[
         str,
         Option(
+            parser=read_name,
+            metavar="NAME",
             help=f"{', '.join(PRESETS)}, or the path of a config.json of transformers.",
             rich_help_panel=options.MODEL,
         ),
@@ -66,16 +69,22 @@ def train_lm(
     data: Annotated[
         list[str] | None,
         Option(
+            parser=read_name,
+            metavar="TEXT",
             help="Text to learn from: files, folders, patterns; .jsonl and .parquet are streamed; "
             "hf:NAME:CONFIG is a dataset of the Hugging Face hub.",
             rich_help_panel=options.MODEL,
             show_default="the Python standard library's source",
         ),
     ] = None,
-    more_data: Annotated[list[str] | None, Argument(hidden=True, metavar="FILES")] = None,
+    more_data: Annotated[
+        list[str] | None, Argument(parser=read_name, hidden=True, metavar="FILES")
+    ] = None,
     tokenizer: Annotated[
         str | None,
         Option(
+            parser=read_name,
+            metavar="NAME",
             help="A tokenizer of transformers, by name or folder; documents are streamed then.",
             rich_help_panel=options.MODEL,
             show_default="bytes",

@@ -9,6 +9,7 @@ from typer import Option
 
 from shardwise.cli import options
 from shardwise.cli.grouped import grouped
+from shardwise.cli.names import read_path
 from shardwise.cli.run import run
 from shardwise.recipes.config import Device, TrainConfig
 from shardwise.recipes.job import Job
@@ -32,7 +33,12 @@ def train_mnist(
     launch: options.Launch = options.Launch(),
     data_dir: Annotated[
         Path,
-        Option(help="Folder with MNIST's four IDX files.", rich_help_panel=options.MODEL),
+        Option(
+            parser=read_path,
+            metavar="PATH",
+            help="Folder with MNIST's four IDX files.",
+            rich_help_panel=options.MODEL,
+        ),
     ],
     epochs: options.Epochs = 2,
     steps: options.MaxSteps = None,

@@ -9,6 +9,7 @@ from typer import Option
 
 from shardwise.cli import options
 from shardwise.cli.grouped import grouped
+from shardwise.cli.names import read_name
 from shardwise.cli.run import run
 from shardwise.recipes.config import Device, OptionError, TrainConfig, require
 from shardwise.recipes.job import Job
@@ -39,6 +40,8 @@ def train_vit(
     model: Annotated[
         str,
         Option(
+            parser=read_name,
+            metavar="NAME",
             help=f"{', '.join(VIT_PRESETS)}, or the path of a config.json of transformers.",
             rich_help_panel=options.MODEL,
         ),

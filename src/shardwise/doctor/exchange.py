@@ -16,6 +16,7 @@ STREAM = 0.5  # seconds of sending, for bandwidth
 DRAIN = 5.0  # seconds for what was sent to arrive
 _ECHOES = 50
 _CHUNK = bytes(2**18)
+_ANSWERS = 16  # connections that are answered at a time; hosts come one after another
 _BACK, _COUNTED = b"p", b"s"  # what is sent comes back; only its end is answered
 
 
@@ -27,6 +28,7 @@ class Echo:
         self._listener.settimeout(0.2)
         self.port: int = self._listener.getsockname()[1]
         self._closed = threading.Event()
+        self._free = threading.BoundedSemaphore(_ANSWERS)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -38,9 +40,18 @@ class Echo:
 
     def _serve(self) -> None:
         while not self._closed.is_set():
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(OSError):  # none came, or one that has left already
                 connection, _ = self._listener.accept()
-                threading.Thread(target=_answer, args=(connection,), daemon=True).start()
+                if self._free.acquire(blocking=False):
+                    threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+                else:
+                    connection.close()
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            _answer(connection)
+        finally:
+            self._free.release()
 
 
 def _answer(connection: socket.socket) -> None:
@@ -70,7 +81,6 @@ def _ping(address: str, port: int) -> float:
     with socket.create_connection((address, port), timeout=CONNECT) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(_BACK)
-        connection.settimeout(DRAIN)
         took: list[float] = []
         deadline = time.perf_counter() + DRAIN
         while len(took) < _ECHOES and time.perf_counter() < deadline:
@@ -78,6 +88,7 @@ def _ping(address: str, port: int) -> float:
             connection.sendall(b"x" * 8)
             received = 0
             while received < 8:
+                connection.settimeout(max(0.01, deadline - time.perf_counter()))
                 part = connection.recv(8 - received)
                 if not part:
                     raise ConnectionResetError(None, "the connection was closed")

@@ -6,15 +6,21 @@ import os
 import platform
 import resource
 import socket
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from typing import Any
 
+from shardwise.checkpoint.disk.strict import Fields, check_text, refuse
 from shardwise.doctor.memory import Memory, measure_memory
+from shardwise.errors import CheckpointError
 from shardwise.launch.addresses import addresses, interface_of, own_address
 from shardwise.launch.hosts import Nodes
 
+_VERSIONS = ("python", "torch", "shardwise")
 _SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_MOST = 10**6  # of hosts, and of ranks of one
+_MOST_ADDRESSES = 4096  # of an interface
 
 
 @dataclass(frozen=True)
@@ -64,12 +70,54 @@ class Facts:
     def from_json(values: Any) -> Facts | None:
         """Read back what :meth:`to_json` made; None where something else came.
 
-        A host with another version of Shardwise may say other things of itself.
+        A host with another version of Shardwise may say other things of itself, and whoever can
+        reach the port may say anything.
         """
         try:
-            return Facts(**{**values, "memory": Memory(**values["memory"])})
-        except (TypeError, KeyError):
+            return _facts(Fields(values, "facts"))
+        except CheckpointError:
             return None
+
+
+def _facts(said: Fields) -> Facts:
+    if said.all().keys() != {field.name for field in fields(Facts)}:
+        refuse(said.where, list(said.all()), "the fields of this version")
+    memory = Fields(said.any("memory"), "memory")
+    interfaces = Fields(said.any("interfaces"), "interfaces")
+    return Facts(
+        rank=said.number("rank", most=_MOST),
+        nnodes=said.number("nnodes", least=1, most=_MOST),
+        nproc=said.number("nproc", least=1, most=_MOST),
+        name=said.text("name"),
+        versions=_texts(said.any("versions"), _VERSIONS),
+        interfaces={
+            check_text(name, interfaces.where): [
+                _text(each, name) for each in interfaces.items(name, _MOST_ADDRESSES)
+            ]
+            for name in interfaces.all()
+        },
+        address=said.text("address"),
+        towards=None if said.any("towards") is None else said.text("towards"),
+        resolved=said.text("resolved"),
+        settings=_texts(said.any("settings"), _SETTINGS),
+        files=said.number("files", least=-1),
+        memory=Memory(memory.text("error"), memory.real("gbit"), memory.real("ms")),
+        shm_free=said.number("shm_free", least=-1),
+    )
+
+
+def _text(said: Any, where: str) -> str:
+    if not isinstance(said, str):
+        refuse(where, said, "a string")
+    return check_text(said, where)
+
+
+def _texts(said: Any, known: Sequence[str]) -> dict[str, str]:
+    """Texts by names, all of which are known."""
+    texts = Fields(said, "texts")
+    if not texts.all().keys() <= set(known):
+        refuse(texts.where, list(texts.all()), f"only {', '.join(known)}")
+    return {name: texts.text(name) for name in texts.all()}
 
 
 def look(nodes: Nodes, nproc: int) -> Facts:
@@ -83,7 +131,7 @@ def look(nodes: Nodes, nproc: int) -> Facts:
         name=name,
         versions={
             "python": ".".join(platform.python_version_tuple()[:2]),
-            **{package: metadata.version(package) for package in ("torch", "shardwise")},
+            **{package: metadata.version(package) for package in _VERSIONS[1:]},
         },
         interfaces=addresses(),
         address=address,

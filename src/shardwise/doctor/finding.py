@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+_LONGEST = 2000  # characters of a line, however many hosts have something to say
 
 
 class Level(enum.Enum):
@@ -32,7 +35,21 @@ class Finding:
 
     def __str__(self) -> str:
         advice = f": {self.advice}" if self.advice else ""
-        return f"{self.level.value:<5}{self.check:<12}{self.text}{advice}"
+        line = f"{self.level.value:<5}{self.check:<12}{self.text}{advice}"
+        return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
+
+
+def listed(items: Iterable[object], count: int, by: str = ", ") -> str:
+    """The first few of some items for people, and how many more there are.
+
+    Args:
+        items: as many as there are, or the first of them.
+        count: how many there are.
+        by: what stands between two.
+    """
+    shown = [str(item) for item, _ in zip(items, range(16), strict=False)]
+    more = [f"{count - len(shown)} more"] if count > len(shown) else []
+    return by.join([*shown, *more])
 
 
 def good(check: str, text: str) -> Finding:

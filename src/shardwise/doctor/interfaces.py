@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from shardwise.doctor.facts import Facts
-from shardwise.doctor.finding import Finding, fail, good, warn
+from shardwise.doctor.finding import Finding, fail, good, listed, warn
 
 INTERFACES = "interfaces"
 
@@ -17,7 +18,8 @@ def check_interfaces(hosts: Sequence[Facts]) -> list[Finding]:
     """
     found = []
     for host in hosts:
-        shown = ", ".join(" ".join((name, *own)) for name, own in host.interfaces.items())
+        named = [" ".join((name, *own)) for name, own in host.interfaces.items()]
+        shown = listed(named, len(named))
         if host.towards is None:
             advice = "bring up the interface to the other hosts, or give its address as --rdzv"
             found.append(fail(INTERFACES, f"{host.who}: none leads to host 0 ({shown})", advice))
@@ -29,7 +31,9 @@ def check_interfaces(hosts: Sequence[Facts]) -> list[Finding]:
                 f"{host.who}: gloo would take {takes or 'none'} under torchrun, as the host's "
                 f"name is {host.resolved}; the way to host 0 is {host.towards}"
             )
-            found.append(warn(INTERFACES, text, f"export GLOO_SOCKET_IFNAME={host.towards}"))
+            found.append(
+                warn(INTERFACES, text, f"export GLOO_SOCKET_IFNAME={shlex.quote(host.towards)}")
+            )
     taken = ", ".join(f"{host.towards} on {host.who} (NCCL: {nccl_takes(host)})" for host in hosts)
     return found or [good(INTERFACES, taken)]
 
@@ -41,7 +45,7 @@ def _named(host: Facts) -> list[Finding]:
         unknown = [name for name in names if not any(i.startswith(name) for i in host.interfaces)]
         if unknown and not value.startswith("^"):
             text = f"{host.who}: {variable}={value}, which it does not have"
-            known = ", ".join(host.interfaces)
+            known = listed(host.interfaces, len(host.interfaces))
             found.append(fail(INTERFACES, text, f"unset it, or name one of {known}"))
     return found
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from shardwise.checkpoint.disk.strict import Fields
 from shardwise.doctor.facts import Facts
 from shardwise.doctor.finding import Finding, fail, good, warn
+from shardwise.errors import CheckpointError
 
 PORTS, LINKS, INSIDE = "ports", "links", "inside"
 MOST_MS = 5.0
@@ -25,6 +28,15 @@ class Link:
     error: str = ""
     gbit: float = 0.0
     ms: float = 0.0
+
+    @staticmethod
+    def from_json(values: Any) -> Link | None:
+        """What another host has measured; None where something else came."""
+        try:
+            fields = Fields(values, "link")
+            return Link(fields.text("error"), fields.real("gbit"), fields.real("ms"))
+        except CheckpointError:
+            return None
 
     def __str__(self) -> str:
         return f"{self.gbit:.2f} Gbit/s, {self.ms:.2f} ms"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
 from shardwise.doctor import clocks, interfaces, limits, links, roster, table, versions
@@ -67,6 +67,7 @@ def _examine(
     seats: Table, mine: Facts, least_gbit: float, tell: Callable[[Iterable[Finding]], None]
 ) -> None:
     told = [Facts.from_json(each) for each in seats.gather(mine.to_json(), SECONDS["facts"])]
+    told[seats.seat] = told[seats.seat] or mine
     places = [place for place, each in enumerate(told) if each is not None]
     hosts = [each for each in told if each is not None]
     gone = len(told) - len(hosts)
@@ -82,7 +83,7 @@ def _examine(
     tell(clocks.check_clocks(hosts, {places.index(p): s for p, s in ahead.items() if p in places}))
     tell(interfaces.check_interfaces(hosts))
     tell(limits.check_limits(hosts))
-    ways = _measure(seats, mine, len(told))
+    ways = _measure(seats, mine, [each is not None for each in told])
     kept = {
         (places.index(a), places.index(b)): link
         for (a, b), link in ways.items()
@@ -93,16 +94,21 @@ def _examine(
     tell(links.check_inside(hosts, kept))
 
 
-def _measure(seats: Table, mine: Facts, count: int) -> dict[tuple[int, int], Link]:
-    """Every host towards every other, and itself: in each round a host sends to one other."""
+def _measure(seats: Table, mine: Facts, readable: Sequence[bool]) -> dict[tuple[int, int], Link]:
+    """Every host towards every other, and itself: in each round a host sends to one other.
+
+    Whoever said nothing that can be read is none of the hosts: nothing is sent there.
+    """
     found: dict[tuple[int, int], Link] = {}
+    count = len(readable)
     with contextlib.closing(Echo()) as echo:
-        doors = seats.gather([mine.address or "127.0.0.1", echo.port], SECONDS["facts"])
+        doors = seats.doors(mine.address or "127.0.0.1", echo.port, SECONDS["facts"])
         for turn in range(count):
             other = (seats.seat + turn) % count
-            door = doors[other]
+            door = doors[other] if readable[other] else None
             link = Link(error="it left") if door is None else measure(*door)
             for place, each in enumerate(seats.gather(asdict(link), SECONDS["ways"])):
-                if each is not None:
-                    found[place, (place + turn) % count] = Link(**each)
+                heard = Link.from_json(each)
+                if heard is not None:
+                    found[place, (place + turn) % count] = heard
     return found

@@ -34,7 +34,7 @@ from shardwise.frontends.units import Ignored, auto_wrap
 from shardwise.sharding.grad import clip_grad_norm_
 from shardwise.sharding.lending import Loan, lent_whole
 from shardwise.sharding.module import FSDPModule
-from shardwise.sharding.reach import states_of
+from shardwise.sharding.reach import gather_in_order, states_of
 from shardwise.sharding.shard_metadata import get_shard_metadata
 from shardwise.wrap import Policy
 
@@ -63,7 +63,8 @@ class FullyShardedDataParallel(ShardedUnit):
             a device and initialise them. By default ``to_empty`` and ``reset_parameters()``.
         device_id: where to compute: the CPU, or the current accelerator.
         sync_module_states: give all ranks the parameters and buffers of the first.
-        forward_prefetch: gather one unit ahead in forward, which happens anyway.
+        forward_prefetch: gather one unit ahead in forward, in the order of ``modules()``. What is
+            written to a unit after the forward of the one before it began is missed then.
         limit_all_gathers: hold two units at a time at most, which is so anyway.
         use_orig_params: keep parameters as they are, which is so anyway.
         ignored_states: modules, or parameters, to leave alone.
@@ -142,6 +143,8 @@ class FullyShardedDataParallel(ShardedUnit):
             wrapper = auto_wrapper_callable or type(self)
             auto_wrap(module, auto_wrap_policy, wrapper, nested, mixed_precision, ignored)
         self.hold(module, settings, ignored, param_init_fn, sync_module_states)
+        if forward_prefetch:
+            gather_in_order(self)
 
     # -- running -------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _IF_INET6 = Path("/proc/net/if_inet6")  # address, index, prefix, scope, flags, name
 _LINK_LOCAL = 0x20
+_HOST = re.compile(r"[\w.:%-]+")  # a name, or an address with its zone
 
 _Where = tuple[Any, ...]  # a socket address
 
@@ -29,9 +31,20 @@ def split(where: str) -> tuple[str, int] | None:
             return None
     elif ":" in host:
         return None
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
+        return None
+    if not _HOST.fullmatch(host) or not _is_looked_up(host):
         return None
     return canonical(host), int(port)
+
+
+def _is_looked_up(host: str) -> bool:
+    """Whether a name can be asked for: none of its parts is empty or too long."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def join(host: str, port: int) -> str:
@@ -54,6 +67,27 @@ def is_ipv6(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def is_number(host: str) -> bool:
+    """Whether it is an address of either kind, and not a name that would be looked up."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def reach_of(address: str) -> str:
+    """From where an address can be reached, in a word: of this host, of its links, of all."""
+    found = ipaddress.ip_address(address)
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    if found.is_loopback or found.is_unspecified:
+        return "host"
+    if found.is_multicast:
+        return "group"
+    return "link" if found.is_link_local else "all"
 
 
 def own_address(towards: str) -> str:

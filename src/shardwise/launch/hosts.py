@@ -83,7 +83,7 @@ def numbers_of_hosts(nnodes: str) -> tuple[int | None, int]:
         UserError: it is neither.
     """
     least, colon, most = nnodes.rpartition(":")
-    numbers = [int(n) for n in ([least, most] if colon else [most]) if n.isdecimal()]
+    numbers = [int(n) for n in ([least, most] if colon else [most]) if n.isdecimal() and len(n) < 7]
     if len(numbers) != 1 + len(colon) or not 1 <= numbers[0] <= numbers[-1]:
         expected = "1 or more, or MIN:MAX with 1 <= MIN <= MAX"
         raise UserError(f"--nnodes: found {nnodes}, expected {expected}")

@@ -43,7 +43,7 @@ class Layout:
         if self.arguments[0] not in _OVER_HOSTS:
             expected = "options of its own, then --, then train or doctor: -- train lm"
             raise UserError(f"launch-lines: found {self.arguments[0]}, expected {expected}")
-        if self.arguments[0] == "train" and (*self.arguments, "-")[1].startswith("-"):
+        if self.arguments[0] == "train" and (*self.arguments, "")[1][:1] in ("", "-"):
             raise UserError("launch-lines: found train, expected what to train too: -- train lm")
         if len(set(self.hosts)) < len(self.hosts) or not all(map(_NAME.fullmatch, self.hosts)):
             raise UserError(f"--hosts: found {','.join(self.hosts)}, expected names, each once")

@@ -72,7 +72,7 @@ class Line:
             raise ClosedError("a message without end")
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ClosedError("what came is no message of ours") from None
         if not all(isinstance(message, dict) for message in messages):
             raise ClosedError("what came is no message of ours")

@@ -13,6 +13,7 @@ from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
 from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import OptionError, OutputConfig, TrainConfig, flatten, require
+from shardwise.recipes.metrics import check_metrics
 from shardwise.recipes.rundir import RunDir, check_same
 from shardwise.recipes.span import Position, Span
 
@@ -82,7 +83,7 @@ def check_folder(inputs: Inputs) -> Position:
 
     Raises:
         OptionError: a run is there that would be lost, or none to resume, or another one.
-        UserError: the newest checkpoint is damaged.
+        UserError: the newest checkpoint is damaged, or a file that tells of the run.
     """
     output = inputs.train.output
     files = RunDir(output.out)
@@ -101,7 +102,9 @@ def check_folder(inputs: Inputs) -> Position:
         raise OptionError(
             "--resume", f"no complete checkpoint in {files.checkpoints}", "one; or use --overwrite"
         )
-    return checkpoints.position(steps[-1])
+    position = checkpoints.position(steps[-1])
+    check_metrics(files.metrics, position.step)
+    return position
 
 
 def _check_fixed(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

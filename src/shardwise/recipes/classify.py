@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise.launch.world import World
 from shardwise.recipes.pictures import Batch, Pictures
+from shardwise.recipes.sharded import kept_between_forwards
 
 
 def logits_of(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
@@ -90,13 +91,14 @@ class Evaluation:
         confusion = torch.zeros(self._classes**2, dtype=torch.int64)
         training = model.training
         model.eval()
-        for turn in range(rounds):
-            indices = mine[turn * self._batch_size : (turn + 1) * self._batch_size]
-            # A rank that has none left looks at the first picture again, and does not count it.
-            images, classes = self._pictures.read(indices or [0], [0] * max(1, len(indices)))
-            logits = logits_of(model, images.to(self._device)).cpu()
-            if indices:
-                sums += self._tally(logits, classes, confusion)
+        with kept_between_forwards(model):
+            for turn in range(rounds):
+                indices = mine[turn * self._batch_size : (turn + 1) * self._batch_size]
+                # A rank that has none left looks at the first picture again, uncounted.
+                images, classes = self._pictures.read(indices or [0], [0] * max(1, len(indices)))
+                logits = logits_of(model, images.to(self._device)).cpu()
+                if indices:
+                    sums += self._tally(logits, classes, confusion)
         model.train(training)
         dist.all_reduce(sums)
         dist.all_reduce(confusion)

@@ -237,7 +237,7 @@ def _stdlib_files() -> list[Path]:
 
 
 def _expand(text: str) -> list[Path]:
-    path = Path(text).expanduser()
+    path = Path(text)
     if path.is_dir():
         files = sorted(_walk(path))
         if not any(file.stat().st_size for file in files):

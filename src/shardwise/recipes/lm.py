@@ -22,7 +22,6 @@ from shardwise.recipes.model import (
     next_token_loss,
 )
 from shardwise.recipes.optim import make_adamw, warmup_cosine
-from shardwise.recipes.progress import printable
 from shardwise.recipes.replicas import replicas_of
 from shardwise.recipes.rundir import write_text
 from shardwise.recipes.sample import sample_tokens
@@ -30,6 +29,7 @@ from shardwise.recipes.sharded import shard
 from shardwise.recipes.task import Place, Task, no_more
 from shardwise.recipes.text import ValidationLoss
 from shardwise.recipes.tokens import Vocabulary
+from shardwise.units import printable
 
 
 def assemble(inputs: LmInputs, place: Place) -> Task:
@@ -101,5 +101,5 @@ def _write_sample(
         say = place.display.say
         write_text(config.files.sample, text + "\n")
         say(f"sample     {config.files.sample}")
-        say("\n".join(f"    {line}".rstrip() for line in printable(text).split("\n")))
+        say("\n".join(f"    {line}".rstrip() for line in printable(text, keep="\n\t").split("\n")))
     return results

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from shardwise.recipes.rundir import write_text
+from shardwise.checkpoint.disk.strict import Fields, open_file, parse, refuse
+from shardwise.errors import CheckpointError
+from shardwise.launch.errors import UserError
+from shardwise.recipes.rundir import without_nan
+
+MAX_LINE = 1 << 20  # bytes; whatever has more was not written by a training
 
 
 @dataclass(frozen=True)
@@ -69,19 +75,21 @@ class MetricsFile:
 
     Args:
         path: the file.
-        last_step: lines of later steps are cut off first: a run that was killed may have gone on
-            after the checkpoint it resumes from.
+        last_step: what comes after the lines of this step is cut off first, readable or not: a
+            run that was killed may have gone on after the checkpoint it resumes from.
+
+    Raises:
+        UserError: a line before is damaged.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
-        if path.exists():
-            kept = [r for r in read_metrics(path) if r["step"] <= last_step]
-            write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        if os.path.lexists(path):
+            _cut(path, last_step)
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line; a reader sees it at once."""
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps(without_nan(record), allow_nan=False) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
@@ -97,14 +105,87 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a ``metrics.jsonl``. A last line that a killed run left unfinished is skipped.
 
     Raises:
-        ValueError: another line is damaged.
+        UserError: another line is damaged.
     """
-    records = []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number}: no JSON: {line[:60]!r}") from None
-    return records
+    return [line.record for line in _lines(path)]
+
+
+def check_metrics(path: Path, last_step: int) -> None:
+    """Check that a run can go on after a step with what a ``metrics.jsonl`` says of those before.
+
+    Raises:
+        UserError: a line is damaged, or it is no file.
+    """
+    if os.path.lexists(path):
+        for _ in _lines(path, last_step):
+            pass
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of the file.
+
+    Attributes:
+        record: what it says.
+        end: the byte behind it.
+        is_whole: whether it ends as a line does.
+    """
+
+    record: dict[str, Any]
+    end: int
+    is_whole: bool
+
+
+def _cut(path: Path, last_step: int) -> None:
+    """Cut off everything behind the lines of a step."""
+    kept = None
+    for line in _lines(path, last_step):
+        kept = line
+    with path.open("r+b") as file:
+        file.truncate(kept.end if kept else 0)
+        if kept and not kept.is_whole:
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+
+
+def _lines(path: Path, last_step: int | None = None) -> Iterator[_Line]:
+    """The lines up to those of a step, or all; without a last one that was left unfinished.
+
+    Raises:
+        UserError: a line is damaged that belongs to them.
+    """
+    try:
+        handle, _ = open_file(path)
+        with os.fdopen(handle, "rb") as file:
+            number, end, reached = 0, 0, last_step == 0
+            while line := file.readline(MAX_LINE + 1):
+                number, end, is_whole = number + 1, end + len(line), line.endswith(b"\n")
+                try:
+                    record = _record(line, f"{path}, line {number}")
+                except CheckpointError:
+                    if reached or not (is_whole or len(line) > MAX_LINE):
+                        return
+                    raise
+                if last_step is not None and record["step"] > last_step:
+                    return
+                reached = reached or record["step"] == last_step
+                yield _Line(record, end, is_whole)
+    except CheckpointError as error:
+        raise UserError(f"--out: {error}") from None
+
+
+def _record(line: bytes, where: str) -> dict[str, Any]:
+    """What a line says: a step, and numbers by name.
+
+    Raises:
+        CheckpointError: it says something else.
+    """
+    if len(line) > MAX_LINE:
+        refuse(where, f"more than {MAX_LINE:,} bytes", "a line of numbers")
+    fields = Fields(parse(line, where), where)
+    fields.number("step")
+    for name, value in fields.all().items():
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        if value is not None and not is_number:
+            refuse(f"{where}, {name!r}", value, "a number")
+    return fields.all()

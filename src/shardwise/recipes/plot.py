@@ -21,8 +21,7 @@ def plot_loss(records: Sequence[dict[str, Any]], title: str, unit: str, path: Pa
         unit: of the loss, ``nats per token``.
         path: the file; replaced when it is whole.
     """
-    train = [(r["step"], r["loss"]) for r in records if "loss" in r]
-    valid = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
+    train, valid = _curve(records, "loss"), _curve(records, "validation_loss")
     figure = _figure(8, 4.5)
     axes = figure.add_subplot()
     if train:
@@ -49,6 +48,11 @@ def plot_loss(records: Sequence[dict[str, Any]], title: str, unit: str, path: Pa
     if train or valid:
         axes.legend(frameon=False)
     _save(figure, path)
+
+
+def _curve(records: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Steps and values; a value that was no finite number is written as none, and left out."""
+    return [(each["step"], each[name]) for each in records if each.get(name) is not None]
 
 
 def plot_confusion(

@@ -114,7 +114,7 @@ def find_settings(model: str, presets: Mapping[str, dict[str, Any]]) -> dict[str
     """
     if model in presets:
         return presets[model]
-    path = Path(model).expanduser()
+    path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         names = ", ".join(presets)

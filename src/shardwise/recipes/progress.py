@@ -156,13 +156,6 @@ def brief(count: int) -> str:
     return f"{count:,}" if count < 100_000 else f"{count / 1e6:.2f} M"
 
 
-def printable(text: str) -> str:
-    """Text without what could steer a terminal; lines and tabs stay."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
-
-
 def make_display(rank: int) -> Display:
     """The display that suits this rank and its standard output."""
     if rank != 0:

@@ -16,6 +16,7 @@ No torch here: the command line asks before it starts processes.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -24,7 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.disk.strict import Fields, open_file, parse, refuse
+from shardwise.errors import CheckpointError
+from shardwise.launch.errors import UserError
 from shardwise.recipes.config import OptionError, OutputConfig, flatten
+
+_MAX_RECORD = 1 << 26  # bytes of a run.json: tens of thousands of sessions
+_MAX_PATH = 4095  # bytes, of Linux
+# As long as a name below the folder of a run gets.
+_DEEPEST = "checkpoints/replicas/0000/.step-0000000000.partial/shard-000000-of-000000.safetensors"
 
 
 @dataclass(frozen=True)
@@ -86,8 +95,20 @@ class RunDir:
         """Check that a run may begin, or go on, here. Changes nothing.
 
         Raises:
-            OptionError: the folder holds something that would be lost, or nothing to resume.
+            OptionError: the folder holds something that would be lost, or nothing to resume; or it
+                cannot be looked into.
         """
+        length = len(os.fsencode(self.root / _DEEPEST))
+        if length > _MAX_PATH:
+            most = _MAX_PATH - (length - len(os.fsencode(self.root)))
+            raise OptionError("--out", "a path that is too long", f"{most} bytes at most")
+        try:
+            self._check(config)
+        except OSError as error:
+            found = f"{error.filename or self.root}, which cannot be used ({error.strerror})"
+            raise OptionError("--out", found, "a folder that can be read and written") from None
+
+    def _check(self, config: OutputConfig) -> None:
         root = self.root
         if root.exists() and not root.is_dir():
             raise OptionError("--out", f"{root}, which is a file", "a folder")
@@ -102,6 +123,8 @@ class RunDir:
                 f"a run in {root} already",
                 "another folder, --resume to go on, or --overwrite to delete that run",
             )
+        if is_run:
+            self._check_links()
         if root.is_dir() and not is_run and any(root.iterdir()):
             raise OptionError("--out", f"other files in {root}", "an empty or new folder")
         parent = root
@@ -110,8 +133,33 @@ class RunDir:
         if not os.access(parent, os.W_OK | os.X_OK):
             raise OptionError("--out", f"no permission to write in {parent}", "a writable folder")
 
+    def _check_links(self) -> None:
+        """Check that the run that is to be deleted lies in its folder, and nowhere else."""
+        for path in (self.root, *self._folders, *self._files):
+            if path.is_symlink():
+                raise OptionError(
+                    "--out",
+                    f"{path}, a symbolic link",
+                    "no link where --overwrite deletes: remove it yourself, or take another folder",
+                )
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        return self.checkpoints, self.tensorboard
+
+    @property
+    def _files(self) -> tuple[Path, ...]:
+        # run.json is last: a deletion that is cut short leaves what still is a run.
+        results = (self.model_config, self.picture, self.sample, self.weights, self.confusion)
+        return (self.metrics, *results, self.run_json)
+
     def begin(self, config: OutputConfig) -> None:
-        """Make the folder; with ``overwrite``, delete the run that is in it, and only that."""
+        """Make the folder; with ``overwrite``, delete the run that is in it, and only that.
+
+        Raises:
+            OptionError: the folder cannot be made, or a part of the run is a link, or cannot be
+                deleted.
+        """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -119,33 +167,69 @@ class RunDir:
             raise OptionError("--out", reason, "a folder in a place that can be written") from None
         if not config.overwrite or not self.run_json.is_file():
             return
-        for folder in (self.checkpoints, self.tensorboard):
-            if folder.is_dir():
-                shutil.rmtree(folder)
-        # run.json goes last: a deletion that is cut short leaves what still is a run.
-        results = (self.model_config, self.picture, self.sample, self.weights, self.confusion)
-        for file in (self.metrics, *results, self.run_json):
-            file.unlink(missing_ok=True)
+        self._check_links()
+        try:
+            for folder in self._folders:
+                if folder.is_dir():
+                    shutil.rmtree(folder)
+            for file in self._files:
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            found = f"{error.filename}, which cannot be deleted ({error.strerror})"
+            raise OptionError("--out", found, "a run that --overwrite may delete") from None
 
     def read(self) -> dict[str, Any]:
-        """What ``run.json`` says.
+        """What ``run.json`` says, with the types that it is written with.
 
         Raises:
-            OptionError: it cannot be read.
+            UserError: it cannot be read; the message names the line or the field.
         """
         try:
-            record = json.loads(self.run_json.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise OptionError(
-                "--out", f"{self.run_json} that cannot be read ({error})", "a run's file"
-            ) from None
-        if not isinstance(record, dict):
-            raise OptionError("--out", f"{self.run_json} without an object", "a run's file")
-        return record
+            return _checked_record(parse(_bytes_of(self.run_json), str(self.run_json)), self)
+        except CheckpointError as error:
+            raise UserError(f"--out: {error}") from None
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Replace ``run.json`` at once, so that no reader sees half of it."""
-        write_text(self.run_json, json.dumps(record, indent=2) + "\n")
+        text = json.dumps(without_nan(record), indent=2, allow_nan=False)
+        write_text(self.run_json, text + "\n")
+
+
+def _bytes_of(path: Path) -> bytes:
+    handle, size = open_file(path)
+    with os.fdopen(handle, "rb") as file:
+        if size > _MAX_RECORD:
+            refuse(str(path), f"{size:,} bytes", f"{_MAX_RECORD:,} at most")
+        return file.read(_MAX_RECORD)
+
+
+def _checked_record(record: Any, files: RunDir) -> dict[str, Any]:
+    where = str(files.run_json)
+    fields = Fields(record, where)
+    known = fields.all()
+    if "recipe" in known:
+        fields.text("recipe")
+    for name in ("config", "model", "data"):
+        if name in known:
+            fields.object(name)
+    if "settings" in known.get("model", {}):
+        Fields(known["model"], f"{where}, 'model'").object("settings")
+    if "sessions" in known:
+        for number, session in enumerate(fields.items("sessions", _MAX_RECORD), start=1):
+            Fields(session, f"{where}, session {number}")
+    return known
+
+
+def without_nan(value: Any) -> Any:
+    """Plain values with None for each number that JSON has no word for: NaN and infinities."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case Mapping():
+            return {name: without_nan(each) for name, each in value.items()}
+        case list() | tuple():
+            return [without_nan(each) for each in value]
+    return value
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], names: Mapping[str, str]) -> None:

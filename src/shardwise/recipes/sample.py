@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise import FSDPModule
+from shardwise.recipes.sharded import kept_between_forwards
 
 # Up to this size the parameters stay whole from token to token; a larger model is gathered anew.
 KEEP_WHOLE_BYTES = 2**28
@@ -45,24 +46,24 @@ def sample_tokens(
     module = model
     assert isinstance(module, nn.Module)
     size = sum(p.numel() * p.element_size() for p in module.parameters())
-    if size <= KEEP_WHOLE_BYTES:
-        model.set_reshard_after_forward(False)
     generator = torch.Generator().manual_seed(seed)
     module.eval()
     drawn: list[int] = []
     context = list(prompt)[-window:]
     cache = None
-    for _ in range(count):
-        if len(context) > window:
-            context, cache = context[-max(1, window // 2) :], None
-        # With a cache the model remembers all but the newest token.
-        fresh = context if cache is None else context[-1:]
-        inputs = torch.tensor([fresh], device=device)
-        output = module(input_ids=inputs, past_key_values=cache, use_cache=True)
-        cache = getattr(output, "past_key_values", None)
-        logits = output.logits[0, -1, :vocab_size].float().cpu()
-        drawn.append(_draw(logits, temperature, generator))
-        context.append(drawn[-1])
+    whole = size <= KEEP_WHOLE_BYTES
+    with model.keep_unsharded() if whole else kept_between_forwards(module):
+        for _ in range(count):
+            if len(context) > window:
+                context, cache = context[-max(1, window // 2) :], None
+            # With a cache the model remembers all but the newest token.
+            fresh = context if cache is None else context[-1:]
+            inputs = torch.tensor([fresh], device=device)
+            output = module(input_ids=inputs, past_key_values=cache, use_cache=True)
+            cache = getattr(output, "past_key_values", None)
+            logits = output.logits[0, -1, :vocab_size].float().cpu()
+            drawn.append(_draw(logits, temperature, generator))
+            context.append(drawn[-1])
     return drawn
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise.recipes.config import Precision, ShardingConfig
 from shardwise.recipes.running_stats import batch_norms
 from shardwise.recipes.task import Place
+from shardwise.sharding.reach import gather_in_order, states_of
 
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
 
@@ -63,7 +65,21 @@ def shard(
                 transport=transport,
             )
     assert isinstance(model, FSDPModule)
+    gather_in_order(model)  # trainings write to parameters between steps only
     return model
+
+
+@contextmanager
+def kept_between_forwards(model: nn.Module) -> Iterator[None]:
+    """Keep over several forwards what each of them leaves unsharded, where no backward comes."""
+    with ExitStack() as stack:
+        for state in states_of(model):
+            top = state.modules[0]
+            if isinstance(top, FSDPModule) and any(
+                not group.options.reshard_after_forward for group in state.groups
+            ):
+                stack.enter_context(top.keep_unsharded(recurse=False))
+        yield
 
 
 def shard_bytes(model: nn.Module) -> int:

@@ -12,6 +12,7 @@ from shardwise.launch.world import World
 from shardwise.recipes.data import Sequences, TextData
 from shardwise.recipes.lm_config import LmConfig
 from shardwise.recipes.model import next_token_loss
+from shardwise.recipes.sharded import kept_between_forwards
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,10 +84,11 @@ class ValidationLoss:
         """The mean over all ranks, in nats per token."""
         self._model.eval()
         total = torch.zeros(1, dtype=torch.float64)
-        for first in range(0, len(self._mine), self._batch_size):
-            rows = self._mine[first : first + self._batch_size]
-            loss = next_token_loss(self._model, torch.stack(rows).to(self._device))
-            total += loss.item() * len(rows)
+        with kept_between_forwards(self._model):
+            for first in range(0, len(self._mine), self._batch_size):
+                rows = self._mine[first : first + self._batch_size]
+                loss = next_token_loss(self._model, torch.stack(rows).to(self._device))
+                total += loss.item() * len(rows)
         self._model.train()
         everyone = [torch.empty_like(total) for _ in range(self._world.size)]
         dist.all_gather(everyone, total)

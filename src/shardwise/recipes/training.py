@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.launch.errors import Stopped
+from shardwise.launch.errors import Stopped, UserError
 from shardwise.launch.rank import connected
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World, launched_here
@@ -142,7 +142,7 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
         results = _train(run, position, log, signals)
     except BaseException as error:
         # What went wrong is worth more than what goes wrong while it is written down.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UserError):
             if isinstance(error, Stopped):
                 record.end("stopped", signal=error.signum)
             else:

@@ -157,7 +157,6 @@ def fully_shard(
         kept = None if isinstance(size, bool) else KeptShards(params, its_mesh.of_groups_of(size))
         precision = Precision(mp_policy)
         groups.append(ParamGroup(params, tops, its_mesh, precision, offload_of(), bool(size), kept))
-        groups[-1].move_to_common()
     FSDPState(tops, groups, data_mesh.device, mp_policy, keep_if_root=reshard_after_forward is None)
     _keep_state_dicts_sharded(groups)
     for each in managed:

@@ -10,7 +10,6 @@ What no input tells of is done at the end of the whole backward; see ``root.py``
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from shardwise import _torch
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.module_state import ModuleState
 from shardwise.sharding.phase import Phase
-from shardwise.sharding.tree import map_tensors, tensors_in
+from shardwise.sharding.tree import every_tensor_in, map_tensors, tensors_in
 
 
 def mark_inputs(
@@ -44,25 +43,20 @@ def mark_inputs(
 
 
 def mark_outputs(state: ModuleState, output: Any) -> None:
-    """Hook what forward returned: when its gradient is known, backward of the groups begins."""
+    """Hook what forward returned: when its gradient is known, backward of the groups begins.
+
+    An in-place operation on a view that is returned (``out += x``) takes the view out of the graph,
+    and with it the hook. What the view is of stays in it: so that has one, too.
+    """
     if not torch.is_grad_enabled():
         return
     hook = functools.partial(_pre_backward, state)
-    for tensor in tensors_in(output):
+    for tensor in every_tensor_in(output):
         if tensor.requires_grad:
-            if _torch.may_write_through(tensor):
-                _warn_of_view(state)
+            base = _torch.writable_base(tensor)
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(functools.partial(_pre_base, state))
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def _warn_of_view(state: ModuleState) -> None:
-    names = ", ".join(type(module).__name__ for module in state.modules)
-    warnings.warn(
-        f"{names} returned a view. An in-place operation on it (out += x) would drop the hook "
-        "by which backward gathers the parameters; use out = out + x, or return out.clone()",
-        UserWarning,
-        stacklevel=2,
-    )
 
 
 def wait_for_inputs(
@@ -85,7 +79,7 @@ def _pre_backward(state: ModuleState, grad: torch.Tensor) -> torch.Tensor:
             continue  # another output of the same forward has been here
         group.phase = Phase.BACKWARD
         if group.options.unshard_in_backward:
-            group.unshard(for_backward=True)
+            group.unshard()
             group.wait_for_unshard()
         before = state.root.order.enter_backward(group)
         if before is not None and not state.backward_prefetch:
@@ -96,9 +90,15 @@ def _pre_backward(state: ModuleState, grad: torch.Tensor) -> torch.Tensor:
     return grad
 
 
+def _pre_base(state: ModuleState, grads: tuple[torch.Tensor, ...]) -> None:
+    """Begin backward where no hook on an output has: what they were on was written to in place."""
+    if not any(group.phase in (Phase.BACKWARD, Phase.REDUCED) for group in state.groups):
+        _pre_backward(state, grads[0])
+
+
 def _prefetch(group: ParamGroup) -> None:
     if group.options.unshard_in_backward:
-        group.unshard(for_backward=True)
+        group.unshard()
 
 
 def post_backward(state: ModuleState, group: ParamGroup) -> None:

@@ -21,7 +21,6 @@ from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.offload import Offload
 from shardwise.sharding.placing import dim_to_shard, sharded_spec
-from shardwise.transport.base import CommonFull, Transport
 
 #: Under this key a deepcopy's memo holds the modules that are being copied.
 COPIED = "shardwise: the modules being copied"
@@ -60,7 +59,6 @@ class ShardedForm:
         origin: those of the original parameter, where that was a ``DTensor``.
         layout: how what this rank had of the original is cut.
         owners: every place, in any group, where the parameter is registered.
-        common: the full parameter that this rank's rows are a part of, if ranks have it in common.
         lent: the whole parameter that a user holds for now, if one does.
     """
 
@@ -75,9 +73,7 @@ class ShardedForm:
         self.fqn = fqn
         self.mesh = mesh
         self.owners: list[ParamOwner] = []
-        self.common: CommonFull | None = None
-        self._common_of: tuple[object, ...] = ()
-        self._is_copy = False
+        self._groups = 0
         self.lent: nn.Parameter | None = None
         self._offload = offload
         whole = _torch.local_of(param) if isinstance(param, DTensor) else param.detach()
@@ -107,7 +103,6 @@ class ShardedForm:
         memo[id(self)] = made
         made.parameter = memo[id(self.parameter)]
         made.owners = copy_owners(self.owners, memo)
-        made.common, made._common_of, made._is_copy = None, (), True
         made.lent = None
         return made
 
@@ -116,31 +111,14 @@ class ShardedForm:
         """This rank's rows."""
         return _torch.local_of(self.parameter)
 
-    def live_in_common(self, transport: Transport) -> CommonFull | None:
-        """Have this rank's rows live in a full parameter that all ranks have in common.
-
-        Only their memory changes: views that were taken of it before do not follow. So those of a
-        copied model, which exists already, stay where they are.
-
-        Returns:
-            The full parameter; ``None`` where ``transport`` makes none.
-        """
-        if self._is_copy:
-            return None
-        local = self.local
-        wanted = (transport, self.layout.chunk_numel, local.dtype)
-        if self._common_of != wanted:
-            self.common = transport.common_full(self.layout.chunk_numel, local.dtype)
-            self._common_of = wanted
-        if self.common is not None and local.numel():
-            chunk = self.common.chunk(local.numel()).view(local.shape)
-            if chunk.data_ptr() != local.data_ptr():
-                chunk.copy_(local)
-                _torch.set_memory(self.parameter, chunk)
-        return self.common
+    @property
+    def is_tied(self) -> bool:
+        """Whether several groups have the parameter, each with a part of its gradient."""
+        return self._groups > 1
 
     def add_owners(self, owners: Sequence[ParamOwner]) -> None:
-        """Note further places of the parameter and put it there."""
+        """Note the places of the parameter in one more group, and put it there."""
+        self._groups += 1
         self.owners += owners
         for owner in owners:
             owner.register(self.parameter)
@@ -158,6 +136,9 @@ class ShardedForm:
             self._check_replacement(found)
             self._register_everywhere(found)
         local = self._offload.place(self.local)
+        if not (_torch.is_wrapper(local) or local.is_meta or local.is_contiguous()):
+            # Put into another memory format. Rows travel one after the other.
+            local = local.contiguous()
         if local is not self.local:
             with torch.no_grad():
                 _torch.set_memory(self.parameter, local)
@@ -198,7 +179,11 @@ class ShardedForm:
         else:
             into = _torch.local_of(grad)
             into += local.to(into.device)
-        _torch.run_post_accumulate_hooks(self.parameter)
+
+    def run_hooks(self) -> None:
+        """Run what a user registered to follow the gradient (an optimizer in backward, say)."""
+        if self.parameter.grad is not None:
+            _torch.run_post_accumulate_hooks(self.parameter)
 
     def _copy_of_shard(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows in memory of their own, so that the whole can be freed."""

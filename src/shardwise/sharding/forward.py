@@ -11,13 +11,15 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise import _torch
+from shardwise.errors import MisuseError
 from shardwise.sharding.backward import mark_inputs, mark_outputs, wait_for_inputs
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.module_state import ModuleState
 from shardwise.sharding.phase import Phase
-from shardwise.sharding.tree import map_tensors
+from shardwise.sharding.tree import every_tensor_in, map_tensors
 
 
 def pre_forward(
@@ -33,7 +35,7 @@ def pre_forward(
     if state.phase is Phase.BACKWARD:
         # Activation checkpointing computes forward again; backward's hooks do the rest.
         for group in state.groups:
-            group.unshard(for_backward=True)
+            group.unshard()
             group.wait_for_unshard()
         return state.precision.cast_inputs(*wait_for_inputs(args, kwargs))
     first = state.phase is not Phase.FORWARD
@@ -42,8 +44,7 @@ def pre_forward(
         args, kwargs = _enter_root(state, args, kwargs)
     args, kwargs = state.precision.cast_inputs(args, kwargs)
     for group in state.groups:
-        group.unshard()
-        group.wait_for_unshard()
+        group.enter_forward(state.root.forward_number)
     if first:
         _prefetch(state)
         for group in state.groups:
@@ -64,6 +65,8 @@ def post_forward(state: ModuleState, output: Any) -> Any:
     if state.phase is Phase.BACKWARD:
         return state.precision.cast_outputs(output)
     recomputing = _torch.in_backward()
+    if not recomputing:
+        output = outlive_parameters(state, output)
     for group in state.groups:
         if not recomputing:
             if not _leaves_whole(state, group):
@@ -75,6 +78,30 @@ def post_forward(state: ModuleState, output: Any) -> Any:
     if state.root.forward_root is state:
         output = _leave_root(state, output)
     return state.precision.cast_outputs(output)
+
+
+def outlive_parameters(state: ModuleState, output: Any) -> Any:
+    """Give what is returned of parameters that are freed now (a part of one, say) its own memory.
+
+    Raises:
+        MisuseError: it is inside an object of a user's class, where it cannot be exchanged.
+    """
+    freed = frozenset[int]().union(
+        *(group.full_storages for group in state.groups if group.frees_after_forward)
+    )
+    if not any(_torch.storage_of(tensor) in freed for tensor in every_tensor_in(output)):
+        return output
+    output = map_tensors(
+        lambda tensor: tensor.clone() if _torch.storage_of(tensor) in freed else tensor, output
+    )
+    if any(_torch.storage_of(tensor) in freed for tensor in every_tensor_in(output)):
+        raise MisuseError(
+            f"{state.groups[0].fqn or 'the root'} on rank {dist.get_rank()}: "
+            f"{type(state.modules[0]).__name__} returns a view of its own parameter inside an "
+            "object. The parameter is freed now, and the view with it; return a clone() of it, or "
+            "shard the module with reshard_after_forward=False"
+        )
+    return output
 
 
 def _leaves_whole(state: ModuleState, group: ParamGroup) -> bool:
@@ -139,12 +166,12 @@ def fail_forward(state: ModuleState) -> None:
 
 
 def _prefetch(state: ModuleState) -> None:
+    """Gather ahead what the user asked for, and nothing else.
+
+    What is written to a group between its gather and its turn would be missed.
+    """
     if _torch.in_backward():
         return  # activation checkpointing: the order of forward is not followed here
-    for group in state.groups:
-        following = state.root.order.enter_forward(group)
-        if following is not None and not state.forward_prefetch:
-            following.unshard()
     for other in state.forward_prefetch:
         for group in other.groups:
             group.unshard()

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise import _torch
+from shardwise.errors import MisuseError
 from shardwise.sharding.form import COPIED
 from shardwise.sharding.group_state import MOVES, GroupState
 from shardwise.sharding.kept import KeptShards
-from shardwise.sharding.leftover import Leftover
-from shardwise.sharding.memory import GroupMemory, check_home, find_common
+from shardwise.sharding.memory import GroupMemory, check_home
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.offload import Offload
 from shardwise.sharding.options import GroupOptions
@@ -71,14 +72,12 @@ class ParamGroup:
         self._offload = offload
         self._memory: GroupMemory | None = None
         self._label: tuple[str, Label] | None = None
-        # What the memory, though the group is sharded, still holds.
-        self._spared: Leftover | None = None
-        # What was left unsharded, or kept, beyond a forward.
-        self._left: Leftover | None = None
+        # The versions of the shards when a forward or backward left the group unsharded or kept.
+        self._left: list[int] | None = None
+        # The outermost forward in which it ran last.
+        self._forward = 0
         self._unreduced = Unreduced(self.params, precision)
         self._state = GroupState.SHARDED
-        #: Whether peers may be reading this rank's shards.
-        self.is_unsettled = False
         #: Reduces the gradients by way of the root; ``torch.distributed.pipelining`` calls it.
         self.post_backward: Callable[[], None] = _no_root_yet
 
@@ -115,11 +114,8 @@ class ParamGroup:
 
     # -- forms ---------------------------------------------------------------------------------
 
-    def unshard(self, *, for_backward: bool = False) -> None:
+    def unshard(self) -> None:
         """Start to gather. Does nothing if that has begun or is done.
-
-        Args:
-            for_backward: the values are those that a forward had; what is left of them will do.
 
         Raises:
             RuntimeError: the parameters are lent, or on the meta device.
@@ -131,21 +127,10 @@ class ParamGroup:
             )
         if self._state is not GroupState.SHARDED and self._state is not GroupState.KEPT:
             return
-        if self._spared is not None:
-            if for_backward and not self._spared.is_stale(self.params):
-                self._spared = None
-                self._use_full()
-                return
-            self._free()
         with unrecorded():
-            if self._is_kept_in_common and not for_backward and self.options.requires_gradient_sync:
-                # No forward is waiting for its backward, which would know the former parameters.
-                self._memory = None
             if self._memory is None:
                 check_home(self.params, self._offload.home)
-                self._memory = GroupMemory(
-                    self.params, self.mesh, self._precision, in_common=self._may_be_common
-                )
+                self._memory = GroupMemory(self.params, self.mesh, self._precision)
             source = self.kept if self._state is GroupState.KEPT else None
             self._memory.start(self.label, source)
             self._move(GroupState.UNSHARDING)  # unless that raised
@@ -168,29 +153,9 @@ class ParamGroup:
             raise
         if self.kept is not None:
             self.kept.release()
-        self._use_full()
-        if self._is_kept_in_common:
-            self.keep_values()
-
-    def keep_values(self) -> None:
-        """Have the full parameters keep their values, though shards change, until they are freed.
-
-        Every rank calls it, of an unsharded group.
-        """
-        if self.is_unsettled and self._memory is not None:
-            self._memory.keep_values()
-            self.is_unsettled = False
-            self.mesh.shard.settle()
-
-    def move_to_common(self) -> None:
-        """Have shards live where all ranks see them, if they can, before anybody has views of them.
-
-        Later ones, as of a model that was on the meta device, move there at the first gather.
-        """
-        if self._may_be_common and not any(param.local.is_meta for param in self.params):
-            with torch.no_grad():
-                for param in self.params:
-                    find_common(param, self.mesh, self._precision)
+        for param in self.params:
+            param.use_full()
+        self._move(GroupState.UNSHARDED)
 
     def reshard(self) -> None:
         """Put the shards back into the modules and free the full parameters.
@@ -218,7 +183,10 @@ class ParamGroup:
 
     def reshard_after_forward(self) -> None:
         """Free the full parameters until backward, if that is what was asked for."""
-        if not self.options.reshard_after_forward or self._state is not GroupState.UNSHARDED:
+        if self._state is not GroupState.UNSHARDED:
+            return
+        if not self.frees_after_forward:
+            self.note_left()
             return
         assert self._memory is not None
         if self.kept is not None:
@@ -226,26 +194,58 @@ class ParamGroup:
                 self.kept.keep()
             self._memory.free()
             self._move(GroupState.KEPT)
+            self.note_left()
             return
-        if self._memory.is_worth_little and torch.is_grad_enabled():
-            self._use_sharded()
-            self._spared = Leftover.of(self.params)
-        else:
-            self.reshard()
+        self.reshard()
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether :meth:`reshard_after_forward` gives the memory of full parameters back."""
+        options = self.options
+        asked = options.reshard_after_forward and not options.keep_unsharded
+        return asked and self._state is GroupState.UNSHARDED
+
+    @property
+    def full_storages(self) -> frozenset[int]:
+        """The storages of full parameters that have memory of their own, as long as it lasts."""
+        return frozenset() if self._memory is None else self._memory.storages
 
     def note_left(self) -> None:
-        """Note of which shards the parameters are that stay whole, or kept, beyond a forward."""
-        # An evaluation, and not one of the forwards and backwards that accumulate gradients.
-        evaluated = not torch.is_grad_enabled() and self.options.reshard_after_backward
-        self._left = Leftover.of(self.params, evaluated=evaluated)
+        """Note that a forward or backward leaves the full parameters, or kept ones, in memory."""
+        self._left = self._versions()
 
-    def reshard_if_stale(self) -> None:
-        """Free what was left of full parameters, if their shards may have changed since."""
-        left, self._left = self._left, None
-        if self._state not in (GroupState.UNSHARDED, GroupState.KEPT) or left is None:
-            return
-        if left.is_stale(self.params):
+    def free_left(self) -> None:
+        """Free what an earlier forward or backward has left, unless a user asked to keep it.
+
+        The shards may have changed since. Which of them have, a rank can tell of its own at best.
+        So it does not ask, and all ranks gather again.
+        """
+        if self._left is not None and not self._is_kept_for_forward:
             self.reshard()
+
+    def enter_forward(self, number: int) -> None:
+        """Unshard for a forward of the group's modules, with what the shards hold now.
+
+        Args:
+            number: of the outermost forward. Within one, a group that runs again is not gathered
+                again where it is left unsharded.
+
+        Raises:
+            MisuseError: full parameters were to be kept, and a shard was written to since.
+            PeerLostError: a peer died or stalled.
+        """
+        if number != self._forward:
+            self.free_left()
+            self._forward = number
+        if self._left is not None and self._left != self._versions():
+            raise MisuseError(
+                f"group {self.fqn!r} on rank {dist.get_rank()}: its parameters were written to "
+                "while it was kept unsharded for another forward, so its full parameters are out "
+                "of date. Call reshard() on its module, on every rank, after such a write, or "
+                "shard it with reshard_after_forward=True"
+            )
+        self.unshard()
+        self.wait_for_unshard()
 
     def refresh(self) -> None:
         """Take over what ``to()``, ``to_empty()`` or a loaded state dict did to the shards.
@@ -257,7 +257,7 @@ class ParamGroup:
         changed = [param.refresh() for param in self.params]
         if any(changed):
             self._free()
-            self._memory = self._label = self._spared = None
+            self._memory = self._label = None
 
     def change_mesh(self, mesh: DataMesh) -> None:
         """Let other transports carry this group from now on."""
@@ -286,7 +286,7 @@ class ParamGroup:
             synchronisation is off: then gradients stay here, unreduced.
         """
         params, grads = self._unreduced.take(self.options)
-        if self.options.reshard_after_backward:
+        if self.options.reshard_after_backward and not self.options.keep_unsharded:
             self.reshard()
         if not params:
             return None
@@ -312,27 +312,23 @@ class ParamGroup:
     # -- inside --------------------------------------------------------------------------------
 
     @property
-    def _may_be_common(self) -> bool:
-        """Whether full parameters may be the shards themselves.
+    def _is_kept_for_forward(self) -> bool:
+        """Whether forwards go on with full parameters that earlier ones, or backwards, have left.
 
-        What is kept beyond a forward or a backward has to keep its values, though shards change.
+        A user asks for it: with :meth:`FSDPModule.keep_unsharded`, or by accumulating gradients
+        without synchronization and without resharding.
         """
         options = self.options
-        return (
-            self.kept is None and options.reshard_after_forward and options.reshard_after_backward
-        )
+        accumulates = not (options.reshard_after_backward or options.requires_gradient_sync)
+        return options.keep_unsharded or accumulates
 
-    @property
-    def _is_kept_in_common(self) -> bool:
-        """Whether full parameters are the shards themselves, and since then are to be kept."""
-        return self._memory is not None and self._memory.is_in_common and not self._may_be_common
-
-    def _use_full(self) -> None:
-        assert self._memory is not None
-        self.is_unsettled = self._memory.is_in_common
-        for param in self.params:
-            param.use_full()
-        self._move(GroupState.UNSHARDED)
+    def _versions(self) -> list[int]:
+        """Numbers that change when a shard is written to, as a ``DTensor`` or as what is in it."""
+        return [
+            _torch.version_of(tensor)
+            for param in self.params
+            for tensor in (param.sharded, param.local)
+        ]
 
     def _use_sharded(self) -> None:
         for param in self.params:
@@ -340,8 +336,8 @@ class ParamGroup:
         self._move(GroupState.SHARDED)
 
     def _free(self) -> None:
-        """Free the full parameters, and what is kept or spared of them."""
-        self._spared = self._left = None
+        """Free the full parameters, and what is kept of them."""
+        self._left = None
         if self.kept is not None:
             self.kept.release()
         if self._memory is not None:

@@ -10,8 +10,6 @@
                            reshard()
 
 ``KEPT`` is the form between forward and backward under an integer ``reshard_after_forward``. A
-small group that is freed between them is so for its modules only: its memory stays filled, and the
-group goes from ``SHARDED`` to ``UNSHARDED`` at once, unless a shard was written to meanwhile. A
 gather that fails leads from ``UNSHARDING`` back to ``SHARDED``. Between steps a user may borrow
 whole parameters: ``SHARDED`` to ``LENT`` and back (``lending.py``).
 """
@@ -37,7 +35,6 @@ class GroupState(enum.Enum):
 #: From which state a group may go to which.
 MOVES = {
     (GroupState.SHARDED, GroupState.UNSHARDING),
-    (GroupState.SHARDED, GroupState.UNSHARDED),
     (GroupState.UNSHARDING, GroupState.UNSHARDED),
     (GroupState.UNSHARDING, GroupState.SHARDED),
     (GroupState.UNSHARDED, GroupState.SHARDED),

@@ -1,6 +1,6 @@
 """What full parameters of a group are made of: memory, and the way that shards reach it.
 
-Each parameter goes one of six ways, decided once:
+Each parameter goes one of five ways, decided once:
 
 =========  =======================================  ============================================
 way        when                                     cost of an unshard
@@ -9,8 +9,6 @@ aliased    the shard is the whole, in the compute   none: full and shard share m
            dtype (one rank; scalars)
 copied     the shard is the whole, in another       one conversion
            dtype or on another device
-common     cut along dimension 0, and ranks share   nothing: the shards *are* the parameter, all
-           memory                                   that is gathered is that all ranks are ready
 direct     cut along dimension 0                    the gather: the gathered buffer *is* the
                                                     parameter, no copy in, none out
 staged     cut along another dimension              the gather, then one copy that interleaves
@@ -22,22 +20,19 @@ extended   the shard is a tensor subclass with      the gather of what the subcl
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from shardwise import _torch
 from shardwise.sharding.extension import Extension, is_extended
 from shardwise.sharding.kept import KeptShards
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.precision import Precision
-from shardwise.transport.base import CommonFull, FullBuffers, Label, Work
+from shardwise.transport.base import FullBuffers, Label, Work
 from shardwise.transport.memory import HeapBuffers
-
-#: A group of at most so many bytes keeps its memory from forward to backward, though it is sharded.
-SMALL_BYTES = 64 * 1024
 
 
 class GroupMemory:
@@ -49,8 +44,6 @@ class GroupMemory:
         params: the parameters.
         mesh: over which they are sharded.
         precision: in which dtype they are computed with.
-        in_common: let shards be parts of full parameters that ranks have in common, where ranks
-            can. Not where they are kept on fewer ranks between forward and backward.
     """
 
     def __init__(
@@ -58,13 +51,10 @@ class GroupMemory:
         params: Sequence[ShardedParam],
         mesh: DataMesh,
         precision: Precision,
-        *,
-        in_common: bool,
     ) -> None:
         self._transport = mesh.shard
         self._works: list[Work] = []
         self._source: KeptShards | None = None
-        self._common: list[tuple[ShardedParam, CommonFull]] = []
         self._direct: list[ShardedParam] = []
         self._staged: list[ShardedParam] = []
         self._copied: list[ShardedParam] = []
@@ -72,15 +62,12 @@ class GroupMemory:
         for param in params:
             whole_here = param.layout.dim is None or mesh.shard.world_size == 1
             same = precision.compute_dtype(param.dtype) == param.dtype
-            common = find_common(param, mesh, precision) if in_common else None
             if is_extended(param):
                 self._extended.append(Extension(param, mesh, precision))
             elif whole_here and same and param.local.device == mesh.device:
                 param.make_full(param.local.detach().view(-1))
             elif whole_here:
                 self._copied.append(param)
-            elif common is not None:
-                self._common.append((param, common))
             elif param.layout.is_rank_major:
                 self._direct.append(param)
             else:
@@ -94,19 +81,17 @@ class GroupMemory:
             [precision.compute_dtype(param.dtype) for param in owned],
             mesh.device,
         )
-        for param, common in self._common:
-            param.make_full(common.full)
-        # What an unshard takes.
-        self._nbytes = sum(
-            tensor.numel() * tensor.itemsize
-            for tensor in (*self._gathered.tensors, *self._owned.tensors)
-        )
-        if self._extended:
-            self._nbytes = sys.maxsize  # what a subclass makes is its own business
         for param, buffer in zip(self._direct, self._gathered.tensors, strict=True):
             param.make_full(buffer)
         for param, buffer in zip(owned, self._owned.tensors, strict=True):
             param.make_full(buffer)
+        self._freed = self._direct + owned
+        #: The storages of the full parameters that :meth:`free` takes the memory from.
+        self.storages = frozenset(
+            storage
+            for tensor in (*self._gathered.tensors, *self._owned.tensors)
+            if tensor.numel() and (storage := _torch.storage_of(tensor)) is not None
+        )
 
     def start(self, label: Label, source: KeptShards | None = None) -> None:
         """Allocate, and start to gather. Shards must not change until :meth:`finish`.
@@ -120,10 +105,8 @@ class GroupMemory:
         self._owned.allocate()
         self._gathered.allocate()
         self._staging.allocate()
-        in_common = [param for param, _ in self._common]
-        gathered = self._direct + self._staged + in_common
+        gathered = self._direct + self._staged
         buffers = [*self._gathered.tensors, *self._staging.tensors]
-        buffers += [common.full for _, common in self._common]
         if source is None:
             shards = [param.local.view(-1) for param in gathered]
             for extension in self._extended:
@@ -156,6 +139,8 @@ class GroupMemory:
             param.full_data.copy_(param.local, non_blocking=True)
         for extension in self._extended:
             extension.finish()
+        for param in self._freed:
+            param.unseal()
 
     def abandon(self) -> None:
         """Let go of a gather that will not end."""
@@ -164,32 +149,13 @@ class GroupMemory:
         self._staging.abandon()
 
     def free(self) -> None:
-        """Give back what is not shared with the shards."""
+        """Give back what is not shared with the shards. Autograd uses it no more until a gather."""
+        for param in self._freed:
+            param.seal()
         self._gathered.free()
         self._owned.free()
-        for _, common in self._common:
-            common.release()
         for extension in self._extended:
             extension.free()
-
-    def keep_values(self) -> None:
-        """Have full parameters in common memory keep their values until they are freed."""
-        for _, common in self._common:
-            common.keep_values()
-
-    @property
-    def is_in_common(self) -> bool:
-        """Whether peers read this rank's shards themselves."""
-        return bool(self._common)
-
-    @property
-    def is_worth_little(self) -> bool:
-        """Whether it costs less to leave it filled from forward to backward than to gather again.
-
-        Memory in common takes none, and is gathered again so that shards may change meanwhile.
-        """
-        leaves = not (self._common or self._transport.literal)
-        return leaves and self._nbytes <= SMALL_BYTES
 
     def _gather_buffers(
         self, params: Sequence[ShardedParam], mesh: DataMesh, precision: Precision
@@ -199,21 +165,6 @@ class GroupMemory:
             [precision.compute_dtype(param.dtype) for param in params],
             mesh.device,
         )
-
-
-def find_common(param: ShardedParam, mesh: DataMesh, precision: Precision) -> CommonFull | None:
-    """The full parameter in common memory that the shard is a part of, if that can be."""
-    local = param.local
-    if (
-        mesh.shard.world_size == 1
-        or param.layout.dim != 0
-        or is_extended(param)
-        or precision.compute_dtype(param.dtype) != param.dtype
-        or local.device.type != "cpu"
-        or mesh.device.type != "cpu"
-    ):
-        return None
-    return param.live_in_common(mesh.shard)
 
 
 def check_home(params: Sequence[ShardedParam], home: torch.device) -> None:

@@ -18,7 +18,6 @@ from shardwise.sharding.form import COPIED
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.hooks import FSDPState
 from shardwise.sharding.reach import groups_of, require_state
-from shardwise.sharding.root import settle
 from shardwise.sharding.switches import Switches
 
 
@@ -36,7 +35,7 @@ class UnshardHandle(TorchUnshardHandle):
         """
         while self._groups:
             self._groups[0].wait_for_unshard()
-            self._groups.pop(0).keep_values()
+            self._groups.pop(0)
 
 
 class FSDPModule(Switches, Communication):
@@ -72,6 +71,7 @@ class FSDPModule(Switches, Communication):
         for group in state.groups:
             if state.is_root is None:
                 group.refresh()  # no forward has, and parameters may have been replaced
+            group.free_left()
             group.unshard()
         groups = state.groups
         handle = UnshardHandle(groups)
@@ -82,10 +82,8 @@ class FSDPModule(Switches, Communication):
 
     def reshard(self) -> None:
         """Free the full parameters of this module's own group; it holds the shards again."""
-        groups = require_state(self).groups
-        for group in groups:
+        for group in require_state(self).groups:
             group.reshard()
-        settle(groups)
 
     def reset_iter_state(self) -> None:
         """Make the model able to train again after an exception in forward or backward.

@@ -31,7 +31,10 @@ from torch.distributed.tensor import DTensor
 from shardwise import _torch
 from shardwise.sharding.form import ParamOwner, ShardedForm, copy_owners
 from shardwise.sharding.layout import Layout
-from shardwise.transport.base import CommonFull, Transport
+from shardwise.sharding.unrecorded import unrecorded
+
+# More than a parameter is ever written to.
+_SEALED = 1_000_000_000
 
 
 class ShardedParam:
@@ -51,6 +54,9 @@ class ShardedParam:
         self.owners = owners
         self.full: nn.Parameter | None = None
         self.held_grad: torch.Tensor | None = None
+        # The version of the full parameter after its last gather.
+        self._version = 0
+        self._is_sealed = False
         form.add_owners(owners)
         self._seen = self._look()
 
@@ -61,6 +67,7 @@ class ShardedParam:
         made.form = copy.deepcopy(self.form, memo)
         made.owners = copy_owners(self.owners, memo)
         made.full = made.held_grad = None
+        made._is_sealed = False
         made._seen = made._look()
         return made
 
@@ -90,12 +97,6 @@ class ShardedParam:
     def dtype(self) -> torch.dtype:
         """Dtype of the shard: the one that the optimizer updates."""
         return self.form.parameter.dtype
-
-    def live_in_common(self, transport: Transport) -> CommonFull | None:
-        """As :meth:`ShardedForm.live_in_common`."""
-        common = self.form.live_in_common(transport)
-        self._seen = self._look()
-        return common
 
     def use_sharded(self) -> None:
         """Put the sharded form into the modules."""
@@ -140,6 +141,7 @@ class ShardedParam:
             whole = _torch.wrap_local(whole, _torch.with_dtype(origin, whole.dtype))
         self._hold_grad_of_former_full()
         self.full = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+        self._version, self._is_sealed = _torch.version_of(self.full), False
 
     @property
     def full_data(self) -> torch.Tensor:
@@ -155,6 +157,40 @@ class ShardedParam:
         if full.requires_grad != self.sharded.requires_grad:
             full.requires_grad_(self.sharded.requires_grad)
         self.register(full)
+
+    def seal(self) -> None:
+        """Have autograd refuse to use the full parameter: its memory is about to be freed.
+
+        A backward that begins unseen (by way of a tensor that a module did not return, say) would
+        compute with whatever is in that memory then. Autograd compares versions, and raises.
+
+        What modules wrote to the full parameter (a clamped weight, say), the shard takes over.
+        """
+        if self._is_sealed or self.full is None:
+            return
+        version = _torch.version_of(self.full)
+        if version != self._version:
+            self._take_over_writes()
+            self._version = version
+        _torch.set_version(self.full, version + _SEALED)
+        self._is_sealed = True
+
+    def unseal(self) -> None:
+        """End what :meth:`seal` began: the full parameter has its values again."""
+        if self._is_sealed and self.full is not None:
+            _torch.set_version(self.full, self._version)
+        self._is_sealed = False
+
+    def _take_over_writes(self) -> None:
+        """Write to the shard what was written to this rank's rows of the full parameter.
+
+        Others keep what a lower precision of the full parameter would round.
+        """
+        shard = self.local
+        rows = self.layout.cut(self.full_data, self.form.mesh.shard.rank).to(shard.device)
+        with unrecorded():
+            written = rows != shard.to(rows.dtype)
+            shard.copy_(torch.where(written, rows.to(shard.dtype), shard))
 
     def register(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` into the modules."""

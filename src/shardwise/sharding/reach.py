@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import cast
 
@@ -38,3 +39,14 @@ def groups_of(module: object, recurse: bool = True) -> Iterator[ParamGroup]:
     """The groups of those states."""
     for state in states_of(module, recurse):
         yield from state.groups
+
+
+def gather_in_order(module: object) -> None:
+    """Have every forward gather the next group ahead, in the order in which modules are registered.
+
+    For models that run their modules in that order, and loops that write to parameters between
+    steps only: what is written to a group after the forward of the one before it began is missed.
+    """
+    states = [state for state in states_of(module) if state.groups]
+    for state, following in itertools.pairwise(states):
+        state.forward_prefetch = [following]

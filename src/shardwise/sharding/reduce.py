@@ -9,11 +9,12 @@ A reduction runs behind the backward of the groups that follow, in steps:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from shardwise.sharding.form import ShardedForm
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.options import GroupOptions
 from shardwise.sharding.param import ShardedParam
@@ -97,6 +98,7 @@ class Reduction:
         }
         self._scalings = [scalings[dtype] for dtype in dtypes]
         self._is_over_replicate = False
+        self._hooked = {param.form for param in self._params}
         self._works: list[Work] = []
         # What the collective reads stays referenced until it has been waited for.
         self._alive: list[torch.Tensor] = []
@@ -115,6 +117,10 @@ class Reduction:
         if replicate is None or not (replicate.runs_behind and self._is_over_replicate):
             return False
         return all(param.local.device == self._mesh.device for param in self._params)
+
+    def leave_hooks(self, forms: Iterable[ShardedForm]) -> None:
+        """Leave hooks on the gradients of ``forms`` to the caller: these gradients may grow."""
+        self._hooked.difference_update(forms)
 
     def advance(self) -> bool:
         """Wait for the collective under way and start the next, or finish.
@@ -218,3 +224,5 @@ class Reduction:
             if scaling.after != 1.0:
                 shard /= scaling.after
             param.form.add_grad(shard if self._keep_dtype else shard.to(param.dtype))
+            if param.form in self._hooked:
+                param.form.run_hooks()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from shardwise import _torch
+from shardwise.sharding.form import ShardedForm
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_state import GroupState
 from shardwise.sharding.order import RunOrder
@@ -27,27 +28,13 @@ class StateUnderRoot(Protocol):
 State = TypeVar("State", bound=StateUnderRoot)
 
 
-def settle(groups: Iterable[ParamGroup]) -> None:
-    """Wait until no peer reads what these groups gathered: shards may be written to from then on.
-
-    Raises:
-        PeerLostError: a peer died or stalled.
-    """
-    transports = {}
-    for group in groups:
-        if group.is_unsettled:
-            group.is_unsettled = False
-            transports[id(group.mesh.shard)] = group.mesh.shard
-    for transport in transports.values():
-        transport.settle()
-
-
 class Root(Generic[State]):
     """Shared by the states of a module tree; belongs to the outermost one that runs.
 
     Attributes:
         states: all states of the tree, in ``named_modules()`` order.
         forward_root: the state whose forward is the outermost one now running.
+        forward_number: how many outermost forwards have begun.
         order: order of groups, for prefetching.
         is_last_backward: whether the end of a backward completes all reductions.
         post_optim_event: what the first gather of the next forward waits for, instead of all that
@@ -57,15 +44,17 @@ class Root(Generic[State]):
     def __init__(self) -> None:
         self.states: list[State] = []
         self.forward_root: State | None = None
+        self.forward_number = 0
         self.order = RunOrder()
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
         self._pending: list[Reduction] = []
         # Reductions whose all-reduce over replicas goes on while backward computes.
         self._left_alone: list[Reduction] = []
-        # Groups that were left unsharded, or on fewer ranks, which the optimizer may outdate.
-        self._left: list[ParamGroup] = []
         self._end_is_queued = False
+        # Parameters whose gradient may grow until this backward is over; an optimizer in backward
+        # waits so long.
+        self._growing: dict[ShardedForm, None] = {}
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Root[State]:
         """A copied model finds its root anew."""
@@ -80,9 +69,7 @@ class Root(Generic[State]):
         """The outermost forward begins."""
         self.forward_root = state
         self.order.begin_forward()
-        for group in self._left:
-            group.reshard_if_stale()
-        self._left.clear()
+        self.forward_number += 1
 
     def abort_forward(self) -> None:
         """The outermost forward raised."""
@@ -93,9 +80,7 @@ class Root(Generic[State]):
     def end_forward(self) -> None:
         """The outermost forward is over."""
         self.forward_root = None
-        self.order.end_forward()
         self._reshard_unused()
-        settle(self._groups())
 
     def queue_end_of_backward(self) -> None:
         """Have :meth:`end_backward` called when the backward that now runs is over."""
@@ -124,6 +109,13 @@ class Root(Generic[State]):
         self._pending[:0] = [each for each in moving if not self._move_on(each)]
         reduction = group.reduce_grads()
         if reduction is not None:
+            growing = [
+                param.form
+                for param in group.params
+                if param.form.is_tied or self.order.runs_again(group)
+            ]
+            self._growing.update(dict.fromkeys(growing))
+            reduction.leave_hooks(growing)
             self._pending.append(reduction)
 
     def end_backward(self) -> None:
@@ -156,16 +148,16 @@ class Root(Generic[State]):
             self._pending = [
                 each for each in self._pending if not (each.stops_at_partial and each.advance())
             ]
-        settle(self._groups())
 
     def reset(self) -> None:
         """Go back to the state between steps after an exception; that step's gradients are lost."""
         self._pending.clear()
         self._left_alone.clear()
+        self._growing.clear()
         self._end_is_queued = False
         self.forward_root = None
         self.is_last_backward = True
-        self.order.reset()
+        self.order.end_backward()
         for state in self.states:
             state.modules_to_run.clear()
             state.phase = Phase.IDLE
@@ -208,6 +200,9 @@ class Root(Generic[State]):
                 reduction.finish()
         while self._left_alone:
             self._left_alone.pop(0).finish()
+        growing, self._growing = self._growing, {}
+        for form in growing:
+            form.run_hooks()
         for state in self.states:
             for group in state.groups:
                 group.wait_for_offload()
@@ -229,4 +224,3 @@ class Root(Generic[State]):
                     group.reshard()
                 elif group.state is not GroupState.SHARDED:
                     group.note_left()
-                    self._left.append(group)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from typing_extensions import deprecated
 
@@ -39,13 +42,49 @@ class Switches(TorchFSDPModule):
         for group in groups_of(self, recurse):
             group.options.reshard_after_backward = reshard_after_backward
 
+    @contextmanager
+    def keep_unsharded(self, recurse: bool = True) -> Iterator[None]:
+        """Gather parameters once, and keep them unsharded until the end of the ``with`` block.
+
+        For loops of forwards without a backward (evaluating, generating), which gather again in
+        every forward otherwise. It takes the memory of the unsharded model. Inside, parameters
+        must not be written to; a forward after such a write raises where it is seen (writes by way
+        of ``.data`` are not). Every rank enters and leaves.
+
+        Args:
+            recurse: those of sharded modules inside this one, too.
+
+        Raises:
+            MisuseError: in a forward, parameters were written to since they were gathered.
+            PeerLostError: a peer died or stalled.
+        """
+        groups = list(groups_of(self, recurse))
+        before = [group.options.keep_unsharded for group in groups]
+        try:
+            for group in groups:
+                group.refresh()
+                group.free_left()
+                group.options.keep_unsharded = True
+                group.unshard()
+            for group in groups:
+                group.wait_for_unshard()
+            yield
+        finally:
+            for group, kept in zip(groups, before, strict=True):
+                group.options.keep_unsharded = kept
+                if not kept:
+                    group.reshard()
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward needs this module's own parameters (an embedding does not)."""
         for group in groups_of(self, recurse=False):
             group.options.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """Unshard ``modules`` when this module's forward begins, instead of the one expected.
+        """Unshard ``modules`` when this module's forward begins.
+
+        By default forward gathers nothing ahead. What is written to the parameters of ``modules``
+        after that, and before their own forward, is missed.
 
         Raises:
             ValueError: one of ``modules`` is not sharded by Shardwise.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -24,6 +27,60 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from tensors_in(getattr(tree, field.name))
+
+
+# So many objects of users' own classes are looked into; whoever returns more shows us the first.
+_MOST_OBJECTS = 1000
+_OPAQUE = (str, bytes, int, float, complex, type, nn.Module, types.ModuleType, types.FunctionType)
+
+
+def every_tensor_in(tree: Any) -> list[torch.Tensor]:
+    """As :func:`tensors_in`, and what objects of any class hold as attributes, without leaves.
+
+    Modules are not looked into. A leaf of autograd's graph in such an object is not an output of
+    the module that returns the object: it was there before.
+    """
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    found: list[torch.Tensor] = []
+    objects: list[object] = []
+    _collect(tree, found, objects)
+    seen = {id(each) for each in objects}
+    for each in objects:  # which grows
+        inside: list[torch.Tensor] = []
+        met: list[object] = []
+        _collect(_attributes(each), inside, met)
+        found += [tensor for tensor in inside if tensor.grad_fn is not None]
+        for other in met:
+            if id(other) not in seen and len(objects) < _MOST_OBJECTS:
+                seen.add(id(other))
+                objects.append(other)
+    return found
+
+
+def _collect(tree: Any, tensors: list[torch.Tensor], objects: list[object]) -> None:
+    """Sort what is in nested containers into tensors and objects of other classes."""
+    if isinstance(tree, torch.Tensor):
+        tensors.append(tree)
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            _collect(value, tensors, objects)
+    elif isinstance(tree, tuple | list | set | frozenset):
+        for value in tree:
+            _collect(value, tensors, objects)
+    elif tree is not None and not isinstance(tree, _OPAQUE):
+        objects.append(tree)
+
+
+def _attributes(each: object) -> list[object]:
+    """The values of an object's attributes, without running any code of its class."""
+    values = list(getattr(each, "__dict__", {}).values())
+    for kind in type(each).__mro__:
+        for member in vars(kind).values():
+            if isinstance(member, types.MemberDescriptorType):  # a slot
+                with contextlib.suppress(AttributeError):  # which may be empty
+                    values.append(member.__get__(each))
+    return values
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

@@ -37,6 +37,7 @@ def _libc() -> Any:
     ]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
     return libc
 
@@ -44,8 +45,7 @@ def _libc() -> Any:
 def _map(address: int | None, length: int, protection: int, flags: int, fd: int, at: int) -> int:
     found = _libc().mmap(address, length, protection, flags, fd, at)
     if found is None or found == _FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, f"cannot map {length} bytes of shared memory: {os.strerror(code)}")
+        raise _refused(f"map {length} bytes of shared memory")
     return int(found)
 
 
@@ -93,14 +93,30 @@ class Window:
         flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
         _map(self.address, self.length, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, at)
 
-    def touch(self) -> None:
-        """Write to every page what is in it."""
-        pages = self.tensor(0, self.length, torch.uint8)[::_PAGE]
-        pages.copy_(pages.clone())
-
     def forget_writes(self) -> None:
-        """Have a private window show the file again, where it was written to."""
-        _libc().madvise(self.address, self.length, _MADV_DONTNEED)
+        """Have a private window show the file again, where it was written to.
+
+        Raises:
+            OSError: the system does not do it (memory that is locked, say).
+        """
+        if _libc().madvise(self.address, self.length, _MADV_DONTNEED) != 0:
+            raise _refused("forget what was written to shared memory")
+
+    def forbid(self) -> None:
+        """Close the window: touching it ends the process until :meth:`allow`. Nothing is unmapped.
+
+        Raises:
+            OSError: the system does not do it.
+        """
+        self._protect(_PROT_NONE)
+
+    def allow(self) -> None:
+        """Open a window again that :meth:`forbid` closed, on what it showed before."""
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def _protect(self, protection: int) -> None:
+        if _libc().mprotect(self.address, self.length, protection) != 0:
+            raise _refused("change the protection of shared memory")
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor on the window's addresses, which keeps the window alive."""
@@ -113,8 +129,16 @@ class Window:
 
 
 def punch(fd: int, at: int, length: int) -> None:
-    """Give whole pages of the file back to the system; they read as zeros from then on."""
+    """Give whole pages of the file back to the system. Nobody may read them afterwards.
+
+    Where the system refuses, they stay taken until the last rank has gone: no value depends on it.
+    """
     _libc().fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, at, length)
+
+
+def _refused(what: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, f"the system refuses to {what}: {os.strerror(code)}")
 
 
 class Arena:

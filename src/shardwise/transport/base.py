@@ -68,9 +68,10 @@ class FullBuffers(Protocol):
     """Memory for the full parameters of one group, allocated and freed many times.
 
     ``tensors`` are the same objects for life, and views of them stay valid (autograd saves such
-    views for backward). Between :meth:`free` and the next :meth:`allocate` they have no memory,
-    and their contents are undefined afterwards. All ranks allocate and free in the same order, as
-    the memory may be in common.
+    views for backward). Between :meth:`free` and the next :meth:`allocate` they have no memory:
+    reading them ends the process, as with any memory that is gone. Their contents are undefined
+    after :meth:`allocate`. All ranks allocate and free in the same order, as the memory may be
+    shared.
     """
 
     tensors: list[torch.Tensor]
@@ -85,31 +86,6 @@ class FullBuffers(Protocol):
         """As :meth:`free`, after a gather that was not waited for: unless it may still write."""
 
 
-class CommonFull(Protocol):
-    """A full parameter of which every rank's shard is a chunk, in memory that all ranks see.
-
-    Gathering it moves nothing. What one rank writes to ``full`` no other rank sees.
-
-    Attributes:
-        full: 1-D, ``world_size * chunk`` elements, the same memory for life. What peers have in
-            their chunks is in it from the end of a gather on, until :meth:`release`.
-    """
-
-    full: torch.Tensor
-
-    def chunk(self, numel: int) -> torch.Tensor:
-        """The first ``numel`` elements of this rank's chunk, 1-D: where its shard lives.
-
-        May be written to after :meth:`Transport.settle`, until the next gather.
-        """
-
-    def keep_values(self) -> None:
-        """Have ``full`` keep its values until :meth:`release`, whatever is done to chunks."""
-
-    def release(self) -> None:
-        """Forget what was written to ``full``. Does nothing where nothing was."""
-
-
 @runtime_checkable
 class Transport(Protocol):
     """Moves bytes between the ranks of one mesh dimension.
@@ -122,8 +98,6 @@ class Transport(Protocol):
     name: str
     rank: int
     world_size: int
-    #: Whether every collective that could be asked for shall be, for those who count them.
-    literal: bool
     #: Whether collectives go on while nobody waits for them, as they do over a network.
     runs_behind: bool
 
@@ -132,29 +106,12 @@ class Transport(Protocol):
     ) -> FullBuffers:
         """Make (not yet allocated) memory that :meth:`all_gather` can gather into."""
 
-    def common_full(self, chunk_numel: int, dtype: torch.dtype) -> CommonFull | None:
-        """Make a full parameter that ranks have in common; ``None`` where they cannot, or need not.
-
-        All ranks ask for the same ones in the same order, and get one or none alike.
-
-        Args:
-            chunk_numel: elements of a chunk, padding included.
-            dtype: of the elements, on the CPU.
-        """
-
-    def settle(self) -> None:
-        """Return once no peer reads in common full parameters what was gathered before.
-
-        All ranks call it in the same order, after forward and after backward, say.
-
-        Raises:
-            PeerLostError: a peer died or stalled.
-        """
-
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
     ) -> Work:
-        """Gather ``shards[i]`` of every rank into ``fulls[i]``.
+        """Gather ``shards[i]`` of every rank into ``fulls[i]``, with the values of now.
+
+        What is written to a shard after the wait, on any rank, does not reach ``fulls``.
 
         Args:
             shards: 1-D, at most ``chunk_i`` elements (fewer, or none, where rows ran out); of any

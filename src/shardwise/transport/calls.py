@@ -72,11 +72,6 @@ class CallLog:
         self._count += 1
         return call
 
-    @property
-    def last(self) -> str:
-        """The collective that was called last, for people."""
-        return self._calls[-1].text if self._calls else "the start"
-
     def compare(self) -> None:
         """Publish the calls of this rank, and compare them with what peers have published.
 

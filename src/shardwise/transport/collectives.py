@@ -49,7 +49,6 @@ class CollectivesTransport(OwnMemory):
     """
 
     name = "collectives"
-    literal = True
     runs_behind = True
 
     def __init__(

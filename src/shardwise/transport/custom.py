@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from shardwise.transport.base import (
     NO_LABEL,
-    CommonFull,
     FullBuffers,
     Label,
     Reduce,
@@ -74,7 +73,6 @@ class CustomTransport:
     """
 
     name = "custom"
-    literal = True
 
     def __init__(
         self,
@@ -97,16 +95,6 @@ class CustomTransport:
     ) -> FullBuffers:
         """Make (not yet allocated) memory to gather into."""
         return self._inner.full_buffers(numels, dtypes, device)
-
-    def common_full(self, chunk_numel: int, dtype: torch.dtype) -> CommonFull | None:
-        """None where the user's own function gathers."""
-        if self._all_gather is not None:
-            return None
-        return self._inner.common_full(chunk_numel, dtype)
-
-    def settle(self) -> None:
-        """As the inner transport."""
-        self._inner.settle()
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL

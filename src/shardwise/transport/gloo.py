@@ -39,7 +39,6 @@ class GlooTransport(OwnMemory):
     """
 
     name = "gloo"
-    literal = False
     runs_behind = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:

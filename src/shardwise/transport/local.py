@@ -15,7 +15,6 @@ class LocalTransport(OwnMemory):
     """World size 1. Needs no process group; works on any device."""
 
     name = "local"
-    literal = False
     runs_behind = False
     rank = 0
     world_size = 1

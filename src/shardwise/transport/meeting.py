@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import secrets
 import select
 import socket
@@ -27,12 +28,17 @@ from shardwise.transport import attending, futex
 from shardwise.transport.arena import Arena
 from shardwise.transport.attending import Watch, pauses
 from shardwise.transport.peers import naming_lost_peer
+from shardwise.units import brief_size
 
 _DOING = "the meeting in shared memory"
 _SECONDS = 60.0  # for what a rank that has come answers at once
 _POLL_SECONDS = 0.05
 _HELLO = struct.Struct("<I32s")
 _CREDENTIALS = struct.Struct("3i")
+
+
+# So many bytes of addresses are enough for the windows of a process. Few of them have memory.
+_ADDRESSES = 2**40
 
 
 class NotTogetherError(Exception):
@@ -100,6 +106,11 @@ def _meet(group: dist.ProcessGroup) -> Meeting:
         if not futex.is_available():
             store.post(f"address {rank}", "")
             raise OSError("shared memory is for Linux on x86-64")
+        if (limit := address_limit()) is not None:
+            raise OSError(
+                f"ulimit -v limits its address space to {brief_size(limit)}, and shared memory "
+                f"reserves addresses (not memory) of up to {brief_size(_ADDRESSES)}"
+            )
         with _listen() as (listener, name):
             token = secrets.token_hex(16)
             store.post(f"address {rank}", f"{name} {token}")
@@ -127,6 +138,16 @@ def _meet(group: dist.ProcessGroup) -> Meeting:
             os.close(fd)
         raise NotTogetherError("; ".join(filter(None, verdicts)))
     return Meeting(sockets, fd)
+
+
+def address_limit() -> int | None:
+    """How many bytes of addresses this process may have, where those are too few to share memory.
+
+    Windows on shared memory reserve addresses ahead, which ``ulimit -v`` counts as if they were
+    memory.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY or limit >= _ADDRESSES else limit
 
 
 def _close(sockets: dict[int, socket.socket]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.transport.base import CommonFull, FullBuffers
+from shardwise.transport.base import FullBuffers
 from shardwise.transport.hugepages import prefer_huge_pages
 
 
@@ -56,10 +56,3 @@ class OwnMemory:
     ) -> FullBuffers:
         """Make (not yet allocated) memory to gather into."""
         return HeapBuffers(numels, dtypes, device)
-
-    def common_full(self, chunk_numel: int, dtype: torch.dtype) -> CommonFull | None:
-        """There is no memory in common."""
-        return None
-
-    def settle(self) -> None:
-        """Return at once: peers read copies."""

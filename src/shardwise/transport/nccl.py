@@ -38,7 +38,6 @@ class NcclTransport(CollectivesTransport):
     """
 
     name = "nccl"
-    literal = False
     runs_behind = True
 
     def __init__(self, group: dist.ProcessGroup, backend: str = "nccl") -> None:

@@ -37,6 +37,7 @@ class Posts:
         peers: the other ranks.
         meeting: the same.
         signals: the same.
+        posted: how many collectives this rank has posted.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Posts:
         self.signals = signals
         self._group_ref = weakref.ref(group)
         self._log = log
-        self._posted = 0
+        self.posted = 0
         weakref.finalize(self, meeting.close).atexit = False
 
     def post(self, call: Call, at: int = 0, places: int = 0) -> int:
@@ -62,10 +63,10 @@ class Posts:
         Returns:
             The number of the post, the same on all ranks.
         """
-        self._posted += 1
-        self.signals.describe(self._posted, _mark(call, places), at)
-        self.signals.set(Count.POSTED, self._posted)
-        return self._posted
+        self.posted += 1
+        self.signals.describe(self.posted, _mark(call, places), at)
+        self.signals.set(Count.POSTED, self.posted)
+        return self.posted
 
     def wait(self, number: int, call: Call, places: int = 0) -> None:
         """Wait until all ranks have posted ``number``, and see that it was the same collective.
@@ -92,22 +93,6 @@ class Posts:
         place = self.signals.place(number, rank)
         self._check_room(number, rank)
         return place
-
-    def wait_for_all(self, count: Count, value: int, what: str) -> None:
-        """Wait until all ranks have come as far as ``value``.
-
-        Args:
-            count: of what.
-            value: how far.
-            what: the wait, for messages; they also name the collective that was called last.
-
-        Raises:
-            PeerLostError: a peer is gone, or did not come in the time of the process group.
-            RanksDivergedError: a peer has called something else.
-        """
-        doing = f"{what} that follows {self._log.last}"
-        for peer in self.peers:
-            self._wait_for(count, peer, value, doing)
 
     def _wait_for(self, count: Count, peer: int, value: int, doing: str) -> None:
         """Sleep until ``peer`` has come as far as ``value``."""

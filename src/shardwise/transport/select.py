@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from shardwise.transport.base import Transport
 from shardwise.transport.c10d import backend_name, c10d_transport
 from shardwise.transport.collectives import CollectivesTransport
 from shardwise.transport.local import LocalTransport
-from shardwise.transport.meeting import NotTogetherError, meet
+from shardwise.transport.meeting import NotTogetherError, address_limit, meet
 from shardwise.transport.shm import ShmTransport
 
 #: The environment variable that is read where no transport is asked for by argument.
@@ -38,6 +39,12 @@ def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
         met = _meet(group)
         if not isinstance(met, str):
             return met
+        if address_limit() is not None:
+            warnings.warn(
+                f"ranks exchange messages, which is slower than shared memory: {met}. Raise the "
+                "limit with 'ulimit -v unlimited', or pass transport='c10d' to expect messages",
+                stacklevel=2,
+            )
     return c10d_transport(group, device)
 
 

@@ -6,10 +6,19 @@ piece, through private pages, so that what a module writes to its full parameter
 rank; and once it is freed, the piece waits for the next group. The window stays open: as groups
 come in turns, most find the piece again that they had before, and nothing has to be mapped.
 
-A piece is written to again only when no rank reads it any more. Every rank counts what it frees;
-all free the same things in the same order, so the count at which a piece was freed tells when all
-have freed it. The rank that takes it next waits for that; as one piece is kept to spare, it seldom
-has to.
+A piece is written to again only when no rank reads it any more, and all ranks have to choose the
+same one. What a rank has freed, its peers learn late, and ranks need not free in the same order
+(one of them may reshard by itself, to save its shards, say). So ranks choose by what all of them
+know: a rank notes before which of its collectives it freed a piece, and all that was freed before a
+gather that is over is free for the next.
+
+    collective    7          8          9
+    rank 0    ... gather     gather     gather into A: both freed it before 8, which is over
+    rank 1    ... gather     gather     gather into A
+              free A         (rank 0 frees B)
+
+A window whose full parameters are freed is closed: their piece may hold those of another group by
+then, and whoever still reads them shall not get that group's values.
 
 Where full parameters are dropped without having been freed (a model that is deleted after an
 evaluation, say), nobody takes their piece again: its memory goes back to the system when all ranks
@@ -18,8 +27,8 @@ have dropped them.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,11 +37,12 @@ from shardwise.transport.arena import Arena, Window, whole_pages
 from shardwise.transport.departures import Departures
 from shardwise.transport.exchange import lay_out, tensors_in
 from shardwise.transport.pages import PageMap
+from shardwise.transport.posts import Posts
 
-# So many free pieces are left alone, so that nobody waits for the last one freed.
-_SPARE = 1
 # Addresses of a piece. They cost nothing: it takes as much memory as the largest group it served.
 _CAPACITY = 2**34
+# So many pieces can be told apart for being used again.
+_MOST = 65536
 
 
 @dataclass(eq=False)
@@ -40,14 +50,16 @@ class Piece:
     """Memory for the full parameters of one group.
 
     Attributes:
+        number: in the order in which all ranks make pieces.
         at: where in the arena it begins.
         length: how many addresses it has.
-        freed: this rank's count of frees when it was freed last.
+        taken: how many collectives had been posted when it was taken last.
     """
 
+    number: int
     at: int
     length: int
-    freed: int = 0
+    taken: int = 0
 
 
 class Pool:
@@ -56,48 +68,67 @@ class Pool:
     Args:
         arena: where they lie.
         departures: to give back the memory of pieces that are dropped.
-        announce: called with the number of frees so far, each time.
-        wait_for_frees: returns when all ranks have freed so often.
+        posts: of this rank's collectives.
+
+    Attributes:
+        arena: the same.
+        finished: the last gather that is over.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        departures: Departures,
-        announce: Callable[[int], None],
-        wait_for_frees: Callable[[int], None],
-    ) -> None:
+    def __init__(self, arena: Arena, departures: Departures, posts: Posts) -> None:
         self.arena = arena
+        self.finished = 0
         self._departures = departures
-        self._announce = announce
-        self._wait_for_frees = wait_for_frees
-        self._free: deque[Piece] = deque()
-        self._frees = 0
+        self._posts = posts
+        self._ranks = len(posts.peers) + 1
+        self._window = Window(whole_pages(8 * _MOST * self._ranks))
+        self._window.open_sparse(arena.fd, arena.take(self._window.length))
+        # For every piece and rank: before which collective the rank freed it last.
+        table = ctypes.c_uint64 * (_MOST * self._ranks)
+        self._freed_before = table.from_address(self._window.address)
+        self._made = 0
+        self._freed: list[Piece] = []
 
     def take(self, length: int, last: Piece | None) -> Piece:
-        """Take a piece of at least ``length`` that no rank uses; ``last`` if it can be had."""
-        fitting = [piece for piece in self._free if piece.length >= length]
-        if last is not None and last in self._free:
-            piece = last
-        elif len(fitting) <= _SPARE:
-            return self._make(max(length, _CAPACITY))
-        else:
-            piece = fitting[0]
-        self._free.remove(piece)
-        self._wait_for_frees(piece.freed)
-        return piece
+        """Take a piece of at least ``length`` that no rank uses; ``last`` if it can be had.
 
-    def _make(self, length: int) -> Piece:
-        piece = Piece(self.arena.take(length), length)
-        self._departures.enter(piece, piece.at, length)
+        All ranks take the same one, at the same collective.
+        """
+        fitting = [each for each in self._freed if each.length >= length and self._is_free(each)]
+        if last is not None and last in fitting:
+            piece = last
+        elif fitting:
+            piece = min(fitting, key=lambda each: each.at)
+        else:
+            piece = self._make(max(length, _CAPACITY))
+        if fitting:
+            self._freed.remove(piece)
+        piece.taken = self._posts.posted
         return piece
 
     def give_back(self, piece: Piece) -> None:
         """Note that this rank does not use a piece any more."""
-        self._frees += 1
-        piece.freed = self._frees
-        self._free.append(piece)
-        self._announce(self._frees)
+        if piece.number < _MOST:
+            at = piece.number * self._ranks + self._posts.rank
+            self._freed_before[at] = self._posts.posted + 1
+            self._freed.append(piece)
+
+    def _is_free(self, piece: Piece) -> bool:
+        """Whether all ranks had freed ``piece`` before the last gather that is over.
+
+        A peer that frees it just now writes a later collective: to all ranks it is in use still.
+        """
+        first = piece.number * self._ranks
+        return all(
+            piece.taken < before <= self.finished
+            for before in self._freed_before[first : first + self._ranks]
+        )
+
+    def _make(self, length: int) -> Piece:
+        piece = Piece(self._made, self.arena.take(length), length)
+        self._made += 1
+        self._departures.enter(piece, piece.at, length)
+        return piece
 
 
 class SharedBuffers:
@@ -142,12 +173,15 @@ class SharedBuffers:
                 self._written.open_sparse(self._pool.arena.fd, self._piece.at)
                 self._window.open_private(self._pool.arena.fd, self._piece.at)
                 self._window.keeps = self._piece  # whose memory is there as long as views of it
+            else:
+                self._window.allow()
             self.is_fresh = True
 
     def free(self) -> None:
         """Give the memory back. Does nothing where it is already given back."""
         if self._window is not None and self._piece is not None:
             self.forget_writes()
+            self._window.forbid()
             self._last, self._piece = self._piece, None
             self._pool.give_back(self._last)
 

@@ -1,8 +1,8 @@
 """Ranks on one host, tensors on the CPU: shared memory in place of messages.
 
-    all-gather        the full parameters live once, where all ranks see them: a shard is a part of
-                      them already, or is written (and converted) in place by its rank. Every rank
-                      waits until all have come so far
+    all-gather        the full parameters live once, where all ranks see them: every rank copies
+                      (and converts) its shard into its part of them, then waits until all have.
+                      What is written to a shard afterwards does not reach them
     reduce-scatter    every rank lays out the chunks of its peers, waits until all have, and adds up
                       its own chunk over all ranks, in their order
     all-reduce        the same, with the whole tensor
@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.transport.arena import ranges
-from shardwise.transport.base import NO_LABEL, CommonFull, FullBuffers, Label, Reduce, Work
+from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Work
 from shardwise.transport.calls import Call, CallLog
-from shardwise.transport.common import SharedFull, is_worthwhile
 from shardwise.transport.departures import Departures
 from shardwise.transport.exchange import Exchange
 from shardwise.transport.flat import as_rows
@@ -29,7 +28,7 @@ from shardwise.transport.meeting import Meeting
 from shardwise.transport.pages import PageMap
 from shardwise.transport.posts import Posts
 from shardwise.transport.shared import Pool, SharedBuffers
-from shardwise.transport.signals import Count, Signals
+from shardwise.transport.signals import Signals
 from shardwise.transport.sums import add_in_order, exact_factor, wire_dtype
 
 
@@ -42,7 +41,6 @@ class ShmTransport:
     """
 
     name = "shm"
-    literal = False
     runs_behind = False
 
     def __init__(self, group: dist.ProcessGroup, meeting: Meeting) -> None:
@@ -53,20 +51,12 @@ class ShmTransport:
         signals = Signals(common, self.rank, self.world_size)
         self._posts = posts = Posts(group, meeting, signals, self._log)
         self._departures = Departures(common, self.rank, self.world_size)
-        self._pool = Pool(
-            common,
-            self._departures,
-            lambda frees: signals.set(Count.FREED, frees),
-            lambda frees: posts.wait_for_all(Count.FREED, frees, "the wait for memory"),
-        )
+        self._pool = Pool(common, self._departures, posts)
         self._pagemap = PageMap()
         self._exchange = Exchange(own[self.rank], posts)
         self._shared: weakref.WeakValueDictionary[int, SharedBuffers] = (
             weakref.WeakValueDictionary()
         )
-        self._common: weakref.WeakValueDictionary[int, SharedFull] = weakref.WeakValueDictionary()
-        self._has_common = False
-        self._settled = 0
 
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
@@ -77,30 +67,6 @@ class ShmTransport:
             if tensor.numel():
                 self._shared[tensor.data_ptr()] = buffers
         return buffers
-
-    def common_full(self, chunk_numel: int, dtype: torch.dtype) -> CommonFull | None:
-        """Make a full parameter that all ranks have in common, unless it is small."""
-        if not is_worthwhile(self.world_size * chunk_numel * dtype.itemsize):
-            return None
-        self._has_common = True
-        made = SharedFull(
-            self._pool.arena,
-            self._departures,
-            self._pagemap,
-            self.rank,
-            self.world_size,
-            chunk_numel,
-            dtype,
-        )
-        self._common[made.full.data_ptr()] = made
-        return made
-
-    def settle(self) -> None:
-        """Wait until all ranks have come here as often."""
-        if self._has_common:
-            self._settled += 1
-            self._posts.signals.set(Count.SETTLED, self._settled)
-            self._posts.wait_for_all(Count.SETTLED, self._settled, "the wait")
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
@@ -117,6 +83,7 @@ class ShmTransport:
 
         def finish() -> None:
             self._posts.wait(number, call, places)
+            self._pool.finished = max(self._pool.finished, number)
             for rank in range(self.world_size) if apart else ():
                 for i, part in zip(apart, laid_out.of(rank, number), strict=True):
                     as_rows(fulls[i], self.world_size)[rank].copy_(part)
@@ -198,26 +165,21 @@ class ShmTransport:
         Returns:
             A number that tells where those are, and which of ``fulls`` only this rank sees.
         """
-        common = [self._common.get(full.data_ptr()) for full in fulls]
         shared = [self._shared.get(full.data_ptr()) for full in fulls]
-        if any(buffers is not None and not buffers.is_fresh for buffers in shared):
+        buffers = {id(each): each for each in shared if each is not None}
+        if any(not each.is_fresh for each in buffers.values()):
             # Peers may still read what an earlier gather left there.
             self._posts.wait(self._posts.post(call), call)
-            for each in shared:
-                if each is not None:
-                    each.forget_writes()
+            for each in buffers.values():
+                each.forget_writes()
+        for each in buffers.values():
+            each.is_fresh = False
         places, apart = 0, []
-        for i, (shard, full) in enumerate(zip(shards, fulls, strict=True)):
-            own, buffers = common[i], shared[i]
-            if own is not None:
-                if own.chunk_address != shard.data_ptr():
-                    own.chunk(shard.numel()).copy_(shard)
-                places = _fold(places, own.at)
-            elif buffers is not None:
-                row = as_rows(buffers.for_all(full), self.world_size)[self.rank]
+        for i, (shard, full, its) in enumerate(zip(shards, fulls, shared, strict=True)):
+            if its is not None:
+                row = as_rows(its.for_all(full), self.world_size)[self.rank]
                 row[: shard.numel()].copy_(shard)
-                buffers.is_fresh = False
-                places = _fold(places, buffers.at)
+                places = _fold(places, its.at)
             elif full.numel():
                 apart.append(i)
         return places, apart

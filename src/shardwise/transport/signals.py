@@ -4,8 +4,6 @@ Every rank has a line of its own, which only it writes to:
 
     posted    collectives of which it has done its part
     done      collectives whose exchange memory it reads no more
-    freed     how often it has freed full parameters
-    settled   how often it has been done with all that it reads in common memory
     pulse     changes whenever one of them does; others sleep on it
     marks     what the last collectives were, to see that all ranks call the same
     places    where the rank laid out what peers read in them
@@ -22,8 +20,8 @@ from shardwise.transport.arena import Arena, Window, whole_pages
 #: Collectives that may be under way at once.
 MARKS = 4096
 _LINE = 64
-_PULSE_AT = 4 * _LINE
-_MARKS_AT = 5 * _LINE
+_PULSE_AT = 2 * _LINE
+_MARKS_AT = 3 * _LINE
 _PLACES_AT = _MARKS_AT + 4 * MARKS
 _STRIDE = _PLACES_AT + 8 * MARKS
 
@@ -33,8 +31,6 @@ class Count(enum.IntEnum):
 
     POSTED = 0
     DONE = 1
-    FREED = 2
-    SETTLED = 3
 
 
 class Signals:

@@ -4,7 +4,9 @@
     root/step-00000040/             its name after one rename
 
 Whoever is killed leaves a partial folder whose lock is free; the next save deletes it. What is
-complete is found by looking, not by a note that could be wrong. No torch here.
+complete is found by looking, not by a note that could be wrong. A symbolic link is no checkpoint
+of the folder that it lies in: it is not followed, and what it points to is never deleted. No torch
+here.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from shardwise.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.partial", re.ASCII | re.DOTALL)
+_LOOKS = 50  # at a folder from which a run deletes what is looked at
 _OURS = re.compile(r"shard-\d+-of-\d+\.safetensors|manifest\.json", re.ASCII)
 
 
@@ -38,9 +41,14 @@ def steps(root: Path) -> list[int]:
 
 def latest(root: Path) -> Path | None:
     """The complete checkpoint of the highest step in a folder, or ``None``."""
-    for _, path in reversed(_step_folders(Path(root))):
-        if is_complete(path):
-            return path
+    for _ in range(_LOOKS):
+        folders = _step_folders(Path(root))
+        for _, path in reversed(folders):
+            if is_complete(path):
+                return path
+        if _step_folders(Path(root)) == folders:
+            break
+        # A run has deleted what was looked at, and has saved a newer one before it did.
     return None
 
 
@@ -104,15 +112,28 @@ def keep_last(root: Path, count: int, *, spare: Path | None = None) -> None:
 def delete(folder: Path) -> None:
     """Delete a checkpoint, complete or not. Cut short, it leaves none that looks complete.
 
+    Of a symbolic link, the link is deleted, and not what it points to.
+
     Raises:
         OSError: it cannot be deleted.
     """
     doomed = partial_of(folder)
     with contextlib.suppress(FileNotFoundError):  # another job may be deleting it too
-        if doomed.exists():
-            shutil.rmtree(doomed)
+        remove(doomed)
         folder.rename(doomed)
-        shutil.rmtree(doomed)
+        remove(doomed)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a folder with all that it holds, or a symbolic link itself, if it is there.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        path.unlink()
 
 
 def partial_of(folder: Path) -> Path:
@@ -185,10 +206,11 @@ def clean(root: Path) -> None:
 
 
 def _step_folders(root: Path) -> list[tuple[int, Path]]:
-    if not root.is_dir():
+    try:
+        found = [(_STEP.fullmatch(path.name), path) for path in root.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(_STEP.fullmatch(path.name), path) for path in root.iterdir()]
-    return sorted((int(match[1]), path) for match, path in found if match)
+    return sorted((int(match[1]), path) for match, path in found if match and not path.is_symlink())
 
 
 @contextlib.contextmanager

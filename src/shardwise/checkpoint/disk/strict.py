@@ -7,6 +7,7 @@ length. Nothing here trusts a number before it has been compared with what can b
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from collections.abc import Sequence
@@ -98,6 +99,13 @@ class Fields:
     def number(self, name: str, least: int = 0, most: int = MAX_INT) -> int:
         """An integer between two bounds, both included."""
         return check_number(self.any(name), f"{self.where}, {name!r}", least, most)
+
+    def real(self, name: str) -> float:
+        """A number that is finite, and not negative."""
+        value = self.any(name)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            refuse(f"{self.where}, {name!r}", value, "a number, 0 or more")
+        return float(value)
 
     def numbers(self, name: str, most_of_them: int) -> tuple[int, ...]:
         """A list of integers, none negative."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwise.checkpoint.disk.commit import partial_of
+from shardwise.checkpoint.disk.commit import partial_of, remove
+
+_MAX_NAME = 255  # bytes of a file's name, on Linux
 
 
 class DestinationError(ValueError):
@@ -34,24 +35,29 @@ def written_beside(
     """
     check_destination(destination, source, force=force)
     partial = partial_of(destination)
-    _remove(partial)
+    remove(partial)
     try:
         yield partial
         if partial.is_dir():
             _sync(partial)
         old = None
         if destination.is_dir():
-            old = destination.with_name(f".{destination.name}.replaced")
-            _remove(old)
+            old = _replaced(destination)
+            remove(old)
             destination.rename(old)
         partial.rename(destination)
         _sync(destination.parent)
         if old is not None:
-            _remove(old)
+            remove(old)
     except BaseException:
         with contextlib.suppress(OSError):
-            _remove(partial)
+            remove(partial)
         raise
+
+
+def _replaced(destination: Path) -> Path:
+    """Where what was there lies for a moment."""
+    return destination.with_name(f".{destination.name}.replaced")
 
 
 def check_destination(destination: Path, source: Path | None, *, force: bool = False) -> None:
@@ -62,6 +68,12 @@ def check_destination(destination: Path, source: Path | None, *, force: bool = F
     """
     if not destination.name:
         raise DestinationError(f"found {destination}, expected the name of a file or folder")
+    excess = len(os.fsencode(_replaced(destination).name)) - _MAX_NAME
+    if excess > 0:
+        raise DestinationError(
+            f"found a name of {len(os.fsencode(destination.name))} bytes for what is made, "
+            f"expected {excess} fewer"
+        )
     if not destination.parent.is_dir():
         raise DestinationError(f"found no folder {destination.parent}; make it first")
     if not os.path.lexists(destination):
@@ -87,13 +99,6 @@ def _belongs(path: Path) -> bool:
         path.suffix in (".safetensors", ".distcp", ".json")
         or path.name in (".metadata", "README.md", "tokenizer.model", "merges.txt", "vocab.txt")
     )
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        path.unlink()
 
 
 def _sync(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +15,9 @@ from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader
 from shardwise.checkpoint.formats.detect import Format, format_of, open_source, steps_root
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Watch, unwatched
 from shardwise.errors import CheckpointError
+
+_LOOKS = 50  # at a folder in which a run saves and deletes meanwhile
+_PATIENCE = 10  # looks until what was found is good enough, if a run deletes faster than we look
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,9 @@ class Listed:
 def list_checkpoints(path: Path) -> list[Listed]:
     """The checkpoints in a folder, by step; or the one that the path is itself.
 
-    Complete or not is told by manifests and the sizes of files; the files are not read.
+    Complete or not is told by manifests and the sizes of files; the files are not read. What a run
+    saves or deletes meanwhile is shown as it was or as it is, or not at all. A symbolic link among
+    the steps is shown as one, and not followed.
 
     Args:
         path: a run, a folder of ``step-...`` folders, or a checkpoint of any format.
@@ -53,9 +60,7 @@ def list_checkpoints(path: Path) -> list[Listed]:
     """
     if not path.exists():
         raise CheckpointError(f"{path}: found nothing there, expected a folder of checkpoints")
-    root = steps_root(path)
-    folders = [each for each in root.iterdir() if each.is_dir()] if root.is_dir() else []
-    found = [_look(each) for each in folders if _is_listed(each)]
+    found = _look_around(steps_root(path))
     if found:
         return sorted(found, key=lambda each: (each.step is None, each.step or 0, each.path))
     if format_of(path) is not None:
@@ -80,9 +85,71 @@ def newer_incomplete(path: Path, checkpoint: Path) -> list[Listed]:
     ]
 
 
-def _is_listed(folder: Path) -> bool:
-    partial = folder.name.startswith(".") and folder.name.endswith(".partial")
-    return partial or _step_of(folder) is not None or format_of(folder) is not None
+def _look_around(root: Path) -> list[Listed]:
+    """Look at all checkpoints in a folder, again if one was renamed or deleted meanwhile."""
+    found: list[Listed] = []
+    for look in range(_LOOKS):
+        paths = _candidates(root)
+        looked = [_look_steadily(path) for path in paths]
+        found = [each for each in looked if each is not None]
+        if any(not each.problem for each in found):
+            if len(found) == len(paths) or look >= _PATIENCE:
+                break
+        elif len(found) == len(paths) and _candidates(root) == paths:
+            break
+    return found
+
+
+def _candidates(root: Path) -> list[Path]:
+    """The folders that are listed, and the links that have the name of a step."""
+    try:
+        # What kind of entry it is comes with its name: one that goes meanwhile stays in the list.
+        with os.scandir(root) as entries:
+            return [Path(entry.path) for entry in entries if _is_listed(entry)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _is_listed(entry: os.DirEntry[str]) -> bool:
+    path = Path(entry.path)
+    if entry.is_symlink():
+        return _step_of(path) is not None
+    if not entry.is_dir():
+        return False
+    return _is_partial(path) or _step_of(path) is not None or format_of(path) is not None
+
+
+def _is_partial(folder: Path) -> bool:
+    return folder.name.startswith(".") and folder.name.endswith(".partial")
+
+
+def _look_steadily(path: Path) -> Listed | None:
+    """Look at one entry of a folder; ``None`` if it was renamed, replaced or deleted meanwhile."""
+    before = _identity(path)
+    try:
+        listed = _look_inside(path)
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror or error})"
+        listed = Listed(path, _step_of(path), None, 0, problem)
+    return listed if before is not None and _identity(path) == before else None
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """What tells an entry from another one of the same name; ``None`` if it has gone."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    # The number of one that was deleted may come back. What is being written changes all the time.
+    changed = 0 if _is_partial(path) else status.st_ctime_ns
+    return status.st_dev, status.st_ino, changed
+
+
+def _look_inside(path: Path) -> Listed:
+    if path.is_symlink():
+        problem = "is a symbolic link, which is not followed"
+        return Listed(path, _step_of(path), None, 0, problem)
+    return _look(path)
 
 
 def _step_of(folder: Path) -> int | None:
@@ -96,8 +163,9 @@ def _step_of(folder: Path) -> int | None:
 def _look(path: Path) -> Listed:
     form = format_of(path)
     step, nbytes = _step_of(path), _size(path)
-    if path.name.startswith(".") and path.name.endswith(".partial"):
-        return Listed(path, step, form, nbytes, "is being written, or was left by a killed process")
+    if _is_partial(path):
+        problem = "is being written or deleted, or was left by a killed process"
+        return Listed(path, step, form, nbytes, problem)
     if form is None:
         return Listed(path, step, form, nbytes, "has no manifest.json")
     if form is not Format.SHARDWISE:
@@ -124,7 +192,11 @@ def _problem(path: Path) -> str:
 def _size(path: Path) -> int:
     if path.is_file():
         return path.stat().st_size
-    return sum(each.stat().st_size for each in path.iterdir() if each.is_file())
+    total = 0
+    for each in path.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # of a folder that is being deleted
+            total += each.stat().st_size if each.is_file() else 0
+    return total
 
 
 @dataclass(frozen=True)
@@ -158,9 +230,17 @@ def verify(
         What is damaged.
 
     Raises:
-        CheckpointError: its manifest cannot be read.
+        CheckpointError: its manifest cannot be read; or it is deleted meanwhile.
         ValueError: the buffer is too small.
     """
+    folder = _identity(path.resolve())
+    for damage in _damages(path, buffer, watch):
+        if _identity(path.resolve()) != folder:
+            raise CheckpointError(f"{path}: was deleted while it was read; a run has newer ones")
+        yield damage
+
+
+def _damages(path: Path, buffer: int, watch: Watch) -> Iterator[Damage]:
     manifest = read_manifest(path)
     lost = _lost_files(path, manifest)
     for file, reason in lost.items():

@@ -1,0 +1,187 @@
+"""Paths and names on a command line: none empty, too long or of nobody, each mistake one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+import typer
+from safetensors.torch import save_file
+
+from shardwise.cli import main
+from shardwise.cli import run as cli_run
+from shardwise.cli.names import read_name, read_path
+from shardwise.launch.addresses import split
+
+Capture = pytest.CaptureFixture[str]
+
+# Everything that takes a path, or a name that may be one, at the place of "*".
+COMMANDS = """
+train lm --data words.txt --out *
+train lm --data *
+train lm --data words.txt *
+train lm --data words.txt --model *
+train lm --data words.txt --tokenizer *
+train mnist --data-dir *
+train imagenet --data-dir *
+train imagenet --fake-data --model *
+train vit --fake-data --out *
+train vit --data-dir *
+train vit --dry-run --model *
+inspect --model *
+inspect --html *
+inspect --param model.norm.weight --svg *
+checkpoint ls *
+checkpoint show *
+checkpoint verify *
+checkpoint diff * good.safetensors
+checkpoint diff good.safetensors *
+checkpoint consolidate * out.safetensors
+checkpoint consolidate good.safetensors *
+checkpoint convert * out --to dcp
+checkpoint convert good.safetensors * --to dcp
+""".strip().splitlines()
+
+BAD = {
+    "": "found nothing, expected a name or a path",
+    "a\0b": r"found 'a\x00b', expected a name without null characters",
+    "~nosuchuser": "found '~nosuchuser', expected a user of this host behind ~ (or ./~nosuchuser",
+    "~nosuchuser/runs": "found '~nosuchuser/runs', expected a user of this host behind ~",
+    "x" * 256: "with 256 characters, expected names of 255 bytes at most in a path of 4,095",
+    "folder/"
+    * 600: "with 4,200 characters, expected names of 255 bytes at most in a path of 4,095",
+}
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    for name in ("RANK", "WORLD_SIZE", "SHARDWISE_TRANSPORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def started(*arguments: object, **options: object) -> int:
+        raise AssertionError("processes were started")
+
+    monkeypatch.setattr(cli_run, "run_here", started)
+    Path("words.txt").write_text("shard gather reduce " * 2000)
+    save_file({"a": torch.ones(3)}, "good.safetensors")
+    return tmp_path
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str]) -> str:
+    """Run a command, and expect one line and exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main.app()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, ""), err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert err[:-1].isprintable()
+    return err
+
+
+@pytest.mark.parametrize("bad", BAD, ids=["empty", "null", "nobody", "of nobody", "name", "path"])
+def test_a_name_that_none_can_have_is_refused_everywhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, here: Path, bad: str
+) -> None:
+    before = sorted(here.iterdir())
+    for command in COMMANDS:
+        words = [bad if word == "*" else word for word in command.split()]
+        told = refused(monkeypatch, capsys, words)
+        assert BAD[bad] in told, command
+        *_, option = command.partition("*")[0].split()
+        if option.startswith("--"):
+            assert told.startswith(f"error: {option}: found"), command
+    assert sorted(here.iterdir()) == before, "nothing was made"
+
+
+def test_every_path_of_every_command_is_read_by_us() -> None:
+    def parsers(of: typer.Typer) -> Iterator[tuple[str, Any]]:
+        for command in of.registered_commands:
+            assert command.callback is not None
+            for name, hint in get_type_hints(command.callback, include_extras=True).items():
+                kinds = get_args(hint)[0] if get_origin(hint) is not None else hint
+                if Path in (kinds, *get_args(kinds)):
+                    yield f"{command.callback.__name__} {name}", get_args(hint)[1].parser
+        for group in of.registered_groups:
+            assert group.typer_instance is not None
+            yield from parsers(group.typer_instance)
+
+    found = dict(parsers(main.cli))
+    assert len(found) > 10
+    assert {name for name, parser in found.items() if parser is not read_path} == set()
+
+
+def test_a_home_folder_stands_for_its_sign_wherever_the_shell_leaves_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As in --out=~/runs, which bash hands over as it is.
+    monkeypatch.setenv("HOME", "/home/of/mine")
+    assert read_path("~/runs") == Path("/home/of/mine/runs")
+    assert read_name("~") == "/home/of/mine"
+    assert read_path("./~nosuchuser") == Path("~nosuchuser")
+    assert read_name("a~b") == "a~b"
+    assert read_name("hf:allenai/c4:en") == "hf:allenai/c4:en"
+    assert read_path(Path("runs/lm")) == Path("runs/lm")
+    assert len(read_name("é" * 127)) == 127
+    with pytest.raises(typer.BadParameter, match="with 128 characters"):
+        read_name("é" * 128)  # two bytes each
+
+
+@pytest.mark.parametrize("more", ["--to dcp", ""])
+def test_a_name_needs_room_for_what_stands_beside_it_while_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, here: Path, more: str
+) -> None:
+    command = "convert" if more else "consolidate"
+    words = ["checkpoint", command, "good.safetensors", "x" * 250, *more.split()]
+    told = refused(monkeypatch, capsys, words)
+    assert told == "error: found a name of 250 bytes for what is made, expected 5 fewer\n"
+    monkeypatch.setattr(sys, "argv", ["shardwise", *words[:3], "x" * 245, *more.split()])
+    with pytest.raises(SystemExit) as ended:
+        main.app()
+    assert ended.value.code == 0
+
+
+def test_a_file_that_may_not_be_looked_at_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    # As for users whom the folder does not belong to; before Python 3.12 that was an exception.
+    def is_dir(path: Path) -> bool:
+        raise PermissionError(13, os.strerror(13), str(path))
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    told = refused(monkeypatch, capsys, ["train", "mnist", "--data-dir", "secret"])
+    assert told == "error: secret: Permission denied\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "lm", "--nnodes", "9" * 5000],
+        ["train", "lm", "--mesh", "\x1b[2J" + "x" * 5000],
+        ["inspect", "--param", "x" * 100_000],
+        ["doctor", "--nnodes", "2", "--node-rank", "1", "--rdzv", "x" * 5000 + ":29400"],
+        ["launch-lines", "--hosts", "a", "--", "train", ""],
+    ],
+)
+def test_whatever_is_typed_the_answer_is_one_short_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str]
+) -> None:
+    assert len(refused(monkeypatch, capsys, arguments)) < 2100
+
+
+@pytest.mark.parametrize(
+    "host", ["", "a..b", "x" * 64, "a/b", "~nosuchuser", "a b", "a\0b", "a\x1bb", "user@host"]
+)
+def test_what_is_no_name_of_a_host_is_never_looked_up(host: str) -> None:
+    assert split(f"{host}:29400") is None
+    assert split("host-a.example.org:29400") == ("host-a.example.org", 29400)
+    assert split("bücher.example:1") == ("bücher.example", 1)
+    assert split("[fe80::1%eth0]:1") == ("fe80::1%eth0", 1)
+    assert split("a:" + "9" * 5000) is None

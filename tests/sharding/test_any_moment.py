@@ -1,0 +1,633 @@
+"""Programs that write, raise and hand things on at odd moments compute what one process does.
+
+Each is written once, for a model that may be sharded or whole, and run both ways on every rank with
+that rank's data. One rank is slower than the other, so that a value that is read too early or too
+late would show.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import fully_shard
+from shardwise.errors import MisuseError, ShardwiseError
+from shardwise.sharding.group_state import GroupState
+from tests.sharding.nets import (
+    WIDTH,
+    Block,
+    Net,
+    assert_same_gradients,
+    average_backward,
+    batches,
+    group_of,
+    loss_of,
+    seeded,
+    shard_blocks,
+    sharded_net,
+)
+
+Ranks = Callable[..., list[Any]]
+#: Returns what is to be the same, sharded or whole.
+Program = Callable[[nn.Module, torch.Tensor, int], list[torch.Tensor]]
+
+TRANSPORTS = ["shm", "c10d"]
+STRATEGIES = [True, False, None]
+
+
+def _run(
+    rank: int,
+    world_size: int,
+    make: Callable[[], nn.Module],
+    program: Program,
+    transport: str,
+    reshard: bool | None,
+) -> None:
+    x = batches(world_size)[rank]
+    net = sharded_net(make, transport=transport, reshard_after_forward=reshard)
+    found = program(net, x.clone(), rank)
+    expected = program(seeded(make), x.clone(), 0)
+    assert len(found) == len(expected)
+    for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        torch.testing.assert_close(
+            whole, theirs, msg=lambda text, i=i: f"{program.__name__}, value {i}: {text}"
+        )
+
+
+def _slow(rank: int) -> None:
+    time.sleep(0.01 * rank)
+
+
+def _values(net: nn.Module) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in net.parameters()]
+
+
+# -- writes in the middle of a forward ---------------------------------------------------------
+
+
+class Contrast(nn.Module):
+    """Two encoders, of which the second follows the first by momentum inside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.query(x)
+        with torch.no_grad():
+            for slow, fast in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                slow.mul_(0.5).add_(fast, alpha=0.5)
+            key = self.key(x)
+        return query * key
+
+
+def _momentum(net: nn.Module, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    outputs = []
+    optimizer = torch.optim.SGD(net.query.parameters(), lr=0.0)
+    for _ in range(4):
+        _slow(rank)
+        output = net(x)
+        outputs.append(output.detach())
+        output.sum().backward()
+        optimizer.step()
+    return [*outputs, *_values(net.key)]
+
+
+def _hook_writes_to_the_next(net: nn.Module, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    following = list(net.blocks[1].parameters())
+
+    def write(*_: object) -> None:
+        _slow(rank)
+        with torch.no_grad():
+            for param in following:
+                param.mul_(0.7)
+
+    net.blocks[0].register_forward_hook(write)
+    return [net(x).detach() for _ in range(4)]
+
+
+def _hook_writes_to_its_own(net: nn.Module, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    def write(module: nn.Module, *_: object) -> None:
+        with torch.no_grad():
+            for param in module.parameters():
+                param.mul_(0.7)
+
+    def dawdle(*_: object) -> None:
+        _slow(rank)
+
+    for block in net.blocks:
+        block.up.register_forward_hook(dawdle)
+        block.register_forward_hook(write)
+    with torch.no_grad():
+        return [net(x) for _ in range(4)] + _values(net.blocks)
+
+
+def _module_writes_to_its_own(net: nn.Module, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    def clamp(module: nn.Module, *_: object) -> None:
+        _slow(rank)
+        with torch.no_grad():
+            module.weight.clamp_(-0.2, 0.2)
+
+    for block in net.blocks:
+        block.up.register_forward_pre_hook(clamp)
+    net.head.register_forward_pre_hook(clamp)
+    outputs = [net(x).detach(), net(x).detach()]
+    net(x).sum().backward()
+    return [*outputs, *_values(net)]
+
+
+MIDDLE: list[tuple[Callable[[], nn.Module], Program]] = [
+    (Contrast, _momentum),
+    (Net, _hook_writes_to_the_next),
+    (Net, _hook_writes_to_its_own),
+    (Net, _module_writes_to_its_own),
+]
+
+
+_OF_SHARDS = (_momentum, _hook_writes_to_its_own)
+
+
+def _write_in_the_middle(rank: int, world_size: int, transport: str) -> None:
+    for make, program in MIDDLE:
+        for reshard in STRATEGIES:
+            if program in _OF_SHARDS and reshard is False:
+                continue  # then modules hold full parameters where these programs expect shards
+            _run(rank, world_size, make, program, transport, reshard)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_is_written_in_the_middle_of_a_forward_is_used_from_then_on(
+    ranks: Ranks, transport: str
+) -> None:
+    ranks(_write_in_the_middle, 2, transport)
+
+
+# -- writes between forwards -------------------------------------------------------------------
+
+
+def _forward_without_a_backward(net: nn.Module, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    """Gradients are on, but the loss is only looked at."""
+    shards = list(net.parameters())
+    seen = []
+    for _ in range(3):
+        _slow(rank)
+        seen.append(net(x).detach())
+        for param in shards:
+            param.data.mul_(0.8)
+    net(x).sum().backward()
+    return seen
+
+
+def _two_forwards(net: nn.Module, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    (net(x).sum() + net(2 * x).sum()).backward()
+    return [param.grad for param in net.parameters() if param.grad is not None]
+
+
+def _write_between(rank: int, world_size: int, transport: str) -> None:
+    for reshard in STRATEGIES:
+        _run(rank, world_size, Net, _forward_without_a_backward, transport, reshard)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_forward_uses_what_was_written_since_the_last_one(ranks: Ranks, transport: str) -> None:
+    ranks(_write_between, 2, transport)
+
+
+def _one_rank_writes(rank: int, world_size: int, transport: str) -> None:
+    """After an evaluation each rank writes other rows, or none."""
+    for reshard in STRATEGIES:
+        net = sharded_net(transport=transport, reshard_after_forward=reshard)
+        whole = seeded(Net)
+        shards = [net.head.weight, net.head.bias]
+        x = batches(world_size)[rank]
+        with torch.no_grad():
+            net(x)
+        if rank == 0:
+            with torch.no_grad():
+                for param in shards:
+                    param.to_local().mul_(3.0)
+        with torch.no_grad():
+            for param in (whole.head.weight, whole.head.bias):
+                param[:3].mul_(3.0)  # of 5 rows the first rank has 3
+            torch.testing.assert_close(net(x), whole(x))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_write_that_one_rank_alone_makes_reaches_all(ranks: Ranks, transport: str) -> None:
+    ranks(_one_rank_writes, 2, transport)
+
+
+# -- memory of the user's ----------------------------------------------------------------------
+
+
+def _assigned_there_and_back(rank: int, world_size: int, transport: str) -> None:
+    net = sharded_net(transport=transport)
+    x = batches(world_size)[rank]
+    with torch.no_grad():
+        before = net(x)
+        net.reshard()
+    keep = dict(net.state_dict())
+    held = {name: value.to_local().clone() for name, value in keep.items()}
+    new = {name: torch.zeros_like(value) for name, value in keep.items()}
+    net.load_state_dict(new, assign=True)
+    with torch.no_grad():
+        assert not net(x).any()
+        net.reshard()
+        for name, value in keep.items():
+            assert torch.equal(value.to_local(), held[name]), f"{name} was written to"
+        net.load_state_dict(keep, assign=True)
+        assert torch.equal(net(x), before)
+
+
+def _swapped_there_and_back(rank: int, world_size: int, transport: str) -> None:
+    net = sharded_net(transport=transport, reshard_after_forward=True)
+    other = sharded_net(transport=transport, reshard_after_forward=True)
+    x = batches(world_size)[rank]
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+        before = net(x)
+
+        def swap() -> None:
+            for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
+                torch.utils.swap_tensors(mine, theirs)
+
+        swap()
+        assert not net(x).any()
+        assert torch.equal(other(x), before)
+        swap()
+        assert torch.equal(net(x), before)
+        assert not other(x).any()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_a_user_put_aside_is_not_written_to(ranks: Ranks, transport: str) -> None:
+    ranks(_assigned_there_and_back, 2, transport)
+    ranks(_swapped_there_and_back, 2, transport)
+
+
+class Learned(nn.Module):
+    """Returns a part of its parameter, as learned positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, WIDTH))
+
+    def forward(self, count: int) -> torch.Tensor:
+        return self.table[:count]
+
+
+class WithPositions(nn.Module):
+    def __init__(self, wrap: Callable[[torch.Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.positions = Learned()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = self.positions(len(x))
+        for block in self.blocks:
+            x = block(x)
+        return x + positions
+
+
+def _returns_a_view(rank: int, world_size: int, transport: str) -> None:
+    net, whole = seeded(WithPositions), seeded(WithPositions)
+    fully_shard(net.positions, transport=transport)
+    shard_blocks(net, transport=transport)
+    x = batches(world_size)
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(net(x[rank]), whole(x[rank]))
+        loss_of(net, x[rank]).backward()
+        average_backward(whole, x)
+        assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_view_of_a_parameter_that_is_returned_keeps_its_values(
+    ranks: Ranks, transport: str
+) -> None:
+    ranks(_returns_a_view, 2, transport)
+
+
+class Box:
+    """A class of a user's."""
+
+    def __init__(self, inside: torch.Tensor) -> None:
+        self.inside = inside
+
+
+class Slotted:
+    __slots__ = ("inside",)
+
+    def __init__(self, inside: torch.Tensor) -> None:
+        self.inside = Box(inside)
+
+
+@dataclass
+class Layers:
+    """What is handed from layer to layer."""
+
+    box: Any
+
+
+class Boxing(nn.Module):
+    """Hands on its output in an object that says nothing of itself."""
+
+    def __init__(self, box: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.block = Block()
+        self.box = box
+
+    def forward(self, x: Any) -> Any:
+        while not isinstance(x, torch.Tensor):
+            x = x.box if isinstance(x, Layers) else x.inside
+        return self.box(self.block(x))
+
+
+def _layers(x: torch.Tensor) -> Layers:
+    return Layers(Box(x))
+
+
+def _boxed(rank: int, world_size: int, transport: str) -> None:
+    for box in (Box, Slotted, _layers):
+        net, whole = (
+            seeded(lambda box=box: nn.Sequential(*[Boxing(box) for _ in range(3)], Boxing(_as_is)))
+            for _ in range(2)
+        )
+        for each in net:
+            fully_shard(each, transport=transport)
+        fully_shard(net, transport=transport)
+        x = batches(world_size)
+        for _ in range(2):
+            loss_of(net, x[rank]).backward()
+            average_backward(whole, x)
+            assert_same_gradients(net, whole)
+
+
+def _as_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_outputs_inside_objects_of_any_class_are_found(ranks: Ranks, transport: str) -> None:
+    ranks(_boxed, 2, transport)
+
+
+class Aside(nn.Module):
+    """Keeps what it computes to itself, for others to fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.fetched: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.fetched = [self.linear(self.linear(x))]
+        return x * 1.0
+
+
+def _unseen(rank: int, world_size: int, transport: str) -> None:
+    net = fully_shard(nn.Sequential(fully_shard(Aside(), transport=transport)), transport=transport)
+    net(batches(world_size)[rank].requires_grad_())
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|out of bounds"):
+        net[0].fetched[0].sum().backward()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_backward_that_begins_unseen_raises(ranks: Ranks, transport: str) -> None:
+    ranks(_unseen, 2, transport)
+
+
+def _view_in_a_box(rank: int, world_size: int) -> None:
+    class Boxed(Learned):
+        def forward(self, count: int) -> Any:
+            return Box(self.table[:count])
+
+    net = fully_shard(nn.Sequential(fully_shard(Boxed())))
+    with pytest.raises(MisuseError, match="Boxed returns a view of its own parameter inside"):
+        net(3)
+
+
+def test_a_view_of_a_parameter_inside_an_object_raises(ranks: Ranks) -> None:
+    ranks(_view_in_a_box, 2)
+
+
+# -- exceptions --------------------------------------------------------------------------------
+
+
+class _CaughtError(Exception):
+    """Ends a forward that has seen enough."""
+
+
+def _catches_features(net: nn.Module, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    """As tools that quantize layer by layer catch the inputs of a layer."""
+    seen: list[torch.Tensor] = []
+
+    def catch(_: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        _slow(rank)
+        seen.append(output.detach().clone())
+        raise _CaughtError
+
+    shards = list(net.parameters())
+    handle = net.blocks[1].up.register_forward_hook(catch)
+    with torch.no_grad():
+        for _ in range(3):
+            with pytest.raises(_CaughtError):
+                net(x)
+            for param in shards:
+                param.mul_(0.5)
+        handle.remove()
+        return [*seen, net(x)]
+
+
+def _catch(rank: int, world_size: int, transport: str) -> None:
+    for reshard in STRATEGIES:
+        _run(rank, world_size, Net, _catches_features, transport, reshard)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_weights_may_be_written_to_after_a_forward_that_raised(
+    ranks: Ranks, transport: str
+) -> None:
+    ranks(_catch, 2, transport)
+
+
+def _goes_on_alone(rank: int, world_size: int, transport: str) -> float:
+    """One rank raises in the second block, catches it, and begins the next forward."""
+    net = sharded_net(lambda: Net(5), transport=transport, reshard_after_forward=True)
+    x = batches(world_size)[rank]
+
+    def fail(*_: object) -> None:
+        raise _CaughtError
+
+    handle = net.blocks[1].up.register_forward_hook(fail) if rank == 0 else None
+    start = time.monotonic()
+    if handle is not None:
+        with pytest.raises(_CaughtError):
+            net(x)
+        handle.remove()
+    with pytest.raises(ShardwiseError):
+        loss_of(net, x).backward()
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_raises_and_goes_on_is_noticed_by_all(ranks: Ranks, transport: str) -> None:
+    assert max(ranks(_goes_on_alone, 2, transport, pg_timeout=60)) < 30
+
+
+# -- hooks on gradients ------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A weight in two groups, and a block that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.block = Block()
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.block(self.block(self.embed(x))))
+
+
+def _steps_in_backward(rank: int, world_size: int, transport: str, reshard: bool) -> None:
+    net, whole = seeded(Tied), seeded(Tied)
+    for each in (net.embed, net.block, net.out, net):
+        fully_shard(each, transport=transport, reshard_after_forward=reshard)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in net.parameters()}
+
+    def step(param: torch.Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in net.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    for number in range(4):
+        x = batches(world_size, number)
+        loss_of(net, x[rank]).backward()
+        average_backward(whole, x)
+        theirs.step()
+        theirs.zero_grad()
+    for (name, mine), expected in zip(net.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), expected, msg=name)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_optimizer_in_backward_steps_once_with_the_whole_gradient(
+    ranks: Ranks, transport: str, reshard: bool
+) -> None:
+    ranks(_steps_in_backward, 2, transport, reshard)
+
+
+# -- keeping parameters unsharded --------------------------------------------------------------
+
+
+def _keeps(rank: int, world_size: int, transport: str) -> None:
+    net, whole = sharded_net(transport=transport), seeded(Net)
+    x = batches(world_size)[rank]
+    shards = list(net.parameters())
+    with torch.no_grad(), net.keep_unsharded():
+        for _ in range(3):
+            torch.testing.assert_close(net(x), whole(x))
+            assert all(group_of(b).state is GroupState.UNSHARDED for b in net.blocks)
+    assert all(group_of(module).state is GroupState.SHARDED for module in (net, *net.blocks))
+    with torch.no_grad(), net.keep_unsharded():
+        net(x)
+        for param in shards:
+            param.mul_(2.0)
+        with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+            net(x)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_parameters_are_kept_for_many_forwards_where_asked_for(
+    ranks: Ranks, transport: str
+) -> None:
+    ranks(_keeps, 2, transport)
+
+
+def _gathered_once(rank: int, world_size: int) -> None:
+    net = sharded_net(transport="collectives")
+    transport = group_of(net).mesh.shard
+    calls: list[str] = []
+    gather = type(transport).all_gather
+
+    def count(self: Any, shards: Any, fulls: Any, label: Any) -> Any:
+        calls.append(label.name)
+        return gather(self, shards, fulls, label)
+
+    type(transport).all_gather = count  # type: ignore[method-assign]
+    x = batches(world_size)[rank]
+    with torch.no_grad(), net.keep_unsharded():
+        for _ in range(3):
+            net(x)
+    assert len(calls) == 4
+    with torch.no_grad():
+        net(x)
+        net(x)
+    assert len(calls) == 4 + 2 * 4, "else every forward gathers, also what the last one has left"
+
+
+def test_kept_parameters_are_gathered_once(ranks: Ranks) -> None:
+    ranks(_gathered_once, 2)
+
+
+# -- memory formats ----------------------------------------------------------------------------
+
+
+def _channels_last(rank: int, world_size: int, transport: str) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3))
+
+    net, whole = seeded(make), seeded(make)
+    for each in (net[0], net[2], net):
+        fully_shard(each, transport=transport)
+    net.to(memory_format=torch.channels_last)
+    whole.to(memory_format=torch.channels_last)
+    for _ in range(2):
+        x = torch.randn(world_size, 2, 3, 9, 9, generator=torch.Generator().manual_seed(1))
+        loss_of(net, x[rank].to(memory_format=torch.channels_last)).backward()
+        average_backward(whole, x)
+        assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_shards_may_be_put_into_another_memory_format(ranks: Ranks, transport: str) -> None:
+    ranks(_channels_last, 2, transport)
+
+
+# -- one rank does more ------------------------------------------------------------------------
+
+
+def _one_rank_reshards(rank: int, world_size: int, transport: str) -> None:
+    """After an evaluation the first rank alone reads a state dict, which reshards its modules."""
+    net = sharded_net(lambda: Net(5), transport=transport, reshard_after_forward=False)
+    whole = seeded(lambda: Net(5))
+    for step in range(4):
+        x = batches(world_size, step)
+        with torch.no_grad():
+            torch.testing.assert_close(net(x[rank]), whole(x[rank]))
+        if rank == step % 2:
+            net.state_dict()
+        loss_of(net, x[rank]).backward()
+        average_backward(whole, x)
+        assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_rank_alone_may_read_its_state_dict(ranks: Ranks, transport: str) -> None:
+    ranks(_one_rank_reshards, 2, transport, pg_timeout=10)
