@@ -24,11 +24,12 @@ _CHUNK = 400
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """A program, and the verdict on each transport."""
+    """A program, and the verdict on each transport; ``seconds`` are of processors, of all ranks."""
 
     program: Program
     torch: str
     verdicts: dict[str, Verdict]
+    seconds: float = 0.0
 
     @property
     def finds(self) -> dict[str, Verdict]:
@@ -41,6 +42,7 @@ class Tally:
     """Counts over a campaign."""
 
     seconds: float = 0.0
+    processor_seconds: float = 0.0
     programs: int = 0
     features: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -49,6 +51,7 @@ class Tally:
 
     def add(self, judged: Judged) -> None:
         self.programs += 1
+        self.processor_seconds += judged.seconds
         self.features.update(features(judged.program))
         for name, verdict in judged.verdicts.items():
             self.kinds[f"{name}: {verdict.kind}"] += 1
@@ -78,7 +81,9 @@ def run_all(
     for index, program in enumerate(programs):
         torchs = results.get((index, "torch"))
         verdicts = {name: judge(results[index, name], torchs) for name in transports}
-        judged.append(Judged(program, how_torch_ran(torchs), verdicts))
+        ran = [results.get((index, name), {}) for name in ("torch", *transports)]
+        seconds = sum(report.seconds for reports in ran for report in reports.values())
+        judged.append(Judged(program, how_torch_ran(torchs), verdicts, seconds))
     return judged
 
 
@@ -140,13 +145,14 @@ def generated(count: int, seed: int, world: int) -> Iterator[Program]:
         yield from generate(min(left, _CHUNK), seed * 1_000_003 + chunk, world)
 
 
-def tally(programs: Iterable[Judged]) -> Tally:
-    """Count what came of programs."""
+def tally(programs: Iterable[Judged], note: Callable[[Tally, Judged], object]) -> Tally:
+    """Count what came of programs; tell ``note`` of each as it comes."""
     counted = Tally()
     began = time.monotonic()
     for judged in programs:
         counted.add(judged)
         counted.seconds = time.monotonic() - began
+        note(counted, judged)
     return counted
 
 

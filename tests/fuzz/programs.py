@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.sabotage,
         starts.append,
     )
-    counted = tally(judged)
+    counted = tally(judged, _print_progress)
     print(f"{sum(starts)} worlds of {options.world} ranks were started")
     _print_tally(counted)
     if counted.finds:
@@ -91,9 +91,21 @@ def _replay(options: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
+def _print_progress(counted: Tally, judged: Judged) -> None:
+    """Print finds as they come, as they are, in case that nobody waits for the end."""
+    if judged.finds:
+        kinds = ", ".join(f"{name} {verdict.kind}" for name, verdict in judged.finds.items())
+        print(f"found in program {counted.programs}: {kinds}\n{judged.program}", file=sys.stderr)
+    if counted.programs % 100 == 0:
+        rate = counted.programs / counted.seconds
+        print(f"{counted.programs} programs, {rate:.1f} a second", file=sys.stderr)
+
+
 def _print_tally(counted: Tally) -> None:
     rate = counted.programs / max(counted.seconds, 1e-9)
-    print(f"{counted.programs} programs in {counted.seconds:.0f} s, {rate:.1f} a second\n")
+    print(f"{counted.programs} programs in {counted.seconds:.0f} s, {rate:.1f} a second")
+    each = counted.processor_seconds / max(counted.programs, 1)
+    print(f"{each:.2f} s of processors for each\n")
     for title, counts in (
         ("in so many programs", counted.features),
         ("verdicts", counted.kinds),
