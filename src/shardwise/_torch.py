@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -20,6 +20,8 @@ from torch._C._dynamo.eval_frame import (
     get_eval_frame_callback,
     set_code_exec_strategy,
 )
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -33,6 +35,7 @@ from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.jit._script import RecursiveScriptModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["DTensorSpec", "DataParallelMeshDims", "ShardPlacementResult"]
@@ -279,6 +282,16 @@ def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
+def outside_transforms() -> AbstractContextManager[object]:
+    """Leave the transforms of ``torch.func`` that are running, for as long as the context lasts.
+
+    Inside of them every tensor that an operation makes is a wrapper, without memory of its own.
+    """
+    if peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
+
+
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward that now runs has finished."""
     engine = torch.autograd.Variable._execution_engine
@@ -307,13 +320,18 @@ def has_post_accumulate_hooks(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def mark_composable(module: nn.Module, name: str) -> None:
-    """Enter ``name`` into the registry that torch's composable APIs (``replicate``) look at.
+def is_scripted(module: nn.Module) -> bool:
+    """Whether ``torch.jit.script`` made ``module``; such ones take no hooks on state dicts."""
+    return isinstance(module, RecursiveScriptModule)
+
+
+def check_composable(module: nn.Module, name: str) -> None:
+    """Check that torch's composable APIs, such as ``replicate``, leave room for ``name``.
 
     Raises:
         ValueError: ``name`` is already applied to ``module``, or an API is that excludes it.
     """
-    registry: dict[str, Any] = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registry: dict[str, Any] = module.__dict__.get(REGISTRY_KEY, {})
     if name in registry:
         raise ValueError(
             f"{name} has already been applied to this {type(module).__name__}; apply it once"
@@ -323,7 +341,11 @@ def mark_composable(module: nn.Module, name: str) -> None:
             f"{name} cannot be applied to this {type(module).__name__}: torch's replicate() "
             "already manages it"
         )
-    registry[name] = RegistryItem()
+
+
+def mark_composable(module: nn.Module, name: str) -> None:
+    """Enter ``name`` into the registry that torch's composable APIs (``replicate``) look at."""
+    module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
 
 
 class _Refusal:
@@ -368,9 +390,14 @@ def launched_together(group: dist.ProcessGroup) -> Iterator[_CoalescingManager]:
         yield manager
 
 
-def norms(tensors: list[torch.Tensor], order: float) -> tuple[torch.Tensor, ...]:
-    """The norm of every tensor, in one pass where the device has a kernel for it."""
-    return tuple(torch._foreach_norm(tensors, order))
+def norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """The norm of every tensor, in float32 at least, in one pass for each dtype."""
+    found: list[torch.Tensor] = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        wide = torch.promote_types(dtype, torch.float32)
+        found += torch._foreach_norm(alike, order, dtype=wide)
+    return found
 
 
 def scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:

@@ -71,5 +71,7 @@ def read_json(folder: Path) -> Any:
 
 
 def write_json(folder: Path, content: Any) -> None:
-    """Replace the manifest."""
+    """Replace the manifest, without the checksum of what it was."""
+    if isinstance(content, dict):
+        content.pop("of_all_above", None)
     (folder / NAME).write_text(json.dumps(content))

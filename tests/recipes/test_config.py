@@ -182,6 +182,8 @@ def test_a_config_file_or_its_folder_is_a_model(tmp_path: Path) -> None:
     [
         (None, "expected llama-tiny, llama-34m, llama-150m, or the path of a config.json"),
         ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ('{"model_type": ' + "[" * 500 + "]" * 500 + "}", "nested too deeply"),
         ("[]", 'without "model_type"'),
         ("{}", 'without "model_type"'),
     ],

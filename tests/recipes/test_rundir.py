@@ -195,3 +195,12 @@ def test_a_small_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path], "a temporary file was left behind"
     write_text(path, json.dumps({"a": 1}))
     assert json.loads(path.read_text()) == {"a": 1}
+
+
+@pytest.mark.parametrize("depth", [500, 100_000])
+def test_a_record_that_is_nested_too_deeply_is_one_line(tmp_path: Path, depth: int) -> None:
+    run = RunDir(tmp_path)
+    run.run_json.write_text('{"x": ' + "[" * depth + "]" * depth + "}")
+    with pytest.raises(OptionError, match=r"run\.json that cannot be read") as caught:
+        run.read()
+    assert str(caught.value).isprintable()

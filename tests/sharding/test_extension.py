@@ -367,7 +367,9 @@ def _refuses(rank: int, world_size: int) -> None:
     with pytest.raises(AssertionError, match=r"expected fsdp_pre_all_gather\(mesh\) or"):
         fully_shard(Half(OtherSignature, 4))(torch.ones(1, 6))
 
-    with pytest.raises(NotImplementedError, match=r"first\.weight: an integer reshard_after"):
+    with pytest.raises(
+        NotImplementedError, match=r"first\.weight on rank \d: an integer reshard_after"
+    ):
         fully_shard(Half(Halved, 4), reshard_after_forward=2)
 
     # Over four ranks five rows leave the last one with none, and the third with one.

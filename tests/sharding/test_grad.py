@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from shardwise import clip_grad_norm_, fully_shard
 
@@ -110,3 +111,56 @@ def _on_some_ranks(rank: int, world_size: int) -> None:
 
 def test_ranks_agree_on_the_dtype_where_some_have_no_gradient(ranks: Ranks) -> None:
     ranks(_on_some_ranks, 2)
+
+
+def _half(dtype: torch.dtype, rows: int, value: float) -> nn.Parameter:
+    """A parameter of ``rows`` rows of 100, each rank's part of it, with that gradient."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.full((rows, 100), value, dtype=dtype)
+    param = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    param.grad = param.detach().clone()
+    return param
+
+
+def _in_16_bits(rank: int, world_size: int, dtype: torch.dtype, norm_type: float) -> None:
+    # Over three ranks of two rows the last one has none.
+    values = (30.0, 40.0, 0.5)
+    params = [_half(dtype, 2, value) for value in values]
+    wholes = [torch.full((2, 100), value).double() for value in values]
+    expected = torch.linalg.vector_norm(torch.stack(wholes), norm_type)
+    norm = clip_grad_norm_(params, 1.0, norm_type)
+    assert norm.dtype == dtype, "as torch's"
+    assert torch.equal(norm, expected.to(dtype)), "rounded once"
+    for param, whole in zip(params, wholes, strict=True):
+        clipped = param.grad.full_tensor().double()
+        torch.testing.assert_close(
+            clipped, whole / expected, rtol=torch.finfo(dtype).eps, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_16_bits_are_clipped_in_float32(
+    ranks: Ranks, dtype: torch.dtype, norm_type: float
+) -> None:
+    ranks(_in_16_bits, 3, dtype, norm_type)
+
+
+def _beyond_float16(rank: int, world_size: int) -> None:
+    params = [_half(torch.float16, 4, 6e4), _half(torch.float16, 4, 0.0)]
+    norm = clip_grad_norm_(params, 1e3, error_if_nonfinite=True)
+    assert norm.isinf(), "float16 does not hold it"
+    clipped = params[0].grad.full_tensor().float()
+    torch.testing.assert_close(clipped.norm(), torch.tensor(1e3), rtol=1e-3, atol=0)
+
+    mixed = [_half(torch.float16, 4, 6e4), _half(torch.bfloat16, 4, 1.0)]
+    norm = clip_grad_norm_(mixed, 1e3)
+    assert norm.dtype == torch.float32, "the narrowest that holds both"
+    assert norm.item() == pytest.approx(6e4 * 20, rel=1e-5)
+    clipped = mixed[0].grad.full_tensor().float()
+    torch.testing.assert_close(clipped.norm(), torch.tensor(1e3), rtol=1e-3, atol=0)
+    assert mixed[1].grad.dtype == torch.bfloat16
+
+
+def test_a_norm_that_float16_does_not_hold(ranks: Ranks) -> None:
+    ranks(_beyond_float16, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from shardwise.transport import select_transport
 from shardwise.transport.base import Reduce
+from shardwise.transport.nccl import NcclTransport
 from tests.harness import run_ranks
 
 NAMES = [
@@ -95,3 +97,36 @@ def _lone_tensors(rank: int, world_size: int) -> None:
 
 def test_a_tensor_alone_of_its_dtype_is_not_copied() -> None:
     run_ranks(_lone_tensors, 2)
+
+
+def _counted(
+    counts: Counter[str], name: str, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    counts[name] += 1
+    return original(*args, **kwargs)
+
+
+def _replaced_by_partials(rank: int, world_size: int) -> Counter[str]:
+    """A tool replaces functions by partial ones, whose first arguments are its own."""
+    assert dist.group.WORLD is not None
+    counts: Counter[str] = Counter()
+    for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
+        setattr(dist, name, functools.partial(_counted, counts, name, getattr(dist, name)))
+    transports = [
+        select_transport(dist.group.WORLD, torch.device("cpu"), "collectives"),
+        NcclTransport(dist.group.WORLD, "gloo"),
+    ]
+    for transport in transports:
+        shards = [torch.ones(5, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+        fulls = [torch.empty(5 * world_size, dtype=shard.dtype) for shard in shards]
+        transport.all_gather(shards, fulls).wait()
+        transport.reduce_scatter(fulls, shards, Reduce.SUM).wait()
+        transport.all_reduce(shards, Reduce.SUM).wait()
+        assert all(bool((shard == 4).all()) for shard in shards)
+    return counts
+
+
+def test_a_tool_may_replace_them_by_partial_functions() -> None:
+    for counts in run_ranks(_replaced_by_partials, 2):
+        # The collectives transport gathers both dtypes as bytes, in one call.
+        assert counts == {"all_gather_single": 3, "reduce_scatter_single": 4, "all_reduce": 4}

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.disk.strict import check_depth
+from shardwise.errors import CheckpointError
 from shardwise.recipes.config import OptionError
 
 
@@ -123,7 +125,8 @@ def find_settings(model: str, presets: Mapping[str, dict[str, Any]]) -> dict[str
         raise OptionError("--model", model, f"{names}, or the path of a config.json{hint}")
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        check_depth(settings, "it")
+    except (OSError, ValueError, RecursionError, CheckpointError) as error:
         raise OptionError("--model", f"{file}, no JSON ({error})", "a config.json") from None
     if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
         raise OptionError("--model", f'{file} without "model_type"', "a config.json")

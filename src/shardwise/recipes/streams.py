@@ -147,7 +147,7 @@ class PackedStream:
             self._given, self._epoch = int(state["given"]), int(state["epoch"])
             self._left = state["left"].tolist()
             self._begin(json.loads(state["source"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"the position of stream {self._number} cannot be read ({error!r})"
             ) from None

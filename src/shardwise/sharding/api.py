@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, overload
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import UninitializedParameter
 
 from shardwise import _torch
 from shardwise._torch import DataParallelMeshDims, ShardPlacementResult
@@ -30,13 +31,13 @@ from shardwise.sharding.extension import check_extension
 from shardwise.sharding.form import ParamOwner, ShardedForm
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.hooks import FSDPState
-from shardwise.sharding.kept import KeptShards
+from shardwise.sharding.kept import KeptShards, check_can_keep
 from shardwise.sharding.mesh import DataMesh, default_mesh
-from shardwise.sharding.module import become_fsdp_module
+from shardwise.sharding.module import become_fsdp_module, fsdp_class_of
 from shardwise.sharding.module_state import state_of
 from shardwise.sharding.offload import Offload
 from shardwise.sharding.param import ShardedParam
-from shardwise.sharding.placing import can_shard
+from shardwise.sharding.placing import Place, can_shard
 from shardwise.sharding.precision import Precision
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -124,47 +125,64 @@ def fully_shard(
     Raises:
         ValueError: a module without a forward of its own, one that is sharded already, a mesh that
             does not fit the ranks, the devices or what tensor parallelism left, or an argument out
-            of its range. Nothing has been changed then.
+            of its range.
+        TypeError: an argument of another type.
         NotImplementedError: an integer ``reshard_after_forward`` for ``DTensor`` parameters.
+
+        No module has been changed then.
     """
+    # First whatever can be refused, then everything new, and only then the modules: a call that
+    # raises has changed none of them.
     tops = _check_modules((module,) if isinstance(module, nn.Module) else module)
+    _check_mp_policy(mp_policy)
     classes = ", ".join(type(top).__name__ for top in tops)
     data_mesh = DataMesh.of(
         default_mesh() if mesh is None else mesh, transport, dp_mesh_dims, f"fully_shard({classes})"
     )
-    size = _check_reshard_after_forward(reshard_after_forward, data_mesh.shard.world_size)
+    sizes = {data_mesh: _check_reshard_after_forward(reshard_after_forward, data_mesh)}
     managed = managed_modules(tops)
     found = parameters_of(managed, ignored_params or set())
-    placements = _check_placements(
-        found, shard_placement_fn, data_mesh, keeps=not isinstance(size, bool)
-    )
-    for top in tops:
-        _torch.mark_composable(top, "fully_shard")
+    places = _find_places(found, shard_placement_fn, data_mesh)
+    for param, (fqn, _) in found.items():
+        its_mesh = places[param].mesh
+        if its_mesh not in sizes:
+            sizes[its_mesh] = _check_reshard_after_forward(reshard_after_forward, its_mesh, fqn)
+        if not isinstance(sizes[its_mesh], bool):
+            check_can_keep(param, fqn)
+    used = {places[param].mesh: None for param in found}
+    kept_over = {
+        its_mesh: its_mesh.of_groups_of(sizes[its_mesh])
+        for its_mesh in used
+        if not isinstance(sizes[its_mesh], bool)
+    }
+
     move_to_device(found, managed, data_mesh.device)
-    offload_of = functools.partial(Offload.of, offload_policy, data_mesh.device)
-    by_mesh: dict[DataMesh, list[ShardedParam]] = {}
-    for param, (fqn, owners) in found.items():
-        placement, its_mesh = placements[param]
-        form = form_of(param)
-        if form is None:
-            form = ShardedForm(param, fqn, its_mesh, placement, offload_of())
-            mark_taken(param, form)
-        note_group(owners, fqn, classes)
-        by_mesh.setdefault(its_mesh, []).append(ShardedParam(form, owners))
+    offload = Offload.of(offload_policy, data_mesh.device)
+    forms = {
+        param: form_of(param) or ShardedForm(param, fqn, places[param], offload)
+        for param, (fqn, _) in found.items()
+    }
     groups = []
-    for its_mesh, params in by_mesh.items():
-        size = _check_reshard_after_forward(reshard_after_forward, its_mesh.shard.world_size)
-        kept = None if isinstance(size, bool) else KeptShards(params, its_mesh.of_groups_of(size))
+    for its_mesh in used:
+        params = [
+            ShardedParam(forms[param], owners)
+            for param, (_, owners) in found.items()
+            if places[param].mesh == its_mesh
+        ]
+        kept = KeptShards(params, kept_over[its_mesh]) if its_mesh in kept_over else None
+        reshards = bool(sizes[its_mesh])
         precision = Precision(mp_policy)
-        groups.append(ParamGroup(params, tops, its_mesh, precision, offload_of(), bool(size), kept))
+        groups.append(ParamGroup(params, tops, its_mesh, precision, offload, reshards, kept))
+
+    for param, (fqn, owners) in found.items():
+        mark_taken(param, forms[param])
+        note_group(owners, fqn, classes)
+    for group in groups:
+        for each in group.params:
+            each.install()
     FSDPState(tops, groups, data_mesh.device, mp_policy, keep_if_root=reshard_after_forward is None)
     _keep_state_dicts_sharded(groups)
-    for each in managed:
-        # torch.compile looks for these: parameters are swapped under it, by hooks outside graphs.
-        each.__dict__["_is_fsdp_managed_module"] = True
-        each.__dict__["_fsdp_use_orig_params"] = True
-    for top in tops:
-        become_fsdp_module(top)
+    _become_managed(tops, managed)
     return module
 
 
@@ -191,10 +209,24 @@ def _check_modules(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
             raise MisuseError(
                 f"fully_shard has already been applied to this {type(top).__name__}; apply it once"
             )
+        if isinstance(top, torch.jit.ScriptModule):
+            raise _scripted(top, "")
+        _torch.check_composable(top, "fully_shard")
+        fsdp_class_of(type(top))
     return tops
 
 
-def _check_reshard_after_forward(value: bool | int | None, shard_size: int) -> bool | int:
+def _check_mp_policy(policy: object) -> None:
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"mp_policy: expected a MixedPrecisionPolicy, found {type(policy).__name__} {policy!r}"
+        )
+
+
+def _check_reshard_after_forward(
+    value: bool | int | None, mesh: DataMesh, fqn: str = ""
+) -> bool | int:
+    """What ``value`` means over ``mesh``, which ``fqn`` has to itself if that is given."""
     if value is None or isinstance(value, bool):
         return value is not False
     if not isinstance(value, int):
@@ -202,10 +234,12 @@ def _check_reshard_after_forward(value: bool | int | None, shard_size: int) -> b
             "reshard_after_forward: expected a bool, an int or None, found "
             f"{type(value).__name__} {value!r}"
         )
+    shard_size = mesh.shard.world_size
     if value < 1 or shard_size % value != 0:
+        what = f"{fqn}, which shard_placement_fn gave another mesh, is" if fqn else "parameters are"
         raise ValueError(
-            f"reshard_after_forward: expected a factor of the {shard_size} ranks that parameters "
-            f"are sharded over, found {value}"
+            f"reshard_after_forward: expected a factor of the {shard_size} ranks that {what} "
+            f"sharded over, found {value}"
         )
     if value == shard_size:
         return True
@@ -219,66 +253,76 @@ def _check_reshard_after_forward(value: bool | int | None, shard_size: int) -> b
     return value
 
 
-def _check_placements(
+def _find_places(
     found: dict[nn.Parameter, tuple[str, list[ParamOwner]]],
     fn: ShardPlacementFn | None,
     mesh: DataMesh,
-    *,
-    keeps: bool,
-) -> dict[nn.Parameter, tuple[Shard | None, DataMesh]]:
-    """Ask ``fn`` for every parameter's placement, before anything is changed."""
-    placements: dict[nn.Parameter, tuple[Shard | None, DataMesh]] = {}
+) -> dict[nn.Parameter, Place]:
+    """Ask ``fn`` for every parameter's placement, and check it."""
+    places: dict[nn.Parameter, Place] = {}
     meshes: dict[int, DataMesh] = {}
-    for param, (fqn, _) in found.items():
-        check_extension(fqn, _torch.local_of(param) if isinstance(param, DTensor) else param)
-        if keeps and isinstance(param, DTensor):
-            raise NotImplementedError(
-                f"{fqn} is a DTensor with placements {param.placements}: an integer "
-                "reshard_after_forward is not available for it; pass True or False"
-            )
-        if mesh.whole is not None and not isinstance(param, DTensor):
-            raise ValueError(
-                f"{fqn} is a plain tensor; with dp_mesh_dims every parameter has to be a DTensor "
-                "on the whole mesh. Use distribute_module first"
-            )
-        placement = fn(param) if fn is not None else None
+    for param, (fqn, owners) in found.items():
+        _check_parameter(param, fqn, owners)
+        wanted = fn(param) if fn is not None else None
         its_mesh = mesh
-        if isinstance(placement, ShardPlacementResult):
-            info, placement = placement.mesh_info, placement.placement
+        if isinstance(wanted, ShardPlacementResult):
+            info, wanted = wanted.mesh_info, wanted.placement
             # One for every object: parameters of one mesh travel together.
             its_mesh = meshes.setdefault(id(info), DataMesh.of(info.mesh, mesh.requested))
         if its_mesh.whole is None:
             check_beside(param, fqn, its_mesh.mesh)
-        if placement is not None and not isinstance(placement, Shard):
-            raise ValueError(
-                f"shard_placement_fn returned {placement!r} for {fqn}; expected Shard(dim), a "
-                "ShardPlacementResult or None"
-            )
-        if placement is not None and not -param.ndim <= placement.dim < max(param.ndim, 1):
-            raise MisuseError(
-                f"shard_placement_fn returned {placement} for {fqn} of shape {tuple(param.shape)}; "
-                f"expected a dimension from {-param.ndim} to {param.ndim - 1}"
-            )
-        if (
-            placement is not None
-            and param.ndim
-            and not can_shard(param, its_mesh, placement.dim % param.ndim)
-        ):
-            raise MisuseError(
-                f"shard_placement_fn returned {placement!r} for {fqn} on rank {dist.get_rank()}: "
-                f"tensor parallelism cut it unevenly, shape {tuple(param.shape)} with placements "
-                f"{_torch.spec_of(param).placements}, so that no placement says which of its "
-                f"{its_mesh.shard.world_size} ranks holds which rows; expected another dimension, "
-                "or None to let fully_shard choose one"
-            )
+        if wanted is not None:
+            _check_wanted(wanted, param, fqn, its_mesh)
         form = form_of(param)
         if form is not None and form.mesh.mesh != its_mesh.mesh:
             raise ValueError(
                 f"{fqn} is tied to {form.fqn}, which is sharded over {form.mesh.mesh}, found "
                 f"{its_mesh.mesh}; shard both over the same mesh"
             )
-        placements[param] = (placement, its_mesh)
-    return placements
+        places[param] = Place.of(param, fqn, its_mesh, wanted)
+    return places
+
+
+def _scripted(module: nn.Module, where: str) -> MisuseError:
+    return MisuseError(
+        f"{where}fully_shard: found a {type(module).__name__}, compiled by torch.jit, which allows "
+        "no hooks; expected a module of Python code. Shard the module that it was made of, or use "
+        "torch.compile"
+    )
+
+
+def _check_parameter(param: nn.Parameter, fqn: str, owners: list[ParamOwner]) -> None:
+    for owner in owners:
+        if _torch.is_scripted(owner.module):
+            raise _scripted(owner.module, f"{fqn} on rank {dist.get_rank()}: ")
+    if isinstance(param, UninitializedParameter):
+        raise MisuseError(
+            f"{fqn} on rank {dist.get_rank()}: found a parameter of a lazy module, which has no "
+            "shape yet; run one forward of the model before fully_shard"
+        )
+    check_extension(fqn, _torch.local_of(param) if isinstance(param, DTensor) else param)
+
+
+def _check_wanted(wanted: Shard, param: nn.Parameter, fqn: str, mesh: DataMesh) -> None:
+    """Check what ``shard_placement_fn`` returned for a parameter."""
+    if not isinstance(wanted, Shard):
+        raise ValueError(
+            f"shard_placement_fn returned {wanted!r} for {fqn}; expected Shard(dim), a "
+            "ShardPlacementResult or None"
+        )
+    if not -param.ndim <= wanted.dim < max(param.ndim, 1):
+        raise MisuseError(
+            f"shard_placement_fn returned {wanted} for {fqn} of shape {tuple(param.shape)}; "
+            f"expected a dimension from {-param.ndim} to {param.ndim - 1}"
+        )
+    if param.ndim and not can_shard(param, mesh, wanted.dim % param.ndim):
+        raise MisuseError(
+            f"shard_placement_fn returned {wanted!r} for {fqn} on rank {dist.get_rank()}: "
+            f"tensor parallelism cut it unevenly, shape {tuple(param.shape)} with placements "
+            f"{_torch.spec_of(param).placements}, so that no placement says which of its "
+            f"{mesh.shard.world_size} ranks holds which rows; expected another dimension, "
+            "or None to let fully_shard choose one"
+        )
 
 
 def _keep_state_dicts_sharded(groups: list[ParamGroup]) -> None:
@@ -289,6 +333,17 @@ def _keep_state_dicts_sharded(groups: list[ParamGroup]) -> None:
             module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
+
+
+def _become_managed(tops: tuple[nn.Module, ...], managed: Iterable[nn.Module]) -> None:
+    """Let torch, and users, know the modules by their class and their attributes."""
+    for each in managed:
+        # torch.compile looks for these: parameters are swapped under it, by hooks outside graphs.
+        each.__dict__["_is_fsdp_managed_module"] = True
+        each.__dict__["_fsdp_use_orig_params"] = True
+    for top in tops:
+        _torch.mark_composable(top, "fully_shard")
+        become_fsdp_module(top)
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]

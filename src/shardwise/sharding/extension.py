@@ -28,7 +28,12 @@ _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 def is_extended(param: ShardedParam) -> bool:
     """Whether the shard is a tensor subclass with an all-gather of its own."""
-    return hasattr(param.local, _PRE)
+    return has_extension(param.local)
+
+
+def has_extension(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is of a subclass with an all-gather of its own."""
+    return hasattr(tensor, _PRE)
 
 
 def check_extension(fqn: str, tensor: torch.Tensor) -> None:

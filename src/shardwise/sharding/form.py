@@ -14,13 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from shardwise import _torch
-from shardwise.sharding.layout import Layout
-from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.offload import Offload
-from shardwise.sharding.placing import dim_to_shard, sharded_spec
+from shardwise.sharding.placing import Place
 
 #: Under this key a deepcopy's memo holds the modules that are being copied.
 COPIED = "shardwise: the modules being copied"
@@ -49,40 +47,32 @@ class ShardedForm:
     Args:
         param: the original parameter: plain, or a ``DTensor`` that tensor parallelism left.
         fqn: its fully qualified name.
-        mesh: over which it is sharded.
-        placement: along which dimension; ``None`` for the first.
+        place: over which mesh it is sharded, and how it is cut.
         offload: where the rows live.
 
     Attributes:
         parameter: the ``DTensor`` parameter.
+        mesh: over which it is sharded.
         spec: its mesh, placements and global shape.
         origin: those of the original parameter, where that was a ``DTensor``.
         layout: how what this rank had of the original is cut.
         owners: every place, in any group, where the parameter is registered.
         lent: the whole parameter that a user holds for now, if one does.
+        offload: where the rows live; it knows which gradients are on their way there.
     """
 
-    def __init__(
-        self,
-        param: nn.Parameter,
-        fqn: str,
-        mesh: DataMesh,
-        placement: Shard | None,
-        offload: Offload,
-    ) -> None:
+    def __init__(self, param: nn.Parameter, fqn: str, place: Place, offload: Offload) -> None:
         self.fqn = fqn
-        self.mesh = mesh
+        self.mesh = place.mesh
         self.owners: list[ParamOwner] = []
         self._groups = 0
         self.lent: nn.Parameter | None = None
-        self._offload = offload
+        self.offload = offload
         whole = _torch.local_of(param) if isinstance(param, DTensor) else param.detach()
         self.origin = _torch.spec_of(param) if isinstance(param, DTensor) else None
-        self.layout = Layout(
-            whole.shape, dim_to_shard(param, mesh, placement), mesh.shard.world_size
-        )
+        self.layout = place.layout
+        self.spec = place.spec
         with torch.no_grad():
-            self.spec = sharded_spec(param, mesh, self.layout)
             self.parameter = nn.Parameter(
                 _torch.wrap_local(self._copy_of_shard(whole), self.spec),
                 requires_grad=param.requires_grad,
@@ -103,6 +93,7 @@ class ShardedForm:
         memo[id(self)] = made
         made.parameter = memo[id(self.parameter)]
         made.owners = copy_owners(self.owners, memo)
+        made.offload = copy.deepcopy(self.offload, memo)
         made.lent = None
         return made
 
@@ -135,7 +126,7 @@ class ShardedForm:
             owner.register(self.parameter)  # what was refused shall not stay
             self._check_replacement(found)
             self._register_everywhere(found)
-        local = self._offload.place(self.local)
+        local = self.offload.place(self.local)
         if not (_torch.is_wrapper(local) or local.is_meta or local.is_contiguous()):
             # Put into another memory format. Rows travel one after the other.
             local = local.contiguous()
@@ -171,12 +162,13 @@ class ShardedForm:
         local = (shard if shard.numel() == own.numel() else shard[: own.numel()]).view(own.shape)
         grad = self.parameter.grad
         if grad is None:
-            local = self._offload.grad_to_host(local, self.parameter)
+            local = self.offload.grad_to_host(local, self.parameter)
             if local.dtype != self.parameter.dtype:
                 _torch.allow_grad_of_dtype(self.parameter, local.dtype)
             spec = _torch.with_dtype(self.spec, local.dtype)
             self.parameter.grad = _torch.wrap_local(local, spec)
         else:
+            self.offload.wait()  # what another group made of it may be on its way there
             into = _torch.local_of(grad)
             into += local.to(into.device)
 
@@ -190,7 +182,7 @@ class ShardedForm:
         rows = self.layout.cut(whole.detach(), self.mesh.shard.rank)
         # Subclasses of others have this operator, seldom empty_like.
         shard = rows.clone(memory_format=torch.contiguous_format)
-        return self._offload.place(shard)
+        return self.offload.place(shard)
 
     def _register_everywhere(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter

@@ -33,7 +33,9 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping: a 0-dim tensor in the widest dtype of the gradients and of the
-        trained ``DTensor``s without one, the same on every rank.
+        trained ``DTensor``s without one, as torch's, the same on every rank. It is computed, and
+        gradients are scaled, in float32 at least: a norm over 65504, which float16 cannot hold, is
+        returned as infinite, but clipped by its value.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
@@ -42,7 +44,7 @@ def clip_grad_norm_(
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     params = list(parameters)
-    norm = grad_norm(params, norm_type)
+    norm, dtype = _grad_norm(params, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {norm.item()}; expected a finite number. "
@@ -56,15 +58,18 @@ def clip_grad_norm_(
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, _), grads in by_kind.items():
         _torch.scale_(grads, scale.to(device))
-    return norm
+    return norm.to(dtype)
 
 
-def grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+def _grad_norm(
+    parameters: Iterable[torch.Tensor], norm_type: float
+) -> tuple[torch.Tensor, torch.dtype]:
     """The norm of the gradients of ``parameters``, all together, over all ranks.
 
-    Arguments, result and errors as in :func:`clip_grad_norm_`.
+    Returns:
+        The norm, in float32 at least: of a norm of 300 float16 does not hold the square. And the
+        widest dtype of the gradients.
     """
-    norm_type = float(norm_type)
     # Parameters are grouped by the process groups that their shards are spread over. Those
     # without a gradient stay in, so that all ranks make the same all-reduces.
     spread: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
@@ -82,15 +87,16 @@ def grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> tor
         if param.grad is not None or param.requires_grad:  # other ranks may have its gradient
             dtype = local.dtype if dtype is None else torch.promote_types(dtype, local.dtype)
     dtype = torch.float32 if dtype is None else dtype.to_real()
-    total = torch.zeros((), dtype=dtype, device=device)
+    wide = torch.promote_types(dtype, torch.float32)
+    total = torch.zeros((), dtype=wide, device=device)
     for groups, grads in spread.items():
-        part = _local_norm(grads, norm_type, dtype, device)
+        part = _local_norm(grads, norm_type, wide, device)
         for group in groups:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
             with naming_lost_peer(group, "the all-reduce of a gradient norm"):
                 dist.all_reduce(part, op=op, group=group)
         total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
-    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+    return total if math.isinf(norm_type) else total ** (1.0 / norm_type), dtype
 
 
 def _local_norm(

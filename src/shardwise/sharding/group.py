@@ -89,7 +89,7 @@ class ParamGroup:
             tuple(copy.deepcopy(module, memo) for module in self.modules if module in copied),
             self.mesh,
             self._precision,
-            dataclasses.replace(self._offload),
+            copy.deepcopy(self._offload, memo),
             self.options.reshard_after_forward,
         )
         memo[id(self)] = made
@@ -130,7 +130,7 @@ class ParamGroup:
         with unrecorded():
             if self._memory is None:
                 check_home(self.params, self._offload.home)
-                self._memory = GroupMemory(self.params, self.mesh, self._precision)
+                self._memory = GroupMemory(self.params, self.mesh, self._precision, self.kept)
             source = self.kept if self._state is GroupState.KEPT else None
             self._memory.start(self.label, source)
             self._move(GroupState.UNSHARDING)  # unless that raised
@@ -297,7 +297,8 @@ class ParamGroup:
 
     def wait_for_offload(self) -> None:
         """Block until reduced gradients that are copied to the host have arrived."""
-        self._offload.wait()
+        for param in self.params:  # one that is tied to another call's has that one's offload
+            param.form.offload.wait()
 
     def forget(self) -> None:
         """Drop gradients that are not yet reduced and go back to the shards, without waiting."""

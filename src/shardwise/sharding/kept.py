@@ -13,14 +13,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise import _torch
-from shardwise.sharding.extension import is_extended
+from shardwise.sharding.extension import has_extension
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.unrecorded import unrecorded
 from shardwise.transport.base import Transport
+
+
+def check_can_keep(param: nn.Parameter, fqn: str) -> None:
+    """Check that a parameter that is to be sharded can be kept on fewer ranks.
+
+    Raises:
+        NotImplementedError: it is a ``DTensor`` of tensor parallelism, or a tensor subclass with an
+            all-gather of its own.
+    """
+    if isinstance(param, DTensor):
+        found = f"a DTensor with placements {param.placements}"
+    elif has_extension(param):
+        found = f"a {type(param).__name__} with fsdp_pre_all_gather"
+    else:
+        return
+    raise NotImplementedError(
+        f"{fqn} on rank {dist.get_rank()}: an integer reshard_after_forward is not available for "
+        f"DTensor parameters and for tensor subclasses with fsdp_pre_all_gather, found {found}; "
+        "pass True or False"
+    )
 
 
 class KeptShards:
@@ -32,10 +55,6 @@ class KeptShards:
 
     Attributes:
         mesh: the smaller mesh.
-
-    Raises:
-        NotImplementedError: a parameter is a ``DTensor`` of tensor parallelism, or a tensor
-            subclass with an all-gather of its own.
     """
 
     def __init__(self, params: Sequence[ShardedParam], mesh: DataMesh) -> None:
@@ -43,12 +62,6 @@ class KeptShards:
         self._layouts: dict[ShardedParam, Layout] = {}
         self._shards: dict[ShardedParam, torch.Tensor] = {}
         for param in params:
-            if param.form.origin is not None or is_extended(param):
-                raise NotImplementedError(
-                    f"{param.fqn}: an integer reshard_after_forward is not available for DTensor "
-                    "parameters and for tensor subclasses with fsdp_pre_all_gather; pass True or "
-                    "False"
-                )
             if param.layout.dim is not None:
                 self._layouts[param] = Layout(
                     param.layout.shape, param.layout.dim, mesh.shard.world_size
@@ -61,22 +74,23 @@ class KeptShards:
 
     def keep(self) -> None:
         """Copy this rank's shards out of the full parameters, and put them into the modules."""
-        for param, layout in self._layouts.items():
-            rows = layout.cut(param.full_data, self.mesh.shard.rank)
-            shard = rows.clone(memory_format=torch.contiguous_format)
-            spec = _torch.make_spec(
-                self.mesh.mesh,
-                self.mesh.placements(layout.dim),
-                layout.shape,
-                layout.strides,
-                shard.dtype,
-            )
-            param.register(
-                nn.Parameter(
-                    _torch.wrap_local(shard, spec), requires_grad=param.sharded.requires_grad
+        with unrecorded():
+            for param, layout in self._layouts.items():
+                rows = layout.cut(param.full_data, self.mesh.shard.rank)
+                shard = rows.clone(memory_format=torch.contiguous_format)
+                spec = _torch.make_spec(
+                    self.mesh.mesh,
+                    self.mesh.placements(layout.dim),
+                    layout.shape,
+                    layout.strides,
+                    shard.dtype,
                 )
-            )
-            self._shards[param] = shard.view(-1)
+                param.register(
+                    nn.Parameter(
+                        _torch.wrap_local(shard, spec), requires_grad=param.sharded.requires_grad
+                    )
+                )
+                self._shards[param] = shard.view(-1)
 
     def release(self) -> None:
         """Let the shards go."""

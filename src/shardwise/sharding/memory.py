@@ -44,6 +44,7 @@ class GroupMemory:
         params: the parameters.
         mesh: over which they are sharded.
         precision: in which dtype they are computed with.
+        kept: between forward and backward, on fewer ranks, which gather by a transport of theirs.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class GroupMemory:
         params: Sequence[ShardedParam],
         mesh: DataMesh,
         precision: Precision,
+        kept: KeptShards | None = None,
     ) -> None:
         self._transport = mesh.shard
+        self._kept = kept
         self._works: list[Work] = []
         self._source: KeptShards | None = None
         self._direct: list[ShardedParam] = []
@@ -160,7 +163,8 @@ class GroupMemory:
     def _gather_buffers(
         self, params: Sequence[ShardedParam], mesh: DataMesh, precision: Precision
     ) -> FullBuffers:
-        return self._transport.full_buffers(
+        make = self._transport.full_buffers if self._kept is None else HeapBuffers
+        return make(
             [param.layout.padded_numel for param in params],
             [precision.compute_dtype(param.dtype) for param in params],
             mesh.device,

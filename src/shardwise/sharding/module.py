@@ -172,12 +172,20 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
         _initialise_new = before
 
 
-def become_fsdp_module(module: nn.Module) -> None:
-    """Give ``module`` a class that is both its own and :class:`FSDPModule`."""
-    original = type(module)
+def fsdp_class_of(original: type[nn.Module]) -> type:
+    """The class that is both ``original`` and :class:`FSDPModule`.
+
+    Raises:
+        TypeError: ``original`` refuses to have subclasses.
+    """
     if original not in _CLASSES:
         _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
-    module.__class__ = _CLASSES[original]
+    return _CLASSES[original]
+
+
+def become_fsdp_module(module: nn.Module) -> None:
+    """Give ``module`` a class that is both its own and :class:`FSDPModule`."""
+    module.__class__ = fsdp_class_of(type(module))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -6,7 +6,9 @@ changes nothing.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +19,10 @@ from shardwise import _torch
 
 @dataclass
 class Offload:
-    """Where the shards and sharded gradients of one group live.
+    """Where the shards and sharded gradients of one ``fully_shard`` call live.
+
+    The call's parameters and groups have one in common: the copies that the parameters start are
+    those that the groups wait for.
 
     Attributes:
         enabled: whether they live on the host, away from ``device``.
@@ -28,7 +33,8 @@ class Offload:
     enabled: bool
     pin_memory: bool
     device: torch.device
-    _copied: torch.Event | None = field(default=None, repr=False)
+    # The last copy to the host on each stream; those before it on that stream end before it.
+    _copied: dict[torch.Stream, torch.Event] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, policy: OffloadPolicy, device: torch.device) -> Offload:
@@ -36,6 +42,10 @@ class Offload:
         enabled = isinstance(policy, CPUOffloadPolicy) and device.type != "cpu"
         pin = enabled and isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
         return cls(enabled, pin, device)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Offload:
+        """Copy for copied modules, which have no gradients on their way."""
+        return dataclasses.replace(self, _copied={})
 
     @property
     def home(self) -> torch.device:
@@ -62,11 +72,11 @@ class Offload:
         # the copy.
         host.copy_(grad, non_blocking=overlap)
         if overlap:
-            self._copied = torch.accelerator.current_stream().record_event()
+            stream = torch.accelerator.current_stream()
+            self._copied[stream] = stream.record_event()
         return host
 
     def wait(self) -> None:
         """Block until gradients that are on their way have arrived on the host."""
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
+        while self._copied:
+            self._copied.popitem()[1].synchronize()

@@ -40,7 +40,7 @@ _SEALED = 1_000_000_000
 class ShardedParam:
     """A parameter as one group has it.
 
-    Constructing one puts the sharded form in the place of the original in every owner.
+    Constructing one changes no module; :meth:`install` does.
 
     Attributes:
         form: the sharded form, shared with the groups that the parameter is tied to.
@@ -57,8 +57,11 @@ class ShardedParam:
         # The version of the full parameter after its last gather.
         self._version = 0
         self._is_sealed = False
-        form.add_owners(owners)
         self._seen = self._look()
+
+    def install(self) -> None:
+        """Put the sharded form in the place of the original in every owner."""
+        self.form.add_owners(self.owners)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> ShardedParam:
         """Copy for copied modules, which hold a copy of the sharded form."""

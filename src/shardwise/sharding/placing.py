@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise import _torch
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is to lie.
+
+    Attributes:
+        mesh: over which it is sharded.
+        layout: how what this rank has of the original is cut.
+        spec: mesh, placements and global shape of its sharded form.
+    """
+
+    mesh: DataMesh
+    layout: Layout
+    spec: _torch.DTensorSpec
+
+    @classmethod
+    def of(cls, param: torch.Tensor, fqn: str, mesh: DataMesh, wanted: Shard | None) -> Place:
+        """Decide it, as :func:`dim_to_shard` and :func:`sharded_spec` do; changes nothing."""
+        shape = (_torch.local_of(param) if isinstance(param, DTensor) else param).shape
+        layout = Layout(shape, dim_to_shard(param, mesh, wanted), mesh.shard.world_size)
+        return cls(mesh, layout, sharded_spec(param, fqn, mesh, layout))
 
 
 def dim_to_shard(param: torch.Tensor, mesh: DataMesh, wanted: Shard | None) -> int | None:
@@ -66,7 +90,9 @@ def _lengths(rows: int, ranks: int) -> list[int]:
     return [layout.rows(rank)[1] for rank in range(ranks)]
 
 
-def sharded_spec(param: torch.Tensor, mesh: DataMesh, layout: Layout) -> _torch.DTensorSpec:
+def sharded_spec(
+    param: torch.Tensor, fqn: str, mesh: DataMesh, layout: Layout
+) -> _torch.DTensorSpec:
     """Mesh, placements and global shape of ``param`` once it is sharded over ``mesh``.
 
     Three kinds of parameters come here:
@@ -86,8 +112,9 @@ def sharded_spec(param: torch.Tensor, mesh: DataMesh, layout: Layout) -> _torch.
     if not isinstance(param, DTensor):
         if mesh.whole is not None:
             raise ValueError(
-                "with dp_mesh_dims every parameter has to be a DTensor on the whole mesh, found a "
-                f"plain tensor of shape {tuple(param.shape)}; use distribute_module first"
+                f"{fqn} is a plain tensor of shape {tuple(param.shape)} on rank "
+                f"{dist.get_rank()}; with dp_mesh_dims every parameter has to be a DTensor on the "
+                "whole mesh. Use distribute_module first"
             )
         strides = torch.empty(param.shape, device="meta").stride()
         return _torch.make_spec(mesh.mesh, own, param.shape, strides, param.dtype)
@@ -97,7 +124,7 @@ def sharded_spec(param: torch.Tensor, mesh: DataMesh, layout: Layout) -> _torch.
         joined = _torch.join_meshes([mesh.mesh, origin.mesh])
         placements: tuple[Placement, ...] = (*strided, *origin.placements)
     else:
-        joined, placements = _on_whole_mesh(origin, mesh, layout)
+        joined, placements = _on_whole_mesh(origin, fqn, mesh, layout)
     return _torch.make_spec(joined, placements, param.shape, param.stride(), param.dtype)
 
 
@@ -123,7 +150,7 @@ def _cuts_before(
 
 
 def _on_whole_mesh(
-    origin: _torch.DTensorSpec, mesh: DataMesh, layout: Layout
+    origin: _torch.DTensorSpec, fqn: str, mesh: DataMesh, layout: Layout
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     whole, dims = mesh.whole, mesh.dims
     assert whole is not None
@@ -132,14 +159,17 @@ def _on_whole_mesh(
     assert names is not None
     if origin.mesh != whole:
         raise ValueError(
-            f"with dp_mesh_dims parameters have to lie on the mesh that fully_shard was given, "
-            f"{whole}, found one on {origin.mesh}"
+            f"{fqn} on rank {dist.get_rank()}: with dp_mesh_dims parameters have to lie on the "
+            f"mesh that fully_shard was given, {whole}, found it on {origin.mesh}. Distribute it "
+            "over that mesh first"
         )
     for name in (*dims.shard_names, *dims.replicate_names):
         found = origin.placements[names.index(name)]
         if not isinstance(found, Replicate):
             raise ValueError(
-                f"expected Replicate() on the data parallel dimension {name!r}, found {found}"
+                f"{fqn} on rank {dist.get_rank()}: expected Replicate() on the data parallel "
+                f"dimension {name!r}, found {found}. Redistribute it first, or leave {name!r} out "
+                "of dp_mesh_dims"
             )
     placements = list(origin.placements)
     cut: Placement = Replicate() if layout.dim is None else Shard(layout.dim)

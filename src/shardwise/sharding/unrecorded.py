@@ -1,4 +1,4 @@
-"""Work on parameters' memory that autograd must not see."""
+"""Work on parameters' memory that neither autograd nor ``torch.func`` must see."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
+from shardwise import _torch
+
 
 def unrecorded() -> AbstractContextManager[object]:
-    """A context without gradients, in which no tensor becomes one of inference mode."""
-    if not torch.is_inference_mode_enabled():
-        return torch.no_grad()
+    """A context without gradients or transforms, in which no tensor is one of inference mode."""
     stack = ExitStack()
-    stack.enter_context(torch.inference_mode(False))  # which enables gradients
+    stack.enter_context(_torch.outside_transforms())
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(False))  # which enables gradients
     stack.enter_context(torch.no_grad())
     return stack

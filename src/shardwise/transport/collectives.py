@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +37,27 @@ from shardwise.transport.work import FinishedWork, PendingWork
 
 #: Backends known to implement ``ReduceOp.AVG``; elsewhere the sum is divided afterwards.
 _AVERAGING_BACKENDS = frozenset({"nccl"})
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that is ready to start.
+
+    Attributes:
+        tensor: what it writes to. The function's own arguments do not tell: a tool may have put
+            a ``functools.partial`` in its place, with others before them.
+        start: lacks its ``async_op`` only.
+    """
+
+    tensor: torch.Tensor
+    start: Callable[..., dist.Work]
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., dist.Work], tensor: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Collective:
+        """``function(tensor, *args, **kwargs)``, not yet called."""
+        return cls(tensor, functools.partial(function, tensor, *args, **kwargs))
 
 
 class CollectivesTransport(OwnMemory):
@@ -98,9 +121,7 @@ class CollectivesTransport(OwnMemory):
                         rows[i].copy_(column)
 
         calls = [
-            functools.partial(
-                gather, as_carried(flat), as_carried(flat[self.rank]), group=self.group
-            )
+            Collective.of(gather, as_carried(flat), as_carried(flat[self.rank]), group=self.group)
             for _, flat in flats
         ]
         return self._start(noted, calls, finish)
@@ -114,18 +135,15 @@ class CollectivesTransport(OwnMemory):
     ) -> Work:
         """Reduce with one collective per parcel."""
         scatter = _function("reduce_scatter_single", "reduce_scatter_tensor")
-        calls: list[functools.partial[dist.Work]] = []
+        calls: list[Collective] = []
         sums: list[tuple[Parcel, torch.Tensor]] = []
         for parcel in self._parcels(shards):
             outs = [shards[i] for i in parcel.indices]
             flat = contributions([fulls[i] for i in parcel.indices], outs, self.world_size)
             result = torch.empty_like(flat[0]) if parcel.packed else outs[0]
             sums.append((parcel, result))
-            calls.append(
-                functools.partial(
-                    scatter, as_real(result), as_real(flat), op=self._op(op), group=self.group
-                )
-            )
+            out, all_chunks = as_real(result), as_real(flat)
+            calls.append(Collective.of(scatter, out, all_chunks, op=self._op(op), group=self.group))
         finish = functools.partial(self._deliver, sums, shards, op)
         return self._start(self._log.note("reduce-scatter", shards, label), calls, finish)
 
@@ -138,20 +156,20 @@ class CollectivesTransport(OwnMemory):
             for parcel in self._parcels(tensors)
         ]
         calls = [
-            functools.partial(dist.all_reduce, as_real(summed), op=self._op(op), group=self.group)
+            Collective.of(dist.all_reduce, as_real(summed), op=self._op(op), group=self.group)
             for _, summed in sums
         ]
         finish = functools.partial(self._deliver, sums, tensors, op)
         return self._start(self._log.note("all-reduce", tensors, label), calls, finish)
 
-    def _launch(self, calls: Sequence[functools.partial[dist.Work]]) -> list[Launched]:
-        """Start collectives of one kind; each call lacks its ``async_op`` only."""
-        return [call(async_op=True) for call in calls]
+    def _launch(self, calls: Sequence[Collective]) -> list[Launched]:
+        """Start collectives of one kind."""
+        return [call.start(async_op=True) for call in calls]
 
     def _start(
         self,
         noted: Call,
-        calls: Sequence[functools.partial[dist.Work]],
+        calls: Sequence[Collective],
         finish: Callable[[], None],
     ) -> Work:
         doing = noted.text
@@ -159,7 +177,7 @@ class CollectivesTransport(OwnMemory):
             return FinishedWork()
         with naming_lost_peer(self.group, doing):
             launched = self._launch(calls)
-        on_host = calls[0].args[0].device.type == "cpu"
+        on_host = calls[0].tensor.device.type == "cpu"
 
         def wait_and_finish(calls: object = calls) -> None:  # the calls hold what is read
             if self._waiter is not None and on_host:

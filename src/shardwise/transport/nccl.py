@@ -16,13 +16,13 @@ is handed out again that NCCL still reads.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 from shardwise._torch import launched_together
-from shardwise.transport.collectives import CollectivesTransport
+from shardwise.transport.collectives import Collective, CollectivesTransport
 from shardwise.transport.waiting import Launched
 
 #: Chunks of fewer bytes are packed: below this a copy costs less than one more collective.
@@ -43,14 +43,14 @@ class NcclTransport(CollectivesTransport):
     def __init__(self, group: dist.ProcessGroup, backend: str = "nccl") -> None:
         super().__init__(group, backend, SMALL_BYTES)
 
-    def _launch(self, calls: Sequence[functools.partial[dist.Work]]) -> list[Launched]:
-        by_dtype: dict[object, list[functools.partial[dist.Work]]] = {}
+    def _launch(self, calls: Sequence[Collective]) -> list[Launched]:
+        by_dtype: dict[torch.dtype, list[Collective]] = {}
         for call in calls:
-            by_dtype.setdefault(call.args[0].dtype, []).append(call)
+            by_dtype.setdefault(call.tensor.dtype, []).append(call)
         launched: list[Launched] = []
         for together in by_dtype.values():
             with launched_together(self.group) as work:
                 for call in together:
-                    call(async_op=False)
+                    call.start(async_op=False)
             launched.append(work)
         return launched

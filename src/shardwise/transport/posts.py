@@ -84,6 +84,16 @@ class Posts:
                 self._diverged(call)
             self._check_room(number, peer)
 
+    def wait_until(self, number: int, call: Call) -> None:
+        """Wait until all ranks have posted ``number``, for the sake of ``call``, which follows it.
+
+        Raises:
+            PeerLostError: a peer is gone, or did not come in the time of the process group.
+            RanksDivergedError: a peer has called something else.
+        """
+        for peer in self.peers:
+            self._wait_for(Count.POSTED, peer, number, call.text)
+
     def place(self, number: int, rank: int) -> int:
         """Where in its range ``rank`` has laid out the tensors of post ``number``.
 

@@ -9,11 +9,11 @@ come in turns, most find the piece again that they had before, and nothing has t
 A piece is written to again only when no rank reads it any more, and all ranks have to choose the
 same one. What a rank has freed, its peers learn late, and ranks need not free in the same order
 (one of them may reshard by itself, to save its shards, say). So ranks choose by what all of them
-know: a rank notes before which of its collectives it freed a piece, and all that was freed before a
-gather that is over is free for the next.
+know: a rank notes before which of its collectives it freed a piece, and what all have freed before
+one gather is free for the next. So a gather begins when all ranks have begun the one before.
 
     collective    7          8          9
-    rank 0    ... gather     gather     gather into A: both freed it before 8, which is over
+    rank 0    ... gather     gather     gather into A: both freed it before 8
     rank 1    ... gather     gather     gather into A
               free A         (rank 0 frees B)
 
@@ -34,6 +34,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.transport.arena import Arena, Window, whole_pages
+from shardwise.transport.calls import Call
 from shardwise.transport.departures import Departures
 from shardwise.transport.exchange import lay_out, tensors_in
 from shardwise.transport.pages import PageMap
@@ -72,12 +73,11 @@ class Pool:
 
     Attributes:
         arena: the same.
-        finished: the last gather that is over.
     """
 
     def __init__(self, arena: Arena, departures: Departures, posts: Posts) -> None:
         self.arena = arena
-        self.finished = 0
+        self._last_gather = 0
         self._departures = departures
         self._posts = posts
         self._ranks = len(posts.peers) + 1
@@ -89,10 +89,18 @@ class Pool:
         self._made = 0
         self._freed: list[Piece] = []
 
+    def wait_for_last_gather(self, call: Call) -> None:
+        """Wait until what peers have freed before the last gather is known, for ``call``."""
+        self._posts.wait_until(self._last_gather, call)
+
+    def note_gather(self, number: int) -> None:
+        """Note that a gather into pieces was posted."""
+        self._last_gather = number
+
     def take(self, length: int, last: Piece | None) -> Piece:
         """Take a piece of at least ``length`` that no rank uses; ``last`` if it can be had.
 
-        All ranks take the same one, at the same collective.
+        All ranks take the same one, after :meth:`wait_for_last_gather` of the same collective.
         """
         fitting = [each for each in self._freed if each.length >= length and self._is_free(each)]
         if last is not None and last in fitting:
@@ -114,13 +122,13 @@ class Pool:
             self._freed.append(piece)
 
     def _is_free(self, piece: Piece) -> bool:
-        """Whether all ranks had freed ``piece`` before the last gather that is over.
+        """Whether all ranks had freed ``piece`` before the last gather.
 
         A peer that frees it just now writes a later collective: to all ranks it is in use still.
         """
         first = piece.number * self._ranks
         return all(
-            piece.taken < before <= self.finished
+            piece.taken < before <= self._last_gather
             for before in self._freed_before[first : first + self._ranks]
         )
 
@@ -135,7 +143,7 @@ class SharedBuffers:
     """The full parameters of one group; see :class:`~shardwise.transport.base.FullBuffers`.
 
     Attributes:
-        is_fresh: whether nothing has been gathered since :meth:`allocate`: no rank reads it.
+        is_fresh: whether nothing has been gathered since :meth:`take`: no rank reads it.
     """
 
     def __init__(
@@ -165,17 +173,24 @@ class SharedBuffers:
         return 0 if self._piece is None else self._piece.at
 
     def allocate(self) -> None:
-        """Give every tensor its memory. Does nothing where it has it already."""
-        if self._window is not None and self._piece is None:
-            self._piece = self._pool.take(self._window.length, self._last)
-            if self._piece is not self._last:
-                assert self._written is not None
-                self._written.open_sparse(self._pool.arena.fd, self._piece.at)
-                self._window.open_private(self._pool.arena.fd, self._piece.at)
-                self._window.keeps = self._piece  # whose memory is there as long as views of it
-            else:
-                self._window.allow()
-            self.is_fresh = True
+        """Let the next gather give every tensor its memory. Does nothing where it has it already.
+
+        Which memory, ranks agree on in the gather.
+        """
+
+    def take(self) -> None:
+        """Take memory that no rank reads, unless it is there; then the tensors are there to use."""
+        if self._window is None or self._piece is not None:
+            return
+        self._piece = self._pool.take(self._window.length, self._last)
+        if self._piece is not self._last:
+            assert self._written is not None
+            self._written.open_sparse(self._pool.arena.fd, self._piece.at)
+            self._window.open_private(self._pool.arena.fd, self._piece.at)
+            self._window.keeps = self._piece  # whose memory is there as long as views of it
+        else:
+            self._window.allow()
+        self.is_fresh = True
 
     def free(self) -> None:
         """Give the memory back. Does nothing where it is already given back."""

@@ -80,10 +80,10 @@ class ShmTransport:
         for part, i in zip(laid_out.own, apart, strict=True):
             part[: shards[i].numel()].copy_(shards[i])
         number = self._posts.post(call, laid_out.at, places)
+        self._pool.note_gather(number)
 
         def finish() -> None:
             self._posts.wait(number, call, places)
-            self._pool.finished = max(self._pool.finished, number)
             for rank in range(self.world_size) if apart else ():
                 for i, part in zip(apart, laid_out.of(rank, number), strict=True):
                     as_rows(fulls[i], self.world_size)[rank].copy_(part)
@@ -167,6 +167,9 @@ class ShmTransport:
         """
         shared = [self._shared.get(full.data_ptr()) for full in fulls]
         buffers = {id(each): each for each in shared if each is not None}
+        self._pool.wait_for_last_gather(call)
+        for each in buffers.values():
+            each.take()
         if any(not each.is_fresh for each in buffers.values()):
             # Peers may still read what an earlier gather left there.
             self._posts.wait(self._posts.post(call), call)

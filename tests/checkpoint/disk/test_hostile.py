@@ -180,6 +180,18 @@ def through_a_value(content: Json) -> None:
     content["values"].append({"path": ["extra", "step", "deeper"], "value": 1})
 
 
+def nested(depth: int) -> Any:
+    found: Any = 1
+    for _ in range(depth):
+        found = {"x": [found]} if depth % 2 else [found, {}]
+    return {"x": [[[[[[[[[[[found]]]]]]]]]]]}
+
+
+def colliding() -> Json:
+    """Numbers of which Python makes the same hash."""
+    return {"$items": [[number * (2**61 - 1), 0] for number in range(1, 40)]}
+
+
 def other_digit(text: str) -> str:
     return ("1" if text[0] == "0" else "0") + text[1:]
 
@@ -198,6 +210,31 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "nested too deeply|found|is another",
     ),
     "a list": (text(lambda _: "[1]"), "expected an object"),
+    "a value as deep as JSON is read": (
+        text(lambda t: t.replace('"value": 1', '"value": ' + "[" * 70 + "]" * 70, 1)),
+        "checksum|nested more than 64 deep",
+    ),
+    "a config that is nested deeply": (
+        edited(lambda c: c.update(config={"x": nested(190)})),
+        "nested too deeply: found more than 200",
+    ),
+    "keys of one hash": (
+        edited(lambda c: c["values"].append({"path": ["extra", "x"], "value": colliding()})),
+        "17 keys of one hash",
+    ),
+    "lists that take more memory than the file": (
+        text(lambda t: t.replace("{", '{"x": [' + "[]," * 3_000_000 + "[]],", 1)),
+        "more than 1,048,576 lists",
+    ),
+    "a field that nobody knows": (put("tensros", []), "the field 'tensros'"),
+    "a damaged last line": (
+        text(lambda t: t.replace('"of_all_above": "', '"of_all_above": " ')),
+        "delete that line",
+    ),
+    "a last line of another name": (
+        text(lambda t: t.replace('"of_all_above"', '"of_all_abovf"')),
+        "the field 'of_all_abovf'",
+    ),
     "the same key twice": (
         text(lambda t: t.replace("{", '{"version": 1, "version": 1,', 1)),
         "'version' twice",

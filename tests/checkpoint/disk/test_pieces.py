@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -76,6 +78,69 @@ def test_boxes_fill_a_tensor_or_do_not(
     boxes: list[Box], shape: tuple[int, ...], fills: bool
 ) -> None:
     assert fill(boxes, shape) is fills
+
+
+def test_boxes_may_be_cut_in_any_way() -> None:
+    pinwheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1))]
+    boxes = [Box(offsets, sizes) for offsets, sizes in pinwheel]
+    assert fill([*boxes, Box((1, 1), (1, 1))], (3, 3))
+    assert not fill([*boxes, Box((0, 0), (1, 1))], (3, 3)), "a gap, and an overlap as large"
+
+
+@_QUICK
+@given(shape=shapes, data=st.data())
+def test_boxes_fill_where_each_element_is_in_one(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    boxes = [whole(shape)]
+    for _ in range(data.draw(st.integers(0, 4))):  # cut, and now and then move a part
+        box = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        dim = data.draw(st.integers(0, len(shape) - 1)) if shape else 0
+        if not shape or box.sizes[dim] < 2:
+            boxes.append(box)
+            continue
+        moved = data.draw(st.sampled_from([0, 0, 0, 1]))
+        for first, size in ((0, 1), (1 - moved, box.sizes[dim] - 1)):
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            offsets[dim] += first
+            sizes[dim] = size
+            boxes.append(Box(tuple(offsets), tuple(sizes)))
+    counts = torch.zeros(shape)
+    for box in boxes:
+        _part(counts, box).add_(1)
+    assert fill(boxes, shape) is bool((counts == 1).all())
+
+
+def test_checking_boxes_takes_work_in_proportion_to_them() -> None:
+    def cut(count: int) -> tuple[list[Box], tuple[int, ...]]:
+        """Cuts within cuts, in the last two of many dimensions."""
+        lead = (1,) * 20
+        boxes, left = [], [0, 0]
+        for depth in range(15):
+            dim = depth % 2
+            sizes = [count - left[0], count - left[1]]
+            sizes[dim] = 1
+            boxes.append(Box((0,) * 20 + tuple(left), (*lead, *sizes)))
+            left[dim] += 1
+        rest = count - left[0], count - left[1]
+        boxes += [
+            Box((*(0,) * 20, left[0] + row, left[1]), (*lead, 1, rest[1])) for row in range(rest[0])
+        ]
+        return boxes, (*lead, count, count)
+
+    boxes, shape = cut(400)
+    calls = 0
+
+    def count_calls(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count_calls)
+    try:
+        assert fill(boxes, shape)
+    finally:
+        sys.setprofile(None)
+    assert calls < 5 * len(boxes) * len(shape)
 
 
 def _stored(folder: Path, tensor: torch.Tensor, cut: int, block: int) -> Manifest:

@@ -244,7 +244,7 @@ def test_a_folder_that_tells_the_truth_is_read(saved: Path) -> None:
         ({"relative_path": "/etc/passwd"}, "the name of a file in the folder"),
         ({"relative_path": ".."}, "the name of a file in the folder"),
         ({"relative_path": 7}, "the name of a file in the folder"),
-        ({"relative_path": "missing"}, "missing: cannot be read"),
+        ({"relative_path": "missing"}, "missing: cannot be opened"),
         ({"offset": 10**6}, "bytes in __0_0.distcp"),
         ({"offset": -1}, "offset.*expected an integer from 0"),
         ({"length": 10**12}, "bytes in __0_0.distcp"),
@@ -291,8 +291,8 @@ def test_no_code_is_run_from_metadata_chunks_or_values(saved: Path, tmp_path: Pa
         list(Window().parts(source, ("model", "a")))
 
     metadata = _metadata(length=_length(saved))
-    metadata.state_dict_metadata["v"] = BytesStorageMetadata()
-    metadata.storage_data[MetadataIndex("v")] = _StorageInfo("__0_0.distcp", 0, _length(saved))
+    metadata.state_dict_metadata = {"v": BytesStorageMetadata()}
+    metadata.storage_data = {MetadataIndex("v"): _StorageInfo("__0_0.distcp", 0, _length(saved))}
     _write(saved, metadata)
     with (
         pytest.raises(CheckpointError, match="without running code"),
@@ -340,3 +340,15 @@ def test_a_chunk_cut_short_or_damaged_is_refused(saved: Path) -> None:
                 list(Window().parts(source, ("model", "a")))
         except CheckpointError:
             pass
+
+
+def test_a_chunk_that_many_tensors_claim_is_not_read_for_each(saved: Path) -> None:
+    metadata = _metadata(length=_length(saved))
+    (index,) = metadata.storage_data
+    for number in range(3):
+        metadata.state_dict_metadata[f"b{number}"] = metadata.state_dict_metadata["a"]
+        other = MetadataIndex(f"b{number}", index.offset)
+        metadata.storage_data[other] = metadata.storage_data[index]
+    _write(saved, metadata)
+    with pytest.raises(CheckpointError, match=r"bytes in all.*expected.*that its files have"):
+        DcpSource(saved)

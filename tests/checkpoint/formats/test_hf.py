@@ -255,7 +255,7 @@ def test_a_header_that_lies_is_refused(
         ({"weight_map": {"a": "model.bin"}}, "beside the index"),
         ({"weight_map": {"a": 3}}, "beside the index"),
         ({"weight_map": {"a": "x\u0000.safetensors"}}, "beside the index"),
-        ({"weight_map": {"a": "missing.safetensors"}}, "cannot be read"),
+        ({"weight_map": {"a": "missing.safetensors"}}, "cannot be opened"),
         ({"weight_map": {"b": "one.safetensors"}}, "says that 'b' is in one.safetensors"),
         ({"weight_map": {}}, "found 'nothing'"),
         ({"weight_map": []}, "an object"),

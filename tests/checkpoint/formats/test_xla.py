@@ -211,7 +211,7 @@ def _shape(state: dict[str, Any], **fields: Any) -> None:
         (lambda s: s["model"].update({"layers.0.weight": torch.ones(3, 7)}), "of sizes"),
         (lambda s: s["model"].update({"layers.0.weight": torch.ones(2, 7).half()}), "of sizes"),
         (lambda s: _shape(s, shape=[50, 7]), "a part of"),
-        (lambda s: _shape(s, shape=[2**62, 2**62]), "a part of"),
+        (lambda s: _shape(s, shape=[2**62, 2**62]), "bytes of shape"),
         (lambda s: _shape(s, offsets=[0, 0]), "gaps or overlaps|fill"),
         (lambda s: _shape(s, offsets=[9, 0]), "a part of"),
         (lambda s: _shape(s, offsets=[-1, 0]), "expected an integer from 0"),
@@ -268,3 +268,68 @@ def test_the_brackets_in_a_folders_name_are_no_pattern(files: Path, tmp_path: Pa
     folder = Path(shutil.copytree(files, tmp_path / "run[1]"))
     model, _ = consolidate_sharded_model_checkpoints(f"{folder}/two")
     assert len(model) == 6
+
+
+# ---- loading a rank's own file ----
+
+
+def _saved_alone(folder: Path) -> tuple[str, nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    save_rank_checkpoint(f"{folder}/x", model, optimizer)
+    return f"{folder}/x", model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("model"), "a dict with model and shard_metadata"),
+        (lambda s: s.pop("shard_metadata"), "a dict with model and shard_metadata"),
+        (lambda s: s["shard_metadata"].pop("shard_info"), "has no 'shard_info'"),
+        (lambda s: s["shard_metadata"]["shard_info"].update(weight=1), "an object"),
+        (lambda s: s["shard_metadata"].update(optimizer_info=[]), "an object"),
+        (lambda s: s.update(model=[]), "model: found .list., expected a dict"),
+        (lambda s: s["model"].pop("weight"), "cannot be loaded.*weight"),
+        (lambda s: s["model"].update(weight=torch.ones(7)), "cannot be loaded.*weight"),
+        (lambda s: s["model"].update(weight="text"), "cannot be loaded"),
+        (lambda s: s.pop("optimizer"), "holds no optimizer"),
+        (lambda s: s.update(optimizer=[]), "optimizer: found .list., expected a dict"),
+        (lambda s: s["optimizer"].pop("state"), "optimizer, state: found .NoneType"),
+        (lambda s: s["optimizer"]["state"].update(x={}), "the name of a parameter"),
+        (lambda s: s["optimizer"]["state"].update(weight=1), "expected a dict"),
+        (lambda s: s["optimizer"].pop("param_groups"), "param_groups are missing"),
+        (lambda s: s["optimizer"].update(param_groups=[{"params": [["weight"]]}]), "no list of"),
+        (lambda s: s["optimizer"].update(param_groups=[]), "none of the 0 saved groups"),
+    ],
+)
+def test_a_damaged_file_of_a_rank_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    prefix, model, optimizer = _saved_alone(tmp_path)
+    load_rank_checkpoint(prefix, model, optimizer)
+    path = rank_file(prefix, 0, 1)
+    _change(path, change)
+
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_rank_checkpoint(prefix, model, optimizer)
+    assert path.name in str(caught.value)
+
+
+def test_a_file_of_a_rank_cut_short_is_refused(tmp_path: Path) -> None:
+    prefix, model, _ = _saved_alone(tmp_path)
+    path = rank_file(prefix, 0, 1)
+    data = path.read_bytes()
+    for length in range(0, len(data), 97):
+        path.write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match=path.name):
+            load_rank_checkpoint(prefix, model)
+
+
+def test_two_tensors_of_one_name_are_not_taken_for_one(tmp_path: Path) -> None:
+    prefix, _, _ = _saved_alone(tmp_path)
+    two = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
+    _change(rank_file(prefix, 0, 1), lambda s: s.update(model=two))
+    with pytest.raises(CheckpointError, match=r"holds model\.a\.b twice"):
+        consolidate_sharded_model_checkpoints(prefix)

@@ -7,10 +7,12 @@ are stored row after row. No torch here.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_DEEPEST = 16  # cuts within cuts; a mesh makes as many as the tensor has dimensions
+_PRIME = 2**61 - 1
+_BITS = 61
 
 
 @dataclass(frozen=True)
@@ -105,39 +107,40 @@ def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
 
 
 def fill(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Whether boxes, all inside, fill a tensor without gap or overlap, cut after cut across.
+    """Whether boxes, all inside, fill a tensor without gap or overlap.
 
-    That is how meshes cut tensors. Boxes that fill a tensor like a pinwheel, where no cut goes
-    across, are refused, and so are cuts within cuts within cuts: nobody can make this slow.
+    Each index of each dimension gets a random weight, and a cell the product of its indices'. The
+    weights of all boxes sum to that of the tensor where every cell is in one box. Where one is in
+    none or in two, the sums differ as polynomials of the weights, and so by chance agree for one
+    choice in 2**54: nobody can know the weights before. The work is linear in the boxes, however
+    they were cut.
     """
     if sum(box.numel for box in boxes) != math.prod(shape):
         return False
-    # Of the right volume in sum, they fill the tensor if and only if no two overlap.
-    waiting = [(list(boxes), 0)]
-    while waiting:
-        some, depth = waiting.pop()
-        if len(some) < 2:
-            continue
-        if depth == _DEEPEST:
-            return False
-        for dim in range(len(shape)):
-            slabs = list(_slabs(some, dim))
-            if len(slabs) > 1:
-                waiting += [(slab, depth + 1) for slab in slabs]
-                break
-        else:
-            return False
-    return True
+    total, whole_weight = 0, 1
+    weights = [_Weights() for _ in shape]
+    for weight, size in zip(weights, shape, strict=True):
+        whole_weight = whole_weight * weight.of(0, size) % _PRIME
+    for box in boxes:
+        product = 1
+        for weight, offset, size in zip(weights, box.offsets, box.sizes, strict=True):
+            product = product * weight.of(offset, size) % _PRIME
+        total += product
+    return total % _PRIME == whole_weight
 
 
-def _slabs(boxes: list[Box], dim: int) -> Iterator[list[Box]]:
-    """The same boxes, parted wherever a cut across one dimension meets none of them."""
-    slab: list[Box] = []
-    reach = 0
-    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
-        if slab and box.offsets[dim] >= reach:
-            yield slab
-            slab = []
-        slab.append(box)
-        reach = max(reach, box.offsets[dim] + box.sizes[dim])
-    yield slab
+class _Weights:
+    """Random weights of the indices of one dimension, as sums up to where boxes begin and end."""
+
+    def __init__(self) -> None:
+        self._up_to: dict[int, int] = {}
+
+    def of(self, offset: int, size: int) -> int:
+        """The sum of the weights of ``size`` indices."""
+        return self._sum(offset + size) - self._sum(offset)
+
+    def _sum(self, index: int) -> int:
+        found = self._up_to.get(index)
+        if found is None:
+            found = self._up_to[index] = secrets.randbits(_BITS)
+        return found

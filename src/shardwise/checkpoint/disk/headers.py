@@ -10,12 +10,12 @@ Source: the safetensors format.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.disk.entries import TensorInfo
+from shardwise.checkpoint.disk.reading import read_exactly
 from shardwise.checkpoint.disk.strict import Fields, check_number, parse, refuse
 from shardwise.errors import CheckpointError
 
@@ -38,16 +38,16 @@ def read_fields(handle: int, size: int, file: Path) -> tuple[int, dict[str, Any]
     Raises:
         CheckpointError: the header is truncated, too long, or not one of such a file.
     """
-    prefix = os.pread(handle, 8, 0)
-    if len(prefix) < 8:
-        refuse(str(file), f"{len(prefix)} bytes", "the header of a safetensors file")
+    if size < 8:
+        refuse(str(file), f"{size} bytes", "the header of a safetensors file")
+    prefix = bytearray(8)
+    read_exactly(handle, memoryview(prefix), 0, file)
     length = int.from_bytes(prefix, "little")
     where = f"{file}, header"
     check_number(length, f"{where}, length", least=2, most=min(MAX_HEADER, max(2, size - 8)))
-    text = os.pread(handle, length, 8)
-    if len(text) < length:
-        refuse(where, f"{len(text)} bytes", f"{length}")
-    return 8 + length, Fields(parse(text, where), where).all()
+    text = bytearray(length)
+    read_exactly(handle, memoryview(text), 8, file)
+    return 8 + length, Fields(parse(bytes(text), where), where).all()
 
 
 def make_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:

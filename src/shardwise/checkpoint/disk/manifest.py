@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,6 +32,7 @@ from shardwise.checkpoint.disk.entries import (
     SECTIONS,
     Manifest,
     ModelFacts,
+    PathKey,
     Piece,
     StatePath,
     TensorEntry,
@@ -41,9 +41,10 @@ from shardwise.checkpoint.disk.entries import (
 from shardwise.checkpoint.disk.strict import (
     Fields,
     check_number,
+    check_shape,
     check_text,
-    open_file,
     parse,
+    read_small,
     refuse,
 )
 from shardwise.checkpoint.disk.values import decode, encode
@@ -63,7 +64,14 @@ MAX_BLOCK = 1 << 30
 _DIGITS = 16  # of a checksum
 _FILE = re.compile(r"shard-\d{5,9}-of-\d{5,9}\.safetensors", re.ASCII)
 _CHECKSUMS = re.compile(r"[0-9a-f]*", re.ASCII)
-# The last line of a manifest as it was written; one that a person has edited may go without.
+_LAST = "of_all_above"
+_FIELDS = frozenset(
+    (
+        *("format", "version", "versions", "world_size", "mesh", "strategy", "tied", "config"),
+        *("checksum", "files", "values", "tensors", _LAST),
+    )
+)
+# The last line of a manifest as it was written; who edits one by hand deletes it.
 _OF_ALL_ABOVE = re.compile(rb',\n"of_all_above": "([0-9a-f]{16})"\n}\n\Z')
 
 
@@ -88,21 +96,16 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: there is none, or it is damaged; the message names the entry.
     """
     path = Path(folder) / NAME
-    handle, size = open_file(path)
-    with os.fdopen(handle, "rb") as file:
-        if size > MAX_BYTES:
-            refuse(str(path), f"{size:,} bytes", f"{MAX_BYTES:,} at most")
-        text = file.read(MAX_BYTES + 1)
-    if len(text) > MAX_BYTES:
-        refuse(str(path), "more bytes than it had when it was opened", f"{size:,}")
-    try:
-        manifest = _from_json(parse(text, str(path)), str(path))
-    except RecursionError:
-        raise CheckpointError(f"{path}: is nested too deeply") from None
+    text = read_small(path, MAX_BYTES)
+    fields = parse(text, str(path))
     found = _OF_ALL_ABOVE.search(text)
-    if found is not None and found[1] != _checksum(text[: found.start()]):
-        raise CheckpointError(f"{path}: is damaged: its checksum is not that of what it says")
-    return manifest
+    wrong = found is not None and found[1] != _checksum(text[: found.start()])
+    if wrong or (found is None and isinstance(fields, dict) and _LAST in fields):
+        raise CheckpointError(
+            f"{path}: is damaged: its checksum, {_LAST!r}, is not that of what it says; delete "
+            "that line if the file was edited on purpose"
+        )
+    return _from_json(fields, str(path))
 
 
 def _checksum(text: bytes) -> bytes:
@@ -167,10 +170,13 @@ def _tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
 
 def _from_json(value: Any, where: str) -> Manifest:
     fields = Fields(value, where)
+    unknown = next((name for name in fields.all() if name not in _FIELDS), None)
     if fields.any("format") != FORMAT:
         refuse(f"{where}, 'format'", fields.any("format"), FORMAT)
     if fields.any("version") != VERSION:
         refuse(f"{where}, 'version'", fields.any("version"), f"{VERSION}, which this release reads")
+    if unknown is not None:  # of a damaged name: what it held would be missed silently
+        refuse(where, f"the field {unknown!r}", f"one of {', '.join(sorted(_FIELDS))}")
     checksum = Fields(fields.any("checksum"), f"{where}, 'checksum'")
     if checksum.any("algorithm") != ALGORITHM:
         refuse(f"{checksum.where}, 'algorithm'", checksum.any("algorithm"), ALGORITHM)
@@ -254,7 +260,7 @@ def _tensor(value: Any, where: str, files: Mapping[str, int], block: int) -> Ten
     if dtype not in NAMES:
         refuse(f"{where}, 'dtype'", dtype, f"one of {', '.join(sorted(NAMES))}")
     shape = fields.numbers("shape", MAX_DIMS)
-    check_number(math.prod(shape) * itemsize(dtype), f"{where}, bytes of shape {list(shape)}")
+    check_shape(shape, itemsize(dtype), where)
     entry = TensorEntry(
         path=path,
         shape=shape,
@@ -294,25 +300,40 @@ def _piece(
     return Piece(name, offset, box, checksums)
 
 
+class _Node:
+    """A place that paths lead through, or end at.
+
+    Attributes:
+        kind: of all keys that lead on; ``None`` where a path ends.
+        children: by key.
+    """
+
+    __slots__ = ("children", "kind")
+
+    def __init__(self, kind: type | None) -> None:
+        self.kind = kind
+        self.children: dict[PathKey, _Node] = {}
+
+
 def _check_paths(entries: Iterable[TensorEntry | Value], where: str) -> None:
     """Every path leads to one thing: none is there twice, none goes through another's end."""
-    ends: dict[StatePath, None] = {}
-    names: dict[str, StatePath] = {}
-    inner: dict[StatePath, type] = {}
+    names: set[str] = set()
+    root = _Node(str)
     for entry in entries:
         name = ".".join(map(str, entry.path))
         if name in names:
             refuse(where, f"the name {name} twice", "each once")
-        names[name] = entry.path
-        ends[entry.path] = None
-        for i in range(1, len(entry.path)):
-            kind = type(entry.path[i])
-            if inner.setdefault(entry.path[:i], kind) is not kind:
-                refuse(where, f"both names and positions in {name}", "one kind of key")
-    for path in ends:
-        if path in inner:
-            name = ".".join(map(str, path))
-            raise CheckpointError(f"{where}: {name} is a value, and holds others too")
+        names.add(name)
+        node = root
+        for i, key in enumerate(entry.path, 1):
+            kind = type(entry.path[i]) if i < len(entry.path) else None
+            node = node.children.setdefault(key, _Node(kind))
+            if node.kind is kind:
+                continue
+            if node.kind is None or kind is None:
+                end = ".".join(map(str, entry.path[:i]))
+                raise CheckpointError(f"{where}: {end} is a value, and holds others too")
+            refuse(where, f"both names and positions in {name}", "one kind of key")
 
 
 def _check_files(manifest: Manifest, where: str) -> None:

@@ -11,26 +11,39 @@ import math
 import os
 import stat
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwise.errors import CheckpointError
 
 MAX_INT = 2**62  # larger numbers of bytes or elements exist nowhere, and sums of two still fit
+MAX_DEPTH = 200  # containers within containers; values of ours, which nest 64 deep, need two each
+_FEW = 1 << 20  # lists and objects that any file may hold; more of them take a longer file
+_ALIKE = 16  # keys of a dict that have the same hash; by chance there are no two
+_BYTES_EACH = 8  # of a longer file, for each of its lists and objects
 
 
-def open_file(path: Path) -> tuple[int, int]:
-    """Open a regular file to read, never through a symbolic link; its descriptor and its size.
+class Links(Enum):
+    """What to do where a file is a symbolic link."""
+
+    REFUSE = os.O_NOFOLLOW
+    FOLLOW = 0
+
+
+def open_file(path: Path, links: Links = Links.REFUSE) -> tuple[int, int]:
+    """Open a regular file to read; its descriptor and its size.
 
     Raises:
-        CheckpointError: there is none, or it is a link, a device, a pipe.
+        CheckpointError: there is none, or it is a device, a pipe, or a link that is not followed.
     """
     try:
         # Without O_NONBLOCK, opening a pipe would wait for its other end.
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links.value)
     except OSError as error:
+        no_link = ", no link" if links is Links.REFUSE else ""
         raise CheckpointError(
-            f"{path}: cannot be opened ({error.strerror}); expected a regular file, no link"
+            f"{path}: cannot be opened ({error.strerror}); expected a regular file{no_link}"
         ) from None
     status = os.fstat(handle)
     if not stat.S_ISREG(status.st_mode):
@@ -39,11 +52,31 @@ def open_file(path: Path) -> tuple[int, int]:
     return handle, status.st_size
 
 
+def read_small(path: Path, most: int, links: Links = Links.REFUSE) -> bytes:
+    """All bytes of a regular file that holds no more than ``most``.
+
+    Raises:
+        CheckpointError: it is larger, cannot be read, or is no regular file.
+    """
+    handle, size = open_file(path, links)
+    with os.fdopen(handle, "rb") as file:
+        if size > most:
+            refuse(str(path), f"{size:,} bytes", f"{most:,} at most")
+        try:
+            text = file.read(size + 1)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    if len(text) > size:
+        refuse(str(path), "more bytes than it had when it was opened", f"{size:,}")
+    return text
+
+
 def parse(text: bytes, where: str) -> Any:
     """Parse JSON, and nothing but JSON.
 
     Raises:
-        CheckpointError: it is none, has a key twice in an object, or is nested too deeply.
+        CheckpointError: it is none, has a key twice in an object, is nested too deeply, or would
+            take far more memory than it has bytes.
     """
 
     def constant(name: str) -> NoReturn:
@@ -57,12 +90,68 @@ def parse(text: bytes, where: str) -> Any:
             raise ValueError(f"the key {shorten(twice)} twice in one object")
         return found
 
+    # An empty list is two bytes in the file, and sixty in memory.
+    if text.count(b"[") + text.count(b"{") > _FEW + len(text) // _BYTES_EACH:
+        refuse(where, f"more than {_FEW:,} lists and objects", "fewer, for a file of its size")
     try:
-        return json.loads(text.decode("utf-8"), parse_constant=constant, object_pairs_hook=unique)
+        found = json.loads(text.decode("utf-8"), parse_constant=constant, object_pairs_hook=unique)
     except RecursionError:
         raise CheckpointError(f"{where}: is nested too deeply") from None
     except ValueError as error:
         raise CheckpointError(f"{where}: is no JSON that can be read ({error})") from None
+    check_depth(found, where)
+    return found
+
+
+def check_depth(value: Any, where: str) -> None:
+    """Check that lists and objects from JSON are not nested deeper than code can follow.
+
+    Raises:
+        CheckpointError: they are.
+    """
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for node in level
+            for item in (node.values() if isinstance(node, dict) else node)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    raise CheckpointError(
+        f"{where}: is nested too deeply: found more than {MAX_DEPTH} lists and objects within "
+        "each other"
+    )
+
+
+class Collisions:
+    """Keys of a dict, checked before they go in: those made to have one hash would make it slow.
+
+    Strings cannot be, since Python hashes them in a way that differs from process to process;
+    numbers and tuples can.
+
+    Args:
+        where: the file and the entry, for messages.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._seen: dict[int, int] = {}
+
+    def check(self, key: Any) -> None:
+        """Count a key.
+
+        Raises:
+            CheckpointError: too many have its hash.
+            TypeError: it has none.
+        """
+        if isinstance(key, str):
+            return
+        found = hash(key)
+        times = self._seen[found] = self._seen.get(found, 0) + 1
+        if times > _ALIKE:
+            refuse(self._where, f"{times} keys of one hash", f"{_ALIKE} at most")
 
 
 class Fields:
@@ -143,6 +232,16 @@ def check_number(value: Any, where: str, least: int = 0, most: int = MAX_INT) ->
     return value
 
 
+def check_shape(shape: Sequence[int], itemsize: int, where: str) -> None:
+    """Check that a tensor of this shape can be; without elements, that one like it could.
+
+    Raises:
+        CheckpointError: its bytes, or its strides, are larger than any number that torch has.
+    """
+    nbytes = math.prod(max(1, size) for size in shape) * itemsize
+    check_number(nbytes, f"{where}, bytes of shape {list(shape)}")
+
+
 def check_text(value: str, where: str) -> str:
     """A string that can be shown and encoded.
 
@@ -155,9 +254,11 @@ def check_text(value: str, where: str) -> str:
 
 
 def shorten(value: Any) -> str:
-    """A value for a message, never long."""
-    if isinstance(value, dict | list):
+    """A value for a message, never long; it may hold itself a billion times over."""
+    if isinstance(value, dict | list | tuple | set):
         return f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, str | bytes):
+        value = value[:80]
     text = repr(value) if not isinstance(value, int) or abs(value) < MAX_INT**2 else "a huge number"
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -17,7 +17,7 @@ import math
 from typing import Any
 
 from shardwise.checkpoint.disk.dtypes import NAMES, dtype_name, torch_dtype
-from shardwise.checkpoint.disk.strict import refuse
+from shardwise.checkpoint.disk.strict import Collisions, refuse
 from shardwise.errors import CheckpointError
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -83,31 +83,35 @@ def _is_dtype(value: Any) -> bool:
     return type(value).__module__ == "torch" and type(value).__name__ == "dtype"
 
 
-def decode(value: Any, where: str) -> Any:
+def decode(value: Any, where: str, depth: int = 0) -> Any:
     """The value that JSON stands for.
 
     Raises:
         CheckpointError: nothing that :func:`encode` writes.
     """
+    if depth > _DEEPEST:
+        raise CheckpointError(f"{where}: is nested more than {_DEEPEST} deep")
     match value:
         case list():
-            return [decode(item, where) for item in value]
+            return [decode(item, where, depth + 1) for item in value]
         case dict():
             tag = next((key for key in value if key.startswith("$")), None)
             if tag is None:
-                return {key: decode(item, where) for key, item in value.items()}
+                return {key: decode(item, where, depth + 1) for key, item in value.items()}
             if len(value) != 1:
                 raise CheckpointError(f"{where}: found {tag} beside other keys, expected it alone")
-            return _decode_tagged(tag, value[tag], where)
+            return _decode_tagged(tag, value[tag], where, depth)
         case float() if not math.isfinite(value):
             refuse(where, value, "a finite number, or $float")
     return value
 
 
-def _decode_tagged(tag: str, value: Any, where: str) -> Any:  # noqa: RET503 (refuse raises)
+def _decode_tagged(  # noqa: RET503 (refuse raises)
+    tag: str, value: Any, where: str, depth: int
+) -> Any:
     match tag, value:
         case "$tuple", list():
-            return tuple(decode(item, where) for item in value)
+            return tuple(decode(item, where, depth + 1) for item in value)
         case "$bytes", str():
             try:
                 return base64.b64decode(value, validate=True)
@@ -118,17 +122,19 @@ def _decode_tagged(tag: str, value: Any, where: str) -> Any:  # noqa: RET503 (re
         case "$dtype", str() if value in NAMES:
             return torch_dtype(value)
         case "$items", list():
-            return _decode_items(value, where)
+            return _decode_items(value, where, depth)
     refuse(where, tag, "$tuple, $bytes, $float, $dtype or $items, with what belongs there")
 
 
-def _decode_items(pairs: list[Any], where: str) -> dict[Any, Any]:
+def _decode_items(pairs: list[Any], where: str, depth: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
+    collisions = Collisions(where)
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2:
             refuse(where, pair, "a key and a value")
-        key, value = decode(pair[0], where), decode(pair[1], where)
+        key, value = decode(pair[0], where, depth + 2), decode(pair[1], where, depth + 2)
         try:
+            collisions.check(key)
             if key in found:
                 refuse(where, key, "each key once")
             found[key] = value

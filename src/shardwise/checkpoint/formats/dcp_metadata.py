@@ -1,17 +1,15 @@
 """The ``.metadata`` of ``torch.distributed.checkpoint``: a pickle that is read without trusting it.
 
-The unpickler knows the dozen classes that such metadata consists of, which only hold values, and
-refuses every other name. What they hold is then checked like any stranger's numbers.
+:mod:`.pickles` reads it, which runs nothing and makes no object of a class. Known are the names of
+the dozen classes that such metadata consists of; every other is refused. What they hold is then
+checked like any stranger's numbers.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
-import pickletools
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,26 +29,25 @@ from shardwise import _torch
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.dtypes import dtype_name, torch_dtype
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
-from shardwise.checkpoint.disk.strict import check_number, check_text, refuse
+from shardwise.checkpoint.disk.strict import (
+    Links,
+    check_number,
+    check_shape,
+    check_text,
+    open_file,
+    read_small,
+    refuse,
+)
 from shardwise.checkpoint.formats.extents import check_boxes
+from shardwise.checkpoint.formats.pickles import Maker, PickleError, Record, load, record_maker
 from shardwise.errors import CheckpointError
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"
 _MAX_BYTES = 1 << 28
+_MAX_STEPS = 1 << 24  # of the pickle: a chunk takes about 60
 _MAX_DIMS = 64
-
-# What pickle.dump makes of such metadata, in the protocols that there are. Numbered memory slots
-# (PUT) are missing: a number that lies would make the unpickler take memory for all slots below.
-_OPCODES = frozenset(
-    re.findall(
-        r"\w+",
-        """PROTO FRAME STOP MARK MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD
-        EMPTY_DICT DICT SETITEM SETITEMS EMPTY_LIST LIST APPEND APPENDS EMPTY_TUPLE TUPLE TUPLE1
-        TUPLE2 TUPLE3 NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE
-        BINUNICODE""",
-    )
-)
+_FEW = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -87,19 +84,28 @@ class Item:
     chunks: tuple[Chunk, ...]
 
 
-class _Unpickler(pickle.Unpickler):
-    """Knows what the metadata consists of, and nothing else."""
+_CLASSES = _torch.metadata_classes()
+_PLACE = type(_torch.storage_info("", 0, 0))
 
-    def find_class(self, module: str, name: str) -> Any:
-        """The class that the pickle names, if it is one of the few."""
-        known = _torch.metadata_classes().get((module, name))
-        if known is not None:
-            return known
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
-            return PurePosixPath  # where it was saved: only shown, never opened
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata needs")
+
+def _known(module: str, name: str) -> Any:
+    """What a pickle may name: what the metadata consists of, and nothing else."""
+    if (module, name) == ("torch", "Size"):
+        return Maker(name, _size)
+    if (module, name) in _CLASSES:
+        return record_maker(name, _CLASSES[module, name])
+    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        return getattr(torch, name)
+    if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
+        return record_maker(name, PurePosixPath)  # where it was saved: only shown, never opened
+    return None
+
+
+def _size(args: tuple[Any, ...]) -> torch.Size:
+    (sizes,) = args
+    if not isinstance(sizes, tuple) or not all(type(size) is int for size in sizes):
+        raise TypeError("found a size of other things than numbers")
+    return torch.Size(sizes)
 
 
 def read_metadata(folder: Path) -> list[Item]:
@@ -109,60 +115,87 @@ def read_metadata(folder: Path) -> list[Item]:
         CheckpointError: there is no metadata, it is damaged, or it is no such thing.
     """
     file = folder / METADATA
+    data = read_small(file, _MAX_BYTES, Links.FOLLOW)
     try:
-        with file.open("rb") as opened:
-            data = opened.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
-    if len(data) > _MAX_BYTES:
-        refuse(str(file), f"more than {_MAX_BYTES:,} bytes", "metadata")
-    try:
-        for opcode, _, at in pickletools.genops(data):
-            if opcode.name not in _OPCODES:
-                raise pickle.UnpicklingError(f"{opcode.name} at byte {at}")
-        found = _Unpickler(io.BytesIO(data)).load()
-    except Exception as error:  # unpickling damaged data raises whatever it comes upon
-        reason = " ".join(str(error).split())[:200]
+        found = load(data, _known, _MAX_STEPS)
+    except PickleError as error:
         raise CheckpointError(
             f"{file}: is no metadata of torch.distributed.checkpoint that can be read without "
-            f"running code from it ({reason})"
+            f"running code from it ({error})"
         ) from None
-    try:
-        return _items(found, file)
-    except (AttributeError, TypeError) as error:
-        raise CheckpointError(f"{file}: is damaged ({error})") from None
+    return _items(found, file, len(data))
 
 
-def _items(found: Any, file: Path) -> list[Item]:
-    if not isinstance(found, Metadata):
-        refuse(str(file), type(found).__name__, "Metadata")
-    paths = found.planner_data if isinstance(found.planner_data, dict) else {}
-    stored = found.storage_data
-    if not isinstance(found.state_dict_metadata, dict) or not isinstance(stored, dict):
+def _items(found: Any, file: Path, nbytes: int) -> list[Item]:
+    if not _is_a(found, Metadata):
+        refuse(str(file), _kind(found), "Metadata")
+    entries, stored = found.get("state_dict_metadata"), found.get("storage_data")
+    paths = found.get("planner_data")
+    if not isinstance(entries, dict) or not isinstance(stored, dict):
         refuse(str(file), "other than dicts", "what is stored, and where")
-    places: dict[tuple[str, tuple[int, ...] | None], Any] = {
-        (index.fqn, None if index.offset is None else tuple(index.offset)): info
-        for index, info in stored.items()
-    }
+    _check_shared(entries, nbytes, str(file))
+    places = _places(stored, str(file))
     sizes: dict[str, int] = {}
     items = []
-    for key, entry in found.state_dict_metadata.items():
+    for key, entry in entries.items():
         if not isinstance(key, str):
-            refuse(str(file), key, "a name")
-        where = f"{file}, {check_text(key, str(file))}"
-        path = _path(paths.get(key, (key,)), where)
-        info, boxes = _tensor(entry, where) if not _is_value(entry) else (None, [None])
+            refuse(f"{file}, name", key, "a string")
+        where = f"{file}, {check_text(key, f'{file}, name')}"
+        path = _path(paths.get(key, (key,)) if isinstance(paths, dict) else (key,), where)
+        info, boxes = (None, [None]) if _is_value(entry) else _tensor(entry, where)
         chunks = []
         for box in boxes:
-            # A plain value has no offset; older releases gave it an empty one.
-            place = places.get((key, None if box is None else box.offsets))
+            # A value has no offset; older releases gave it an empty one.
+            place = places.get((key, None if box is None else _text(box.offsets)))
+            if place is None and box is None:
+                place = places.get((key, _text(())))
             chunks.append(_chunk(place, box, where, file.parent, sizes))
         items.append(Item(key, path, info, tuple(chunks)))
+    held, needed = sum(sizes.values()), sum(each.length for item in items for each in item.chunks)
+    if needed > held:
+        refuse(f"{file}, chunks", f"{needed:,} bytes in all", f"the {held:,} that its files have")
     return items
 
 
+def _check_shared(entries: Mapping[Any, Any], nbytes: int, where: str) -> None:
+    """One list of chunks that many tensors share would be checked for each of them."""
+    most = _FEW + nbytes
+    for entry in entries.values():
+        chunks = entry.get("chunks") if isinstance(entry, Record) else None
+        most -= len(chunks) if isinstance(chunks, list) else 0
+        if most < 0:
+            refuse(where, "chunks that tensors share", "fewer chunks than it has bytes")
+
+
+def _places(stored: Mapping[Any, Any], where: str) -> dict[tuple[str, str | None], Any]:
+    """Where chunks lie, by name and offsets."""
+    found = {}
+    for index, place in stored.items():
+        name = index.get("fqn") if _is_a(index, MetadataIndex) else None
+        if not isinstance(name, str):
+            refuse(f"{where}, where chunks lie", _kind(index), "the index of a chunk")
+        offset = index.get("offset")
+        numbers = None if offset is None else _numbers(offset, f"{where}, {name!r}, offsets")
+        found[name, None if numbers is None else _text(numbers)] = place
+    return found
+
+
+def _text(offsets: tuple[int, ...]) -> str:
+    """Offsets as a key; as numbers, thousands could be made to have one hash."""
+    return ",".join(map(str, offsets))
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    return isinstance(value, Record) and value.kind is kind
+
+
+def _kind(value: Any) -> str:
+    kind = value.kind if isinstance(value, Record) else type(value)
+    return getattr(kind, "__name__", "an object")
+
+
 def _is_value(entry: Any) -> bool:
-    return isinstance(entry, BytesStorageMetadata)
+    return _is_a(entry, BytesStorageMetadata)
 
 
 def _path(path: Any, where: str) -> StatePath:
@@ -177,24 +210,38 @@ def _path(path: Any, where: str) -> StatePath:
 
 
 def _tensor(entry: Any, where: str) -> tuple[TensorInfo, list[Box]]:
-    if not isinstance(entry, TensorStorageMetadata):
-        refuse(where, type(entry).__name__, "a tensor or a value")
+    if not _is_a(entry, TensorStorageMetadata):
+        refuse(where, _kind(entry), "a tensor or a value")
     try:
-        dtype = dtype_name(entry.properties.dtype)
+        dtype = dtype_name(_dtype(entry.get("properties"), where))
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from None
-    info = TensorInfo(dtype, _numbers(entry.size, f"{where}, size"))
-    check_number(info.nbytes, f"{where}, bytes of shape {list(info.shape)}")
+    info = TensorInfo(dtype, _numbers(entry.get("size"), f"{where}, size"))
+    check_shape(info.shape, info.itemsize, where)
+    chunks = entry.get("chunks")
+    if not isinstance(chunks, list):
+        refuse(f"{where}, chunks", _kind(chunks), "a list")
     boxes = [
-        Box(_numbers(chunk.offsets, f"{where}, offsets"), _numbers(chunk.sizes, f"{where}, sizes"))
-        for chunk in entry.chunks
-        if isinstance(chunk, ChunkStorageMetadata)
+        Box(
+            _numbers(chunk.get("offsets"), f"{where}, offsets"),
+            _numbers(chunk.get("sizes"), f"{where}, sizes"),
+        )
+        for chunk in chunks
+        if _is_a(chunk, ChunkStorageMetadata)
     ]
     if any(len(box.offsets) != len(box.sizes) for box in boxes):
         refuse(f"{where}, chunks", "offsets and sizes of different length", "as many")
     boxes = [box for box in boxes if box.numel]
     check_boxes(where, info, boxes)
     return info, boxes
+
+
+def _dtype(properties: Any, where: str) -> torch.dtype:
+    state = properties.state if _is_a(properties, TensorProperties) else None
+    found = state[0] if isinstance(state, tuple) and state else properties
+    if not isinstance(found, torch.dtype):
+        refuse(f"{where}, properties", _kind(found), "a dtype")
+    return found
 
 
 def _numbers(values: Any, where: str) -> tuple[int, ...]:
@@ -207,19 +254,19 @@ def _chunk(place: Any, box: Box | None, where: str, folder: Path, sizes: dict[st
     if place is None:
         at = "" if box is None else f" at {list(box.offsets)}"
         raise CheckpointError(f"{where}: the metadata does not say where its chunk{at} lies")
-    name = place.relative_path
+    if not _is_a(place, _PLACE):
+        refuse(f"{where}, where it lies", _kind(place), "a file and a span of bytes")
+    name = place.get("relative_path")
     if not isinstance(name, str) or "/" in name or "\\" in name or name in ("", ".", ".."):
         refuse(f"{where}, file", name, "the name of a file in the folder")
     check_text(name, f"{where}, file")
-    if place.transform_descriptors:
-        refuse(f"{where}, {name}", f"{place.transform_descriptors}", "chunks that are plain")
+    if transforms := place.get("transform_descriptors"):
+        refuse(f"{where}, {name}", transforms, "chunks that are plain")
     if name not in sizes:
-        try:
-            sizes[name] = (folder / name).stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{folder / name}: cannot be read ({error.strerror})") from None
-    offset = check_number(place.offset, f"{where}, offset")
-    length = check_number(place.length, f"{where}, length")
+        handle, sizes[name] = open_file(folder / name, Links.FOLLOW)
+        os.close(handle)
+    offset = check_number(place.get("offset"), f"{where}, offset")
+    length = check_number(place.get("length"), f"{where}, length")
     if offset + length > sizes[name]:
         refuse(f"{where}, bytes in {name}", f"{offset} .. {offset + length}", f"{sizes[name]:,}")
     return Chunk(name, offset, length, box)

@@ -17,6 +17,7 @@ from shardwise.checkpoint.disk.boxes import Box, fill, whole
 from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.reading import Closing, read_exactly
+from shardwise.checkpoint.disk.strict import Links, open_file
 from shardwise.checkpoint.formats.source import MIB
 from shardwise.errors import CheckpointError
 
@@ -98,7 +99,7 @@ class ExtentReader(Closing):
         if file not in self._open:
             if len(self._open) >= _OPEN_FILES:
                 os.close(self._open.pop(next(iter(self._open))))
-            self._open[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            self._open[file], _ = open_file(file, Links.FOLLOW)
         return self._open[file]
 
 

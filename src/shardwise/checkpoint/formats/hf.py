@@ -23,7 +23,7 @@ import torch
 
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
-from shardwise.checkpoint.disk.strict import Fields, parse, refuse
+from shardwise.checkpoint.disk.strict import Fields, Links, parse, read_small, refuse
 from shardwise.checkpoint.formats.extents import ExtentReader, whole_extent
 from shardwise.checkpoint.formats.hfconfig import CONFIG, find_config, tied_copies
 from shardwise.checkpoint.formats.safefile import Place, read_header, write_safetensors
@@ -115,13 +115,7 @@ def _files(where: Path) -> dict[Path, frozenset[str]]:
 
 def _read_index(folder: Path) -> dict[Path, frozenset[str]]:
     index = folder / INDEX
-    try:
-        with index.resolve().open("rb") as file:
-            text = file.read(_MAX_INDEX + 1)
-    except OSError as error:
-        raise CheckpointError(f"{index}: cannot be read ({error.strerror})") from None
-    if len(text) > _MAX_INDEX:
-        refuse(str(index), f"more than {_MAX_INDEX:,} bytes", "an index")
+    text = read_small(index, _MAX_INDEX, Links.FOLLOW)
     files: dict[Path, set[str]] = {}
     for name, file in Fields(parse(text, str(index)), str(index)).object("weight_map").items():
         if not isinstance(file, str) or not file.isprintable() or not _FILE.fullmatch(file):

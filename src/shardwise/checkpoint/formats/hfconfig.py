@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
-from shardwise.checkpoint.disk.strict import parse
+from shardwise.checkpoint.disk.strict import Links, parse, read_small
 from shardwise.checkpoint.formats.source import Source, Window
 from shardwise.errors import CheckpointError
 
@@ -38,9 +38,9 @@ def find_config(source: Source) -> tuple[bytes, Mapping[str, Any]] | None:
         folders.append(run.parent if run.name == "checkpoints" else run)
     for each in folders:
         file = each / CONFIG
-        if file.is_file() and file.stat().st_size <= _MOST:
-            text = file.read_bytes()
+        if file.exists():
             try:
+                text = read_small(file, _MOST, Links.FOLLOW)
                 said = parse(text, str(file))
             except CheckpointError:
                 continue

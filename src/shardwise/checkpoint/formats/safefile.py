@@ -14,8 +14,14 @@ from typing import Any, BinaryIO
 from shardwise.checkpoint.disk.dtypes import NAMES
 from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.disk.headers import make_header, read_fields
-from shardwise.checkpoint.disk.strict import Fields, check_number, check_text, refuse
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.disk.strict import (
+    Fields,
+    Links,
+    check_shape,
+    check_text,
+    open_file,
+    refuse,
+)
 
 Chunks = Callable[[str], Iterator[memoryview]]
 _MAX_DIMS = 64
@@ -44,12 +50,11 @@ def read_header(file: Path) -> dict[str, Place]:
     Raises:
         CheckpointError: it is no safetensors file, or its header tells lies.
     """
+    handle, size = open_file(file, Links.FOLLOW)
     try:
-        with file.resolve().open("rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            data, fields = read_fields(opened.fileno(), size, file)
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
+        data, fields = read_fields(handle, size, file)
+    finally:
+        os.close(handle)
     places = {
         name: _place(name, entry, f"{file}, {name!r}", data)
         for name, entry in fields.items()
@@ -66,7 +71,7 @@ def _place(name: str, entry: Any, where: str, data: int) -> Place:
     if dtype not in NAMES:
         refuse(f"{where}, 'dtype'", dtype, f"one of {', '.join(sorted(NAMES))}")
     info = TensorInfo(dtype, fields.numbers("shape", _MAX_DIMS))
-    check_number(info.nbytes, f"{where}, bytes of shape {list(info.shape)}")
+    check_shape(info.shape, info.itemsize, where)
     offsets = fields.numbers("data_offsets", 2)
     if len(offsets) != 2 or offsets[1] - offsets[0] != info.nbytes:
         refuse(f"{where}, 'data_offsets'", list(offsets), f"two, {info.nbytes} bytes apart")

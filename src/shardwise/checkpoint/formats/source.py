@@ -191,9 +191,12 @@ def model_tensors(source: Source) -> dict[str, StatePath]:
     """The tensors of the model in a source: name in the model -> path.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: there are none, or two of one name.
     """
-    found = {dotted(path[1:]): path for path in source.tensors if path[0] == "model"}
+    found: dict[str, StatePath] = {}
+    for path in source.tensors:
+        if path[0] == "model" and found.setdefault(dotted(path[1:]), path) != path:
+            raise CheckpointError(f"{source.where}: holds {dotted(path)} twice, expected it once")
     if not found:
         raise CheckpointError(f"{source.where}: holds no model, only {_sections(source)}")
     return found

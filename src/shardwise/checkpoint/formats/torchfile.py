@@ -1,16 +1,15 @@
 """Files of ``torch.save``: where their tensors lie, and writing tensors that do not fit in memory.
 
 Such a file is a zip archive: a pickle that says what there is, and one record, never compressed,
-for each memory that tensors are views of. Reading takes torch's own reader of weights, which runs
-no code from the file, and lets it make tensors without memory. Writing lets torch lay out the file
-with holes where the memory belongs, and fills the holes.
+for each memory that tensors are views of. :mod:`.archive` and :mod:`.pickles` read them; what
+torch's functions in the pickle would do is told here. Writing lets torch lay out the file with
+holes where the memory belongs, and fills the holes.
 """
 
 from __future__ import annotations
 
 import errno
-import io
-import logging
+import mmap
 import os
 import struct
 import sys
@@ -19,21 +18,37 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardwise import _torch
 from shardwise.checkpoint.disk.dtypes import dtype_name, torch_dtype
 from shardwise.checkpoint.disk.entries import TensorInfo
+from shardwise.checkpoint.disk.strict import (
+    Collisions,
+    Links,
+    check_number,
+    check_shape,
+    open_file,
+    refuse,
+)
+from shardwise.checkpoint.formats.archive import Archive, Record
+from shardwise.checkpoint.formats.pickles import Maker, PickleError, load, record_maker
 from shardwise.errors import CheckpointError
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of what follows it
 _CENTRAL = struct.Struct("<28xHHH12x")  # lengths of the name, what follows, and a comment
 _CENTRAL_CRC = 16
 _DESCRIPTOR = b"PK\x07\x08"
-_MOST_PICKLE = 2**28
+_PICKLE = "data.pkl"
+_MOST_PICKLE = 1 << 26  # bytes; of a tensor it has about 150
+_MOST_STEPS = 1 << 23  # of a tensor it takes about 40
+_MAX_DIMS = 64
+_FREE, _TIMES = (
+    1 << 24,
+    64,
+)  # bytes of tensors that share elements: so many, and so often the file's
 
 
 @dataclass(frozen=True)
@@ -79,148 +94,327 @@ def read_tree(path: Path, start: int = 0, length: int | None = None) -> Any:
     Raises:
         CheckpointError: it is none, is damaged, or holds more than weights and plain values.
     """
+    handle, size = open_file(path, Links.FOLLOW)
     try:
-        size = path.stat().st_size
         length = size - start if length is None else length
         if start < 0 or length < 0 or start + length > size:
             raise CheckpointError(
                 f"{path}: is {size} bytes long, expected {start + length} or more"
             )
-        with path.open("rb") as file:
-            part = _Part(file, start, length)
-            records = _records(part, path)
-            part.seek(0)
-            loaded = _load_without_memory(part)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except Exception as error:  # torch's reader and zipfile have a dozen kinds of their own
-        reason = " ".join(str(error).split())[:160]
+        archive = Archive(handle, start, length, path)
+        _check_byte_order(archive, path)
+        data = archive.read(_PICKLE, _MOST_PICKLE)
+    finally:
+        os.close(handle)
+    names = _Names(archive.records, start, str(path))
+    try:
+        tree = load(data, names.find, _MOST_STEPS, names.storage)
+    except PickleError as error:
         raise CheckpointError(
             f"{path}: is no file of torch.save that can be read without running code from it "
-            f"({type(error).__name__}: {reason})"
+            f"({error})"
         ) from None
-    return _describe(loaded, records, start, str(path))
+    needed = sum(stored.info.nbytes for stored in stored_tensors(tree))
+    if needed > _FREE + _TIMES * length:  # elements that are there once, and read a million times
+        refuse(f"{path}, tensors", f"{needed:,} bytes in all", f"about the {length:,} of the file")
+    return tree
 
 
-class _Part(io.RawIOBase):
-    """A part of a file, as if it were the whole."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length = file, start, length
-        self._at = 0
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def tell(self) -> int:
-        """The place, counted from where the part begins."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a place in the part."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, into: Any) -> int:
-        """Read what fits."""
-        view = memoryview(into).cast("B")
-        self._file.seek(self._start + self._at)
-        data = self._file.read(max(0, min(len(view), self._length - self._at)))
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+def stored_tensors(tree: Any) -> Iterator[StoredTensor]:
+    """The tensors in what :func:`read_tree` returns; one of several names comes several times."""
+    if isinstance(tree, dict):
+        for item in tree.values():
+            yield from stored_tensors(item)
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from stored_tensors(item)
+    elif isinstance(tree, StoredTensor | StoredShard):
+        yield tree.local if isinstance(tree, StoredShard) else tree
 
 
-def _records(part: io.RawIOBase, path: Path) -> dict[int, int]:
-    """First byte -> length of every record that tensors may lie in."""
-    found = {}
-    end = part.seek(0, os.SEEK_END)
-    with zipfile.ZipFile(part) as archive:
-        for item in archive.infolist():
-            if item.compress_type != zipfile.ZIP_STORED or item.file_size != item.compress_size:
-                raise CheckpointError(f"{path}: {item.filename!r} is compressed, expected it plain")
-            part.seek(item.header_offset)
-            name, extra = _LOCAL_HEADER.unpack(_exactly(part, _LOCAL_HEADER.size))
-            first = item.header_offset + _LOCAL_HEADER.size + name + extra
-            if first + item.file_size > end:
-                raise CheckpointError(
-                    f"{path}: {item.filename!r} ends at byte {first + item.file_size} of {end}"
-                )
-            if item.filename.endswith("data.pkl") and item.file_size > _MOST_PICKLE:
-                raise CheckpointError(f"{path}: its pickle has {item.file_size} bytes")
-            if item.filename.endswith("/byteorder"):
-                part.seek(first)
-                order = _exactly(part, min(item.file_size, 16)).decode("ascii", "replace")
-                if order != sys.byteorder:
-                    raise CheckpointError(
-                        f"{path}: found {order} endian numbers, expected {sys.byteorder}"
-                    )
-            found[first] = item.file_size
-    return found
+def map_tensors(tree: Any, path: Path) -> Any:
+    """What :func:`read_tree` returned, with tensors in place of what was told of them.
 
+    They lie in the file until they are looked at; writing to them does not change it.
 
-def _exactly(part: io.RawIOBase, count: int) -> bytes:
-    data = part.read(count)
-    if data is None or len(data) < count:
-        raise CheckpointError("the archive is cut short")
-    return data
-
-
-def _load_without_memory(file: io.RawIOBase) -> Any:
-    # A mesh in the file finds no process group here, and needs none.
-    logger = logging.getLogger("torch.distributed.device_mesh")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    handle, size = open_file(path, Links.FOLLOW)
     try:
-        return torch.load(file, map_location="meta", weights_only=True)  # type: ignore[arg-type]
+        memory = mmap.mmap(handle, size, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
     finally:
-        logger.setLevel(level)
+        os.close(handle)
+
+    def mapped(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: mapped(item) for key, item in node.items()}
+        if isinstance(node, list | tuple):
+            return type(node)(map(mapped, node))
+        if isinstance(node, StoredShard):
+            return mapped(node.local)
+        if not isinstance(node, StoredTensor):
+            return node
+        info, dtype = node.info, torch_dtype(node.info.dtype)
+        if not info.numel:
+            return torch.empty(info.shape, dtype=dtype)
+        count = (node.end - node.start) // info.itemsize
+        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=node.start)
+        return flat.as_strided(info.shape, node.strides)
+
+    return mapped(tree)
 
 
-def _describe(value: Any, records: Mapping[int, int], start: int, where: str) -> Any:
-    """The same, with what is known of every tensor in its place."""
-    if isinstance(value, dict):
-        return {
-            key: _describe(item, records, start, f"{where}: {key}") for key, item in value.items()
+def _check_byte_order(archive: Archive, path: Path) -> None:
+    if "byteorder" not in archive.records:  # older releases did not write it
+        return
+    order = archive.read("byteorder", most=16).decode("ascii", "replace")
+    if order != sys.byteorder:
+        raise CheckpointError(f"{path}: found {order!r} endian numbers, expected {sys.byteorder}")
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """The memory that tensors are views of.
+
+    Attributes:
+        dtype: of its elements; ``None`` where it is of bytes.
+        first: the byte of the file at which it begins.
+        nbytes: its bytes.
+    """
+
+    dtype: torch.dtype | None
+    first: int
+    nbytes: int
+
+
+class _Names:
+    """What the names in a pickle of ``torch.save`` stand for.
+
+    Args:
+        records: of the archive.
+        start: the byte of the file at which the archive begins.
+        where: the file, for messages.
+    """
+
+    def __init__(self, records: Mapping[str, Record], start: int, where: str) -> None:
+        self._records, self._start, self._where = records, start, where
+        own: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
+            ("_rebuild_tensor", _UTILS): lambda args: self._tensor(*args),
+            ("_rebuild_tensor_v2", _UTILS): lambda args: self._tensor(*args[:4]),
+            ("_rebuild_tensor_v3", _UTILS): self._tensor_v3,
+            ("_rebuild_parameter", _UTILS): lambda args: _is_tensor(args[0]),
+            ("_rebuild_parameter_with_state", _UTILS): lambda args: _is_tensor(args[0]),
+            ("_rebuild_wrapper_subclass", _UTILS): _Shard,
+            ("_rebuild_from_type_v2", "torch._tensor"): self._from_type,
         }
-    if isinstance(value, list | tuple):
-        items = [_describe(item, records, start, where) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, DTensor):
-        local = _stored(_torch.local_of(value), records, start, where)
-        return StoredShard(tuple(value.shape), local)
-    if isinstance(value, torch.Tensor):
-        return _stored(value, records, start, where)
+        self._own = {key: Maker(key[0], make) for key, make in own.items()}
+
+    def find(self, module: str, name: str) -> Any:
+        """A :class:`.Maker`, or a plain value; ``None`` if the name is none of them."""
+        module = {"__builtin__": "builtins"}.get(module, module)
+        found = self._own.get((name, module)) or _PLAIN.get((name, module))
+        if found is not None:
+            return found
+        if module == "torch":
+            value = getattr(torch, name, None)
+            if isinstance(value, torch.dtype):
+                return value
+        if module.startswith("torch.distributed."):  # how a DTensor was cut, and on which mesh
+            return record_maker(f"{module}.{name}", f"{module}.{name}")
+        return None
+
+    def storage(self, said: Any) -> _Storage:
+        """The memory that a pickle means."""
+        if not isinstance(said, tuple) or len(said) != 5 or said[0] != "storage":
+            raise PickleError("it says that something but the memory of a tensor is outside of it")
+        _, kind, key, _, numel = said
+        if not isinstance(kind, Maker) or kind.name not in _STORAGES or not isinstance(key, str):
+            raise PickleError("it has tensors of unknown memory")
+        dtype = _STORAGES[kind.name]
+        record = self._records.get(f"data/{key}")
+        held = 0 if record is None else record.length
+        needed = check_number(numel, f"{self._where}: elements of a tensor") * (
+            1 if dtype is None else dtype.itemsize
+        )
+        if record is None or needed > held:
+            raise CheckpointError(
+                f"{self._where}: needs {needed} bytes, found {held} in the archive"
+            )
+        return _Storage(dtype, self._start + record.first, needed)
+
+    def _from_type(self, args: tuple[Any, ...]) -> Any:
+        """A tensor with attributes, or of a subclass, of which only ``DTensor`` is known."""
+        make, kind, inner, state = args
+        if not isinstance(make, Maker) or not isinstance(inner, tuple):
+            raise PickleError("it makes a tensor by something that is no function")
+        made = make.make(inner)
+        if not isinstance(made, _Shard):
+            return _is_tensor(made)
+        attributes: dict[str, Any] = {}
+        for each in state if isinstance(state, tuple) else (state,):
+            attributes |= each if isinstance(each, dict) else {}
+        local = attributes.get("_local_tensor")
+        if not isinstance(local, StoredTensor) or kind is not made.kind:
+            raise PickleError("it has a subclass of Tensor that is not known")
+        return StoredShard(_shape(made.shape, self._where), local)
+
+    def _tensor_v3(self, args: tuple[Any, ...]) -> StoredTensor:
+        storage, offset, shape, strides, _, _, dtype = args[:7]
+        return self._tensor(storage, offset, shape, strides, dtype)
+
+    def _tensor(
+        self,
+        storage: Any,
+        offset: Any,
+        shape: Any,
+        strides: Any,
+        dtype: torch.dtype | None = None,
+    ) -> StoredTensor:
+        where = self._where
+        if not isinstance(storage, _Storage):
+            raise PickleError("it has a tensor without memory")
+        dtype = storage.dtype if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype):
+            raise PickleError("it has a tensor without a dtype")
+        try:
+            info = TensorInfo(dtype_name(dtype), _shape(shape, where))
+        except ValueError as error:
+            raise CheckpointError(f"{where}: {error}") from None
+        check_shape(info.shape, info.itemsize, where)
+        first = check_number(offset, f"{where}: offset of a tensor")
+        steps = _shape(strides, where)
+        if len(steps) != len(info.shape):
+            refuse(where, f"{len(steps)} strides", f"{len(info.shape)}")
+        reach = sum((n - 1) * step for n, step in zip(info.shape, steps, strict=True)) + 1
+        end = (first + reach) * info.itemsize if info.numel else 0
+        if end > storage.nbytes:
+            raise CheckpointError(
+                f"{where}: needs {end} bytes, found {storage.nbytes} in the archive"
+            )
+        begin = storage.first + (first * info.itemsize if info.numel else 0)
+        return StoredTensor(info, begin, storage.first + end, steps)
+
+
+class _Shard:
+    """A tensor of a subclass, before its parts are known: which, and of what shape."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.kind, _, self.shape = args[:3]
+        if not isinstance(self.kind, Maker) or not self.kind.name.endswith(".DTensor"):
+            raise PickleError("it has a subclass of Tensor that is not known")
+
+
+def _is_tensor(value: Any) -> StoredTensor | StoredShard:
+    if not isinstance(value, StoredTensor | StoredShard):
+        raise PickleError("it has a parameter that is no tensor")
     return value
 
 
-def _stored(
-    tensor: torch.Tensor, records: Mapping[int, int], start: int, where: str
-) -> StoredTensor:
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise CheckpointError(f"{where}: found a {tensor.layout} tensor, expected a dense one")
-    try:
-        info = TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
-    at = _torch.offset_in_file(tensor.untyped_storage())
-    first = int(tensor.storage_offset())
-    strides = tuple(map(int, tensor.stride()))
-    reach = sum((n - 1) * step for n, step in zip(info.shape, strides, strict=True)) + 1
-    end = (first + reach) * info.itemsize if info.numel else 0
-    held = 0 if at is None else records.get(at, 0)
-    if at is None or end > held:
-        raise CheckpointError(f"{where}: needs {end} bytes, found {held} in the archive")
-    begin = start + at + first * info.itemsize
-    return StoredTensor(info, begin, start + at + end, strides)
+def _shape(values: Any, where: str) -> tuple[int, ...]:
+    if not isinstance(values, tuple) or len(values) > _MAX_DIMS:
+        refuse(where, values, f"a shape of {_MAX_DIMS} dimensions at most")
+    return tuple(check_number(value, f"{where}: shape or strides") for value in values)
+
+
+def _size(args: tuple[Any, ...]) -> tuple[int, ...]:
+    (sizes,) = args
+    return tuple(int(size) for size in sizes)
+
+
+def _encoded(args: tuple[Any, ...]) -> bytes:
+    text, encoding = args
+    if encoding != "latin1":
+        raise ValueError("another encoding")
+    return cast(str, text).encode("latin-1")
+
+
+def _bytes(args: tuple[Any, ...]) -> bytes:
+    """Bytes of bytes alone: of a number Python would make as many as it says."""
+    (found,) = args or (b"",)
+    if not isinstance(found, bytes):
+        raise TypeError("no bytes")
+    return found
+
+
+def _set(args: tuple[Any, ...]) -> set[Any]:
+    (items,) = args
+    if not all(isinstance(item, str | int | float | bytes | bool | None) for item in items):
+        raise TypeError("items that are no plain values")
+    collisions = Collisions("a set in it")
+    for item in items:
+        collisions.check(item)
+    return set(items)
+
+
+def _complex(args: tuple[Any, ...]) -> complex:
+    real, imaginary = args
+    return complex(float(real), float(imaginary))
+
+
+def _device(args: tuple[Any, ...]) -> torch.device:
+    return torch.device(*args)
+
+
+def _layout(args: tuple[Any, ...]) -> torch.layout:
+    (name,) = args
+    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
+    if not isinstance(found, torch.layout):
+        raise TypeError("no layout")
+    return found
+
+
+def _dict(args: tuple[Any, ...]) -> dict[Any, Any]:
+    """An empty dict, which items follow; or, of a ``Counter``, one that is there."""
+    (found,) = args or ({},)
+    if type(found) is not dict:
+        raise TypeError("no dict")
+    return found
+
+
+_UTILS = "torch._utils"
+_STORAGES: Mapping[str, torch.dtype | None] = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": None,
+}
+
+
+def _no_object(args: tuple[Any, ...]) -> Any:
+    raise TypeError(f"found {len(args)} arguments, expected it by itself")
+
+
+_PLAIN: Mapping[tuple[str, str], Maker] = {
+    key: Maker(key[0], make)
+    for key, make in {
+        ("OrderedDict", "collections"): _dict,
+        ("Counter", "collections"): _dict,
+        ("Size", "torch"): _size,
+        ("device", "torch"): _device,
+        ("encode", "_codecs"): _encoded,
+        ("bytes", "builtins"): _bytes,
+        ("bytearray", "builtins"): lambda args: bytearray(_bytes(args)),
+        ("set", "builtins"): _set,
+        ("complex", "builtins"): _complex,
+        ("_get_layout", "torch.serialization"): _layout,
+        ("Tensor", "torch"): _no_object,
+        ("Parameter", "torch.nn.parameter"): _no_object,
+        ("UntypedStorage", "torch.storage"): _no_object,
+        **{(name, "torch"): _no_object for name in _STORAGES},
+    }.items()
+}
 
 
 @dataclass(frozen=True)

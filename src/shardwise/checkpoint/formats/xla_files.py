@@ -11,7 +11,7 @@ import torch
 
 from shardwise.checkpoint.disk.boxes import Box, whole
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
-from shardwise.checkpoint.disk.strict import Fields, refuse
+from shardwise.checkpoint.disk.strict import Fields, check_shape, check_text, refuse, shorten
 from shardwise.checkpoint.formats.extents import Extent, ExtentReader, check_extents
 from shardwise.checkpoint.formats.source import Opened, Window, dotted
 from shardwise.checkpoint.formats.torchfile import Hole, StoredShard, StoredTensor, read_tree
@@ -23,7 +23,7 @@ _MAX_RANKS = 10**6
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """Where a rank's part of a tensor lies in the whole.
 
     Attributes:
@@ -36,7 +36,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _RankFile:
+class RankFile:
     """The file of one rank.
 
     Attributes:
@@ -46,14 +46,16 @@ class _RankFile:
         tree: what is in it.
         parts: by the name of a parameter, what the rank has of it.
         optimizer_parts: the same for the optimizer's state, by the keys that lead to it.
+        alike: what the rank has of all parameters of a shape, and of sizes, where that is the same.
     """
 
     path: Path
     rank: int
     world_size: int
     tree: Mapping[str, Any]
-    parts: Mapping[str, _Part]
-    optimizer_parts: Mapping[str, _Part]
+    parts: Mapping[str, Part]
+    optimizer_parts: Mapping[str, Part]
+    alike: Mapping[str, Part | None]
 
 
 class RankFiles(Opened):
@@ -70,9 +72,9 @@ class RankFiles(Opened):
     def __init__(self, files: Sequence[Path]) -> None:
         self.where = files[0]
         self._reader = ExtentReader()
-        self._ranks = _in_order([_read(file) for file in files])
+        self._ranks = _in_order([read_rank_file(file) for file in files])
         self._extents: dict[StatePath, list[Extent]] = {}
-        self._holes: dict[tuple[Any, ...], Hole] = {}
+        self._holes: dict[str, Hole] = {}
         self.tensors: dict[StatePath, TensorInfo] = {}
         self.values: dict[StatePath, Any] = {}
         self.by_name: dict[str, StatePath] = {}
@@ -112,6 +114,9 @@ class RankFiles(Opened):
                     raise CheckpointError(
                         f"{rank.path}: {dotted(path)} has other keys than in {self._ranks[0].path}"
                     )
+            for key in first:
+                if isinstance(key, str):
+                    check_text(key, f"{self.where}, {dotted(path)}")
             return {key: self._merge((*path, key), [e[key] for e in found]) for key in first}
         if isinstance(first, list | tuple):
             if not all(isinstance(each, type(first)) and len(each) == len(first) for each in found):
@@ -136,32 +141,33 @@ class RankFiles(Opened):
         locals_ = [each.local if isinstance(each, StoredShard) else each for each in found]
         if parts[0] is None:  # every rank has the whole of it
             del locals_[1:]
-            parts = [_Part(locals_[0].info.shape, whole(locals_[0].info.shape))]
-        key = tuple(
-            (each.start, each.info, part) for each, part in zip(locals_, parts, strict=True)
-        )
+            parts = [Part(locals_[0].info.shape, whole(locals_[0].info.shape))]
+        # A string, since thousands of numbers could be made to have one hash.
+        key = str([(each.start, each.info, p) for each, p in zip(locals_, parts, strict=True)])
         if key in self._holes and locals_[0].info.numel:
             return self._holes[key]
         assert parts[0] is not None
         info = TensorInfo(locals_[0].info.dtype, parts[0].shape)
-        extents: dict[Box, Extent] = {}
+        extents: dict[str, Extent] = {}
         for rank, part, local in zip(self._ranks, parts, locals_, strict=False):
             where = f"{rank.path}, {name}"
             if part is None or part.shape != info.shape:
                 refuse(where, part, f"a part of {list(info.shape)}, as on other ranks")
             if local.info != TensorInfo(info.dtype, part.box.sizes):
                 refuse(where, local.info, f"{info.dtype} of sizes {list(part.box.sizes)}")
-            extents.setdefault(part.box, Extent(part.box, rank.path, local.start, local.strides))
+            extent = Extent(part.box, rank.path, local.start, local.strides)
+            extents.setdefault(str(part.box), extent)
         filled = [extent for extent in extents.values() if extent.box.numel]
         check_extents(f"{self._ranks[0].path}, {name}", info, filled)
         self.tensors[path] = info
-        self.by_name[name] = path
+        if self.by_name.setdefault(name, path) != path:
+            raise CheckpointError(f"{self.where}: holds {name} twice, expected it once")
         self._extents[path] = filled
         self._holes[key] = Hole(name, info)
         return self._holes[key]
 
 
-def _part(rank: _RankFile, path: StatePath, found: StoredTensor | StoredShard) -> _Part | None:
+def _part(rank: RankFile, path: StatePath, found: StoredTensor | StoredShard) -> Part | None:
     """What a rank has of a tensor; ``None`` if that is the whole."""
     name = dotted(path[1:])
     if path[0] == "model":
@@ -178,8 +184,8 @@ def _part(rank: _RankFile, path: StatePath, found: StoredTensor | StoredShard) -
 
 
 def _like_parameter(
-    rank: _RankFile, path: StatePath, found: StoredTensor | StoredShard
-) -> _Part | None:
+    rank: RankFile, path: StatePath, found: StoredTensor | StoredShard
+) -> Part | None:
     """The part that state of the optimizer is, where its parameter has the same shape.
 
     State is found by the parameter's name. Where there are numbers instead, as an optimizer's own
@@ -191,15 +197,28 @@ def _like_parameter(
         return own
     if not isinstance(found, StoredShard):
         return None
-    alike = {
-        part
-        for part in rank.parts.values()
-        if part.shape == found.shape and part.box.sizes == local.info.shape
-    }
-    return alike.pop() if len(alike) == 1 else None
+    return rank.alike.get(_cut(found.shape, local.info.shape))
 
 
-def _read(path: Path) -> _RankFile:
+def _cut(shape: Sequence[int], sizes: Sequence[int]) -> str:
+    return f"{shape} {sizes}"
+
+
+def _alike(parts: Mapping[str, Part]) -> dict[str, Part | None]:
+    """The part that all tensors of a shape and sizes are; ``None`` where they differ."""
+    found: dict[str, Part | None] = {}
+    for part in parts.values():
+        cut = _cut(part.shape, part.box.sizes)
+        found[cut] = part if found.setdefault(cut, part) == part else None
+    return found
+
+
+def read_rank_file(path: Path) -> RankFile:
+    """What the file of one rank says, with a :class:`.StoredTensor` for every tensor.
+
+    Raises:
+        CheckpointError: it is damaged, of another kind, or there is code in it.
+    """
     tree = read_tree(path)
     if not isinstance(tree, dict) or not {"model", "shard_metadata"} <= tree.keys():
         refuse(str(path), "other things", "a dict with model and shard_metadata")
@@ -207,33 +226,36 @@ def _read(path: Path) -> _RankFile:
     if fields.any("format") != FORMAT or fields.any("version") != VERSION:
         refuse(
             fields.where,
-            f"{fields.any('format')} {fields.any('version')}",
+            f"{shorten(fields.any('format'))} {shorten(fields.any('version'))}",
             f"{FORMAT} {VERSION}, which get_shard_metadata makes",
         )
     world_size = fields.number("world_size", least=1, most=_MAX_RANKS)
-    return _RankFile(
+    parts = _parts(fields.object("shard_info"), f"{fields.where}, shard_info")
+    return RankFile(
         path,
         fields.number("rank", most=world_size - 1),
         world_size,
         tree,
-        _parts(fields.object("shard_info"), f"{fields.where}, shard_info"),
+        parts,
         _parts(fields.all().get("optimizer_info", {}), f"{fields.where}, optimizer_info"),
+        _alike(parts),
     )
 
 
-def _parts(found: Any, where: str) -> dict[str, _Part]:
+def _parts(found: Any, where: str) -> dict[str, Part]:
     parts = {}
     for name, value in Fields(found, where).all().items():
         fields = Fields(value, f"{where}, {name}")
         shape = fields.numbers("shape", _MAX_DIMS)
+        check_shape(shape, 1, fields.where)
         box = Box(fields.numbers("offsets", _MAX_DIMS), fields.numbers("sizes", _MAX_DIMS))
         if len(box.offsets) != len(box.sizes) or not box.is_inside(shape):
             refuse(fields.where, f"{box.offsets} + {box.sizes}", f"a part of {list(shape)}")
-        parts[name] = _Part(shape, box)
+        parts[name] = Part(shape, box)
     return parts
 
 
-def _in_order(ranks: list[_RankFile]) -> list[_RankFile]:
+def _in_order(ranks: list[RankFile]) -> list[RankFile]:
     """The files by rank, if they are all there, and all of one world.
 
     Raises:

@@ -10,8 +10,9 @@ and of the optimizer. No code in a file is run.
 
 from __future__ import annotations
 
+import contextlib
 import glob
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from torch.distributed.tensor import DTensor
 from shardwise import _torch
 from shardwise.checkpoint.disk.boxes import whole
 from shardwise.checkpoint.disk.dtypes import torch_dtype
+from shardwise.checkpoint.disk.strict import refuse, shorten
 from shardwise.checkpoint.formats.destination import written_beside
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Watch, Window, unwatched
-from shardwise.checkpoint.formats.torchfile import write_tree
-from shardwise.checkpoint.formats.xla_files import RankFiles
+from shardwise.checkpoint.formats.torchfile import map_tensors, write_tree
+from shardwise.checkpoint.formats.xla_files import Part, RankFile, RankFiles, read_rank_file
 from shardwise.checkpoint.ranks.optimizer import (
     load_optimizer_tree,
     optimizer_tree,
@@ -92,37 +94,77 @@ def load_rank_checkpoint(
         CheckpointError: the file is missing, or of another model, mesh or number of ranks.
     """
     path = rank_file(ckpt_prefix, own_rank(), world_size())
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
+    if not path.exists():
         raise CheckpointError(
             f"{path}: is missing; on another number of ranks, consolidate the files first"
-        ) from None
-    found, expected = state["shard_metadata"]["shard_info"], get_shard_metadata(model)["shard_info"]
-    if found != expected:
-        name = next(name for name in {**found, **expected} if found.get(name) != expected.get(name))
-        raise CheckpointError(
-            f"{path}: {name}: found {found.get(name)}, expected {expected.get(name)}; consolidate "
-            "the files to load them on another mesh"
         )
+    file = read_rank_file(path)
+    expected = get_shard_metadata(model)["shard_info"]
+    _check_same_parts(file.tree["shard_metadata"]["shard_info"], expected, str(path))
+    state = map_tensors({key: file.tree.get(key) for key in ("model", "optimizer")}, path)
     model_state = sharded_state_dict(model)
-    with sharded_state_dicts(model):
-        model.load_state_dict(
-            {name: _whole_of(each, model_state.get(name)) for name, each in state["model"].items()}
-        )
-    if optimizer is not None:
-        if "optimizer" not in state:
-            raise CheckpointError(f"{path}: holds no optimizer")
-        parts = state["shard_metadata"].get("optimizer_info", {})
-        tree = dict(state["optimizer"])
-        tree["state"] = {
-            name: {
-                key: _whole_of(value, model_state[name], parts.get(f"state.{name}.{key}"))
-                for key, value in values.items()
-            }
-            for name, values in tree["state"].items()
-        }
+    whole_state = {
+        name: _whole_of(each, model_state.get(name))
+        for name, each in _dict(state["model"], f"{path}, model").items()
+    }
+    with _refusing(path), sharded_state_dicts(model):
+        model.load_state_dict(whole_state)
+    if optimizer is None:
+        return
+    if state["optimizer"] is None:
+        raise CheckpointError(f"{path}: holds no optimizer")
+    tree = _whole_optimizer(file, state["optimizer"], model_state)
+    with _refusing(path):
         load_optimizer_tree(optimizer, parameter_names(model, model_state), tree)
+
+
+def _check_same_parts(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
+    if found == expected:
+        return
+    name = next(name for name in {**found, **expected} if found.get(name) != expected.get(name))
+    raise CheckpointError(
+        f"{where}: {name}: found {shorten(found.get(name))}, expected {expected.get(name)}; "
+        "consolidate the files to load them on another mesh"
+    )
+
+
+def _whole_optimizer(file: RankFile, tree: Any, model_state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of the optimizer, with a ``DTensor`` for each part of one."""
+    where = f"{file.path}, optimizer"
+    state: dict[str, Any] = {}
+    for name, values in _dict(_dict(tree, where).get("state"), f"{where}, state").items():
+        if name not in model_state:
+            refuse(f"{where}, state", name, "the name of a parameter of the model")
+        state[name] = {
+            key: _whole_of(
+                value, model_state[name], file.optimizer_parts.get(f"state.{name}.{key}")
+            )
+            for key, value in _dict(values, f"{where}, {name}").items()
+        }
+    return {**tree, "state": state}
+
+
+def _dict(value: Any, where: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        refuse(where, type(value).__name__, "a dict")
+    return value
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Say which file it was that a model or an optimizer could not load."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except Exception as error:  # their own code, and hooks, meet values that they do not expect
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{path}: cannot be loaded ({type(error).__name__}: {reason}); expected what "
+            "save_rank_checkpoint saved of the same model and optimizer"
+        ) from error
 
 
 def _locals(tree: Any) -> Any:
@@ -138,19 +180,24 @@ def _locals(tree: Any) -> Any:
     return tree
 
 
-def _whole_of(local: Any, like: Any, part: Mapping[str, Any] | None = None) -> Any:
+def _whole_of(local: Any, like: Any, part: Part | None = None) -> Any:
     """What a rank has, in a ``DTensor`` that is cut as ``like``, a parameter, is.
 
     State of an optimizer says by ``part`` that it is a part of anything.
     """
     if not isinstance(like, DTensor) or not isinstance(local, torch.Tensor):
         return local
-    if part is not None and part["shape"] != list(like.shape):
+    if part is not None and part.shape != tuple(like.shape):
         raise CheckpointError(
-            f"found state of shape {part['shape']} for a parameter of shape {list(like.shape)}; "
+            f"found state of shape {list(part.shape)} for a parameter of shape {list(like.shape)}; "
             "consolidate the files to load it"
         )
-    if part is None and local.shape != _torch.local_of(like).shape:
+    if local.shape != _torch.local_of(like).shape:
+        if part is not None:
+            raise CheckpointError(
+                f"found a part of sizes {list(local.shape)}, expected "
+                f"{list(_torch.local_of(like).shape)}, as the parameter has"
+            )
         return local
     spec = _torch.with_dtype(_torch.spec_of(like), local.dtype)
     return _torch.wrap_local(local.to(_torch.local_of(like).device), spec)

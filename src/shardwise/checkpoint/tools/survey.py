@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.checkpoint.disk.commit import check_complete, check_files, step_folder
-from shardwise.checkpoint.disk.entries import Manifest
+from shardwise.checkpoint.disk.entries import Manifest, TensorEntry
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader
 from shardwise.checkpoint.formats.detect import Format, format_of, open_source, steps_root
@@ -243,8 +243,12 @@ def verify(
 def _damages(path: Path, buffer: int, watch: Watch) -> Iterator[Damage]:
     manifest = read_manifest(path)
     lost = _lost_files(path, manifest)
+    in_file: dict[str, list[TensorEntry]] = {file: [] for file in lost}
+    for entry in manifest.tensors:
+        for file in {piece.file for piece in entry.pieces} & lost.keys():
+            in_file[file].append(entry)
     for file, reason in lost.items():
-        entries = [each for each in manifest.tensors if any(p.file == file for p in each.pieces)]
+        entries = in_file[file]
         others = f" and {len(entries) - 1} others" if len(entries) > 1 else ""
         yield Damage(file, f"{entries[0].name}{others}" if entries else "none", "all", reason)
     with PieceReader(path, manifest, buffer=max(buffer, LEAST_BUFFER)) as reader:

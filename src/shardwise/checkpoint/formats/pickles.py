@@ -1,0 +1,374 @@
+"""Pickles of strangers, read without running anything and within bounds.
+
+Python's own unpickler calls what the pickle names, and even with all names checked, a few hundred
+bytes can make it hash a tuple that holds itself a billion times over, or change a class for the
+whole process. This one makes plain values, and objects of its own. Every step takes a byte of the
+pickle at least, so the number of steps bounds time and memory.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from shardwise.checkpoint.disk.strict import MAX_DEPTH, Collisions
+
+_BYTES_EACH = 3  # of the pickle, for each container; fewer in a row are padding
+_FEW = 4096
+_MOST_KEY = 64  # what a tuple that is a key may hold, tuples in it included
+_ATOMS = (str, bytes, bool, int, float, type(None))
+
+
+@dataclass(frozen=True)
+class Maker:
+    """What stands for a class or function that a pickle names.
+
+    Attributes:
+        name: for messages.
+        make: given the arguments, what it makes. Whatever it raises means that the pickle is none
+            that can be read.
+    """
+
+    name: str
+    make: Callable[[tuple[Any, ...]], Any]
+
+
+class Record:
+    """An object of a pickle, as the values that it was made of: nothing of its class is run.
+
+    Attributes:
+        kind: what it is an object of.
+        args: what it was made with.
+        state: what it was given then: a dict of its attributes, mostly.
+    """
+
+    __slots__ = ("args", "kind", "state")
+
+    def __init__(self, kind: Any, args: tuple[Any, ...]) -> None:
+        self.kind = kind
+        self.args = args
+        self.state: Any = None
+
+    def get(self, name: str) -> Any:
+        """An attribute; ``None`` if there is none."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+def record_maker(name: str, kind: Any) -> Maker:
+    """What makes a :class:`Record` of whatever arguments."""
+    return Maker(name, lambda args: Record(kind, args))
+
+
+class PickleError(Exception):
+    """The pickle is damaged, or needs something that is not known."""
+
+
+def load(
+    data: bytes,
+    known: Callable[[str, str], Any],
+    most_steps: int,
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """The value that a pickle holds; no container in it is in itself, or nested too deeply.
+
+    Args:
+        data: the pickle.
+        known: what a module and a name stand for: a :class:`Maker` or a plain value; ``None``
+            where they stand for nothing.
+        most_steps: of the pickle, each of which makes one value at most.
+        persistent: what is meant by what the pickle says of something outside of it.
+
+    Raises:
+        PickleError: it is damaged, names something else, or is too large.
+        CheckpointError: keys of a dict in it were made to be slow.
+    """
+    try:
+        found = _Machine(data, known, persistent).run(most_steps)
+    except (IndexError, struct.error, UnicodeDecodeError):
+        raise PickleError("it is damaged or cut short") from None
+    check_tree(found, len(data))
+    return found
+
+
+def check_tree(value: Any, size: int) -> None:
+    """Check that a value can be walked: what is in it several times counts as often.
+
+    Args:
+        value: made of lists, tuples and dicts.
+        size: of the pickle that it comes from, in bytes.
+
+    Raises:
+        PickleError: it is nested too deeply, or far larger than the pickle.
+    """
+    left = 16 * _FEW + size
+    level = [value]
+    for _ in range(MAX_DEPTH // 2):
+        inner: list[Any] = []
+        for node in level:
+            left -= len(node) if isinstance(node, dict | list | tuple) else 1
+            if left < 0:
+                raise PickleError("it holds the same lists so often that it grows out of bounds")
+            if isinstance(node, dict):
+                inner += node.keys()
+                inner += node.values()
+            elif isinstance(node, list | tuple):
+                inner += node
+        level = [node for node in inner if isinstance(node, dict | list | tuple)]
+        if not level:
+            return
+    raise PickleError(f"it is nested more than {MAX_DEPTH // 2} deep")
+
+
+class _Machine:
+    """Does what a pickle says, step by step."""
+
+    def __init__(
+        self,
+        data: bytes,
+        known: Callable[[str, str], Any],
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        self.data = data
+        self.known = known
+        self.persistent = persistent
+        self.at = 0
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []  # the stacks under the marks that are set
+        self.memo: list[Any] = []
+        self.containers = _FEW + len(data) // _BYTES_EACH
+        self.collisions: dict[int, Collisions] = {}
+        self.held: list[Any] = []  # dicts with keys that can collide, so that their ids stay theirs
+
+    def run(self, most_steps: int) -> Any:
+        data, steps = self.data, _STEPS
+        for _ in range(most_steps):
+            opcode = data[self.at]
+            self.at += 1
+            if opcode == _STOP:
+                if self.below or len(self.stack) != 1 or self.at != len(data):
+                    raise PickleError("it does not end where it should")
+                return self.stack[0]
+            step = steps.get(opcode)
+            if step is None:
+                raise PickleError(f"step {opcode:#04x} at byte {self.at - 1}")
+            step(self)
+        raise PickleError(f"it takes more than {most_steps:,} steps")
+
+    # ---- bytes ----
+
+    def take(self, count: int) -> bytes:
+        found = self.data[self.at : self.at + count]
+        if len(found) < count:
+            raise PickleError("it is cut short")
+        self.at += count
+        return found
+
+    def byte(self) -> int:
+        found = self.data[self.at]
+        self.at += 1
+        return found
+
+    def number(self, format_: str) -> Any:
+        (found,) = struct.unpack(format_, self.take(struct.calcsize(format_)))
+        return found
+
+    def line(self) -> str:
+        end = self.data.find(b"\n", self.at, self.at + 512)
+        if end < 0:
+            raise PickleError("a name in it has no end")
+        return self.take(end + 1 - self.at)[:-1].decode("utf-8")
+
+    # ---- values ----
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def push_text(self, format_: str) -> None:
+        text = self.take(self.number(format_))
+        self.push(text.decode("utf-8", "surrogatepass"))
+
+    def push_bytes(self, format_: str) -> None:
+        self.push(self.take(self.number(format_)))
+
+    def push_container(self, value: Any) -> None:
+        self.count_container()
+        self.push(value)
+
+    def count_container(self) -> None:
+        self.containers -= 1
+        if self.containers < 0:
+            raise PickleError("it holds more lists than its size explains")
+
+    def push_tuple(self, count: int) -> None:
+        if len(self.stack) < count:
+            raise PickleError("it is damaged")
+        at = len(self.stack) - count
+        items = tuple(self.stack[at:])
+        del self.stack[at:]
+        self.push_container(items)
+
+    def push_long(self) -> None:
+        self.push(int.from_bytes(self.take(self.byte()), "little", signed=True))
+
+    # ---- marks and memo ----
+
+    def mark(self) -> None:
+        self.count_container()
+        self.below.append(self.stack)
+        self.stack = []
+
+    def to_mark(self) -> list[Any]:
+        items = self.stack
+        self.stack = self.below.pop()
+        return items
+
+    def memoize(self) -> None:
+        self.memo.append(self.stack[-1])
+
+    def put(self, index: int) -> None:
+        if index == len(self.memo):
+            self.memoize()
+        elif index < len(self.memo):
+            self.memo[index] = self.stack[-1]
+        else:
+            raise PickleError("it leaves places in its memory out")
+
+    def get(self, index: int) -> None:
+        self.push(self.memo[index])
+
+    # ---- containers ----
+
+    def append(self, items: list[Any]) -> None:
+        into = self.stack[-1]
+        if type(into) is not list:
+            self.refuse("adds items to", into)
+        into.extend(items)
+
+    def set_items(self, items: list[Any]) -> None:
+        into = self.stack[-1]
+        if type(into) is not dict:
+            self.refuse("sets items of", into)
+        if len(items) % 2:
+            raise PickleError("a key in it has no value")
+        for i in range(0, len(items), 2):
+            key = items[i]
+            if type(key) is not str and type(key) is not Record:
+                self.check_key(into, key)
+            into[key] = items[i + 1]
+
+    def check_key(self, into: Any, key: Any) -> None:
+        """A key can be hashed, in little time, and is not one of many of the same hash."""
+        left, nodes = _MOST_KEY, [key]
+        while nodes:
+            node = nodes.pop()
+            left -= 1
+            if isinstance(node, tuple) and len(node) <= left:
+                nodes += node
+            elif left < 0 or not isinstance(node, _ATOMS):
+                self.refuse("has a key that is", key)
+        collisions = self.collisions.get(id(into))
+        if collisions is None:
+            collisions = self.collisions[id(into)] = Collisions("a dict in it")
+            self.held.append(into)
+        collisions.check(key)
+
+    # ---- names and objects ----
+
+    def find(self, module: str, name: str) -> None:
+        found = self.known(module, name)
+        if found is None:
+            names = f"{module}.{name}"
+            shown = names if names.isprintable() else repr(names)
+            raise PickleError(f"it names {shown[:120]}, which is not needed for plain values")
+        self.push(found)
+
+    def find_on_stack(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise PickleError("a name in it is no text")
+        self.find(module, name)
+
+    def make(self) -> None:
+        args, maker = self.stack.pop(), self.stack.pop()
+        if not isinstance(maker, Maker) or not isinstance(args, tuple):
+            self.refuse("calls", maker)
+        self.count_container()
+        try:
+            self.push(maker.make(args))
+        except (
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            RuntimeError,
+            OverflowError,
+        ) as error:
+            reason = " ".join(str(error).split())[:160]
+            raise PickleError(f"{maker.name} of other arguments ({reason})") from None
+
+    def build(self) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        if isinstance(made, dict):
+            return  # what an OrderedDict has beside its items
+        if type(made) is not Record or made.state is not None:
+            self.refuse("changes", made)
+        made.state = state
+
+    def push_persistent(self) -> None:
+        if self.persistent is None:
+            raise PickleError("it says that something lies outside of it")
+        self.push(self.persistent(self.stack.pop()))
+
+    def refuse(self, what: str, value: Any) -> NoReturn:
+        name = value.name if isinstance(value, Maker) else f"a {type(value).__name__}"
+        raise PickleError(f"it {what} {name}, which no plain value needs")
+
+
+_STOP = pickle.STOP[0]
+_STEPS: Mapping[int, Callable[[_Machine], Any]] = {
+    opcode[0]: step
+    for opcode, step in {
+        pickle.PROTO: lambda m: m.take(1),
+        pickle.FRAME: lambda m: m.take(8),
+        pickle.MARK: _Machine.mark,
+        pickle.MEMOIZE: _Machine.memoize,
+        pickle.BINPUT: lambda m: m.put(m.byte()),
+        pickle.LONG_BINPUT: lambda m: m.put(m.number("<I")),
+        pickle.BINGET: lambda m: m.get(m.byte()),
+        pickle.LONG_BINGET: lambda m: m.get(m.number("<I")),
+        pickle.GLOBAL: lambda m: m.find(m.line(), m.line()),
+        pickle.STACK_GLOBAL: _Machine.find_on_stack,
+        pickle.REDUCE: _Machine.make,
+        pickle.NEWOBJ: _Machine.make,
+        pickle.BUILD: _Machine.build,
+        pickle.BINPERSID: _Machine.push_persistent,
+        pickle.EMPTY_DICT: lambda m: m.push_container({}),
+        pickle.EMPTY_LIST: lambda m: m.push_container([]),
+        pickle.EMPTY_TUPLE: lambda m: m.push(()),
+        pickle.LIST: lambda m: m.push_container(m.to_mark()),
+        pickle.TUPLE: lambda m: m.push_container(tuple(m.to_mark())),
+        pickle.TUPLE1: lambda m: m.push_tuple(1),
+        pickle.TUPLE2: lambda m: m.push_tuple(2),
+        pickle.TUPLE3: lambda m: m.push_tuple(3),
+        pickle.APPEND: lambda m: m.append([m.stack.pop()]),
+        pickle.APPENDS: lambda m: m.append(m.to_mark()),
+        pickle.SETITEM: lambda m: m.set_items([m.stack.pop(-2), m.stack.pop()]),
+        pickle.SETITEMS: lambda m: m.set_items(m.to_mark()),
+        pickle.NONE: lambda m: m.push(None),
+        pickle.NEWTRUE: lambda m: m.push(True),
+        pickle.NEWFALSE: lambda m: m.push(False),
+        pickle.BININT: lambda m: m.push(m.number("<i")),
+        pickle.BININT1: lambda m: m.push(m.byte()),
+        pickle.BININT2: lambda m: m.push(m.number("<H")),
+        pickle.LONG1: _Machine.push_long,
+        pickle.BINFLOAT: lambda m: m.push(m.number(">d")),
+        pickle.SHORT_BINUNICODE: lambda m: m.push_text("<B"),
+        pickle.BINUNICODE: lambda m: m.push_text("<I"),
+        pickle.SHORT_BINBYTES: lambda m: m.push_bytes("<B"),
+        pickle.BINBYTES: lambda m: m.push_bytes("<I"),
+        pickle.SHORT_BINSTRING: lambda m: m.push_bytes("<B"),
+    }.items()
+}
