@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tests.fuzz.pool import Pool
-from tests.fuzz.program import Program, essentials, features
+from tests.fuzz.program import Program, essentials, features, taken_by_torch
 from tests.fuzz.runtimes import TRANSPORTS
 from tests.fuzz.shrink import shrink
 from tests.fuzz.strategies import generate
-from tests.fuzz.verdict import Verdict, how_torch_ran, judge
+from tests.fuzz.verdict import AS_TORCH, Verdict, how_torch_ran, judge
 from tests.fuzz.worker import Unit
 
 _BATCH = 8
@@ -30,6 +30,7 @@ class Judged:
     torch: str
     verdicts: dict[str, Verdict]
     seconds: float = 0.0
+    torch_error: str = ""
 
     @property
     def finds(self) -> dict[str, Verdict]:
@@ -47,6 +48,10 @@ class Tally:
     features: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     raised: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    raised_by_torch: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+    as_torch: list[Program] = dataclasses.field(default_factory=list)
     finds: list[Judged] = dataclasses.field(default_factory=list)
 
     def add(self, judged: Judged) -> None:
@@ -56,21 +61,51 @@ class Tally:
         for name, verdict in judged.verdicts.items():
             self.kinds[f"{name}: {verdict.kind}"] += 1
             if verdict.kind.startswith("raises"):
-                self.raised[_first_error(verdict.detail)] += 1
+                self.raised[_brief(verdict.detail.partition("raised at ")[2])] += 1
+            if verdict.kind.startswith(AS_TORCH):
+                self.as_torch.append(judged.program)
+        if judged.torch_error:
+            self.raised_by_torch[_brief(judged.torch_error)] += 1
         if judged.finds:
             self.finds.append(judged)
 
 
-def _first_error(detail: str) -> str:
-    _, _, text = detail.partition("raised at ")
-    _, _, text = text.partition(": ")
-    return "".join("#" if each.isdigit() else each for each in text.splitlines()[0][:110])
+def _brief(error: str) -> str:
+    """Cut an error to what it has in common with others: without the step, and numbers."""
+    first = (error.splitlines() or [""])[0].partition(": ")[2]
+    return "".join("#" if each.isdigit() else each for each in first[:110])
 
 
 def run_all(
     pool: Pool, programs: Sequence[Program], transports: Sequence[str] = TRANSPORTS
 ) -> list[Judged]:
-    """Run programs in one world, and judge them."""
+    """Run programs in one world, and judge them.
+
+    Where ours differs and torch refuses, a program like it that torch takes is asked instead.
+    """
+    judged = _run_all(pool, programs, transports)
+    doubtful = {
+        at: taken_by_torch(each.program)
+        for at, each in enumerate(judged)
+        if each.torch in ("raises", "dies")
+        and any(verdict.kind.startswith("differs") for verdict in each.finds.values())
+    }
+    doubtful = {at: each for at, each in doubtful.items() if each != judged[at].program}
+    others = _run_all(pool, list(doubtful.values()), transports)
+    for at, other in zip(doubtful, others, strict=True):
+        judged[at] = _judge_by_another(judged[at], other)
+    return judged
+
+
+def _judge_by_another(judged: Judged, other: Judged) -> Judged:
+    verdicts = dict(judged.verdicts)
+    for name, verdict in other.verdicts.items():
+        if verdict.kind == AS_TORCH and verdicts[name].kind.startswith("differs"):
+            verdicts[name] = Verdict(f"{AS_TORCH} in a program that it takes")
+    return dataclasses.replace(judged, verdicts=verdicts, seconds=judged.seconds + other.seconds)
+
+
+def _run_all(pool: Pool, programs: Sequence[Program], transports: Sequence[str]) -> list[Judged]:
     units = []
     for index, program in enumerate(programs):
         # Where ranks part, torch waits until time is up, which says nothing.
@@ -83,7 +118,8 @@ def run_all(
         verdicts = {name: judge(results[index, name], torchs) for name in transports}
         ran = [results.get((index, name), {}) for name in ("torch", *transports)]
         seconds = sum(report.seconds for reports in ran for report in reports.values())
-        judged.append(Judged(program, how_torch_ran(torchs), verdicts, seconds))
+        error = next((each.raised for each in (torchs or {}).values() if each.raised), "")
+        judged.append(Judged(program, how_torch_ran(torchs), verdicts, seconds, error))
     return judged
 
 

@@ -326,6 +326,31 @@ def walk(value: Any) -> list[Any]:
     return [value, *(each for part in parts for each in walk(part))]
 
 
+def taken_by_torch(program: Program) -> Program:
+    """Make a program as much like this one as there is that torch's FSDP2 does not refuse.
+
+    Without scalars, parameters tied across groups, tensors in objects that no tree knows, views of
+    freed parameters, uneven columns and deep copies.
+    """
+    blocks = []
+    for block in program.blocks:
+        kind = "view" if block.kind == "scalar" else block.kind
+        opaque = block.returns in ("object", "dataclass")
+        beside = "" if block.beside == "parameter" else block.beside
+        returns = "tuple" if opaque else block.returns
+        blocks.append(
+            dataclasses.replace(block, kind=kind, tied_to=None, returns=returns, beside=beside)
+        )
+    steps = tuple(step for step in program.steps if not isinstance(step, Copy))
+    return dataclasses.replace(
+        program,
+        blocks=tuple(blocks),
+        steps=steps,
+        returns="tuple" if program.returns in ("object", "dataclass") else program.returns,
+        traits=tuple(each for each in program.traits if each != "columns"),
+    )
+
+
 def features(program: Program) -> set[str]:
     """What is in a program, in words to count by."""
     found = {f"world {program.world}", f"width {program.width}", f"mesh {program.mesh}"}

@@ -29,6 +29,7 @@ from tests.fuzz.campaign import (
 from tests.fuzz.pool import Pool
 from tests.fuzz.program import parse
 from tests.fuzz.runtimes import TRANSPORTS
+from tests.fuzz.shrink import size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,11 +111,16 @@ def _print_tally(counted: Tally) -> None:
         ("in so many programs", counted.features),
         ("verdicts", counted.kinds),
         ("raised by ours", counted.raised),
+        ("raised by torch", counted.raised_by_torch),
     ):
         print(f"{title}:")
         for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
             print(f"  {count:6}  {name}")
         print()
+    print("different as torch's is, the shortest:")
+    for program in sorted(set(counted.as_torch), key=size)[:5]:
+        print(f"  {program}")
+    print()
 
 
 def _print_finds(counted: Tally, options: argparse.Namespace) -> None:

@@ -13,6 +13,9 @@ from collections.abc import Mapping
 
 from tests.fuzz.worker import Report
 
+#: Not as the unsharded program, but as torch's FSDP2.
+AS_TORCH = "differs as torch does"
+
 _Ranks = Mapping[int, Report]
 
 
@@ -72,7 +75,7 @@ def judge(ours: _Ranks, torchs: _Ranks | None) -> Verdict:
         if as_gathered and not raised:
             return Verdict(f"equal with values as gathered ({beside})")
         if as_torch:
-            return Verdict("differs as torch does")
+            return Verdict(AS_TORCH)
         return Verdict(f"differs ({beside})", True, detail)
     if raised:
         if torch_ran == "equal":
