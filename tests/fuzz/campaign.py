@@ -14,12 +14,10 @@ from tests.fuzz.pool import Pool
 from tests.fuzz.program import Program, essentials, features, taken_by_torch
 from tests.fuzz.runtimes import TRANSPORTS
 from tests.fuzz.shrink import shrink
-from tests.fuzz.strategies import generate
 from tests.fuzz.verdict import AS_TORCH, Verdict, how_torch_ran, judge
 from tests.fuzz.worker import Unit
 
 _BATCH = 8
-_CHUNK = 400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,15 +168,6 @@ def run_campaign(
                 yield from result
     finally:
         stop.set()
-
-
-def generated(count: int, seed: int, world: int) -> Iterator[Program]:
-    """Generate programs, some at a time, so that ranks have something to do meanwhile."""
-    for chunk in itertools.count():
-        left = count - chunk * _CHUNK
-        if left <= 0:
-            return
-        yield from generate(min(left, _CHUNK), seed * 1_000_003 + chunk, world)
 
 
 def tally(programs: Iterable[Judged], note: Callable[[Tally, Judged], object]) -> Tally:

@@ -223,7 +223,8 @@ class Execution:
         output.register_hook(hook)
 
     def _write(self, action: p.Write) -> None:
-        if action.form == "live":
+        # With mixed precision, what is live is another tensor in every runtime.
+        if action.form == "live" and not self.program.precision:
             found = [
                 param
                 for name, param in self.models[self._model].named_parameters()

@@ -20,12 +20,12 @@ from tests.fuzz.campaign import (
     Judged,
     Tally,
     distinct,
-    generated,
     run_all,
     run_campaign,
     smallest,
     tally,
 )
+from tests.fuzz.generator import generate
 from tests.fuzz.pool import Pool
 from tests.fuzz.program import parse
 from tests.fuzz.runtimes import TRANSPORTS
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.replay:
         return _replay(options)
-    programs = generated(options.programs, options.seed, options.world)
+    programs = generate(options.programs, options.seed, options.world)
     starts: list[int] = []
     judged = run_campaign(
         programs,

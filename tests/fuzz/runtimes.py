@@ -74,8 +74,7 @@ class Unsharded:
         self.parted = False
 
     def shard(self, model: FuzzModel, program: Program) -> None:
-        self._shards = program.shards
-        self._columns = "columns" in program.traits
+        self._note_cut(program)
         if program.precision:
             _compute_apart(model, program, torch.bfloat16, refreshes=False)
 
@@ -123,6 +122,10 @@ class Unsharded:
     def after_failed_backward(self, model: nn.Module) -> None:
         pass
 
+    def _note_cut(self, program: Program) -> None:
+        self._shards = program.shards
+        self._columns = "columns" in program.traits
+
     def _average(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         if self.parted:
             raise PartedError
@@ -142,9 +145,9 @@ class Gathered(Unsharded):
     """
 
     def shard(self, model: FuzzModel, program: Program) -> None:
-        super().shard(model, program)
-        if not program.precision:
-            _compute_apart(model, program, None, refreshes=True)
+        self._note_cut(program)
+        dtype = torch.bfloat16 if program.precision else None
+        _compute_apart(model, program, dtype, refreshes=True)
 
 
 def _compute_apart(
