@@ -38,8 +38,10 @@ def train(config: dict) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     folder, done = Path(config["out"]), 0
-    if newest := checkpoint.latest(folder):
-        done = checkpoint.load(newest, model, optimizer)["step"]
+    newest = [checkpoint.latest(folder)]
+    dist.broadcast_object_list(newest)  # what rank 0 sees decides: others may see it later
+    if newest[0] is not None:
+        done = checkpoint.load(newest[0], model, optimizer)["step"]
     if rank == 0:
         print(f"{ranks} ranks, from step {done}", flush=True)
     for step in range(done + 1, config["steps"] + 1):

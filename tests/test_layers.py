@@ -189,3 +189,32 @@ def test_torchs_own_data_parallel_trainers_are_never_used() -> None:
                 if dotted in PEERS or (node.attr in PEERS and dotted.startswith("torch.")):
                     found.append(f"{name}:{node.lineno}: {dotted}")
     assert not found, "\n".join(found)
+
+
+COLLECTIVES = frozenset(
+    {"all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "gather", "reduce"}
+)
+
+
+def test_collectives_of_trainings_say_that_a_peer_was_lost() -> None:
+    """A launcher takes nothing for the loss of a peer but a ``PeerLostError``."""
+    bare = []
+    for name in NAMES:
+        if _part(name) not in ("recipes", "launch"):
+            continue
+        named = {
+            id(call)
+            for block in ast.walk(_tree(name))
+            if isinstance(block, ast.With)
+            and any(
+                ast.unparse(item.context_expr).startswith("naming_lost_peer(")
+                for item in block.items
+            )
+            for call in ast.walk(block)
+        }
+        for node in ast.walk(_tree(name)):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="dist"), attr=attr)):
+                    if attr in COLLECTIVES and id(node) not in named:
+                        bare.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    assert not bare, "put these inside naming_lost_peer:\n" + "\n".join(bare)

@@ -25,6 +25,22 @@ class PeerLostError(ShardwiseError):
     """
 
 
+def lost_peer_behind(error: BaseException) -> PeerLostError | None:
+    """Find the lost peer that an error reports, or that it was raised from.
+
+    Where an error came from decides, not what its text says: an error of the user's own code may
+    well speak of peers and connections.
+    """
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        if isinstance(cause, PeerLostError):
+            return cause
+        seen.add(id(cause))
+        cause = cause.__cause__
+    return None
+
+
 class RanksDivergedError(ShardwiseError):
     """Ranks disagree: on the order of groups, on shapes or dtypes, or on the configuration."""
 

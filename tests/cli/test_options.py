@@ -17,7 +17,10 @@ from shardwise.cli import main, train_imagenet, train_lm, train_mnist, train_vit
 from shardwise.cli import run as cli_run
 from shardwise.cli.main import app
 from shardwise.launch.hosts import UNNUMBERED, Nodes, Terms
+from shardwise.recipes.config import OptionError
 from shardwise.recipes.job import Job
+from shardwise.recipes.run_lock import locked
+from shardwise.recipes.rundir import RunDir
 
 Capture = pytest.CaptureFixture[str]
 
@@ -119,6 +122,31 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: str, me
     assert message in shown.err
     assert shown.err.count("\n") == 1
     assert not Path("runs").exists(), "nothing was written"
+
+
+def test_a_folder_that_another_run_trains_into_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    with locked(RunDir(Path("runs/lm"))):
+        for options in ((), ("--auto-resume",)):
+            assert call(monkeypatch, "train", "lm", *options) == 2
+            shown = capsys.readouterr()
+            assert shown.out == "", "nothing was started"
+            assert re.fullmatch(r"error: --out: found a run that is under way in .*\n", shown.err)
+
+
+def test_a_job_holds_its_folder_while_its_ranks_run_and_begin_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def launch(*_: object) -> int:
+        with pytest.raises(OptionError, match=f"process {os.getpid()} on"):
+            locked(RunDir(Path("runs/lm"))).__enter__()
+        return 7
+
+    monkeypatch.setattr(cli_run, "run_here", launch)
+    assert call(monkeypatch, "train", "lm", "--device", "cpu") == 7
+    with locked(RunDir(Path("runs/lm"))):
+        pass  # it has let go
 
 
 @pytest.mark.parametrize(
@@ -271,8 +299,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "weight_decay": 0.0, "warmup": 1, "clip_grad": 0.0, "strategy": "hybrid", "replicas": 2,
         "mesh": None, "param_dtype": "bf16", "reduce_dtype": "bf16", "transport": "collectives",
         "activation_checkpointing": True, "out": "here", "checkpoint_every": 5, "keep_last": 9,
-        "async_checkpoint": True, "eval_every": 4, "tensorboard": True, "resume": False,
-        "overwrite": True,
+        "async_checkpoint": True, "eval_every": 4, "tensorboard": True,
+        "existing": "overwrite",
         "diloco": None, "tokenizer": None, "streams": None, "shuffle_buffer": 0,
         "batch_tokens": None, "peak_flops": None, "peer_timeout": None, "over_hosts": False,
     }  # fmt: skip

@@ -22,6 +22,7 @@ WAIT = 30.0  # seconds that anything may take on a busy machine
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
+from shardwise.errors import PeerLostError
 from shardwise.launch.errors import Stopped, UserError
 from shardwise.launch.rank import run_rank
 from shardwise.launch.world import find_world
@@ -179,7 +180,7 @@ def test_the_first_error_is_shown_not_its_echo(launch: Callable[..., Run]) -> No
     # Rank 0 loses its peer, and says so before rank 1, which is the cause.
     body = """
     if world.rank == 0:
-        raise ConnectionResetError("Connection closed by peer")
+        raise PeerLostError("Connection closed by peer")
     wait_until_dead(0)
     raise ValueError("the cause")
     """
@@ -188,6 +189,32 @@ def test_the_first_error_is_shown_not_its_echo(launch: Callable[..., Run]) -> No
     assert "rank 1 of 2" in err
     assert "the cause" in err
     assert "closed by peer" not in err
+
+
+@pytest.mark.parametrize(
+    "error",
+    ["RuntimeError('gloo: connection closed by peer')", "ConnectionResetError('by a data server')"],
+)
+def test_an_error_that_only_speaks_of_peers_is_an_error_of_its_own(
+    launch: Callable[..., Run], error: str
+) -> None:
+    body = f"if world.rank == 1:\n    raise {error}\nwait_until_dead(1)\nraise ValueError('later')"
+    code, _, err = launch(2, body, settle=WAIT).end()
+    assert (code, err.splitlines()[0]) == (1, "error: rank 1 of 2 failed:")
+    assert "later" not in err
+
+
+def test_what_was_raised_from_a_lost_peer_is_an_echo_too(launch: Callable[..., Run]) -> None:
+    body = """
+    if world.rank == 0:
+        raise UserError("checkpoint of step 4: rank 1 was lost") from PeerLostError("rank 1")
+    wait_until_dead(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    code, _, err = launch(2, body, settle=WAIT).end()
+    assert code == 128 + signal.SIGKILL
+    assert "rank 1 of 2 was killed by SIGKILL" in err
+    assert "checkpoint of step 4" not in err
 
 
 def test_of_two_errors_the_earlier_one_is_shown(launch: Callable[..., Run]) -> None:

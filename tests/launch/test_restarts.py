@@ -10,6 +10,7 @@ import pytest
 
 RANK = """
 import os, signal, sys
+from shardwise.errors import PeerLostError
 from shardwise.launch.errors import UserError
 from shardwise.launch.rank import run_rank
 from shardwise.launch.world import find_world
@@ -20,6 +21,8 @@ attempt, how = int(sys.argv[1]), sys.argv[2]
 def body(world, signals):
     if world.rank == 0:
         print(f"attempt {attempt} of {world.size} ranks", flush=True)
+        if how == "saving" and attempt == 0:
+            raise UserError("checkpoint of step 4: rank 1 was lost") from PeerLostError("rank 1")
     if world.rank == 1 and (how == "always" or attempt == 0):
         if how == "mistake":
             raise UserError("--steps: found 0")
@@ -40,7 +43,7 @@ sys.exit(run_here(lambda attempt: [sys.executable, script, str(attempt), how], 2
 
 @pytest.mark.parametrize(
     ("how", "code", "attempts"),
-    [("once", 0, 2), ("hub", 0, 2), ("always", 128 + 9, 3), ("mistake", 2, 1)],
+    [("once", 0, 2), ("saving", 0, 2), ("hub", 0, 2), ("always", 128 + 9, 3), ("mistake", 2, 1)],
 )
 def test_a_job_begins_again_as_often_as_it_may(
     tmp_path: Path, how: str, code: int, attempts: int

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from shardwise import checkpoint
+from shardwise.checkpoint.disk.commit import partial_of, step_folder
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
-from shardwise.recipes.begin import check_folder, go_on_if_possible
+from shardwise.recipes.begin import check_folder, decided
 from shardwise.recipes.config import (
     AdamWConfig,
+    Existing,
     OptionError,
     OutputConfig,
     ShardingConfig,
@@ -28,6 +30,7 @@ from shardwise.recipes.config import (
     resolve_sharding,
 )
 from shardwise.recipes.presets import PRESETS, defaults_for, longest_sequence, model_settings
+from shardwise.recipes.rundir import REPLICAS, RunDir
 from shardwise.recipes.span import Position
 from tests.checkpoint.small import make
 from tests.recipes.small import small_config
@@ -75,7 +78,6 @@ def test_a_good_configuration_passes() -> None:
         ({"checkpoint_every": -1}, "--checkpoint-every: found -1"),
         ({"keep_last": 0}, "--keep-last: found 0, expected 1 or more"),
         ({"eval_every": -1}, "--eval-every: found -1"),
-        ({"resume": True, "overwrite": True}, "--resume: found --overwrite too"),
         ({"mesh": "dp_shard=2", "replicas": 2}, "--mesh: found --replicas too"),
     ],
 )
@@ -203,20 +205,29 @@ def test_a_near_miss_is_corrected() -> None:
 def test_a_job_that_is_started_again_goes_on_where_there_is_something_to_go_on_from(
     tmp_path: Path,
 ) -> None:
-    output = OutputConfig(out=tmp_path / "run")
-    assert go_on_if_possible(output) == output, "nothing is there"
+    output = OutputConfig(out=tmp_path / "run", existing=Existing.AUTO)
+    checkpoints = RunDir(output.out).checkpoints
+    assert decided(output).existing is Existing.REFUSE, "nothing is there"
     output.out.mkdir()
     (output.out / "run.json").write_text("{}")
-    began_anew = go_on_if_possible(output)
-    assert (began_anew.resume, began_anew.overwrite) == (False, True), "no checkpoint: none is lost"
-    damaged = output.out / "checkpoints" / "step-00000004"
-    damaged.mkdir(parents=True)
-    goes_on = go_on_if_possible(output)
-    assert (goes_on.resume, goes_on.overwrite) == (True, False), "what is there is never deleted"
+    assert decided(output).existing is Existing.OVERWRITE, "no checkpoint: none is lost"
+    partial_of(step_folder(checkpoints, 4)).mkdir(parents=True)
+    step_folder(checkpoints / REPLICAS / "1", 4).mkdir(parents=True)
+    assert decided(output).existing is Existing.OVERWRITE, "killed in its very first save"
+    step_folder(checkpoints, 4).mkdir()  # damaged
+    assert decided(output).existing is Existing.RESUME, "what is there is never deleted"
+
+
+def test_what_is_to_be_done_about_a_run_is_decided_only_where_it_was_left_open(
+    tmp_path: Path,
+) -> None:
+    for existing in (Existing.REFUSE, Existing.RESUME, Existing.OVERWRITE):
+        output = OutputConfig(out=tmp_path, existing=existing)
+        assert decided(output) is output
 
 
 def test_a_run_with_damaged_metrics_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    inputs = small_config(tmp_path, resume=True).check(World(0, 1, 0, 1))
+    inputs = small_config(tmp_path, existing=Existing.RESUME).check(World(0, 1, 0, 1))
     files = inputs.config.files
     files.root.mkdir()
     files.write({"recipe": "lm", **inputs.facts()})

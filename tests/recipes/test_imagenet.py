@@ -17,7 +17,7 @@ from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
 from shardwise.recipes.augment import FolderPictures, centre_box, random_box
 from shardwise.recipes.begin import check_folder
-from shardwise.recipes.config import OptionError, Precision
+from shardwise.recipes.config import Existing, OptionError, Precision
 from shardwise.recipes.imagefolder import Lookup, find_pictures
 from shardwise.recipes.metrics import read_metrics
 from tests.recipes.running import run_from_guide, train
@@ -40,7 +40,7 @@ def test_a_net_learns_however_it_is_sharded(ranks: Ranks, tmp_path: Path) -> Non
     fake = small_imagenet(tmp_path, "fake", data_dir=None, fake_data=True, steps=2)
     # A run that ends within an epoch, and goes on.
     part = small_imagenet(tmp_path, "part", epochs=3, steps=7)
-    rest = small_imagenet(tmp_path, "part", epochs=3, resume=True)
+    rest = small_imagenet(tmp_path, "part", epochs=3, existing=Existing.RESUME)
     runs = (plain, *same, bf16, fake, part, rest)
     assert ranks(train, 2, *runs) == [["finished"] * len(runs)] * 2
 
@@ -74,7 +74,7 @@ def test_a_run_goes_on_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path
     ranks(train, 1, small_imagenet(tmp_path, steps=1))
 
     def refusal(**changes: Any) -> str:
-        config = small_imagenet(tmp_path, steps=2, resume=True, **changes)
+        config = small_imagenet(tmp_path, steps=2, existing=Existing.RESUME, **changes)
         with pytest.raises(OptionError) as caught:
             check_folder(config.check(World(0, 1, 0, 1)))
         return str(caught.value)

@@ -26,7 +26,7 @@ from shardwise.launch.world import World
 from shardwise.recipes import lm, text
 from shardwise.recipes.begin import check_folder
 from shardwise.recipes.checkpointing import Checkpoints
-from shardwise.recipes.config import OptionError, Precision
+from shardwise.recipes.config import Existing, OptionError, Precision
 from shardwise.recipes.lm_config import LmConfig, check_lm
 from shardwise.recipes.metrics import read_metrics
 from shardwise.recipes.sample import sample_tokens
@@ -134,7 +134,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_been(
     assert "Stopped by SIGTERM after step 3 of 6, which is saved" in told[0]
     assert "--resume" in told[0]
     resumed = small_config(
-        tmp_path, "stopped", steps=6, checkpoint_every=0, accumulate=2, resume=True
+        tmp_path, "stopped", steps=6, checkpoint_every=0, accumulate=2, existing=Existing.RESUME
     )
     assert ranks(train, 2, resumed) == [["finished"], ["finished"]]
     assert losses(resumed) == losses(whole)
@@ -153,7 +153,7 @@ def test_a_run_that_was_killed_drops_what_came_after_its_checkpoint(
     assert losses(config)[-1][0] == 3
     last = Checkpoints(config.files.checkpoints).steps()[-1]
     assert last in (2, 3), "of step 3 it was being saved; that of step 2 is whole"
-    again = small_config(tmp_path, resume=True, **settings)
+    again = small_config(tmp_path, existing=Existing.RESUME, **settings)
     ranks(train, 2, again)
     assert again.files.read()["sessions"][-1]["from_step"] == last
     assert [step for step, _, _ in losses(again)] == [1, 2, 3, 4, 5]
@@ -163,14 +163,14 @@ def test_a_finished_run_can_go_on_with_more_steps_on_another_world(
     ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ranks(train, 2, small_config(tmp_path, steps=3, batch_size=2))
-    longer = small_config(tmp_path, steps=5, batch_size=1, resume=True)
+    longer = small_config(tmp_path, steps=5, batch_size=1, existing=Existing.RESUME)
     capfd.readouterr()
     assert ranks(train, 4, longer) == [["finished"]] * 4
     assert "warning" not in capfd.readouterr().out, "a step has as many examples as before"
     assert [step for step, _, _ in losses(longer)] == [1, 2, 3, 4, 5]
     found = Checkpoints(longer.files.checkpoints)
     assert found.position(5).examples == 5 * 4, "the position in the data went on"
-    ranks(train, 2, small_config(tmp_path, steps=6, batch_size=1, resume=True))
+    ranks(train, 2, small_config(tmp_path, steps=6, batch_size=1, existing=Existing.RESUME))
     [warning] = [w for w in capfd.readouterr().out.splitlines() if w.startswith("warning")]
     assert warning.startswith("warning    a step has 2 examples from here on, and had 4 before")
 
@@ -185,7 +185,7 @@ def test_a_run_goes_on_over_another_world_with_the_same_data(ranks: Ranks, tmp_p
     whole = config("whole", async_checkpoint=True)
     ranks(train, 2, whole)
     for world, size in ((1, 4), (4, 1)):
-        resumed = config(f"over-{world}", batch_size=size, resume=True)
+        resumed = config(f"over-{world}", batch_size=size, existing=Existing.RESUME)
         shutil.copytree(whole.train.output.out, resumed.train.output.out)
         shutil.rmtree(resumed.files.checkpoints / "step-00000006")
         ranks(train, world, resumed)
@@ -219,7 +219,7 @@ def test_streamed_documents_go_on_exactly_over_another_world(ranks: Ranks, tmp_p
             assert 0 < record["mfu"] < 1
     # A step has 4 sequences: of 2 ranks 2 each; one rank takes them in two microbatches.
     for world in (1, 4):
-        resumed = config(f"over-{world}", resume=True)
+        resumed = config(f"over-{world}", existing=Existing.RESUME)
         shutil.copytree(whole.train.output.out, resumed.train.output.out)
         shutil.rmtree(resumed.files.checkpoints / "step-00000006")
         ranks(train, world, resumed)
@@ -308,7 +308,7 @@ def full_disk_and_again(rank: int, world_size: int, *configs: LmConfig) -> list[
 
 
 def _resumed(config: LmConfig) -> LmConfig:
-    output = dataclasses.replace(config.train.output, resume=True)
+    output = dataclasses.replace(config.train.output, existing=Existing.RESUME)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, output=output))
 
 
@@ -352,7 +352,7 @@ def test_a_damaged_checkpoint_is_named(ranks: Ranks, tmp_path: Path) -> None:
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    again = small_config(tmp_path, steps=2, resume=True)
+    again = small_config(tmp_path, steps=2, existing=Existing.RESUME)
     for outcome in ranks(train, 2, again, expect_failures=True):
         assert "UserError: --resume: " in outcome.error
         assert f"{shard}, " in outcome.error
@@ -412,7 +412,7 @@ def test_a_run_is_resumed_only_with_what_it_began_with(ranks: Ranks, tmp_path: P
     world = World(0, 1, 0, 1)
 
     def refusal(**changes: Any) -> str:
-        config = small_config(tmp_path, steps=2, resume=True, **changes)
+        config = small_config(tmp_path, steps=2, existing=Existing.RESUME, **changes)
         with pytest.raises(OptionError) as caught:
             check_folder(check_lm(config, world))
         return str(caught.value)

@@ -18,7 +18,7 @@ from torch import nn
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.world import World
 from shardwise.recipes.begin import check_folder
-from shardwise.recipes.config import OptionError, Precision
+from shardwise.recipes.config import Existing, OptionError, Precision
 from shardwise.recipes.metrics import read_metrics
 from shardwise.recipes.mnist_config import MnistConfig
 from shardwise.recipes.pictures import TrainingPictures
@@ -149,11 +149,14 @@ def test_a_run_that_was_stopped_in_an_epoch_goes_on_as_if_nothing_had_been(
     part = small_mnist(tmp_path, "part", epochs=2)
     told = ranks(stop_and_go_on, 2, whole, part)
     assert "Stopped by SIGTERM after epoch 1.58 of 2 (step 10), which is saved" in told[0]
-    elsewhere = small_mnist(tmp_path, "elsewhere", epochs=2, batch_size=32, resume=True)
+    elsewhere = small_mnist(
+        tmp_path, "elsewhere", epochs=2, batch_size=32, existing=Existing.RESUME
+    )
     shutil.copytree(part.train.output.out, elsewhere.train.output.out)
 
     assert (
-        ranks(train, 2, small_mnist(tmp_path, "part", epochs=2, resume=True)) == [["finished"]] * 2
+        ranks(train, 2, small_mnist(tmp_path, "part", epochs=2, existing=Existing.RESUME))
+        == [["finished"]] * 2
     )
     assert losses(part) == losses(whole)
     assert accuracies(part) == accuracies(whole)
@@ -172,7 +175,7 @@ def test_a_run_goes_on_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path
     ranks(train, 1, small_mnist(tmp_path, steps=1))
 
     def refusal(**changes: Any) -> str:
-        config = small_mnist(tmp_path, steps=2, resume=True, **changes)
+        config = small_mnist(tmp_path, steps=2, existing=Existing.RESUME, **changes)
         with pytest.raises(OptionError) as caught:
             check_folder(config.check(World(0, 1, 0, 1)))
         return str(caught.value)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise.diloco import Streaming, WireFormat
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy
 from shardwise.recipes.checkpointing import Checkpoints
+from shardwise.recipes.config import Existing
 from shardwise.recipes.diloco_config import DilocoConfig
 from shardwise.recipes.lm_config import LmConfig
 from shardwise.recipes.replicas import ReplicaCheckpoints
@@ -59,7 +60,7 @@ def test_a_run_goes_on_bit_for_bit_from_inside_a_round(ranks: Ranks, tmp_path: P
     # Documents that are streamed: each replica's checkpoint says where the streams of all stand.
     documents = (str(write_jsonl(tmp_path / "corpus.jsonl", texts(300))),)
     whole = replace(diloco(tmp_path, "whole", async_checkpoint=True), data=documents)
-    resumed = replace(diloco(tmp_path, "resumed", resume=True), data=documents)
+    resumed = replace(diloco(tmp_path, "resumed", existing=Existing.RESUME), data=documents)
     assert ranks(train_and_resume, 2, whole, resumed) == [["finished"] * 2] * 2
     assert losses(resumed) == losses(whole)
     assert validation(resumed) == validation(whole)
@@ -79,18 +80,24 @@ def test_a_run_goes_on_with_other_shards_and_other_replicas(ranks: Ranks, tmp_pa
     whole = diloco(tmp_path, "whole", **plain, batch_size=1)
     ranks(train, 4, whole)
     # One rank a replica instead of two, with the same sequences.
-    fewer = resumed_at_4(whole, diloco(tmp_path, "fewer", **plain, batch_size=2, resume=True))
-    one = resumed_at_4(whole, diloco(tmp_path, "one", **plain, replicas=1, resume=True))
+    fewer = resumed_at_4(
+        whole, diloco(tmp_path, "fewer", **plain, batch_size=2, existing=Existing.RESUME)
+    )
+    one = resumed_at_4(
+        whole, diloco(tmp_path, "one", **plain, replicas=1, existing=Existing.RESUME)
+    )
     ranks(train, 2, fewer, one)
     for found, expected in zip(validation(fewer), validation(whole), strict=True):
         assert found == pytest.approx(expected, rel=1e-4)
     assert [step for step, _, _ in losses(one)] == [1, 2, 3, 4, 5, 6, 7]
     assert Checkpoints(one.files.checkpoints).replicas(7) == 1
     # What one replica has saved two go on from; and none but replicas.
-    two = diloco(tmp_path, "one", **{**plain, "batch_size": 1, "resume": True, "steps": 8})
+    two = diloco(
+        tmp_path, "one", **{**plain, "batch_size": 1, "existing": Existing.RESUME, "steps": 8}
+    )
     assert ranks(train, 2, two) == [["finished"]] * 2
     assert Checkpoints(two.files.checkpoints).replicas(8) == 2
-    full = small_config(tmp_path, "one", model=model, steps=9, resume=True)
+    full = small_config(tmp_path, "one", model=model, steps=9, existing=Existing.RESUME)
     with pytest.raises(AssertionError, match="was saved by --strategy diloco; go on with that"):
         ranks(train, 1, full)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch.errors import UserError
-from shardwise.recipes.config import OptionError, OutputConfig
+from shardwise.recipes.config import Existing, OptionError, OutputConfig
 from shardwise.recipes.rundir import RunDir, check_same, write_text
 
 
-def output(folder: Path, *, resume: bool = False, overwrite: bool = False) -> OutputConfig:
-    return OutputConfig(out=folder, resume=resume, overwrite=overwrite)
+def output(folder: Path, existing: Existing = Existing.REFUSE) -> OutputConfig:
+    return OutputConfig(out=folder, existing=existing)
 
 
 def a_run(folder: Path) -> RunDir:
@@ -39,22 +39,22 @@ def test_a_run_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
     files = a_run(tmp_path)
     with pytest.raises(OptionError, match=r"--out: found a run in .* already, expected another"):
         files.check(output(tmp_path))
-    files.check(output(tmp_path, resume=True))
-    files.check(output(tmp_path, overwrite=True))
+    files.check(output(tmp_path, Existing.RESUME))
+    files.check(output(tmp_path, Existing.OVERWRITE))
 
 
 def test_overwriting_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
     files = a_run(tmp_path)
-    files.begin(output(tmp_path, overwrite=True))
+    files.begin(output(tmp_path, Existing.OVERWRITE))
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_a_folder_with_other_files_is_never_taken(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years")
-    for overwrite in (False, True):
+    for existing in (Existing.REFUSE, Existing.OVERWRITE):
         with pytest.raises(OptionError, match="--out: found other files in"):
-            RunDir(tmp_path).check(output(tmp_path, overwrite=overwrite))
-    RunDir(tmp_path).begin(output(tmp_path, overwrite=True))
+            RunDir(tmp_path).check(output(tmp_path, existing))
+    RunDir(tmp_path).begin(output(tmp_path, Existing.OVERWRITE))
     assert (tmp_path / "thesis.tex").exists()
 
 
@@ -66,7 +66,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="--resume: found no run in"):
-        RunDir(tmp_path).check(output(tmp_path, resume=True))
+        RunDir(tmp_path).check(output(tmp_path, Existing.RESUME))
 
 
 def outside(folder: Path) -> Path:
@@ -84,7 +84,7 @@ def test_overwriting_never_deletes_through_a_link_to_a_folder(tmp_path: Path, na
     (files.root / name).symlink_to(outside(tmp_path / "outside"))
     for refuse in (files.check, files.begin):
         with pytest.raises(OptionError, match=f"--out: found .*run/{name}, a symbolic link, expec"):
-            refuse(output(files.root, overwrite=True))
+            refuse(output(files.root, Existing.OVERWRITE))
     assert (tmp_path / "outside" / "thesis.tex").exists()
     assert files.metrics.exists(), "nothing was deleted"
 
@@ -97,7 +97,7 @@ def test_overwriting_never_deletes_a_link_to_a_file(tmp_path: Path, name: str) -
     (files.root / name).symlink_to(tmp_path / "precious")
     for refuse in (files.check, files.begin):
         with pytest.raises(OptionError, match=f"--out: found .*/{name}, a symbolic link, expected"):
-            refuse(output(files.root, overwrite=True))
+            refuse(output(files.root, Existing.OVERWRITE))
     assert (tmp_path / "precious").read_text() == "{}"
     assert (files.checkpoints / "step-00000001").exists(), "nothing was deleted"
 
@@ -108,15 +108,15 @@ def test_overwriting_never_follows_a_link_to_a_run(tmp_path: Path) -> None:
     link.root.symlink_to(files.root)
     for refuse in (link.check, link.begin):
         with pytest.raises(OptionError, match=r"--out: found .*/link, a symbolic link, expected"):
-            refuse(output(link.root, overwrite=True))
+            refuse(output(link.root, Existing.OVERWRITE))
     assert files.metrics.exists()
-    link.check(output(link.root, resume=True))
+    link.check(output(link.root, Existing.RESUME))
 
 
 def test_links_below_a_folder_that_is_deleted_lose_nothing_but_themselves(tmp_path: Path) -> None:
     files = a_run(tmp_path / "run")
     (files.checkpoints / "step-00000002").symlink_to(outside(tmp_path / "outside"))
-    files.begin(output(files.root, overwrite=True))
+    files.begin(output(files.root, Existing.OVERWRITE))
     assert not files.checkpoints.exists()
     assert (tmp_path / "outside" / "thesis.tex").exists()
 

@@ -32,6 +32,7 @@ from shardwise.recipes.begin import check_folder
 from shardwise.recipes.classify import classification_loss
 from shardwise.recipes.config import (
     AdamWConfig,
+    Existing,
     OptionError,
     OutputConfig,
     Precision,
@@ -357,7 +358,7 @@ def test_a_transformer_learns_and_goes_on_and_its_file_alone_knows_as_much(
     same = [small_vit(tmp_path, name, steps=6, **each) for name, each in variants.items()]
     bf16 = small_vit(tmp_path, "bf16", steps=1, param_dtype=Precision.BF16)
     fake = small_vit(tmp_path, "fake", data_dir=None, fake_data=True, steps=1, layers=1)
-    resumed = small_vit(tmp_path, "resumed", steps=6, checkpoint_every=3, resume=True)
+    resumed = small_vit(tmp_path, "resumed", steps=6, checkpoint_every=3, existing=Existing.RESUME)
     runs = [plain, *same, bf16, fake]
     assert ranks(_train_all, 2, runs, resumed) == [["finished"] * 6] * 2
 
@@ -384,10 +385,10 @@ def test_a_transformer_learns_and_goes_on_and_its_file_alone_knows_as_much(
 
 def test_a_run_goes_on_only_with_the_model_it_began_with(ranks: Ranks, tmp_path: Path) -> None:
     ranks(train, 1, small_vit(tmp_path, steps=1))
-    other = small_vit(tmp_path, steps=2, layers=3, resume=True)
+    other = small_vit(tmp_path, steps=2, layers=3, existing=Existing.RESUME)
     with pytest.raises(OptionError, match=r"--layers: found 3, expected \d, as the run began"):
         check_folder(other.check(World(0, 1, 0, 1)))
-    larger = small_vit(tmp_path, steps=2, image_size=64, resume=True)
+    larger = small_vit(tmp_path, steps=2, image_size=64, existing=Existing.RESUME)
     with pytest.raises(OptionError, match=r"--image-size: found 64, expected "):
         check_folder(larger.check(World(0, 1, 0, 1)))
 

@@ -12,10 +12,11 @@ from typer import Option
 from shardwise.cli.names import read_path
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.hosts import Nodes, spans_hosts
-from shardwise.recipes.begin import go_on_if_possible
 from shardwise.recipes.config import (
     AdamWConfig,
     Device,
+    Existing,
+    OptionError,
     OutputConfig,
     Precision,
     ShardingConfig,
@@ -334,17 +335,27 @@ class Output:
         Raises:
             OptionError: the last three contradict each other.
         """
-        asked = OutputConfig(
+        return OutputConfig(
             out=self.out,
             checkpoint_every=self.checkpoint_every,
             keep_last=self.keep_last,
             async_checkpoint=self.async_checkpoint,
             eval_every=self.eval_every,
             tensorboard=self.tensorboard,
-            resume=self.resume,
-            overwrite=self.overwrite,
+            existing=self._existing(),
         )
-        return go_on_if_possible(asked) if self.auto_resume else asked
+
+    def _existing(self) -> Existing:
+        asked = {
+            Existing.AUTO: self.auto_resume,
+            Existing.RESUME: self.resume,
+            Existing.OVERWRITE: self.overwrite,
+        }
+        chosen = [existing for existing, given in asked.items() if given]
+        if len(chosen) > 1:
+            first, second = (f"--{existing.value}" for existing in chosen[:2])
+            raise OptionError(first, f"{second} too", "one of the two")
+        return chosen[0] if chosen else Existing.REFUSE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
 from shardwise.launch.errors import UserError
@@ -29,6 +31,9 @@ class Job(Protocol):
 
     def check_folder(self) -> str | None:
         """Raise a ``UserError`` if the run may not begin; say so if there is nothing to do."""
+
+    def lock_folder(self) -> AbstractContextManager[None]:
+        """After ``check_folder``: hold the run's folder, or raise a ``UserError``."""
 
     def run(self, world: World, signals: StopSignals) -> None:
         """Be one rank."""
@@ -58,12 +63,19 @@ def run(job: Job, nproc: int | None, nodes: Nodes | None = None, max_restarts: i
     require(max_restarts >= 0, "--max-restarts", max_restarts, "0 or more")
     hosts = 1 if nodes is None else _expected_hosts(job, processes, nodes)
     job.check(_world(hosts, processes))
-    if nodes is None or nodes.rank == 0:
-        # The others may see the folder that host 0 has made already.
-        nothing_to_do = job.check_folder()
-        if nothing_to_do is not None:
-            print(nothing_to_do)
-            sys.exit(0)
+    with contextlib.ExitStack() as held:
+        if nodes is None or nodes.rank == 0:
+            # The others may see the folder that host 0 has made already.
+            nothing_to_do = job.check_folder()
+            if nothing_to_do is not None:
+                print(nothing_to_do)
+                sys.exit(0)
+            held.enter_context(job.lock_folder())
+        sys.exit(_launch(job, processes, nodes, max_restarts))
+
+
+def _launch(job: Job, processes: int, nodes: Nodes | None, max_restarts: int) -> int:
+    """Start this host's ranks, and wait for them."""
     threads = max(1, usable_cores() // processes)
     print(
         f"starting   {_number(processes, 'process', 'es')}, {_number(threads, 'thread', 's')}"
@@ -71,13 +83,14 @@ def run(job: Job, nproc: int | None, nodes: Nodes | None = None, max_restarts: i
         flush=True,
     )
     if nodes is None:
-        sys.exit(run_here(_command, processes, max_restarts))
+        return run_here(_command, processes, max_restarts)
     if nodes.least is None:
-        print(f"hosts      this is {nodes.rank} of {hosts}; meeting at {nodes.where}", flush=True)
-        sys.exit(run_over_hosts(_command, processes, nodes, max_restarts))
+        where = f"this is {nodes.rank} of {nodes.count}; meeting at {nodes.where}"
+        print(f"hosts      {where}", flush=True)
+        return run_over_hosts(_command, processes, nodes, max_restarts)
     print(f"hosts      {nodes.least} to {nodes.count}; meeting at {nodes.where}", flush=True)
     terms = Terms(job.options(), lambda hosts: _why_not(job, _world(hosts, processes)))
-    sys.exit(run_over_hosts(_command, processes, nodes, max_restarts, terms))
+    return run_over_hosts(_command, processes, nodes, max_restarts, terms)
 
 
 def _world(hosts: int, processes: int) -> World:

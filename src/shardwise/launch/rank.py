@@ -7,7 +7,6 @@ import ctypes
 import errno
 import faulthandler
 import os
-import re
 import signal
 import sys
 import traceback
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import NoReturn
 
-from shardwise.errors import PeerLostError
+from shardwise.errors import PeerLostError, lost_peer_behind
 from shardwise.launch.errors import Stopped, UserError
 from shardwise.launch.report import Ending, Report, Stage
 from shardwise.launch.signals import StopSignals
@@ -24,20 +23,13 @@ from shardwise.launch.world import PARENT_PID, REPORT_FD, STORE_FD, World, launc
 # A disk that takes no more: nothing that a traceback would help with.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
-# How the backends of torch.distributed word that a peer went away. They raise RuntimeError (gloo)
-# or DistBackendError, DistNetworkError, ... (NCCL, stores).
-_PEER_GONE = re.compile(
-    r"connection (was )?(closed|reset|refused)|gloo|broken pipe|remote process exited"
-    r"|socket (closed|error)|failed to (recv|send)|NCCL.*(abort|remote)",
-    re.IGNORECASE,
-)
-
 
 def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoReturn:
     """Run ``body`` as one rank and end the process with its exit code.
 
     Exit codes: 0 when ``body`` returns, 2 for a :class:`UserError` (unless it says another), 128 +
-    signal for :class:`Stopped`, 1 for every other error.
+    signal for :class:`Stopped`, 1 for every other error. What was raised from the loss of a peer is
+    an error of that kind, whatever it became: the same command may succeed later.
     """
     signals = StopSignals(_tell)
     try:
@@ -65,28 +57,45 @@ def connected(world: World, backend: str, timeout: float | None = None) -> Itera
         backend: for ``init_process_group``, e.g. ``gloo``.
         timeout: seconds that a collective may take; None: torch's default.
     """
-    limit = None if timeout is None else timedelta(seconds=timeout)
     import torch.distributed as dist
 
-    fd = os.environ.get(STORE_FD)
-    if launched_here():
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            world.size,
-            is_master=world.rank == 0,
-            master_listen_fd=None if fd is None else int(fd),
-        )
-        dist.init_process_group(
-            backend, store=store, rank=world.rank, world_size=world.size, timeout=limit
-        )
-    else:
-        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=limit)
+    from shardwise.transport.peers import naming_lost_peer, tells_of_lost_peer
+
+    try:
+        _connect(world, backend, None if timeout is None else timedelta(seconds=timeout))
+    except RuntimeError as error:
+        if tells_of_lost_peer(error):
+            raise PeerLostError(
+                f"rank {world.rank} could not connect to the other {world.size - 1} ranks: one of "
+                f"them died, or never started; look for the first error in its output ({error})"
+            ) from error
+        raise
     yield
     # Only after success: with a peer gone, tearing down may wait for it. The barrier keeps rank
     # 0's store alive until no rank needs it.
-    dist.barrier()
+    with naming_lost_peer(None, "the barrier at the end"):
+        dist.barrier()
     dist.destroy_process_group()
+
+
+def _connect(world: World, backend: str, timeout: timedelta | None) -> None:
+    """Make the default process group."""
+    import torch.distributed as dist
+
+    if not launched_here():
+        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
+        return
+    fd = os.environ.get(STORE_FD)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world.size,
+        is_master=world.rank == 0,
+        master_listen_fd=None if fd is None else int(fd),
+    )
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
+    )
 
 
 def _die_with_parent() -> None:
@@ -104,6 +113,9 @@ def _ending(world: World, error: BaseException) -> Report:
     code = _exit_code(error)
     if isinstance(error, Stopped):
         return Report(world.rank, Ending.STOPPED, code, error.message)
+    if lost_peer_behind(error) is not None:
+        text = str(error) if isinstance(error, UserError) else _traceback(error)
+        return Report(world.rank, Ending.PEER, code, text)
     if isinstance(error, UserError):
         if error.passing:
             return Report(world.rank, Ending.FAILED, code, str(error))
@@ -112,19 +124,19 @@ def _ending(world: World, error: BaseException) -> Report:
         return Report(world.rank, Ending.USER, code, "error: standard output was closed")
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return Report(world.rank, Ending.USER, code, f"error: {error}")
-    kind = Ending.PEER if _means_peer_gone(error) else Ending.FAILED
-    text = "".join(traceback.format_exception(error)).rstrip()
-    return Report(world.rank, kind, code, text)
+    return Report(world.rank, Ending.FAILED, code, _traceback(error))
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _exit_code(error: BaseException) -> int:
-    return error.exit_code if isinstance(error, Stopped | UserError) else 1
-
-
-def _means_peer_gone(error: BaseException) -> bool:
-    if isinstance(error, PeerLostError | ConnectionError):
-        return True
-    return isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)) is not None
+    if isinstance(error, Stopped):
+        return error.exit_code
+    if isinstance(error, UserError) and lost_peer_behind(error) is None:
+        return error.exit_code
+    return 1
 
 
 def _tell(stage: Stage) -> None:

@@ -12,7 +12,13 @@ from typing import Any, Protocol
 from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
 from shardwise.recipes.checkpointing import Checkpoints
-from shardwise.recipes.config import OptionError, OutputConfig, TrainConfig, flatten, require
+from shardwise.recipes.config import (
+    Existing,
+    OptionError,
+    OutputConfig,
+    TrainConfig,
+    flatten,
+)
 from shardwise.recipes.metrics import check_metrics
 from shardwise.recipes.rundir import RunDir, check_same
 from shardwise.recipes.span import Position, Span
@@ -26,7 +32,7 @@ _FIXED = {
 }
 
 # Where things lie on a host, and what to do about a run that is there: each host's own business.
-_OWN = frozenset({"out", "data", "data_dir", "model", "tokenizer", "resume", "overwrite"})
+_OWN = frozenset({"out", "data", "data_dir", "model", "tokenizer", "existing"})
 
 
 class Inputs(Protocol):
@@ -61,18 +67,32 @@ class Recipe(Protocol):
         """Raise ``UserError`` unless what is asked for fits the world; looks at no files."""
 
 
-def go_on_if_possible(output: OutputConfig) -> OutputConfig:
-    """Resume the run in ``output.out`` if it has checkpoints, else begin it anew.
+def decided(output: OutputConfig) -> OutputConfig:
+    """With ``--auto-resume``, decide: resume the run if it has checkpoints, else begin it anew.
+
+    It looks at the disk: so one process asks it, the launcher or rank 0, and tells the others.
+    """
+    if output.existing is not Existing.AUTO:
+        return output
+    files = RunDir(output.out)
+    if files.has_checkpoints():
+        return replace(output, existing=Existing.RESUME)  # refused where none of them is complete
+    begins_anew = files.run_json.is_file()
+    return replace(output, existing=Existing.OVERWRITE if begins_anew else Existing.REFUSE)
+
+
+def newest_step(checkpoints: Checkpoints, files: RunDir) -> int:
+    """The step to resume from.
 
     Raises:
-        OptionError: ``resume`` or ``overwrite`` is asked for as well.
+        OptionError: there is none.
     """
-    for option, given in (("--resume", output.resume), ("--overwrite", output.overwrite)):
-        require(not given, "--auto-resume", f"{option} too", "one of the two")
-    files = RunDir(output.out)
-    if files.checkpoints.is_dir() and any(files.checkpoints.iterdir()):
-        return replace(output, resume=True)  # which says so where none of them is complete
-    return replace(output, overwrite=files.run_json.is_file())
+    steps = checkpoints.steps()
+    if not steps:
+        raise OptionError(
+            "--resume", f"no complete checkpoint in {files.checkpoints}", "one; or use --overwrite"
+        )
+    return steps[-1]
 
 
 def check_folder(inputs: Inputs) -> Position:
@@ -85,10 +105,10 @@ def check_folder(inputs: Inputs) -> Position:
         OptionError: a run is there that would be lost, or none to resume, or another one.
         UserError: the newest checkpoint is damaged, or a file that tells of the run.
     """
-    output = inputs.train.output
+    output = decided(inputs.train.output)
     files = RunDir(output.out)
     files.check(output)
-    if not output.resume:
+    if output.existing is not Existing.RESUME:
         return Position()
     before = files.read()
     found = before.get("recipe")
@@ -97,12 +117,7 @@ def check_folder(inputs: Inputs) -> Position:
     inputs.check_same(before)
     _check_fixed(before.get("config", {}), inputs.facts()["config"])
     checkpoints = Checkpoints(files.checkpoints)
-    steps = checkpoints.steps()
-    if not steps:
-        raise OptionError(
-            "--resume", f"no complete checkpoint in {files.checkpoints}", "one; or use --overwrite"
-        )
-    position = checkpoints.position(steps[-1])
+    position = checkpoints.position(newest_step(checkpoints, files))
     check_metrics(files.metrics, position.step)
     return position
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.checkpoint import Handle
+    from shardwise.checkpoint.ranks.agreement import Ranks
 
 # Where DiLoCo keeps the outer state; it hides that from those who look at the inner one's.
 DILOCO = "diloco"
@@ -116,7 +117,7 @@ class Checkpoints:
             SaveError: a rank could not write, this one or the one before; every rank raises it.
         """
         self.settle()
-        if position.step not in self.steps():
+        if not self._is_saved(position.step):
             self.write(position, model, optimizer)
         return self.path(position.step)
 
@@ -131,7 +132,7 @@ class Checkpoints:
         try:
             target, extra = self._prepared(position)
             save(target, model, optimizer, extra, keep_last=self._keep_last, group=self._group)
-        except (CheckpointError, OSError) as error:
+        except CheckpointError as error:
             raise SaveError(self._lost(position.step, error)) from error
 
     def begin(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -145,11 +146,11 @@ class Checkpoints:
         from shardwise.checkpoint.ranks.background import start
 
         self.settle()
-        if position.step in self.steps():
+        if self._is_saved(position.step):
             return
         try:
             write = self.copied(position, model, optimizer)
-        except OSError as error:
+        except CheckpointError as error:
             raise SaveError(self._lost(position.step, error)) from error
         self._under_way = position.step, start(write, self.path(position.step))
 
@@ -182,7 +183,7 @@ class Checkpoints:
         """What writes a checkpoint, of which this rank's part is copied when this returns.
 
         Raises:
-            OSError: what is in the way of it cannot be deleted.
+            CheckpointError: what is in the way of it cannot be deleted; on every rank.
         """
         from shardwise.checkpoint.ranks.copied import Copied
 
@@ -220,17 +221,27 @@ class Checkpoints:
             raise UserError(f"--resume: {error}") from error
         return position
 
+    def _is_saved(self, step: int) -> bool:
+        """Whether a step has a complete checkpoint, as the first rank sees. Every rank calls it.
+
+        Raises:
+            SaveError: the folder cannot be read, or a rank was lost.
+        """
+        doing = f"looking for checkpoints in {self._folder}"
+        try:
+            return self._ranks().first(doing, lambda: step in self.steps())
+        except CheckpointError as error:
+            raise SaveError(self._lost(step, error)) from error
+
     def _prepared(self, position: Position) -> tuple[Path, dict[str, Any]]:
         """Where a checkpoint goes, with nothing in the way, and what belongs to it.
 
         Raises:
-            OSError: what is in the way, and not complete, cannot be deleted.
+            CheckpointError: what is in the way cannot be deleted; on every rank of the group.
         """
-        import torch.distributed as dist
-
         target = self.path(position.step)
-        if dist.get_rank(self._group) == 0 and target.exists():
-            delete(target)  # it is not complete
+        # What is there is not complete, or is of a replica of which the first was not saved.
+        self._ranks().first(f"saving {target}", lambda: delete(target))
         extra: dict[str, Any] = {
             _POSITION: asdict(position),
             _RANDOM: _random_state(),
@@ -239,6 +250,13 @@ class Checkpoints:
         if self._data is not None:
             extra[_DATA] = self._data.state()
         return target, extra
+
+    def _ranks(self) -> Ranks:
+        """Whose checkpoints they are; while none is being saved in the background."""
+        from shardwise.checkpoint.ranks.agreement import Ranks
+        from shardwise.checkpoint.ranks.background import group_for
+
+        return Ranks(group_for(self._group))
 
     def _lost(self, step: int, error: Exception) -> str:
         kept = self.steps()

@@ -46,6 +46,15 @@ class Precision(enum.Enum):
     BF16 = "bf16"
 
 
+class Existing(enum.Enum):
+    """What to do about a run that is in the folder already."""
+
+    REFUSE = "refuse"
+    RESUME = "resume"
+    AUTO = "auto-resume"  # resume if a checkpoint was committed, else overwrite; rank 0 decides
+    OVERWRITE = "overwrite"
+
+
 class Device(enum.Enum):
     """Where to train."""
 
@@ -139,8 +148,7 @@ class OutputConfig:
         eval_every: steps between evaluations, or epochs in a training that is counted in
             epochs; 0: only at the end.
         tensorboard: write event files too.
-        resume: go on from the newest checkpoint of ``out``.
-        overwrite: delete the run in ``out`` first.
+        existing: what to do about a run that is in ``out`` already.
     """
 
     out: Path
@@ -149,8 +157,7 @@ class OutputConfig:
     async_checkpoint: bool = False
     eval_every: int = 100
     tensorboard: bool = False
-    resume: bool = False
-    overwrite: bool = False
+    existing: Existing = Existing.REFUSE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,12 +264,6 @@ def _check_output(config: OutputConfig, *, counts_epochs: bool) -> None:
     _at_least("--checkpoint-every", config.checkpoint_every, 0)
     _at_least("--keep-last", config.keep_last, 1)
     _at_least("--eval-interval" if counts_epochs else "--eval-every", config.eval_every, 0)
-    require(
-        not (config.resume and config.overwrite),
-        "--resume",
-        "--overwrite too",
-        "one of the two",
-    )
 
 
 def _at_least(option: str, found: int, low: int) -> None:

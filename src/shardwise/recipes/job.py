@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
@@ -9,6 +10,8 @@ from shardwise.launch.importing import importing
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World
 from shardwise.recipes.begin import Inputs, Recipe, check_folder, compared
+from shardwise.recipes.run_lock import locked
+from shardwise.recipes.rundir import RunDir
 
 
 class Job:
@@ -35,6 +38,10 @@ class Job:
         """What all hosts have to be asked for alike, by the names of the options."""
         inputs = self._checked()
         return compared({"recipe": inputs.recipe, **inputs.facts()})
+
+    def lock_folder(self) -> AbstractContextManager[None]:
+        """See :func:`locked`."""
+        return locked(RunDir(self._checked().train.output.out))
 
     def check_folder(self) -> str | None:
         """See :func:`check_folder`; a run that is complete already is nothing to do."""

@@ -36,6 +36,7 @@ from shardwise.recipes.metrics import StepMetrics
 from shardwise.recipes.optim import set_lr
 from shardwise.recipes.span import Position, Span
 from shardwise.recipes.task import Place, Task
+from shardwise.transport.peers import naming_lost_peer
 
 RECENT = 20  # steps over which speed is averaged
 
@@ -188,7 +189,8 @@ class Loop:
             dtype=torch.float64,
         )
         everyone = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(everyone, mine, group=group)
+        with naming_lost_peer(group, "the exchange of losses and signals"):
+            dist.all_gather(everyone, mine, group=group)
         losses, memory, asked, ended = torch.stack(everyone, dim=1).tolist()
         # Summed in the order of ranks: the same bits on every rank, every time.
         stop = int(max(asked)) if group is None else 0

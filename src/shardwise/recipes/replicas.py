@@ -23,6 +23,8 @@ from shardwise.errors import CheckpointError
 from shardwise.frontends.strategies import REPLICATE, SHARD
 from shardwise.recipes.checkpointing import Checkpoints, Resumable, SaveError
 from shardwise.recipes.diloco_config import DilocoConfig
+from shardwise.recipes.rank_zero import on_rank_zero
+from shardwise.recipes.rundir import REPLICAS
 from shardwise.recipes.span import Position
 from shardwise.transport.attending import gather_objects
 
@@ -149,7 +151,7 @@ class ReplicaCheckpoints(Checkpoints):
         """What writes the checkpoints of all replicas, of which this rank's part is copied.
 
         Raises:
-            OSError: what is in the way of it cannot be deleted.
+            CheckpointError: what is in the way of it cannot be deleted.
         """
         self._come_together(optimizer)
         return self._in_turn(position, self._of(self._number).copied(position, model, optimizer))
@@ -183,12 +185,14 @@ class ReplicaCheckpoints(Checkpoints):
         Raises:
             UserError: a checkpoint is damaged, or is of another model.
         """
-        return self._of(self._number % self.replicas(step)).load(step, model, optimizer)
+        # It decides which ranks load together.
+        count = on_rank_zero(f"looking at step {step}", lambda: self.replicas(step))
+        return self._of(self._number % count).load(step, model, optimizer)
 
     def _of(self, number: int) -> Checkpoints:
         """The checkpoints of a replica. Of the others one more is kept than of the first."""
         first = number == 0
-        folder = self._root if first else self._root / "replicas" / str(number)
+        folder = self._root if first else self._root / REPLICAS / str(number)
         keep = self._keep if first else self._keep + 1
         return Checkpoints(
             folder, keep, self._position, group=self._own_group, replicas=self._count

@@ -8,6 +8,7 @@
       sample.txt       what the model writes at the end (lm)
       model.safetensors, confusion.png    the model as one file, what it mistakes (pictures)
       checkpoints/     step-00000100/, ...
+      run.lock         locked while the run trains; says by which process
       tensorboard/     with --tensorboard
 
 No torch here: the command line asks before it starts processes.
@@ -25,10 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.disk.commit import is_partial
 from shardwise.checkpoint.disk.strict import Fields, open_file, parse, refuse
 from shardwise.errors import CheckpointError
 from shardwise.launch.errors import UserError
-from shardwise.recipes.config import OptionError, OutputConfig, flatten
+from shardwise.recipes.config import Existing, OptionError, OutputConfig, flatten
+
+#: In the folder of checkpoints: those of all replicas but the first, where replicas train apart.
+REPLICAS = "replicas"
 
 _MAX_RECORD = 1 << 26  # bytes of a run.json: tens of thousands of sessions
 _MAX_PATH = 4095  # bytes, of Linux
@@ -87,6 +92,11 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def lock(self) -> Path:
+        """What a run holds locked while it trains."""
+        return self.root / "run.lock"
+
+    @property
     def tensorboard(self) -> Path:
         """Folder of event files."""
         return self.root / "tensorboard"
@@ -113,11 +123,11 @@ class RunDir:
         if root.exists() and not root.is_dir():
             raise OptionError("--out", f"{root}, which is a file", "a folder")
         is_run = self.run_json.is_file()
-        if config.resume:
+        if config.existing is Existing.RESUME:
             if not is_run:
                 raise OptionError("--resume", f"no run in {root}", "a run; see --out")
             return
-        if is_run and not config.overwrite:
+        if is_run and config.existing is not Existing.OVERWRITE:
             raise OptionError(
                 "--out",
                 f"a run in {root} already",
@@ -125,7 +135,7 @@ class RunDir:
             )
         if is_run:
             self._check_links()
-        if root.is_dir() and not is_run and any(root.iterdir()):
+        if root.is_dir() and not is_run and not all(map(self._is_trace, root.iterdir())):
             raise OptionError("--out", f"other files in {root}", "an empty or new folder")
         parent = root
         while not parent.exists():
@@ -153,19 +163,39 @@ class RunDir:
         results = (self.model_config, self.picture, self.sample, self.weights, self.confusion)
         return (self.metrics, *results, self.run_json)
 
-    def begin(self, config: OutputConfig) -> None:
-        """Make the folder; with ``overwrite``, delete the run that is in it, and only that.
+    def has_checkpoints(self) -> bool:
+        """Whether a checkpoint was ever committed here, complete or damaged by now.
+
+        A partial folder is none. Neither is what further replicas saved, of which the first is
+        committed last.
+        """
+        if not self.checkpoints.is_dir():
+            return False
+        return any(
+            not is_partial(path) and path.name != REPLICAS for path in self.checkpoints.iterdir()
+        )
+
+    def make(self) -> None:
+        """Make the folder.
 
         Raises:
-            OptionError: the folder cannot be made, or a part of the run is a link, or cannot be
-                deleted.
+            OptionError: it cannot be made.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             reason = f"{self.root}, which cannot be made ({error.strerror})"
             raise OptionError("--out", reason, "a folder in a place that can be written") from None
-        if not config.overwrite or not self.run_json.is_file():
+
+    def begin(self, config: OutputConfig) -> None:
+        """Make the folder; with ``OVERWRITE``, delete the run that is in it, and only that.
+
+        Raises:
+            OptionError: it cannot be made.
+            OSError: what is in it cannot be deleted.
+        """
+        self.make()
+        if config.existing is not Existing.OVERWRITE or not self.run_json.is_file():
             return
         self._check_links()
         try:
@@ -177,6 +207,10 @@ class RunDir:
         except OSError as error:
             found = f"{error.filename}, which cannot be deleted ({error.strerror})"
             raise OptionError("--out", found, "a run that --overwrite may delete") from None
+
+    def _is_trace(self, path: Path) -> bool:
+        """Whether a file is what a run leaves that was killed before it had a ``run.json``."""
+        return path == self.lock or path.name.startswith(_beside(self.run_json))
 
     def read(self) -> dict[str, Any]:
         """What ``run.json`` says, with the types that it is written with.
@@ -274,9 +308,14 @@ def check_same_model(
     raise OptionError("--model", f"{now['name']}, another model", expected)
 
 
+def _beside(path: Path) -> str:
+    """What the names of files begin with that are to replace another one."""
+    return f".{path.name}."
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a small file whole or not at all, and onto the disk."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_beside(path))
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)

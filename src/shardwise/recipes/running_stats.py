@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.transport.peers import naming_lost_peer
+
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
@@ -44,7 +46,8 @@ class RunningStatistics:
         if not mine or dist.get_world_size() == 1:
             return
         flat = torch.cat([value.flatten() for value in mine])
-        dist.all_reduce(flat)
+        with naming_lost_peer(None, "the average of running statistics"):
+            dist.all_reduce(flat)
         flat /= dist.get_world_size()
         for value, part in zip(mine, torch.split(flat, [v.numel() for v in mine]), strict=True):
             value.copy_(part)

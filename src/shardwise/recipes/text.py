@@ -13,6 +13,7 @@ from shardwise.recipes.data import Sequences, TextData
 from shardwise.recipes.lm_config import LmConfig
 from shardwise.recipes.model import next_token_loss
 from shardwise.recipes.sharded import kept_between_forwards
+from shardwise.transport.peers import naming_lost_peer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,6 +92,7 @@ class ValidationLoss:
                 total += loss.item() * len(rows)
         self._model.train()
         everyone = [torch.empty_like(total) for _ in range(self._world.size)]
-        dist.all_gather(everyone, total)
+        with naming_lost_peer(None, "the sum of validation losses"):
+            dist.all_gather(everyone, total)
         mean = torch.cat(everyone).sum().item() / (len(self._mine) * self._world.size)
         return {"validation_loss": mean}

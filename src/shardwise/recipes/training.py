@@ -17,15 +17,17 @@ from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World, launched_here
 from shardwise.recipes import journal
 from shardwise.recipes.assembly import assemble
-from shardwise.recipes.begin import Inputs, check_alike, check_folder
+from shardwise.recipes.begin import Inputs, check_alike, check_folder, decided, newest_step
 from shardwise.recipes.checkpointing import Checkpoints
-from shardwise.recipes.config import TrainConfig, resolve_sharding
+from shardwise.recipes.config import Existing, TrainConfig, resolve_sharding
 from shardwise.recipes.device import backend_for, choose_device
 from shardwise.recipes.heap import keep_freed_memory
 from shardwise.recipes.loop import Loop
 from shardwise.recipes.optim import count
 from shardwise.recipes.progress import make_display
+from shardwise.recipes.rank_zero import on_rank_zero
 from shardwise.recipes.replicas import ReplicaCheckpoints
+from shardwise.recipes.run_lock import locked
 from shardwise.recipes.rundir import RunDir, write_text
 from shardwise.recipes.sharded import shard_bytes, transport_name
 from shardwise.recipes.span import Position
@@ -56,14 +58,18 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> None:
         UserError: what the user can put right.
         Stopped: a signal asked to stop, and the run is saved.
     """
-    if world.rank == 0:
-        # Before anything is written, and again for those whom no launcher of ours started.
-        check_folder(inputs)
-    device = choose_device(inputs.train.device, world)
-    if device.type == "cpu":
-        keep_freed_memory()
-    with connected(world, backend_for(device), inputs.train.peer_timeout):
-        train_connected(inputs, world, device, signals)
+    with contextlib.ExitStack() as held:
+        if world.rank == 0:
+            # Before anything is written; again under the lock, for what has ended meanwhile.
+            check_folder(inputs)
+            if not launched_here():
+                held.enter_context(locked(RunDir(inputs.train.output.out)))
+                check_folder(inputs)
+        device = choose_device(inputs.train.device, world)
+        if device.type == "cpu":
+            keep_freed_memory()
+        with connected(world, backend_for(device), inputs.train.peer_timeout):
+            train_connected(inputs, world, device, signals)
 
 
 def train_connected(
@@ -113,17 +119,28 @@ def place_for(config: TrainConfig, world: World, device: torch.device) -> Place:
 
 def _resume(run: _Run) -> Position:
     """Begin anew, or load the newest checkpoint."""
-    # Rank 0 looks, so that no two ranks can see different ones.
-    newest = torch.zeros(1, dtype=torch.int64)
-    output = run.inputs.train.output
-    if run.place.world.rank == 0:
-        if output.resume:
-            newest += run.checkpoints.steps()[-1]
-        run.files.begin(output)
-    dist.broadcast(newest, src=0)
-    if not newest:
+    newest = on_rank_zero(f"beginning in {run.files.root}", lambda: _take_folder(run))
+    if newest is None:
         return Position()
-    return run.checkpoints.load(int(newest), run.task.module, run.task.optimizer)
+    return run.checkpoints.load(newest, run.task.module, run.task.optimizer)
+
+
+def _take_folder(run: _Run) -> int | None:
+    """Make the folder ready. Return the step of the checkpoint to go on from, if the run goes on.
+
+    Raises:
+        OptionError: it cannot be, or there is none.
+    """
+    asked = run.inputs.train.output
+    output = decided(asked)
+    resumes = output.existing is Existing.RESUME
+    newest = newest_step(run.checkpoints, run.files) if resumes else None
+    if asked.existing is Existing.AUTO and output.existing is Existing.OVERWRITE:
+        run.place.display.say(
+            f"resume     no checkpoint of the run in {asked.out} was committed; beginning anew"
+        )
+    run.files.begin(output)
+    return newest
 
 
 def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> None:

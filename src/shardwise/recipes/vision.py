@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
@@ -22,6 +21,7 @@ from shardwise.recipes.optim import Schedule
 from shardwise.recipes.picture_config import FAKE_TRAINING, FAKE_VALIDATION, PictureInputs
 from shardwise.recipes.pictures import FakePictures, Pictures, TrainingPictures
 from shardwise.recipes.plot import plot_confusion
+from shardwise.recipes.rank_zero import on_rank_zero
 from shardwise.recipes.rundir import RunDir
 from shardwise.recipes.running_stats import RunningStatistics
 from shardwise.recipes.task import Place, Task
@@ -124,13 +124,15 @@ def _finish(
 ) -> Mapping[str, float]:
     """Write the model as one file, and judge what others get when they load it."""
     say, first = place.display.say, place.world.rank == 0
-    if first:
+
+    def write() -> None:
         try:
             consolidate(checkpoint, files.weights, force=True)
         except (CheckpointError, OSError) as error:
             raise SaveError(f"{files.weights}: {error}; {checkpoint} is whole") from error
-        say(f"weights    {files.weights}")
-    dist.barrier()  # the file is whole
+
+    on_rank_zero(f"writing {files.weights}", write)
+    say(f"weights    {files.weights}")
     scores = judge()
     if first:
         say(

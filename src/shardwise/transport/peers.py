@@ -22,7 +22,11 @@ _SIGNS = ("connection", "timed out", "timeout", "peer", "socket", "broken pipe",
 
 
 def tells_of_lost_peer(error: RuntimeError) -> bool:
-    """Whether what a backend raised means that a peer is gone or silent."""
+    """Whether what a backend raised means that a peer is gone or silent.
+
+    Ask it only of what a call of ``torch.distributed`` raised: the words alone prove nothing.
+    Everything above knows a lost peer by its type, :class:`~shardwise.errors.PeerLostError`.
+    """
     text = str(error).lower()
     return isinstance(error, dist.DistNetworkError) or any(sign in text for sign in _SIGNS)
 
@@ -61,8 +65,14 @@ def peer_lost(
 
 
 @contextlib.contextmanager
-def naming_lost_peer(group: dist.ProcessGroup, doing: str) -> Iterator[None]:
+def naming_lost_peer(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
     """Turn a backend's error that means a lost peer into one that says so.
+
+    Put only calls of ``torch.distributed`` inside.
+
+    Args:
+        group: whose collective it is; None: the default process group.
+        doing: what it is, such as ``"the all-gather of 3 tensors"``.
 
     Raises:
         PeerLostError: instead of such an error.
@@ -72,8 +82,9 @@ def naming_lost_peer(group: dist.ProcessGroup, doing: str) -> Iterator[None]:
     except ShardwiseError:
         raise  # which says so
     except RuntimeError as error:
-        if tells_of_lost_peer(error):
-            raise peer_lost(group, doing, error) from error
+        members = group or dist.group.WORLD
+        if members is not None and tells_of_lost_peer(error):
+            raise peer_lost(members, doing, error) from error
         raise
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import resource
+import shutil
 import signal
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +22,12 @@ import torch
 from shardwise import checkpoint
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import commit, shardfile
-from shardwise.checkpoint.disk.manifest import NAME, read_manifest
+from shardwise.checkpoint.disk.entries import ModelFacts
+from shardwise.checkpoint.disk.manifest import NAME, Manifest, read_manifest, write_manifest
 from shardwise.checkpoint.disk.pieces import PieceReader
+from shardwise.checkpoint.disk.shardfile import BLOCK
 from shardwise.checkpoint.ranks import writer
+from shardwise.errors import PeerLostError, lost_peer_behind
 from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
 from tests.checkpoint.small import SHARD, make, same, save_small, train
 
@@ -96,6 +103,90 @@ def test_what_a_living_process_writes_and_what_is_not_ours_stays(tmp_path: Path)
     save_small(tmp_path / "other")
 
 
+# ---- several processes beside each other ----
+
+
+def test_the_highest_step_stays_when_a_process_saves_a_lower_one(tmp_path: Path) -> None:
+    for step in (1, 9):
+        save_small(checkpoint.step_folder(tmp_path, step), keep_last=1)
+    save_small(checkpoint.step_folder(tmp_path, 2), keep_last=1)  # by a process that knows no 9
+    assert checkpoint.steps(tmp_path) == [2, 9]
+    save_small(checkpoint.step_folder(tmp_path, 10), keep_last=1)
+    assert checkpoint.steps(tmp_path) == [10]
+
+
+def test_a_partial_folder_has_a_lock_before_another_process_can_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cleaner that comes between the making of the folder and its lock has to wait."""
+    lock, cleaners = commit._try_lock, []
+
+    def lock_late(handle: int) -> bool:
+        if not cleaners:
+            cleaners.append(threading.Thread(target=commit.clean, args=(tmp_path,)))
+            cleaners[0].start()
+            cleaners[0].join(0.2)  # as long as it would need several times over
+        return lock(handle)
+
+    monkeypatch.setattr(commit, "_try_lock", lock_late)
+    writing = commit.Commit(tmp_path / "a")
+    cleaners[0].join(30)
+    assert writing.partial.is_dir()
+    writing.abandon()
+
+
+def test_a_lock_that_nobody_lets_go_of_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "_MOST_SECONDS", 0.05)
+    holder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with pytest.raises(CheckpointError, match=r"another process has held its lock for 0.05 s"):
+        commit.Commit(tmp_path / "a")
+    os.close(holder)
+    commit.Commit(tmp_path / "a").abandon()
+
+
+def _commit_many(folder: Path, steps: range) -> None:
+    """Commit empty checkpoints, one after the other, and keep two."""
+    for step in steps:
+        path = checkpoint.step_folder(folder, step)
+        try:
+            writing = commit.Commit(path)
+        except CheckpointError:  # another process has this step, or is at it
+            continue
+        shutil.copyfile(folder / NAME, writing.partial / NAME)
+        writing.publish()
+        commit.keep_last(folder, 2, spare=path)
+        kept = [int(name.removeprefix("step-")) for name in os.listdir(folder) if name[0] == "s"]
+        assert max(kept) >= step, "the newest is lost"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("same_steps", [False, True], ids=["different steps", "same steps"])
+def test_processes_commit_and_delete_beside_each_other(tmp_path: Path, same_steps: bool) -> None:
+    write_manifest(tmp_path, Manifest((), (), {}, BLOCK, 1, "", ModelFacts(), {}))
+    processes = 4
+    pids = []
+    for number in range(processes):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                first, every = (1, 1) if same_steps else (1 + number, processes)
+                _commit_many(tmp_path, range(first, 1 + 50 * every, every))
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * processes
+    found = checkpoint.steps(tmp_path)
+    assert found[-1] == (50 if same_steps else 200)
+    assert names(tmp_path) == sorted(
+        [NAME, *(checkpoint.step_folder(tmp_path, step).name for step in found)]
+    ), "something was left behind"
+
+
 # ---- failures ----
 
 
@@ -162,7 +253,9 @@ def test_a_rank_that_fails_is_named_on_every_rank(ranks: Ranks, tmp_path: Path) 
     verify(tmp_path / "second")
 
 
-def _save_while_a_rank_dies(rank: int, world_size: int, folder: Path, dying: int) -> str:
+def _save_while_a_rank_dies(
+    rank: int, world_size: int, folder: Path, dying: int
+) -> tuple[str, PeerLostError | None]:
     model, optimizer = build(Setup("mlp", (world_size,)), seed=0)
     checkpoint.save(folder / "first", model, optimizer)
     if rank == dying:
@@ -171,8 +264,8 @@ def _save_while_a_rank_dies(rank: int, world_size: int, folder: Path, dying: int
         checkpoint.save(folder / "second", model, optimizer)
     except CheckpointError as error:
         time.sleep(0.5)  # or its end could be taken for another loss
-        return str(error)
-    return "nothing"
+        return str(error), lost_peer_behind(error)
+    return "nothing", None
 
 
 @pytest.mark.parametrize("dying", [0, 2])
@@ -183,8 +276,10 @@ def test_a_rank_that_dies_is_named_by_all_that_are_left(
     for outcome in outcomes:
         if outcome.rank != dying:
             assert outcome.ok, outcome.describe(3)
-            assert f"rank {dying}" in outcome.result
-            assert "was lost" in outcome.result
+            message, cause = outcome.result
+            assert f"rank {dying}" in message
+            assert "was lost" in message
+            assert cause is not None, "no mistake of this rank, or of its user"
     assert "second" not in names(tmp_path)
     verify(tmp_path / "first")
 

@@ -3,19 +3,27 @@
     root/.step-00000040.partial/    what is being written, locked by the process that commits
     root/step-00000040/             its name after one rename
 
+    root/.deleted-6f1c09d2.partial/ what is being deleted, locked by the process that deletes
+
 Whoever is killed leaves a partial folder whose lock is free; the next save deletes it. What is
 complete is found by looking, not by a note that could be wrong. A symbolic link is no checkpoint
-of the folder that it lies in: it is not followed, and what it points to is never deleted. No torch
-here.
+of the folder that it lies in: it is not followed, and what it points to is never deleted.
+
+Processes may commit and delete in one folder beside each other. Names are given and taken under a
+lock on the root, held for a moment: so nobody sees a partial folder that is not locked yet, or
+deletes one under the name of another. No torch here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import fcntl
 import os
 import re
+import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +35,7 @@ _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.partial", re.ASCII | re.DOTALL)
 _LOOKS = 50  # at a folder from which a run deletes what is looked at
 _OURS = re.compile(r"shard-\d+-of-\d+\.safetensors|manifest\.json", re.ASCII)
+_LOOK_SECONDS, _MOST_SECONDS = 0.002, 60.0  # between looks at the lock on a root; all of them
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -95,7 +104,8 @@ def keep_last(root: Path, count: int, *, spare: Path | None = None) -> None:
     Args:
         root: the folder.
         count: how many to keep, at least one.
-        spare: one that counts as the newest, whatever its step.
+        spare: one that counts as the newest, whatever its step. The one of the highest step stays
+            beside it: another process may have committed that meanwhile.
 
     Raises:
         ValueError: the count is not positive.
@@ -104,9 +114,11 @@ def keep_last(root: Path, count: int, *, spare: Path | None = None) -> None:
     if count < 1:
         raise ValueError(f"keep_last: found {count}, expected 1 or more")
     folders = [step_folder(root, step) for step in steps(root)]
+    highest = folders[-1:]
     folders.sort(key=lambda folder: folder == spare)
     for folder in folders[:-count]:
-        delete(folder)
+        if folder not in highest:
+            delete(folder)
 
 
 def delete(folder: Path) -> None:
@@ -117,28 +129,41 @@ def delete(folder: Path) -> None:
     Raises:
         OSError: it cannot be deleted.
     """
-    doomed = partial_of(folder)
-    with contextlib.suppress(FileNotFoundError):  # another job may be deleting it too
-        remove(doomed)
-        folder.rename(doomed)
+    with contextlib.ExitStack() as held:
+        try:
+            with _names_locked(folder.parent):
+                if not folder.is_symlink():
+                    held.enter_context(_locked(folder))
+                doomed = _take_away(folder)
+        except FileNotFoundError:  # another process has deleted it
+            return
         remove(doomed)
 
 
 def remove(path: Path) -> None:
     """Delete a file, a folder with all that it holds, or a symbolic link itself, if it is there.
 
+    Where there are no locks, others may be at it too.
+
     Raises:
         OSError: it cannot be deleted.
     """
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        path.unlink()
+    while os.path.lexists(path):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def partial_of(folder: Path) -> Path:
     """Where a checkpoint is written before it gets its name."""
     return folder.with_name(f".{folder.name}.partial")
+
+
+def is_partial(path: Path) -> bool:
+    """Whether this is the name of a folder that is being written or deleted, or of a leftover."""
+    return _PARTIAL.fullmatch(path.name) is not None
 
 
 class Commit:
@@ -155,21 +180,22 @@ class Commit:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.partial = partial_of(folder)
-        if os.path.lexists(folder):
-            raise CheckpointError(
-                f"{folder}: is there already, expected a new name; nothing was written"
-            )
         folder.parent.mkdir(parents=True, exist_ok=True)
         clean(folder.parent)
-        try:
-            self.partial.mkdir()
-        except FileExistsError:
-            raise CheckpointError(
-                f"{self.partial}: is there already, and not a leftover; is another process saving "
-                "to the same name?"
-            ) from None
-        self._lock = os.open(self.partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        _try_lock(self._lock)
+        with _names_locked(folder.parent):
+            if os.path.lexists(folder):
+                raise CheckpointError(
+                    f"{folder}: is there already, expected a new name; nothing was written"
+                )
+            try:
+                self.partial.mkdir()
+            except FileExistsError:
+                raise CheckpointError(
+                    f"{self.partial}: is there already, and not a leftover; is another process "
+                    "saving to the same name?"
+                ) from None
+            self._lock = os.open(self.partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            _try_lock(self._lock)
 
     def publish(self) -> None:
         """Give the checkpoint its name. Every file in it has to be on the disk.
@@ -179,9 +205,10 @@ class Commit:
             OSError: the folder cannot be renamed or synced.
         """
         os.fsync(self._lock)
-        if os.path.lexists(self.folder):
-            raise CheckpointError(f"{self.folder}: has come up meanwhile; nothing was replaced")
-        self.partial.rename(self.folder)
+        with _names_locked(self.folder.parent):
+            if os.path.lexists(self.folder):
+                raise CheckpointError(f"{self.folder}: has come up meanwhile; nothing was replaced")
+            self.partial.rename(self.folder)
         _sync_folder(self.folder.parent)
         os.close(self._lock)
 
@@ -197,12 +224,47 @@ def clean(root: Path) -> None:
 
     Only folders in which nothing but files of checkpoints lies.
     """
-    for path in root.iterdir():
-        if not _PARTIAL.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
-            continue
-        with _locked(path) as free:
-            if free and all(_OURS.fullmatch(name) for name in os.listdir(path)):
-                shutil.rmtree(path)
+    doomed = []
+    with contextlib.ExitStack() as held:
+        with _names_locked(root):
+            for path in root.iterdir():
+                if not is_partial(path) or path.is_symlink() or not path.is_dir():
+                    continue
+                free = held.enter_context(_locked(path))
+                if free and all(_OURS.fullmatch(name) for name in os.listdir(path)):
+                    doomed.append(_take_away(path))
+        for path in doomed:
+            remove(path)
+
+
+def _take_away(folder: Path) -> Path:
+    """Give a folder a name that is nobody's, so that its own is free at once."""
+    doomed = folder.with_name(f".deleted-{secrets.token_hex(4)}.partial")
+    folder.rename(doomed)
+    return doomed
+
+
+@contextlib.contextmanager
+def _names_locked(root: Path) -> Iterator[None]:
+    """Be the only process that gives or takes names in a folder, where it can be locked.
+
+    Raises:
+        CheckpointError: another process does not let go of the lock.
+        OSError: the folder cannot be opened.
+    """
+    handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _MOST_SECONDS
+        while _lock(handle) is _Locked.ELSEWHERE:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{root}: another process has held its lock for {_MOST_SECONDS:g} s, expected "
+                    "a moment; find out which is stopped, with lsof or fuser, and end it"
+                )
+            time.sleep(_LOOK_SECONDS)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _step_folders(root: Path) -> list[tuple[int, Path]]:
@@ -232,11 +294,26 @@ def _try_lock(handle: int) -> bool:
 
     Where the file system cannot, nobody's folder counts as left behind.
     """
+    return _lock(handle) is _Locked.HERE
+
+
+class _Locked(enum.Enum):
+    """Who holds a lock."""
+
+    HERE = "here"
+    ELSEWHERE = "elsewhere"
+    NOWHERE = "nowhere"  # the file system has no locks
+
+
+def _lock(handle: int) -> _Locked:
+    """Try to lock an open file or folder, until it is closed or the process ends."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _Locked.ELSEWHERE
     except OSError:
-        return False
-    return True
+        return _Locked.NOWHERE
+    return _Locked.HERE
 
 
 def _sync_folder(path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, PeerLostError, lost_peer_behind
 from shardwise.transport.attending import attended
 
 T = TypeVar("T")
@@ -66,7 +66,8 @@ class Ranks:
             This rank's answer.
 
         Raises:
-            CheckpointError: a rank failed; the message says which and why.
+            CheckpointError: a rank failed; the message says which and why. If a rank was lost, a
+                :class:`PeerLostError` is its cause, on every rank that is left.
         """
         mine, error = self._attempt(part)
         if self.coordinates:
@@ -81,6 +82,8 @@ class Ranks:
             self._send(mine, 0)
             reply = self._receive(0)
         if isinstance(reply, _Failure):
+            if isinstance(reply, _Lost) and (error is None or lost_peer_behind(error) is None):
+                error = PeerLostError(f"rank {reply.rank}: {reply.reason}")
             raise CheckpointError(f"{doing}: rank {reply.rank}: {reply.reason}") from error
         return reply  # type: ignore[no-any-return]
 
@@ -106,7 +109,8 @@ class Ranks:
         try:
             return part(), None
         except Exception as error:
-            return _Failure(self._names[self.rank], _reason(error)), error
+            kind = _Failure if lost_peer_behind(error) is None else _Lost
+            return kind(self._names[self.rank], _reason(error)), error
 
     def _answers(
         self, parts: list[Any], answer: Callable[[list[T]], list[R]], error: Exception | None
@@ -119,7 +123,7 @@ class Ranks:
             failures = [answers]
         # One that was lost may be the consequence of what another failed by.
         first = min(failures, key=lambda each: (isinstance(each, _Lost), each.rank))
-        return [_Failure(first.rank, first.reason)] * self.size, error
+        return [type(first)(first.rank, first.reason)] * self.size, error
 
     def _send(self, what: Any, peer: int) -> None:
         try:
@@ -127,7 +131,7 @@ class Ranks:
                 lambda: dist.send_object_list([what], dst=self._names[peer], group=self._group),
                 peer,
             )
-        except RuntimeError as error:
+        except PeerLostError as error:
             if not self.coordinates:
                 raise self._lost(peer, error) from error
             # It will be missed when it should say something; the others are to be answered first.
@@ -139,7 +143,7 @@ class Ranks:
                 lambda: dist.recv_object_list(found, src=self._names[peer], group=self._group),
                 peer,
             )
-        except RuntimeError as error:
+        except PeerLostError as error:
             if not self.coordinates:
                 raise self._lost(peer, error) from error
             return _Lost(self._names[peer], f"was lost ({_first_line(error)})")
@@ -157,7 +161,7 @@ class Ranks:
 
 
 class _Lost(_Failure):
-    """A rank that did not say why."""
+    """A rank that was lost, or that failed because it lost another one."""
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,167 @@
+"""The checkpoints of a run, when ranks are lost or look at a folder that changes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.checkpoint.disk import commit
+from shardwise.checkpoint.disk.commit import steps
+from shardwise.checkpoint.ranks import writer
+from shardwise.errors import lost_peer_behind
+from shardwise.frontends.strategies import REPLICATE, SHARD
+from shardwise.launch.errors import UserError
+from shardwise.launch.signals import StopSignals
+from shardwise.launch.world import World
+from shardwise.recipes.checkpointing import Checkpoints, SaveError
+from shardwise.recipes.config import Existing
+from shardwise.recipes.lm_config import LmConfig
+from shardwise.recipes.replicas import ReplicaCheckpoints
+from shardwise.recipes.span import Position
+from shardwise.recipes.training import train_connected
+from tests.recipes.running import train
+from tests.recipes.small import small_config
+
+Ranks = Callable[..., list[Any]]
+
+
+def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _lose_a_rank_while_saving(rank: int, world_size: int, folder: Path, how: str) -> str:
+    model, optimizer = _model()
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(Position(1, 1), model, optimizer)
+    if rank == 1:
+        writer.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    save = checkpoints.save if how == "at once" else checkpoints.begin
+    with pytest.raises(SaveError) as caught:
+        _ = save(Position(2, 2), model, optimizer), checkpoints.settle()
+    assert lost_peer_behind(caught.value) is not None
+    time.sleep(0.5)  # or its end could be taken for another loss
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["at once", "while training goes on"])
+def test_a_save_that_lost_a_rank_says_so_and_is_no_mistake_of_the_user(
+    ranks: Ranks, tmp_path: Path, how: str
+) -> None:
+    outcomes = ranks(_lose_a_rank_while_saving, 3, tmp_path, how, expect_failures=True)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.ok, outcome.describe(3)
+        assert "rank 1: was lost" in outcome.result
+        assert outcome.result.endswith("step 1 is the last that is saved")
+
+
+def _save_where_ranks_see_different_disks(rank: int, world_size: int, folder: Path) -> list[int]:
+    model, optimizer = _model()
+    checkpoints = Checkpoints(folder)
+    if rank == 1:  # whose cache of the file system is ahead, or behind
+        checkpoints.steps = lambda: [1, 2]  # type: ignore[method-assign]
+    checkpoints.save(Position(1, 1), model, optimizer)
+    checkpoints.begin(Position(2, 2), model, optimizer)
+    checkpoints.settle()
+    if rank == 1:
+        checkpoints.steps = list  # type: ignore[method-assign]
+    checkpoints.save(Position(2, 2), model, optimizer)
+    checkpoints.begin(Position(2, 2), model, optimizer)
+    assert checkpoints.settle() is None, "it is there"
+    return steps(folder)
+
+
+def test_rank_0_decides_whether_a_step_is_saved_already(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(_save_where_ranks_see_different_disks, 2, tmp_path) == [[1, 2]] * 2
+
+
+def _save_where_the_way_cannot_be_cleared(rank: int, world_size: int, folder: Path) -> list[str]:
+    model, optimizer = _model()
+    told = []
+    if rank == 0:
+        (folder / "step-00000001").mkdir()  # not complete
+        commit.shutil.rmtree = _refuse_to_delete  # type: ignore[assignment]
+    for save in (Checkpoints(folder).save, Checkpoints(folder).begin):
+        with pytest.raises(SaveError) as caught:
+            save(Position(1, 1), model, optimizer)
+        told.append(str(caught.value))
+        if rank == 0:
+            (folder / "step-00000001").mkdir()
+        dist.barrier()
+    return told
+
+
+def _refuse_to_delete(path: Path) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def test_what_is_in_the_way_on_rank_0_is_told_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    by_rank = ranks(_save_where_the_way_cannot_be_cleared, 2, tmp_path)
+    for one, other in zip(*by_rank, strict=True):
+        for told in (one, other):
+            assert "step-00000001: rank 0: " in told
+            assert "Permission denied" in told
+
+
+def _load_where_only_rank_0_looks(rank: int, world_size: int, folder: Path) -> float:
+    model, optimizer = _model()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=(REPLICATE, SHARD))
+    checkpoints = ReplicaCheckpoints(folder, 2, mesh, None)
+    nn.init.constant_(model.weight, float(rank))
+    checkpoints.save(Position(1, 1), model, optimizer)
+    nn.init.constant_(model.weight, -1.0)
+    if rank == 1:
+        checkpoints.replicas = lambda step: 1  # type: ignore[method-assign]
+    checkpoints.load(1, model, optimizer)
+    return model.weight.mean().item()
+
+
+def test_rank_0_decides_which_ranks_load_which_replica(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(_load_where_only_rank_0_looks, 2, tmp_path) == [0.0, 1.0]
+
+
+def _die_in_the_first_save(rank: int, world_size: int, config: LmConfig) -> None:
+    writer.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    train(rank, world_size, config)
+
+
+def test_a_run_killed_in_its_first_save_begins_anew_and_says_so(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    config = small_config(tmp_path, existing=Existing.AUTO)
+    killed = ranks(_die_in_the_first_save, 2, config, expect_failures=True)
+    assert [outcome.exitcode for outcome in killed] == [-signal.SIGKILL] * 2
+    assert [path.name for path in config.files.checkpoints.iterdir()] == [".step-00000004.partial"]
+    again = ranks(train, 2, config, expect_failures=True)
+    assert [outcome.result for outcome in again] == [["finished"]] * 2, again[0].describe(2)
+    line = (
+        f"resume     no checkpoint of the run in {config.files.root} was committed; beginning anew"
+    )
+    assert again[0].output.count("resume ") == again[0].output.count(f"{line}\n") == 1
+    assert steps(config.files.checkpoints) == [4]
+    assert len(config.files.read()["sessions"]) == 1, "nothing of the first is left"
+
+
+def _resume_what_has_gone(rank: int, world_size: int, config: LmConfig) -> str:
+    world = World(rank, world_size, rank, world_size)
+    with pytest.raises(UserError) as caught:
+        train_connected(config.check(world), world, torch.device("cpu"), StopSignals())
+    dist.barrier()  # nobody waits for rank 0, which alone had looked
+    return str(caught.value)
+
+
+def test_a_run_that_cannot_go_on_is_told_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    config = small_config(tmp_path, existing=Existing.RESUME)
+    for told in ranks(_resume_what_has_gone, 2, config):
+        assert told.startswith("--resume: found no complete checkpoint in")

@@ -1,0 +1,86 @@
+"""Two runs never train into one folder, and a run that was killed is in nobody's way."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from shardwise.launch.signals import StopSignals
+from shardwise.launch.world import PARENT_PID, World
+from shardwise.recipes import run_lock, training
+from shardwise.recipes.config import OptionError
+from shardwise.recipes.run_lock import locked
+from shardwise.recipes.rundir import RunDir
+from tests.recipes.small import small_config
+
+
+def test_a_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+    files = RunDir(tmp_path / "run")
+    with locked(files):
+        holder = rf"process {os.getpid()} on {socket.gethostname()}"
+        with pytest.raises(OptionError, match=rf"--out: found a run that is .*\({holder}\), exp"):
+            locked(files).__enter__()
+    with locked(files):
+        pass  # the first has ended
+
+
+def test_a_lock_alone_is_no_run_and_no_other_file(tmp_path: Path) -> None:
+    config = small_config(tmp_path).train.output
+    files = RunDir(config.out)
+    with locked(files):
+        files.check(config)
+    files.root.joinpath(".run.json.k3x9").touch()  # killed while it wrote its very first file
+    files.check(config)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_lock_ends_with_the_process_that_held_it(tmp_path: Path) -> None:
+    files = RunDir(tmp_path)
+    pid = os.fork()
+    if pid == 0:
+        locked(files).__enter__()
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    assert files.lock.read_text().startswith(f"process {pid} on ")
+    with locked(files):
+        assert files.lock.read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
+    with locked(RunDir(tmp_path)):
+        assert "run.lock cannot be locked (No locks available)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "our own"])
+def test_rank_0_takes_the_lock_where_no_launcher_of_ours_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    """A job that begins again finds the folder locked by its own launcher, and trains."""
+    trained = []
+    monkeypatch.setattr(training, "connected", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(training, "keep_freed_memory", lambda: None)  # for the other tests' sake
+    monkeypatch.setattr(training, "train_connected", lambda *_: trained.append(launcher))
+    if launcher == "our own":
+        monkeypatch.setenv(PARENT_PID, str(os.getppid()))
+    world = World(0, 2, 0, 2)
+    inputs = small_config(tmp_path).check(world)
+    refused = pytest.raises(OptionError, match="a run that is under way")
+    with (
+        locked(inputs.config.files),
+        refused if launcher == "torchrun" else contextlib.nullcontext(),
+    ):
+        training.train(inputs, world, StopSignals())
+    training.train(inputs, World(1, 2, 1, 2), StopSignals())  # other ranks never lock
+    assert trained == [launcher] * (1 if launcher == "torchrun" else 2)
