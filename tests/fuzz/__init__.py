@@ -1,0 +1,1 @@
+"""Generated programs and generated inputs, run until something is wrong."""

@@ -1,0 +1,164 @@
+"""Generated programs compute what they do without sharding, and the fuzzer notices if not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.fuzz import program as p
+from tests.fuzz.campaign import distinct, run_all, run_campaign
+from tests.fuzz.generator import generate
+from tests.fuzz.known import KNOWN
+from tests.fuzz.pool import Pool
+from tests.fuzz.program import Block, Forward, Keep, Load, Program, Step, parse
+from tests.fuzz.programs import main
+from tests.fuzz.runtimes import TRANSPORTS
+from tests.fuzz.shrink import shrink, simpler
+from tests.fuzz.trace import Trace, first_difference
+
+_TRAINS = parse(
+    "Program(blocks=(Block(), Block()), optimizer='adamw', steps=("
+    "Forward(), Backward(), Step(), Forward(), Backward(), Step(), ZeroGrad(), Forward()))"
+)
+
+
+@pytest.mark.timeout(600)
+def test_programs_compute_what_they_do_without_sharding() -> None:
+    programs = generate(300, seed=0, world=2)
+    finds = [judged for judged in run_campaign(programs, 2, TRANSPORTS, pools=2) if judged.finds]
+    new = list(distinct(finds, KNOWN))
+    said = [f"{judged.program}\n{judged.finds}" for judged in new]
+    assert not said, f"{len(said)} finds, among them:\n\n" + "\n\n".join(said[:5])
+
+
+# -- what is known to be wrong is found ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "transport", "program", "kind"),
+    [
+        ("skip gathers", "collectives", _TRAINS, "differs (torch equal)"),
+        ("stale values", "collectives", _TRAINS, "differs (torch equal)"),
+        (
+            "write to what users hold",
+            "c10d",
+            Program(blocks=(Block(),), steps=(Keep(), Load(how="assign"), Forward())),
+            "differs (torch equal)",
+        ),
+        ("die", "shm", _TRAINS, "dies (torch equal)"),
+        ("raise", "shm", _TRAINS, "raises (torch equal)"),
+    ],
+)
+def test_a_broken_runtime_is_found(
+    sabotage: str, transport: str, program: Program, kind: str
+) -> None:
+    with Pool(2, sabotage) as pool:
+        [judged] = run_all(pool, [program], [transport])
+    assert judged.finds[transport].kind == kind
+
+
+def test_ranks_that_hang_are_found() -> None:
+    with Pool(2, "hang", hang_seconds=6) as pool:
+        [judged] = run_all(pool, [Program(steps=(Forward(),))], ["c10d"])
+    assert judged.finds["c10d"].kind.startswith("hangs")
+    assert "in wait" in judged.finds["c10d"].detail, "the stack says where"
+
+
+def test_what_is_not_broken_is_no_find() -> None:
+    with Pool(2) as pool:
+        [judged] = run_all(pool, [_TRAINS])
+    assert not judged.finds
+    assert judged.torch == "equal"
+
+
+def test_ranks_run_on_after_a_program_that_killed_them() -> None:
+    with Pool(2, "die") as pool:
+        judged = run_all(pool, [_TRAINS, Program(steps=(Forward(),)), _TRAINS], ["shm"])
+    assert [each.torch for each in judged] == ["equal"] * 3
+    assert all(each.finds for each in judged)
+
+
+# -- programs as values ----------------------------------------------------------------------------
+
+
+def test_programs_print_as_what_makes_them() -> None:
+    for program in generate(200, seed=3, world=2):
+        assert parse(repr(program)) == program
+
+
+def test_the_same_seed_makes_the_same_programs() -> None:
+    assert list(generate(50, seed=5, world=3)) == list(generate(50, seed=5, world=3))
+
+
+@pytest.mark.parametrize("text", ["Programm()", "Block()", "__import__('os')", "Program("])
+def test_what_is_not_a_program_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a printed Program"):
+        parse(text)
+
+
+def test_everything_that_a_program_may_have_is_generated() -> None:
+    made = set().union(*(p.features(program) for program in generate(1500, seed=1, world=4)))
+    wanted = {each.__name__ for each in (*p.ACTIONS, *p.STEPS)} - {"Raise"}
+    wanted |= {f"block {each}" for each in (*Block.KINDS, *Block.TRAITS)}
+    wanted |= {f"returns {each}" for each in Block.RETURNS}
+    wanted |= {f"shard {each}" for each in Block.SHARDS}
+    wanted |= {f"at {each}" for each in p.At.WHENS}
+    wanted |= {f"Write {each}" for each in p.Write.FORMS} | {"Write on one rank"}
+    wanted |= {f"width {each}" for each in Program.WIDTHS} | set(Program.TRAITS)
+    wanted |= {f"optimizer {each}" for each in Program.OPTIMIZERS} | set(Program.DTYPES)
+    wanted |= {"Raise in a forward", "Raise on one rank", "mesh hybrid", "tied"}
+    assert wanted <= made
+
+
+def test_shrinking_keeps_what_shows_and_takes_away_the_rest() -> None:
+    [program] = [
+        each
+        for each in generate(300, seed=9, world=2)
+        if len(each.steps) > 6 and len(each.blocks) > 2 and Step() in each.steps
+    ][:1]
+    small = shrink(program, lambda programs: [Step() in each.steps for each in programs])
+    assert small == Program(steps=(Step(),))
+
+
+def test_what_is_simpler_is_smaller() -> None:
+    for program in generate(30, seed=2, world=2):
+        assert all(len(repr(each)) < len(repr(program)) for each in simpler(program))
+
+
+def test_a_program_can_be_replayed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--replay", "Program(steps=(Forward(),))"]) == 0
+    assert "shm: equal (torch equal)" in capsys.readouterr().out
+    assert main(["--replay", "Program(steps=(Forwards(),))"]) == 2
+
+
+# -- traces ----------------------------------------------------------------------------------------
+
+
+def _trace(*values: torch.Tensor | None) -> Trace:
+    trace = Trace()
+    for index, value in enumerate(values):
+        trace.note(str(index), value)
+    return trace
+
+
+def test_one_element_is_a_difference() -> None:
+    other = torch.ones(3, 3)
+    other[1, 2] += 1e-4
+    assert first_difference(_trace(torch.ones(3, 3)), _trace(other), 1e-5) is not None
+    assert first_difference(_trace(torch.ones(3, 3)), _trace(torch.ones(3, 3)), 1e-5) is None
+
+
+def test_a_missing_gradient_and_a_missing_entry_are_differences() -> None:
+    one = torch.ones(2)
+    assert "nothing in place" in str(first_difference(_trace(None), _trace(one), 1e-5))
+    assert "nothing after 1" in str(first_difference(_trace(one), _trace(one, one), 1e-5))
+    assert "not there" in str(first_difference(_trace(one, one), _trace(one), 1e-5))
+
+
+def test_what_raised_is_compared_as_far_as_it_came() -> None:
+    one = torch.ones(2)
+    short = dataclasses.replace(_trace(one), raised="RuntimeError")
+    assert first_difference(short, _trace(one, one), 1e-5) is None
+    assert first_difference(short, _trace(2 * one, one), 1e-5) is not None

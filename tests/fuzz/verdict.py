@@ -1,0 +1,104 @@
+"""What the runs of a program say about the library.
+
+Ours has to compute what the unsharded program does wherever torch's FSDP2 does. Elsewhere it has
+to compute that, or raise. A module computes with what was gathered when its turn came, so a hook of
+a block that writes to that block is too late in both: there ours has to be as the unsharded program
+with values as gathered, or as torch's. And nothing may hang, or die.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from tests.fuzz.worker import Report
+
+#: Not as the unsharded program, but as torch's FSDP2.
+AS_TORCH = "differs as torch does"
+
+_Ranks = Mapping[int, Report]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What came of a program on one transport.
+
+    Attributes:
+        kind: in a few words, to count by.
+        is_find: whether that is wrong.
+        detail: by rank, where it is wrong.
+    """
+
+    kind: str
+    is_find: bool = False
+    detail: str = ""
+
+
+def how_torch_ran(ranks: _Ranks | None) -> str:
+    """Say in a word how torch's FSDP2 ran a program."""
+    if ranks is None:
+        return "was not asked"
+    reports = list(ranks.values())
+    raised = [each.raised for each in reports if each.raised is not None]
+    if any("hung" in text[:4] for text in raised):
+        return "hangs"
+    if any(text.startswith("died") for text in raised):
+        return "dies"
+    if raised:
+        return "raises"
+    if any(each.unsharded not in ("complete", "undefined") for each in reports):
+        return "completes"
+    return "differs" if any(each.differs for each in reports) else "equal"
+
+
+def judge(ours: _Ranks, torchs: _Ranks | None) -> Verdict:
+    """Judge the reports of all ranks on one transport by those of torch's FSDP2."""
+    torch_ran = how_torch_ran(torchs)
+    beside = f"torch {torch_ran}"
+    reports = list(ours.values())
+    raised = [each.raised for each in reports if each.raised is not None]
+    detail = _detail(ours)
+    if any(text.startswith("hung") for text in raised):
+        return Verdict(f"hangs ({beside})", True, detail)
+    if any(text.startswith("died: SIG") for text in raised):
+        return Verdict(f"dies ({beside})", True, detail)
+    means = all(each.unsharded in ("complete", "undefined") for each in reports)
+    differs = any(each.differs for each in reports)
+    as_torch = all(each.differs_from_torch is None for each in reports)
+    as_gathered = all(each.differs_from_gathered is None for each in reports)
+    if not means and not raised:
+        if torch_ran == "completes" and not as_torch:
+            return Verdict(f"differs where unsharded raises ({beside})", True, detail)
+        if not differs or as_torch:
+            return Verdict(f"unsharded raises, ours completes ({beside})")
+    if differs:
+        if as_gathered and not raised:
+            return Verdict(f"equal with values as gathered ({beside})")
+        if as_torch:
+            return Verdict(AS_TORCH)
+        return Verdict(f"differs ({beside})", True, detail)
+    if raised:
+        if torch_ran == "equal":
+            return Verdict("raises (torch equal)", True, detail)
+        return Verdict(
+            f"raises ({beside})" if means else "unsharded raises, ours too", False, detail
+        )
+    return Verdict(f"equal ({beside})")
+
+
+def _detail(ranks: _Ranks) -> str:
+    lines = []
+    for rank, report in sorted(ranks.items()):
+        said = []
+        if report.differs:
+            said.append(f"differs at {report.differs}")
+        if report.differs_from_torch not in (None, "?"):
+            said.append(f"from torch at {report.differs_from_torch}")
+        if report.differs_from_gathered:
+            said.append(f"from values as gathered at {report.differs_from_gathered}")
+        if report.raised:
+            said.append(f"raised at {report.raised}")
+        if report.unsharded != "complete":
+            said.append(f"unsharded: {report.unsharded}")
+        lines.append(f"  rank {rank}: {'; '.join(said) or 'equal'}")
+    return "\n".join(lines)

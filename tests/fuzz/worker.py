@@ -1,0 +1,218 @@
+"""One rank: a process that runs programs, one after the other, in one process group."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import gc
+import os
+import resource
+import signal
+import sys
+import time
+import warnings
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.fuzz import sabotage
+from tests.fuzz.execution import Execution
+from tests.fuzz.program import Program
+from tests.fuzz.runtimes import forget_meshes, runtime
+from tests.fuzz.trace import Trace, first_difference, tolerance_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A program to run on one runtime.
+
+    Attributes:
+        index: of the program.
+        runtime: its name.
+        torch_completes: torch's FSDP2 has run it to the end in another process.
+    """
+
+    index: int
+    program: Program
+    runtime: str
+    torch_completes: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What came of a unit on one rank.
+
+    Attributes:
+        raised: what ended it; ``None`` if it came to its end.
+        differs: where it differs first from the unsharded program, as far as that goes.
+        differs_from_gathered: where from the unsharded program with values as they are gathered.
+        differs_from_torch: where from torch's FSDP2; ``"?"`` where that did not come to its end.
+        unsharded: how the unsharded program ended: ``complete``, ``undefined`` or what it raised.
+        ends: the process is not fit to run another program.
+        seconds: of the processor since the report before.
+    """
+
+    raised: str | None = None
+    differs: str | None = None
+    differs_from_gathered: str | None = None
+    differs_from_torch: str | None = "?"
+    unsharded: str = "complete"
+    ends: bool = False
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a rank is, and what it needs to begin."""
+
+    rank: int
+    world: int
+    port: int
+    prefix: str
+    seconds: float
+    output: str
+    sabotage: str
+
+
+def main(place: Place, pipe: Connection) -> None:
+    """Be a rank until the parent lets go, or a program leaves it unfit."""
+    _redirect(place.output)
+    os.environ.update(
+        RANK=str(place.rank),
+        LOCAL_RANK=str(place.rank),
+        WORLD_SIZE=str(place.world),
+        LOCAL_WORLD_SIZE=str(place.world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(place.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    os.environ.pop("SHARDWISE_TRANSPORT", None)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # some programs end in SIGSEGV
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", place.port, is_master=False)
+    rank = _Rank(place, dist.PrefixStore(place.prefix, store), pipe)
+    rank.connect()
+    sabotage.break_library(place.sabotage)
+    gc.freeze()
+    rank.serve()
+
+
+class _Rank:
+    """Runs units, and remembers what the unsharded program and torch made of the last one."""
+
+    def __init__(self, place: Place, store: dist.Store, pipe: Connection) -> None:
+        self._place = place
+        self._store = store
+        self._pipe = pipe
+        self._worlds = 0
+        self._index = -1
+        self._now = 0.0
+        self._unsharded = Trace()
+        self._torch: Trace | None = None
+
+    def connect(self) -> None:
+        """Enter a new process group of all ranks."""
+        self._worlds += 1
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"world {self._worlds}", self._store),
+            rank=self._place.rank,
+            world_size=self._place.world,
+            timeout=timedelta(seconds=self._place.seconds),
+        )
+
+    def serve(self) -> None:
+        while True:
+            try:
+                units: list[Unit] = self._pipe.recv()
+            except (EOFError, OSError):
+                _leave(0)
+            for unit in units:
+                report = self._run(unit)
+                if report.ends:
+                    report = dataclasses.replace(report, ends=not self._reconnects())
+                report = dataclasses.replace(report, seconds=self._lap())
+                self._pipe.send((unit.index, unit.runtime, report))
+                if report.ends:
+                    _leave(0)
+
+    def _reconnects(self) -> bool:
+        """Leave the process group, and enter a new one if all other ranks do so too, and soon.
+
+        To leave tells peers that wait in a collective that nobody comes.
+        """
+        forget_meshes()
+        dist.destroy_process_group()
+        gc.collect()
+        keys = [f"left {self._worlds} {rank}" for rank in range(self._place.world)]
+        self._store.set(keys[self._place.rank], "")
+        try:
+            self._store.wait(keys, timedelta(seconds=4))
+            self.connect()
+        except RuntimeError:  # DistStoreError, of a peer that hangs or is gone
+            return False
+        return True
+
+    def _lap(self) -> float:
+        now = time.process_time()
+        before, self._now = self._now, now
+        return now - before
+
+    def _run(self, unit: Unit) -> Report:
+        if unit.index != self._index:
+            gc.collect()
+            self._index = unit.index
+            self._unsharded = Execution(unit.program, runtime("unsharded")).run()
+            self._torch = None
+            if unit.torch_completes:
+                self._torch = Execution(unit.program, runtime("torch")).run()
+        trace = Execution(unit.program, runtime(unit.runtime)).run()
+        tolerance = tolerance_of([unit.program.dtype, unit.program.precision])
+        from_torch: str | None = "?"
+        if unit.runtime == "torch" and trace.raised is None:
+            self._torch = trace
+        elif self._torch is not None:
+            from_torch = first_difference(trace, self._torch, tolerance)
+        differs = first_difference(trace, self._unsharded, tolerance)
+        from_gathered = None
+        if differs is not None and unit.runtime != "torch":
+            gathered = Execution(unit.program, runtime("gathered")).run()
+            from_gathered = first_difference(trace, gathered, tolerance)
+            if gathered.raised:
+                from_gathered = gathered.raised
+        # What raised before anything was sent leaves the ranks fit.
+        raised = trace.raised is not None and not _raised_early(trace.raised)
+        unsharded = "undefined" if self._unsharded.undefined else "complete"
+        return Report(
+            raised=trace.raised,
+            differs=differs,
+            differs_from_gathered=from_gathered,
+            differs_from_torch=from_torch,
+            unsharded=self._unsharded.raised or unsharded,
+            ends=raised or unit.program.parts_ranks,
+        )
+
+
+def _raised_early(raised: str) -> bool:
+    at, kind, *_ = raised.split(": ")
+    return at == "set up" and kind in ("ValueError", "NotImplementedError", "MisuseError")
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _redirect(path: str) -> None:
+    with Path(path).open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    faulthandler.enable(file=sys.stderr)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
