@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -23,6 +24,7 @@ from tests.sharding.nets import (
     assert_same_gradients,
     average_backward,
     batches,
+    group_of,
     loss_of,
     seeded,
 )
@@ -262,7 +264,12 @@ def _pairs(shard: Shard, layers: nn.Sequential) -> nn.Sequential:
 def _step(model: nn.Sequential, x: torch.Tensor, step: int) -> None:
     """A plain step; one with two forwards; one that accumulates."""
     if step == 1:
-        (loss_of(model, x) + loss_of(model, x)).backward()
+        # Ours gathers for every forward what it keeps after one, unless it is asked not to.
+        kept = isinstance(model, FSDPModule) and all(
+            not group_of(layer).options.reshard_after_forward for layer in model
+        )
+        with model.keep_unsharded() if kept else contextlib.nullcontext():
+            (loss_of(model, x) + loss_of(model, x)).backward()
     elif step == 2:
         cast(FSDPModule, model).set_requires_gradient_sync(False)
         loss_of(model, x).backward()
