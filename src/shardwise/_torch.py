@@ -325,6 +325,11 @@ def has_post_accumulate_hooks(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def gradient_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
+    """What was registered with ``register_hook``, in order."""
+    return list((getattr(parameter, "_backward_hooks", None) or {}).values())
+
+
 def is_scripted(module: nn.Module) -> bool:
     """Whether ``torch.jit.script`` made ``module``; such ones take no hooks on state dicts."""
     return isinstance(module, RecursiveScriptModule)

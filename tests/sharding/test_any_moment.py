@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import fully_shard
+from shardwise import clip_grad_norm_, fully_shard, register_fsdp_forward_method
 from shardwise.errors import MisuseError, ShardwiseError
 from shardwise.sharding.group_state import GroupState
 from tests.sharding.nets import (
@@ -26,6 +26,7 @@ from tests.sharding.nets import (
     Block,
     Net,
     assert_same_gradients,
+    assert_same_values,
     average_backward,
     batches,
     group_of,
@@ -784,3 +785,169 @@ def _few_addresses(rank: int, world_size: int) -> None:
 
 def test_under_a_limit_of_addresses_ranks_exchange_messages_and_say_so(ranks: Ranks) -> None:
     ranks(_few_addresses, 2)
+
+
+# -- what users do between steps ---------------------------------------------------------------
+
+
+def _between_steps(rank: int, world_size: int, transport: str) -> None:
+    """After an evaluation: make an optimizer, freeze, clip and clear; clear before backward."""
+    net, whole = sharded_net(transport=transport), seeded(Net)
+    x = batches(world_size)
+    for model in (net, whole):
+        with torch.no_grad():
+            model(x[rank])
+        model.head.weight.requires_grad_(False)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (net, whole)]
+    for step in range(3):
+        x = batches(world_size, step)
+        loss = loss_of(net, x[rank])
+        net.zero_grad()  # the root is unsharded now
+        loss.backward()
+        whole.zero_grad()
+        average_backward(whole, x)
+        with torch.no_grad():
+            net(x[rank])
+        assert_same_gradients(net, whole)
+        norms = [clip_grad_norm_(m.parameters(), 0.1) for m in (net, whole)]
+        torch.testing.assert_close(norms[0], norms[1])
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_values(net, whole)
+    net.set_requires_gradient_sync(False)
+    loss_of(net, 100 * x[rank]).backward()
+    net.zero_grad()
+    net.set_requires_gradient_sync(True)
+    whole.zero_grad()
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_users_find_shards_after_an_evaluation(ranks: Ranks, transport: str) -> None:
+    ranks(_between_steps, 2, transport)
+
+
+def _masks_gradients(rank: int, world_size: int) -> None:
+    net, whole = sharded_net(), seeded(Net)
+    for model in (net, whole):
+        for param in model.parameters():
+            param.register_hook(lambda grad: grad * 0.5)
+    x = batches(world_size)
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
+def test_hooks_on_gradients_change_them(ranks: Ranks) -> None:
+    ranks(_masks_gradients, 2)
+
+
+def _replaces_between_steps(rank: int, world_size: int) -> None:
+    net, whole = sharded_net(), seeded(Net)
+    x = batches(world_size)[rank]
+    with torch.no_grad():
+        net(x)
+        for model in (net, whole):
+            old = model.blocks[0].up.weight
+            model.blocks[0].up.weight = nn.Parameter(old.detach() * 2.0)
+        torch.testing.assert_close(net(x), whole(x))
+        net.blocks[1].up.bias = None
+        with pytest.raises(MisuseError, match=r"up.bias on rank \d: Linear no longer holds the sh"):
+            net(x)
+    net = sharded_net()
+    net(x)
+    net.blocks[0].up.weight = nn.Parameter(torch.zeros(7, WIDTH))
+    with pytest.raises(ValueError, match="was replaced by a Parameter of shape"):
+        net(x)
+
+
+def test_parameters_that_are_replaced_between_steps_are_used_or_refused(ranks: Ranks) -> None:
+    ranks(_replaces_between_steps, 2)
+
+
+def _accumulates_and_keeps(rank: int, world_size: int, transport: str) -> None:
+    net, whole = sharded_net(transport=transport, reshard_after_forward=False), seeded(Net)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=True) for m in (net, whole)]
+    net.set_reshard_after_backward(False)
+    for step in range(3):
+        for last in (False, True):
+            net.set_requires_gradient_sync(last)
+            x = batches(world_size, 2 * step + last)
+            loss_of(net, x[rank]).backward()
+            average_backward(whole, x)
+        for module in (net, *net.blocks):
+            module.reshard()
+        assert_same_gradients(net, whole)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(net, whole)
+
+
+def _steps_while_kept(rank: int, world_size: int, transport: str) -> None:
+    net, whole = sharded_net(transport=transport), seeded(Net)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=True) for m in (net, whole)]
+    x = batches(world_size)
+    loss_of(net, x[rank]).backward()
+    with torch.no_grad(), net.keep_unsharded():
+        net(x[rank])
+        optimizers[0].step()
+        with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+            net(x[rank])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_steps_of_optimizers_are_noticed_however_they_write(ranks: Ranks, transport: str) -> None:
+    ranks(_accumulates_and_keeps, 2, transport)
+    ranks(_steps_while_kept, 2, transport)
+
+
+def _writes_after_unshard(rank: int, world_size: int) -> None:
+    net, whole = sharded_net(), seeded(Net)
+    x = batches(world_size)[rank]
+    handle = net.blocks[0].unshard(async_op=True)
+    torch.testing.assert_close(net(x), whole(x))
+    handle.wait()
+    shards = list(net.blocks[0].parameters())
+    net.blocks[0].unshard()
+    with torch.no_grad():
+        for param in shards:
+            param.mul_(2.0)
+    with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+        net(x)
+
+
+def test_a_write_between_unshard_and_forward_is_noticed(ranks: Ranks) -> None:
+    ranks(_writes_after_unshard, 2)
+
+
+class Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self(self(x)) * 2.0
+
+
+def _generates_while_handling(rank: int, world_size: int) -> None:
+    net, whole = seeded(Recursive), seeded(Recursive)
+    fully_shard(net)
+    register_fsdp_forward_method(net, "generate")
+    x = batches(world_size)[rank]
+    try:
+        raise ValueError("handled below")
+    except ValueError:
+        with torch.no_grad():
+            torch.testing.assert_close(net.generate(x), whole.generate(x))
+
+
+def test_methods_that_run_as_forward_may_call_it_while_an_exception_is_handled(
+    ranks: Ranks,
+) -> None:
+    ranks(_generates_while_handling, 2)

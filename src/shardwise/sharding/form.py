@@ -7,6 +7,7 @@ it is registered then holds the same object.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwise import _torch
 from shardwise.sharding.offload import Offload
@@ -45,6 +47,34 @@ class ParamOwner:
         _torch.register_parameter(self.module, self.name, parameter)
 
 
+class _Steps:
+    """Counts the steps of optimizers on sharded parameters.
+
+    Some write to many tensors at once past autograd's sight, which counts other writes.
+    """
+
+    def __init__(self) -> None:
+        self._forms: weakref.WeakValueDictionary[int, ShardedForm] = weakref.WeakValueDictionary()
+        self._is_registered = False
+
+    def watch(self, form: ShardedForm) -> None:
+        """Count in ``form.steps`` the steps of optimizers that have its parameter."""
+        self._forms[id(form.parameter)] = form
+        if not self._is_registered:
+            self._is_registered = True
+            register_optimizer_step_post_hook(self._count)
+
+    def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                form = self._forms.get(id(param))
+                if form is not None and form.parameter is param:
+                    form.steps += 1
+
+
+_steps = _Steps()
+
+
 class ShardedForm:
     """This rank's rows of a parameter, as a ``DTensor`` parameter.
 
@@ -61,6 +91,7 @@ class ShardedForm:
         origin: those of the original parameter, where that was a ``DTensor``.
         layout: how what this rank had of the original is cut.
         owners: every place, in any group, where the parameter is registered.
+        steps: of optimizers that have the parameter, so far.
         lent: the whole parameter that a user holds for now, if one does.
         offload: where the rows live; it knows which gradients are on their way there.
     """
@@ -70,6 +101,7 @@ class ShardedForm:
         self.mesh = place.mesh
         self.owners: list[ParamOwner] = []
         self._groups = 0
+        self.steps = 0
         self.lent: nn.Parameter | None = None
         self.offload = offload
         whole = _torch.local_of(param) if isinstance(param, DTensor) else param.detach()
@@ -81,6 +113,7 @@ class ShardedForm:
                 _torch.wrap_local(self._copy_of_shard(whole), self.spec),
                 requires_grad=param.requires_grad,
             )
+        _steps.watch(self)
 
     def copy_parameter(self, memo: dict[Any, Any]) -> None:
         """Enter a copy of the parameter, on the same mesh and without gradient, into ``memo``."""
@@ -99,6 +132,7 @@ class ShardedForm:
         made.owners = copy_owners(self.owners, memo)
         made.offload = copy.deepcopy(self.offload, memo)
         made.lent = None
+        _steps.watch(made)
         return made
 
     @property
@@ -164,6 +198,7 @@ class ShardedForm:
         """
         own = self.local
         local = (shard if shard.numel() == own.numel() else shard[: own.numel()]).view(own.shape)
+        local = self._through_hooks(local)
         grad = self.parameter.grad
         if grad is None:
             local = self.offload.grad_to_host(local, self.parameter)
@@ -175,6 +210,29 @@ class ShardedForm:
             self.offload.wait()  # what another group made of it may be on its way there
             into = _torch.local_of(grad)
             into += local.to(into.device)
+
+    def _through_hooks(self, local: torch.Tensor) -> torch.Tensor:
+        """What hooks of ``register_hook`` make of a gradient.
+
+        Raises:
+            TypeError: one returned something else than a gradient like the one that it was given.
+        """
+        hooks = _torch.gradient_hooks(self.parameter)
+        if not hooks:
+            return local
+        grad: torch.Tensor = _torch.wrap_local(local, _torch.with_dtype(self.spec, local.dtype))
+        for hook in hooks:
+            made = hook(grad)
+            if made is None:
+                continue
+            if not isinstance(made, DTensor) or made.placements != self.spec.placements:
+                raise TypeError(
+                    f"{self.fqn} on rank {dist.get_rank()}: a hook on the gradient returned "
+                    f"{type(made).__name__}, expected a DTensor with placements "
+                    f"{self.spec.placements}, as it was given"
+                )
+            grad = made
+        return _torch.wait_tensor(_torch.local_of(grad))
 
     def run_hooks(self) -> None:
         """Run what a user registered to follow the gradient (an optimizer in backward, say)."""
@@ -190,6 +248,7 @@ class ShardedForm:
 
     def _register_everywhere(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
+        _steps.watch(self)
         for owner in self.owners:
             owner.register(parameter)
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise import _torch
 from shardwise.errors import MisuseError
 from shardwise.sharding.form import COPIED
 from shardwise.sharding.group_state import MOVES, GroupState
@@ -73,8 +74,11 @@ class ParamGroup:
         self._label: tuple[str, Label] | None = None
         # The versions of the shards when a forward or backward left the group unsharded or kept.
         self._left: list[int] | None = None
-        # The outermost forward in which it ran last.
+        # The outermost forward in which it ran last, and whether its gradients were reduced since.
         self._forward = 0
+        self._is_reduced = False
+        # Whether a user has unsharded it for the forward to come.
+        self._is_ahead = False
         self._unreduced = Unreduced(self.params, precision)
         self._state = GroupState.SHARDED
         #: Reduces the gradients by way of the root; ``torch.distributed.pipelining`` calls it.
@@ -126,6 +130,8 @@ class ParamGroup:
             )
         if self._state is not GroupState.SHARDED and self._state is not GroupState.KEPT:
             return
+        if self._state is GroupState.SHARDED:
+            self._take_over_replaced()
         with unrecorded():
             if self._memory is None:
                 check_home(self.params, self._offload.home)
@@ -225,6 +231,17 @@ class ParamGroup:
         """Note that a forward or backward leaves the full parameters, or kept ones, in memory."""
         self._left = self._versions()
 
+    def unshard_for_user(self) -> None:
+        """Start to gather ahead of the forward to come, which sees that nothing was written since.
+
+        Raises:
+            RuntimeError: the parameters are lent, or on the meta device.
+        """
+        self.free_left()
+        self.unshard()
+        self.note_left()
+        self._is_ahead = True
+
     def free_left(self) -> None:
         """Free what an earlier forward or backward has left, unless a user asked to keep it.
 
@@ -246,8 +263,10 @@ class ParamGroup:
             PeerLostError: a peer died or stalled.
         """
         if number != self._forward:
-            self.free_left()
+            if not self._is_ahead:
+                self.free_left()
             self._forward = number
+            self._is_reduced = self._is_ahead = False
         if self._left is not None and self._left != self._versions():
             raise MisuseError(
                 f"group {self.fqn!r} on rank {dist.get_rank()}: its parameters were written to "
@@ -269,6 +288,16 @@ class ParamGroup:
         if any(changed):
             self._free()
             self._memory = self._label = None
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Clear the gradients of the shards, and drop those that are not reduced yet."""
+        for param in self.params:
+            grad = param.sharded.grad
+            if set_to_none:
+                param.sharded.grad = None
+            elif grad is not None:
+                _torch.local_of(grad).detach().zero_()
+        self._unreduced.drop()
 
     def change_mesh(self, mesh: DataMesh) -> None:
         """Let other transports carry this group from now on."""
@@ -299,6 +328,7 @@ class ParamGroup:
         params, grads = self._unreduced.take(self.options)
         if self.options.reshard_after_backward and not self.options.keep_unsharded:
             self.reshard()
+        self._is_reduced = self.options.requires_gradient_sync
         if not params:
             return None
         partial = self._unreduced.partial
@@ -332,10 +362,31 @@ class ParamGroup:
         """
         options = self.options
         accumulates = not (options.reshard_after_backward or options.requires_gradient_sync)
-        return options.keep_unsharded or accumulates
+        return options.keep_unsharded or (accumulates and not self._is_reduced)
 
     def _versions(self) -> list[int]:
         return [param.shard_version for param in self.params]
+
+    def _take_over_replaced(self) -> None:
+        """Take over parameters that a user has put in the place of the sharded ones.
+
+        Raises:
+            MisuseError: one was deleted, or only one of those that were tied was replaced.
+            ValueError: it is no ``DTensor`` like the one before.
+        """
+        places = [(param, owner) for param in self.params for owner in param.owners]
+        if all(owner.holds(param.sharded) for param, owner in places):
+            return
+        if not any(owner.holds(None) for _, owner in places):
+            self.refresh()
+        for param, owner in places:
+            if not owner.holds(param.sharded):
+                raise MisuseError(
+                    f"{param.fqn} on rank {dist.get_rank()}: {type(owner.module).__name__} no "
+                    f"longer holds the sharded parameter as its {owner.name!r}: it was deleted, or "
+                    "replaced in one of the places where it is tied. Change parameters before "
+                    "fully_shard"
+                )
 
     def _use_sharded(self) -> None:
         for param in self.params:
@@ -344,7 +395,7 @@ class ParamGroup:
 
     def _free(self) -> None:
         """Free the full parameters, and what is kept of them."""
-        self._left = None
+        self._left, self._is_ahead = None, False
         if self.kept is not None:
             self.kept.release()
         if self._memory is not None:

@@ -34,8 +34,9 @@ class FSDPState(ModuleState):
         keep_if_root: bool,
     ) -> None:
         super().__init__(modules, groups, device, mp_policy, keep_if_root=keep_if_root)
-        # The exception that was being handled when the forward began, to know a new one by.
-        self._handled: BaseException | None = None
+        # The exceptions that were being handled when each forward under way began, to know a new
+        # one by.
+        self._handled: list[BaseException | None] = []
         for module in modules:
             _torch.answer_torch(module, self)
             module.register_forward_pre_hook(self._forward_pre_hook, prepend=True, with_kwargs=True)
@@ -44,7 +45,7 @@ class FSDPState(ModuleState):
     def __deepcopy__(self, memo: dict[Any, Any]) -> Self:
         """Copy for copied modules, outside of any forward."""
         made = super().__deepcopy__(memo)
-        made._handled = None
+        made._handled = []
         return made
 
     def run_as_forward(
@@ -55,7 +56,7 @@ class FSDPState(ModuleState):
         try:
             output = method(*args, **kwargs)
         except BaseException:
-            self._handled = None
+            self._handled.pop()
             fail_forward(self)
             raise
         return self._forward_hook(module, args, output)
@@ -91,7 +92,7 @@ class FSDPState(ModuleState):
     def _forward_pre_hook(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._handled = sys.exc_info()[1]
+        self._handled.append(sys.exc_info()[1])
         if len(self.modules) > 1 and not self.modules_to_run:
             self.modules_to_run.update(self.modules)
         return pre_forward(self, args, kwargs)
@@ -99,7 +100,7 @@ class FSDPState(ModuleState):
     @_torch.outside_graphs
     def _forward_hook(self, module: nn.Module, args: Any, output: Any) -> Any:
         raised = sys.exc_info()[1]
-        handled, self._handled = self._handled, None
+        handled = self._handled.pop() if self._handled else None
         if raised is not None and raised is not handled:
             fail_forward(self)
             return None

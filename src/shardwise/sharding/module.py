@@ -72,8 +72,7 @@ class FSDPModule(Switches, Communication):
         for group in state.groups:
             if state.is_root is None:
                 group.refresh()  # no forward has, and parameters may have been replaced
-            group.free_left()
-            group.unshard()
+            group.unshard_for_user()
         groups = state.groups
         handle = UnshardHandle(groups)
         if async_op:
@@ -90,6 +89,15 @@ class FSDPModule(Switches, Communication):
         for group in state.groups:
             if state.phase is not Phase.FORWARD or group.options.reshard_after_forward:
                 group.reshard()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; also where modules hold full parameters, between forward and backward.
+
+        Gradients that were accumulated without synchronization are dropped, too.
+        """
+        super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
+        for group in groups_of(self, recurse=True):
+            group.zero_grad(set_to_none=set_to_none)
 
     def reset_iter_state(self) -> None:
         """Make the model able to train again after an exception in forward or backward.

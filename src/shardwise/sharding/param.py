@@ -199,7 +199,7 @@ class ShardedParam:
     @property
     def shard_version(self) -> int:
         """A number that grows when the shard is written to, as ``DTensor`` or as what is in it."""
-        return _torch.version_of(self.sharded) + _torch.version_of(self.local)
+        return _torch.version_of(self.sharded) + _torch.version_of(self.local) + self.form.steps
 
     def take_back_data(self) -> None:
         """Have a full parameter that shares the shard's memory do so again.

@@ -81,6 +81,10 @@ class Root(Generic[State]):
         """The outermost forward is over."""
         self.forward_root = None
         self._reshard_unused()
+        if not torch.is_grad_enabled():
+            # No backward needs them, and users shall find shards: to step, to freeze, to clear.
+            for group in self._groups():
+                group.free_left()
 
     def queue_end_of_backward(self) -> None:
         """Have :meth:`end_backward` called when the backward that now runs is over."""

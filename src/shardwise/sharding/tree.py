@@ -74,7 +74,9 @@ def _collect(tree: Any, tensors: list[torch.Tensor], objects: list[object]) -> N
 
 def _attributes(each: object) -> list[object]:
     """The values of an object's attributes, without running any code of its class."""
-    values = list(getattr(each, "__dict__", {}).values())
+    values: list[object] = []
+    with contextlib.suppress(AttributeError):  # which objects with slots have none of
+        values += object.__getattribute__(each, "__dict__").values()
     for kind in type(each).__mro__:
         for member in vars(kind).values():
             if isinstance(member, types.MemberDescriptorType):  # a slot
