@@ -867,6 +867,46 @@ def test_parameters_that_are_replaced_between_steps_are_used_or_refused(ranks: R
     ranks(_replaces_between_steps, 2)
 
 
+def _ties_stay(rank: int, world_size: int) -> None:
+    net, whole = seeded(Tied), seeded(Tied)
+    for each in (net.embed, net.out, net):
+        fully_shard(each)
+    x = batches(world_size)
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    net.load_state_dict(state, assign=True)
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    assert_same_gradients(net, whole)
+    other = {name: value.clone() for name, value in net.state_dict().items()}
+    other["out.weight"].mul_(2.0)
+    with pytest.raises(ValueError, match="is tied to it, and was given other values"):
+        net.load_state_dict(other, assign=True)
+
+
+def test_what_is_loaded_into_tied_parameters_is_one_or_refused(ranks: Ranks) -> None:
+    ranks(_ties_stay, 2)
+
+
+def _swaps_scalars(rank: int, world_size: int) -> None:
+    """A scalar shares the memory of its shard, and so does all that one rank alone has."""
+    net, whole, other = sharded_net(), seeded(Net), sharded_net()
+    x = batches(world_size)[rank]
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(2.0)
+        for param in whole.parameters():
+            param.mul_(2.0)
+        net(x)
+        for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
+            torch.utils.swap_tensors(mine, theirs)
+        torch.testing.assert_close(net(x), whole(x))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_that_are_swapped_are_used(ranks: Ranks, world_size: int) -> None:
+    ranks(_swaps_scalars, world_size)
+
+
 def _accumulates_and_keeps(rank: int, world_size: int, transport: str) -> None:
     net, whole = sharded_net(transport=transport, reshard_after_forward=False), seeded(Net)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=True) for m in (net, whole)]

@@ -163,7 +163,14 @@ class ShardedForm:
         if found is not self.parameter:
             owner.register(self.parameter)  # what was refused shall not stay
             self._check_replacement(found)
-            self._register_everywhere(found)
+            if owner == self.owners[0] or found.is_meta or self.local.is_meta:
+                self._register_everywhere(found)
+            elif not torch.equal(_torch.local_of(found), self.local):
+                raise ValueError(
+                    f"{self.fqn} on rank {dist.get_rank()}: {owner.name!r} of a "
+                    f"{type(owner.module).__name__} is tied to it, and was given other values. "
+                    "Ties stay; give both the same values, or untie them before fully_shard"
+                )
         local = self.offload.place(self.local)
         if not (_torch.is_wrapper(local) or local.is_meta or local.is_contiguous()):
             # Put into another memory format. Rows travel one after the other.

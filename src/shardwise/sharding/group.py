@@ -376,6 +376,8 @@ class ParamGroup:
         """
         places = [(param, owner) for param in self.params for owner in param.owners]
         if all(owner.holds(param.sharded) for param, owner in places):
+            if self._memory is not None and self._memory.is_outdated:  # by swap_tensors, say
+                self.refresh()
             return
         if not any(owner.holds(None) for _, owner in places):
             self.refresh()

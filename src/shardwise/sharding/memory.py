@@ -98,6 +98,11 @@ class GroupMemory:
             if tensor.numel() and (storage := _torch.storage_of(tensor)) is not None
         )
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a full parameter that shares its shard's memory no longer does."""
+        return not all(param.shares_memory for param in self._aliased)
+
     def start(self, label: Label, source: KeptShards | None = None) -> None:
         """Allocate, and start to gather. Shards must not change until :meth:`finish`.
 

@@ -120,7 +120,8 @@ class ShardedParam:
             ValueError: what is registered now is no ``DTensor`` of the same global shape and
                 placements.
         """
-        self.form.take_over(self.owners[0])
+        for owner in self.owners:
+            self.form.take_over(owner)
         before, self._seen = self._seen, self._look()
         return before != self._seen
 
@@ -200,6 +201,11 @@ class ShardedParam:
     def shard_version(self) -> int:
         """A number that grows when the shard is written to, as ``DTensor`` or as what is in it."""
         return _torch.version_of(self.sharded) + _torch.version_of(self.local) + self.form.steps
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the full parameter has the memory of the shard, also after the last swap."""
+        return self.local.data_ptr() == self._address or self._address is None
 
     def take_back_data(self) -> None:
         """Have a full parameter that shares the shard's memory do so again.
