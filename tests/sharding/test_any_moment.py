@@ -7,6 +7,7 @@ late would show.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -311,11 +312,25 @@ def _returns_a_view(rank: int, world_size: int, transport: str) -> None:
         assert_same_gradients(net, whole)
 
 
+def _returns_a_view_of_a_common_group(rank: int, world_size: int, transport: str) -> None:
+    net, whole = seeded(WithPositions), seeded(WithPositions)
+    fully_shard([net.positions, net.blocks[0]], transport=transport)
+    fully_shard(net.blocks[1], transport=transport)
+    fully_shard(net, transport=transport)
+    x = batches(world_size)
+    with torch.no_grad():
+        torch.testing.assert_close(net(x[rank]), whole(x[rank]))
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_view_of_a_parameter_that_is_returned_keeps_its_values(
     ranks: Ranks, transport: str
 ) -> None:
     ranks(_returns_a_view, 2, transport)
+    ranks(_returns_a_view_of_a_common_group, 2, transport)
 
 
 class Box:
@@ -533,6 +548,51 @@ def test_an_optimizer_in_backward_steps_once_with_the_whole_gradient(
     ranks(_steps_in_backward, 2, transport, reshard)
 
 
+def _writes_after_a_step_in_backward(rank: int, world_size: int, transport: str) -> None:
+    """A hook in the backward of one block writes to the block whose backward is over."""
+    net, whole = sharded_net(transport=transport), seeded(Net)
+    for model in (net, whole):
+        shards = list(model.blocks[2].parameters())
+        optimizer = torch.optim.SGD(shards, lr=0.1)
+
+        def step(param: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            param.grad = None
+
+        for param in shards:
+            param.register_post_accumulate_grad_hook(step)
+
+        def write(*_: object, shards: list[torch.Tensor] = shards) -> None:
+            with torch.no_grad():
+                for param in shards:
+                    param.mul_(0.5)
+
+        model.blocks[0].down.register_full_backward_hook(write)
+    x = batches(1)[0]  # the same on every rank
+    loss_of(net, x).backward()
+    loss_of(whole, x).backward()
+    for mine, theirs in zip(net.blocks[2].parameters(), whole.blocks[2].parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_optimizer_in_backward_steps_before_the_backward_of_what_comes_next(
+    ranks: Ranks, transport: str
+) -> None:
+    ranks(_writes_after_a_step_in_backward, 2, transport)
+
+
+def _reshards_the_root_in_forward(rank: int, world_size: int) -> None:
+    net, whole = sharded_net(), seeded(Net)
+    net.blocks[0].register_forward_hook(lambda *_: net.reshard())
+    x = batches(world_size)[rank]
+    torch.testing.assert_close(net(x), whole(x))
+
+
+def test_what_is_kept_after_forward_is_kept_in_it(ranks: Ranks) -> None:
+    ranks(_reshards_the_root_in_forward, 2)
+
+
 # -- keeping parameters unsharded --------------------------------------------------------------
 
 
@@ -698,3 +758,29 @@ def _writes_to_both(rank: int, world_size: int) -> None:
 
 def test_writes_to_a_shard_and_to_its_full_parameter_at_once_raise(ranks: Ranks) -> None:
     ranks(_writes_to_both, 2)
+
+
+# -- too few addresses -------------------------------------------------------------------------
+
+
+def _few_addresses(rank: int, world_size: int) -> None:
+    """One rank is under ``ulimit -v``, so that no rank shares memory."""
+    if rank == 1:
+        limit = 6 * 2**30
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        with pytest.warns(UserWarning, match=r"rank 1: ulimit -v limits its address space to 6.4"):
+            net = sharded_net()
+    else:
+        net = sharded_net()
+    assert group_of(net).mesh.shard.name == "gloo"
+    whole = seeded(Net)
+    x = batches(world_size)
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    assert_same_gradients(net, whole)
+    with pytest.raises(ValueError, match=r"transport 'shm' cannot be used here: .*rank 1: ulimit"):
+        sharded_net(transport="shm")
+
+
+def test_under_a_limit_of_addresses_ranks_exchange_messages_and_say_so(ranks: Ranks) -> None:
+    ranks(_few_addresses, 2)

@@ -80,6 +80,17 @@ def post_forward(state: ModuleState, output: Any) -> Any:
     return state.precision.cast_outputs(output)
 
 
+def hand_on(state: ModuleState, output: Any) -> Any:
+    """Prepare the outputs of one of several modules, of which others have still to run.
+
+    Returns:
+        What the caller of the module's ``forward()`` is to get.
+    """
+    if not _torch.in_backward():
+        output = outlive_parameters(state, output)
+    return state.precision.cast_outputs(output)
+
+
 def outlive_parameters(state: ModuleState, output: Any) -> Any:
     """Give what is returned of parameters that are freed now (a part of one, say) its own memory.
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise import _torch
-from shardwise.sharding.forward import fail_forward, post_forward, pre_forward
+from shardwise.sharding.forward import fail_forward, hand_on, post_forward, pre_forward
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.module_state import ModuleState
 from shardwise.sharding.root import Root
@@ -104,10 +104,9 @@ class FSDPState(ModuleState):
             fail_forward(self)
             return None
         if len(self.modules) > 1:
-            if module not in self.modules_to_run:
-                return self.precision.cast_outputs(output)
-            self.modules_to_run.remove(module)
-            if self.modules_to_run:
-                # The group is still needed by the others.
-                return self.precision.cast_outputs(output)
+            its_turn = module in self.modules_to_run
+            self.modules_to_run.discard(module)
+            if self.modules_to_run or not its_turn:
+                # The group is still needed by the others, and freed after them.
+                return hand_on(self, output)
         return post_forward(self, output)

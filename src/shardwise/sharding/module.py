@@ -17,6 +17,7 @@ from shardwise.sharding.communication import Communication
 from shardwise.sharding.form import COPIED
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.hooks import FSDPState
+from shardwise.sharding.phase import Phase
 from shardwise.sharding.reach import groups_of, require_state
 from shardwise.sharding.switches import Switches
 
@@ -81,9 +82,14 @@ class FSDPModule(Switches, Communication):
         return None
 
     def reshard(self) -> None:
-        """Free the full parameters of this module's own group; it holds the shards again."""
-        for group in require_state(self).groups:
-            group.reshard()
+        """Free the full parameters of this module's own group; it holds the shards again.
+
+        In the module's own forward, this does nothing where they are kept after forward.
+        """
+        state = require_state(self)
+        for group in state.groups:
+            if state.phase is not Phase.FORWARD or group.options.reshard_after_forward:
+                group.reshard()
 
     def reset_iter_state(self) -> None:
         """Make the model able to train again after an exception in forward or backward.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise import _torch
 from shardwise.sharding.form import ShardedForm
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.options import GroupOptions
@@ -121,6 +122,13 @@ class Reduction:
     def leave_hooks(self, forms: Iterable[ShardedForm]) -> None:
         """Leave hooks on the gradients of ``forms`` to the caller: these gradients may grow."""
         self._hooked.difference_update(forms)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks follow the gradients as soon as they are there, and may read or write."""
+        return not self.stops_at_partial and any(
+            _torch.has_post_accumulate_hooks(form.parameter) for form in self._hooked
+        )
 
     def advance(self) -> bool:
         """Wait for the collective under way and start the next, or finish.

@@ -116,7 +116,11 @@ class Root(Generic[State]):
             ]
             self._growing.update(dict.fromkeys(growing))
             reduction.leave_hooks(growing)
-            self._pending.append(reduction)
+            if reduction.has_hooks:
+                # An optimizer in backward steps before the backward of what comes next.
+                reduction.finish()
+            else:
+                self._pending.append(reduction)
 
     def end_backward(self) -> None:
         """Reduce what no hook has reduced, and complete everything.
