@@ -145,7 +145,8 @@ class Gathered(Unsharded):
     """The program without sharding, but with values gathered when a group's turn comes.
 
     What a hook writes to a block that has begun reaches its backward, or the next forward, as it
-    does where shards are written to and the block computes with what was gathered of them.
+    does where shards are written to and the block computes with what was gathered of them. What is
+    written to the latter is there afterwards.
 
     Args:
         again: ``freed`` groups are gathered again for backward, or ``all`` of them.
@@ -178,7 +179,9 @@ def _compute_apart(
 class _Copies:
     dtype: torch.dtype | None
     refreshes: bool
-    made: list[tuple[nn.Module, str, nn.Parameter]] = dataclasses.field(default_factory=list)
+    made: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = dataclasses.field(
+        default_factory=list
+    )
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
@@ -193,7 +196,7 @@ def _copy_in(module: nn.Module, args: Any, kwargs: Any) -> Any:
     for owner in _owners(module):
         for name, param in owner._parameters.items():
             if param is not None:
-                copies.made.append((owner, name, param))
+                copies.made.append((owner, name, param, param.detach().clone()))
                 owner._parameters[name] = (  # type: ignore[assignment]
                     param.clone() if copies.dtype is None else param.to(copies.dtype)
                 )
@@ -210,8 +213,11 @@ def _copy_out(module: nn.Module, args: Any, output: Any) -> None:
     made = copies.made
     copies.made = []
     pairs = []
-    for owner, name, param in made:
-        pairs.append((owner._parameters[name], param))
+    for owner, name, param, before in made:
+        copied: Any = owner._parameters[name]
+        if copies.dtype is None and not torch.equal(copied.detach(), before):
+            param.data.copy_(copied.detach())  # a module wrote to what it computes with
+        pairs.append((copied, param))
         owner._parameters[name] = param
     if not copies.refreshes or output is None:
         return

@@ -181,7 +181,8 @@ class _Rank:
             from_torch = first_difference(trace, self._torch, tolerance)
         differs = first_difference(trace, self._unsharded, tolerance)
         from_gathered = None
-        if differs is not None and unit.runtime != "torch":
+        unlike = differs is not None or self._unsharded.raised is not None
+        if unlike and unit.runtime != "torch":
             from_gathered = self._differs_from_gathered(unit.program, trace, tolerance)
         # What raised before anything was sent leaves the ranks fit.
         raised = trace.raised is not None and not _raised_early(trace.raised)
