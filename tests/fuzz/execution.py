@@ -337,6 +337,8 @@ class Execution:
         return name.startswith(f"blocks.{block % len(self.program.blocks)}.")
 
     def _find_handles(self) -> None:
+        if self._catches:
+            return  # inside a forward, modules hold full parameters for a while
         self.handles[self._model] = dict(self.models[self._model].named_parameters())
 
     _ACTIONS: ClassVar[dict[type, Callable[[Execution, Any], None]]] = {

@@ -27,6 +27,10 @@ from tests.fuzz.trace import cut
 
 TRANSPORTS = ("shm", "c10d", "collectives")
 
+#: What computes with values as they are gathered, and which groups it gathers for backward. One
+#: that is not freed after forward may keep its values or, where they were written to, not.
+GATHERED = {"gathered": "freed", "gathered anew": "all"}
+
 
 class PartedError(Exception):
     """The ranks have parted: no step of all of them together has a meaning any more."""
@@ -76,7 +80,7 @@ class Unsharded:
     def shard(self, model: FuzzModel, program: Program) -> None:
         self._note_cut(program)
         if program.precision:
-            _compute_apart(model, program, torch.bfloat16, refreshes=False)
+            _compute_apart(model, program, torch.bfloat16, "none")
 
     def backward(self, loss: torch.Tensor, params: list[nn.Parameter], graph: str) -> None:
         before = {param: param.grad for param in params}
@@ -141,24 +145,32 @@ class Gathered(Unsharded):
     """The program without sharding, but with values gathered when a group's turn comes.
 
     What a hook writes to a block that has begun reaches its backward, or the next forward, as it
-    does where shards are written to and the block computes with what was gathered of them.
+    does where shards are written to and the block computes with what was gathered of them. What is
+    written to the latter is there afterwards.
+
+    Args:
+        again: ``freed`` groups are gathered again for backward, or ``all`` of them.
     """
+
+    def __init__(self, again: str) -> None:
+        super().__init__()
+        self._again = again
 
     def shard(self, model: FuzzModel, program: Program) -> None:
         self._note_cut(program)
         dtype = torch.bfloat16 if program.precision else None
-        _compute_apart(model, program, dtype, refreshes=True)
+        _compute_apart(model, program, dtype, self._again)
 
 
 def _compute_apart(
-    model: FuzzModel, program: Program, dtype: torch.dtype | None, *, refreshes: bool
+    model: FuzzModel, program: Program, dtype: torch.dtype | None, again: str
 ) -> None:
     """Let the modules that are sharded together compute with copies of their parameters."""
     for modules, reshard in groups_of(model, program):
         # Freed after forward, and so gathered again: the default, but for the root.
         freed = reshard == "true" or (reshard == "none" and modules[0] is not model)
         for module in modules:
-            module.fuzz_copies = _Copies(dtype, freed and refreshes)  # type: ignore[assignment]
+            module.fuzz_copies = _Copies(dtype, again == "all" or (again == "freed" and freed))  # type: ignore[assignment]
             module.register_forward_pre_hook(_copy_in, prepend=True, with_kwargs=True)
             module.register_forward_hook(_copy_out, always_call=True)
 
@@ -167,7 +179,9 @@ def _compute_apart(
 class _Copies:
     dtype: torch.dtype | None
     refreshes: bool
-    made: list[tuple[nn.Module, str, nn.Parameter]] = dataclasses.field(default_factory=list)
+    made: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = dataclasses.field(
+        default_factory=list
+    )
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
@@ -182,7 +196,7 @@ def _copy_in(module: nn.Module, args: Any, kwargs: Any) -> Any:
     for owner in _owners(module):
         for name, param in owner._parameters.items():
             if param is not None:
-                copies.made.append((owner, name, param))
+                copies.made.append((owner, name, param, param.detach().clone()))
                 owner._parameters[name] = (  # type: ignore[assignment]
                     param.clone() if copies.dtype is None else param.to(copies.dtype)
                 )
@@ -199,8 +213,11 @@ def _copy_out(module: nn.Module, args: Any, output: Any) -> None:
     made = copies.made
     copies.made = []
     pairs = []
-    for owner, name, param in made:
-        pairs.append((owner._parameters[name], param))
+    for owner, name, param, before in made:
+        copied: Any = owner._parameters[name]
+        if copies.dtype is None and not torch.equal(copied.detach(), before):
+            param.data.copy_(copied.detach())  # a module wrote to what it computes with
+        pairs.append((copied, param))
         owner._parameters[name] = param
     if not copies.refreshes or output is None:
         return
@@ -306,11 +323,11 @@ def forget_meshes() -> None:
 
 
 def runtime(name: str) -> Runtime:
-    """Make what is called ``unsharded``, ``gathered``, ``torch``, or as one of ``TRANSPORTS``."""
+    """Make what is called ``unsharded``, ``torch``, or as one of ``GATHERED`` or ``TRANSPORTS``."""
     if name == "unsharded":
         return Unsharded()
-    if name == "gathered":
-        return Gathered()
+    if name in GATHERED:
+        return Gathered(GATHERED[name])
     if name == "torch":
         return Sharded(torch.distributed.fsdp.fully_shard, "by the user")
     ours = functools.partial(shardwise.fully_shard, transport=name)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests.fuzz import sabotage
 from tests.fuzz.execution import Execution
 from tests.fuzz.program import Program
-from tests.fuzz.runtimes import forget_meshes, runtime
+from tests.fuzz.runtimes import GATHERED, forget_meshes, runtime
 from tests.fuzz.trace import Trace, first_difference, tolerance_of
 
 
@@ -181,11 +181,9 @@ class _Rank:
             from_torch = first_difference(trace, self._torch, tolerance)
         differs = first_difference(trace, self._unsharded, tolerance)
         from_gathered = None
-        if differs is not None and unit.runtime != "torch":
-            gathered = Execution(unit.program, runtime("gathered")).run()
-            from_gathered = first_difference(trace, gathered, tolerance)
-            if gathered.raised:
-                from_gathered = gathered.raised
+        unlike = differs is not None or self._unsharded.raised is not None
+        if unlike and unit.runtime != "torch":
+            from_gathered = self._differs_from_gathered(unit.program, trace, tolerance)
         # What raised before anything was sent leaves the ranks fit.
         raised = trace.raised is not None and not _raised_early(trace.raised)
         unsharded = "undefined" if self._unsharded.undefined else "complete"
@@ -197,6 +195,16 @@ class _Rank:
             unsharded=self._unsharded.raised or unsharded,
             ends=raised or unit.program.parts_ranks,
         )
+
+    @staticmethod
+    def _differs_from_gathered(program: Program, trace: Trace, tolerance: float) -> str | None:
+        said: str | None = None
+        for name in reversed(GATHERED):
+            gathered = Execution(program, runtime(name)).run()
+            said = gathered.raised or first_difference(trace, gathered, tolerance)
+            if said is None:
+                return None
+        return said
 
 
 def _raised_early(raised: str) -> bool:
