@@ -163,14 +163,16 @@ class ShardedForm:
         if found is not self.parameter:
             owner.register(self.parameter)  # what was refused shall not stay
             self._check_replacement(found)
-            if owner == self.owners[0] or found.is_meta or self.local.is_meta:
-                self._register_everywhere(found)
-            elif not torch.equal(_torch.local_of(found), self.local):
+            if owner != self.owners[0]:
                 raise ValueError(
                     f"{self.fqn} on rank {dist.get_rank()}: {owner.name!r} of a "
-                    f"{type(owner.module).__name__} is tied to it, and was given other values. "
-                    "Ties stay; give both the same values, or untie them before fully_shard"
+                    f"{type(owner.module).__name__} was tied to it, and is another parameter now, "
+                    "as after load_state_dict(assign=True). Tie them again "
+                    "(one.weight = other.weight), or load without assign"
                 )
+            owner.register(found)
+            self.parameter = found  # the other places where it is tied have to follow
+            _steps.watch(self)
         local = self.offload.place(self.local)
         if not (_torch.is_wrapper(local) or local.is_meta or local.is_contiguous()):
             # Put into another memory format. Rows travel one after the other.
@@ -179,6 +181,23 @@ class ShardedForm:
             with torch.no_grad():
                 _torch.set_memory(self.parameter, local)
         self.spec = _torch.spec_of(self.parameter)
+
+    def tie_again(self) -> None:
+        """Put the parameter where another one in the same memory is, which a state dict left there.
+
+        A state dict has a tied parameter once for each name.
+        """
+        for owner in self.owners[1:]:
+            if not (owner.holds(self.parameter) or owner.holds(None)):
+                found = owner.registered
+                if isinstance(found, DTensor) and self._has_same_memory(found):
+                    owner.register(self.parameter)
+
+    def _has_same_memory(self, other: DTensor) -> bool:
+        mine, theirs = self.local, _torch.local_of(other)
+        if not (_torch.has_memory(mine) and _torch.has_memory(theirs)):
+            return False
+        return mine.data_ptr() == theirs.data_ptr() and mine.shape == theirs.shape
 
     def empty_whole(self, device: torch.device) -> nn.Parameter:
         """An uninitialised parameter such as the original was, on ``device``."""

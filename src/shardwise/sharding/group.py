@@ -371,24 +371,25 @@ class ParamGroup:
         """Take over parameters that a user has put in the place of the sharded ones.
 
         Raises:
-            MisuseError: one was deleted, or only one of those that were tied was replaced.
-            ValueError: it is no ``DTensor`` like the one before.
+            MisuseError: one was deleted.
+            ValueError: it is no ``DTensor`` like the one before, or one place of several where it
+                is tied was given other values.
         """
         places = [(param, owner) for param in self.params for owner in param.owners]
         if all(owner.holds(param.sharded) for param, owner in places):
             if self._memory is not None and self._memory.is_outdated:  # by swap_tensors, say
                 self.refresh()
             return
-        if not any(owner.holds(None) for _, owner in places):
-            self.refresh()
         for param, owner in places:
-            if not owner.holds(param.sharded):
+            if owner.holds(None):
                 raise MisuseError(
-                    f"{param.fqn} on rank {dist.get_rank()}: {type(owner.module).__name__} no "
-                    f"longer holds the sharded parameter as its {owner.name!r}: it was deleted, or "
-                    "replaced in one of the places where it is tied. Change parameters before "
+                    f"{param.fqn} on rank {dist.get_rank()}: the parameter {owner.name!r} of a "
+                    f"{type(owner.module).__name__} was deleted. Delete parameters before "
                     "fully_shard"
                 )
+        self.refresh()
+        for param, owner in places:
+            param.form.take_over(owner)  # in the other places where it is tied
 
     def _use_sharded(self) -> None:
         for param in self.params:

@@ -120,8 +120,9 @@ class ShardedParam:
             ValueError: what is registered now is no ``DTensor`` of the same global shape and
                 placements.
         """
-        for owner in self.owners:
-            self.form.take_over(owner)
+        if self.owners[0] == self.form.owners[0]:
+            self.form.take_over(self.owners[0])
+        self.form.tie_again()
         before, self._seen = self._seen, self._look()
         return before != self._seen
 
