@@ -135,7 +135,7 @@ def _take_folder(run: _Run) -> int | None:
     output = decided(asked)
     resumes = output.existing is Existing.RESUME
     newest = newest_step(run.checkpoints, run.files) if resumes else None
-    if asked.existing is Existing.AUTO and output.existing is Existing.OVERWRITE:
+    if asked.existing is not Existing.OVERWRITE and output.existing is Existing.OVERWRITE:
         run.place.display.say(
             f"resume     no checkpoint of the run in {asked.out} was committed; beginning anew"
         )
