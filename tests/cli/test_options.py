@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -133,6 +133,24 @@ def test_a_folder_that_another_run_trains_into_is_refused(
             shown = capsys.readouterr()
             assert shown.out == "", "nothing was started"
             assert re.fullmatch(r"error: --out: found a run that is under way in .*\n", shown.err)
+
+
+@pytest.mark.parametrize("option", [(), ("--overwrite",), ("--auto-resume",)])
+def test_ranks_are_asked_for_the_same_in_every_attempt(
+    monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...]
+) -> None:
+    """Whether the attempt before had begun the run is known from its folder alone."""
+    commands: list[list[str]] = []
+
+    def launch(command: Callable[[int], list[str]], *_: object) -> int:
+        commands.extend(command(attempt) for attempt in (0, 1))
+        return 0
+
+    monkeypatch.setattr(cli_run, "run_here", launch)
+    options = ("--device", "cpu", "--max-restarts", "1", *option)
+    assert call(monkeypatch, "train", "lm", *options) == 0
+    assert commands[0][-2 - len(options) :] == ["train", "lm", *options]
+    assert commands[1] == commands[0]
 
 
 def test_a_job_holds_its_folder_while_its_ranks_run_and_begin_again(

@@ -13,7 +13,7 @@ import os, signal, sys
 from shardwise.errors import PeerLostError
 from shardwise.launch.errors import UserError
 from shardwise.launch.rank import run_rank
-from shardwise.launch.world import find_world
+from shardwise.launch.world import find_world, job_id
 from shardwise.recipes.connection import ConnectionLostError
 
 attempt, how = int(sys.argv[1]), sys.argv[2]
@@ -23,6 +23,9 @@ def body(world, signals):
         print(f"attempt {attempt} of {world.size} ranks", flush=True)
         if how == "saving" and attempt == 0:
             raise UserError("checkpoint of step 4: rank 1 was lost") from PeerLostError("rank 1")
+    if world.rank == 1:
+        with open(sys.argv[0] + ".jobs", "a") as jobs:
+            print(job_id(), file=jobs)
     if world.rank == 1 and (how == "always" or attempt == 0):
         if how == "mistake":
             raise UserError("--steps: found 0")
@@ -54,6 +57,9 @@ def test_a_job_begins_again_as_often_as_it_may(
     assert ended.returncode == code, ended.stderr
     # What rank 0 printed may be cut short by the end of rank 1, but for the attempt that is whole.
     assert ended.stderr.count("restart    ") == attempts - 1
+    jobs = (tmp_path / "rank.py.jobs").read_text().splitlines()
+    assert len(jobs[0]) == 32
+    assert set(jobs) == {jobs[0]}, "it is the same job, however often it begins again"
     if how == "hub":
         assert "error: rank 1 of 2 failed:\n--data: no hub\n" in ended.stderr
     if how == "once":

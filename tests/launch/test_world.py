@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from shardwise.launch.errors import UserError
 from shardwise.launch.report import MAX_TEXT, Ending, Report
-from shardwise.launch.world import World, find_world
+from shardwise.launch.world import JOB, PARENT_PID, World, find_world, job_id
 
 TORCHRUN = {
     "RANK": "3",
@@ -47,6 +50,44 @@ def test_half_a_world_is_an_error(missing: str) -> None:
 def test_numbers_out_of_range_are_an_error(name: str, value: str) -> None:
     with pytest.raises(UserError, match=f"found {name}={value}, expected"):
         find_world({**TORCHRUN, name: value})
+
+
+def test_a_job_is_named_by_our_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (PARENT_PID, "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(JOB, "of a launcher further up")
+    assert job_id() is None
+    monkeypatch.setenv(PARENT_PID, "1")
+    assert job_id() == "of a launcher further up"
+
+
+AGENT = """
+import subprocess, sys
+for _ in range(2):
+    subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)
+"""
+RANK = "from shardwise.launch.world import job_id; print(job_id())"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel in /proc")
+def test_under_torchrun_a_job_lasts_as_long_as_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs may have the same run id, as every one without rendezvous has: ``none``."""
+    monkeypatch.delenv(PARENT_PID, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", AGENT, RANK],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout.splitlines()
+        for _ in range(2)
+    ]
+    assert told[0] == told[0][:1] * 2
+    assert told[1] == told[1][:1] * 2
+    assert told[0][0].startswith("none, process ")
+    assert told[0][0] != told[1][0]
 
 
 def test_a_report_survives_the_pipe() -> None:

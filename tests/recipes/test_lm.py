@@ -344,19 +344,24 @@ def test_what_is_not_whole_is_no_checkpoint(ranks: Ranks, tmp_path: Path) -> Non
     assert checkpoints.steps() == [1]
 
 
-def test_a_damaged_checkpoint_is_named(ranks: Ranks, tmp_path: Path) -> None:
-    config = small_config(tmp_path, steps=1)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_damaged_checkpoint_is_named_and_how_to_go_on(
+    ranks: Ranks, tmp_path: Path, steps: int
+) -> None:
+    config = small_config(tmp_path, steps=steps, checkpoint_every=1)
     ranks(train, 2, config)
-    [folder] = config.files.checkpoints.iterdir()
+    folder = Checkpoints(config.files.checkpoints).path(steps)
     shard = sorted(folder.glob("*.safetensors"))[1]
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    again = small_config(tmp_path, steps=2, existing=Existing.RESUME)
+    again = small_config(tmp_path, steps=3, existing=Existing.AUTO)
+    hint = f"move {folder} away, or delete it, to go on from step 1 (shardwise checkpoint verify "
     for outcome in ranks(train, 2, again, expect_failures=True):
         assert "UserError: --resume: " in outcome.error
         assert f"{shard}, " in outcome.error
         assert "is damaged" in outcome.error
+        assert (hint if steps == 2 else "--overwrite begins anew") in outcome.error
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -258,3 +258,16 @@ def test_short_runs_have_a_learning_rate_too(warmup: int, steps: int) -> None:
     rates = [lr(step) for step in range(1, steps + 1)]
     assert all(0 < rate <= 2.0 and math.isfinite(rate) for rate in rates)
     assert max(rates) > 1.0 or warmup == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_named_with_the_file(tmp_path: Path) -> None:
+    """Also by what is raised at the end, when it is tried once more."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, 0)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, metrics._file.fileno())
+    os.close(full)
+    for act in (lambda: metrics.write({"step": 1}), metrics.close):
+        with pytest.raises(OSError, match=r"No space left on device: '.*/metrics\.jsonl'"):
+            act()

@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,66 @@ def test_a_file_system_without_locks_is_named(
     monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
     with locked(RunDir(tmp_path)):
         assert "run.lock cannot be locked (No locks available)" in capsys.readouterr().err
+
+
+def _link(lock: Path, thesis: Path) -> None:
+    lock.symlink_to(thesis)
+
+
+def _hard_link(lock: Path, thesis: Path) -> None:
+    lock.hardlink_to(thesis)
+
+
+def _dangling_link(lock: Path, thesis: Path) -> None:
+    lock.symlink_to(thesis.with_name("missing"))
+
+
+def _pipe(lock: Path, thesis: Path) -> None:
+    os.mkfifo(lock)
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (_link, "a symbolic link"),
+        (_dangling_link, "a symbolic link"),
+        (_hard_link, "a file of something else"),
+        (_pipe, r"no regular file \(prw.*\)"),
+    ],
+)
+def test_what_no_run_has_made_is_refused_and_not_written_to(
+    tmp_path: Path, make: Callable[[Path, Path], None], found: str
+) -> None:
+    thesis = tmp_path / "thesis.tex"
+    thesis.write_text("years")
+    files = RunDir(tmp_path / "run")
+    files.make()
+    make(files.lock, thesis)
+    with pytest.raises(OptionError, match=rf"--out: found .*run\.lock, {found}, expected the file"):
+        locked(files).__enter__()
+    assert thesis.read_text() == "years"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "thesis.tex"]
+
+
+def test_zeros_that_a_power_loss_left_are_in_nobodys_way(tmp_path: Path) -> None:
+    files = RunDir(tmp_path)
+    files.lock.write_bytes(bytes(30))
+    with locked(files):
+        assert files.lock.read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_full_disk_keeps_nobody_from_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who holds it could not be written down; it is held all the same."""
+
+    def no_room(handle: int, data: bytes, at: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_lock.os, "pwrite", no_room)
+    files = RunDir(tmp_path)
+    with locked(files), pytest.raises(OptionError, match=r"under way in .* \(it has only begun\)"):
+        locked(files).__enter__()
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "our own"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -204,3 +205,19 @@ def test_a_record_that_is_nested_too_deeply_is_one_line(tmp_path: Path, depth: i
     with pytest.raises(UserError, match=r"run\.json: is nested too deeply") as caught:
         run.read()
     assert str(caught.value).isprintable()
+
+
+def no_room(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_named_with_the_file_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = a_run(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(os, "fsync", no_room)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/run\.json'"):
+        files.write({"recipe": "another"})
+    assert files.read() == {"recipe": "lm"}
+    assert sorted(tmp_path.iterdir()) == before

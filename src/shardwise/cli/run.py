@@ -119,13 +119,14 @@ def _why_not(job: Job, world: World) -> str | None:
 
 
 def _command(attempt: int) -> list[str]:
-    """What a rank is started with: this command; from the second attempt on, to go on."""
-    arguments = sys.argv[1:]
-    if attempt:
-        flags = ("--resume", "--overwrite", "--auto-resume")
-        arguments = [*(each for each in arguments if each not in flags), "--auto-resume"]
+    """What a rank is started with: this command, in every attempt.
+
+    Whether the attempt before had begun the run, only the run's folder tells: see
+    :func:`shardwise.recipes.begin.decided`.
+    """
+    del attempt
     # -P: the current folder is the user's, not a place to import from.
-    return [sys.executable, "-P", "-m", "shardwise", *arguments]
+    return [sys.executable, "-P", "-m", "shardwise", *sys.argv[1:]]
 
 
 def _number(count: int, noun: str, plural: str) -> str:

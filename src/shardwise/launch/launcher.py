@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
@@ -25,13 +26,14 @@ from shardwise.launch.errors import signal_name
 from shardwise.launch.hosts import Share
 from shardwise.launch.report import Ending, Stage
 from shardwise.launch.signals import STOP_SIGNALS
-from shardwise.launch.world import PARENT_PID, REPORT_FD, STORE_FD
+from shardwise.launch.world import JOB, PARENT_PID, REPORT_FD, STORE_FD
 
 POLL = 0.02  # seconds between looks at the ranks
 SETTLE = 0.5  # after a failure: seconds for its traces on other ranks to show
 ECHO = 0.5  # seconds within which a second signal is the same Ctrl-C, come by another way
 STOP_GRACE = 30.0  # after one rank has stopped: seconds for the others to do so
 LOOPBACK = "127.0.0.1"
+THIS_JOB = uuid.uuid4().hex  # a process launches one job, however often that begins again
 
 
 class Launcher:
@@ -153,6 +155,7 @@ class Launcher:
             "MASTER_ADDR": share.address,
             "MASTER_PORT": str(share.port),
             PARENT_PID: str(os.getpid()),
+            JOB: THIS_JOB,
         }
         env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // self._nproc)))
         if sys.platform.startswith("linux") and share.interface is not None:

@@ -7,14 +7,17 @@ LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardwise.launch.errors import UserError
 
 # Set by our launcher for its children, on top of torch's variables.
 PARENT_PID = "SHARDWISE_PARENT_PID"  # process that must outlive the rank
 REPORT_FD = "SHARDWISE_REPORT_FD"  # pipe for this rank's Report
+JOB = "SHARDWISE_JOB"  # id of the job, the same each time that it begins again
 STORE_FD = "SHARDWISE_STORE_FD"  # rank 0: the listening socket of the store
 
 
@@ -65,6 +68,27 @@ def find_world(environ: Mapping[str, str] | None = None) -> World | None:
 def launched_here() -> bool:
     """Whether this process is a rank that our own launcher started."""
     return PARENT_PID in os.environ
+
+
+def job_id() -> str | None:
+    """The id of the job that this process is a rank of: the same each time that it begins again.
+
+    Our launcher hands one down. Under torchrun it is the process that starts the ranks, again after
+    one failed: run ids are names, and one may be given to two jobs. None: nobody starts it again,
+    or who does cannot be known.
+    """
+    if launched_here():
+        return os.environ.get(JOB)
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return None
+    agent = os.getppid()
+    try:
+        # The numbers of processes come again; with the time at which it started, one is unique.
+        started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+    return f"{run_id}, process {agent} on {socket.gethostname()}, started at tick {started}"
 
 
 def _number(

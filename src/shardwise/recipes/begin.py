@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from shardwise.launch.errors import UserError
-from shardwise.launch.world import World
+from shardwise.launch.world import World, job_id
 from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import (
     Existing,
@@ -70,11 +70,14 @@ class Recipe(Protocol):
 def decided(output: OutputConfig) -> OutputConfig:
     """With ``--auto-resume``, decide: resume the run if it has checkpoints, else begin it anew.
 
+    The same where this very job has begun the run, and was then started again: then ``--overwrite``
+    has been done, and would delete what the job has trained.
+
     It looks at the disk: so one process asks it, the launcher or rank 0, and tells the others.
     """
-    if output.existing is not Existing.AUTO:
-        return output
     files = RunDir(output.out)
+    if output.existing is not Existing.AUTO and not files.was_begun_by(job_id()):
+        return output
     if files.has_checkpoints():
         return replace(output, existing=Existing.RESUME)  # refused where none of them is complete
     begins_anew = files.run_json.is_file()

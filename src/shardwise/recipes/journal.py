@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any, Protocol
 
+from shardwise.launch.world import job_id
 from shardwise.recipes.metrics import MetricsFile, StepMetrics, read_metrics
 from shardwise.recipes.rundir import RunDir
 
@@ -101,7 +102,8 @@ class RunRecord:
     def __init__(self, files: RunDir, facts: Mapping[str, Any], session: Mapping[str, Any]) -> None:
         self._files = files
         before = files.read().get("sessions", []) if files.run_json.is_file() else []
-        self._session = {**session, **surroundings(), "status": "running", "started": _now()}
+        begun = {"job": job_id(), "status": "running", "started": _now()}
+        self._session = {**session, **surroundings(), **begun}
         self._record = {**facts, "sessions": [*before, self._session]}
         self._files.write(self._record)
 

@@ -13,7 +13,7 @@ from typing import IO, Any
 from shardwise.checkpoint.disk.strict import Fields, open_file, parse, refuse
 from shardwise.errors import CheckpointError
 from shardwise.launch.errors import UserError
-from shardwise.recipes.rundir import without_nan
+from shardwise.recipes.rundir import naming, without_nan
 
 MAX_LINE = 1 << 20  # bytes; whatever has more was not written by a training
 
@@ -85,20 +85,24 @@ class MetricsFile:
     def __init__(self, path: Path, last_step: int) -> None:
         if os.path.lexists(path):
             _cut(path, last_step)
+        self._path = path
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line; a reader sees it at once."""
-        self._file.write(json.dumps(without_nan(record), allow_nan=False) + "\n")
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(json.dumps(without_nan(record), allow_nan=False) + "\n")
+            self._file.flush()
 
     def sync(self) -> None:
         """Bring what was written onto the disk, as a checkpoint is."""
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; what could not be written is tried once more."""
+        with naming(self._path):
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

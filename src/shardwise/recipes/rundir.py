@@ -16,12 +16,13 @@ No torch here: the command line asks before it starts processes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,20 @@ class RunDir:
             not is_partial(path) and path.name != REPLICAS for path in self.checkpoints.iterdir()
         )
 
+    def was_begun_by(self, job: str | None) -> bool:
+        """Whether a job has begun, or resumed, the run that is here.
+
+        Args:
+            job: its id, see :func:`shardwise.launch.world.job_id`; None is no job.
+        """
+        if job is None:
+            return False
+        try:
+            sessions = self.read().get("sessions", [])
+        except UserError:  # none is here, or it was damaged: jobs of ours write it whole
+            return False
+        return any(session.get("job") == job for session in sessions)
+
     def make(self) -> None:
         """Make the folder.
 
@@ -313,8 +328,26 @@ def _beside(path: Path) -> str:
     return f".{path.name}."
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an ``OSError`` name a file: that of a write knows no more than a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a small file whole or not at all, and onto the disk."""
+    """Write a small file whole or not at all, and onto the disk.
+
+    Raises:
+        OSError: it cannot be written; the error names it.
+    """
+    with naming(path):
+        _write_text(path, text)
+
+
+def _write_text(path: Path, text: str) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=_beside(path))
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

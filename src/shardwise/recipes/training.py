@@ -122,7 +122,24 @@ def _resume(run: _Run) -> Position:
     newest = on_rank_zero(f"beginning in {run.files.root}", lambda: _take_folder(run))
     if newest is None:
         return Position()
-    return run.checkpoints.load(newest, run.task.module, run.task.optimizer)
+    try:
+        return run.checkpoints.load(newest, run.task.module, run.task.optimizer)
+    except UserError as error:
+        if "is damaged" not in str(error):  # other ranks are told the text alone
+            raise
+        raise UserError(f"{error}; {_how_to_go_on_without(run, newest)}") from error
+
+
+def _how_to_go_on_without(run: _Run, newest: int) -> str:
+    """What to do about a checkpoint that is damaged: else a job fails alike at every start."""
+    path = run.checkpoints.path(newest)
+    older = [step for step in run.checkpoints.steps() if step < newest]
+    if not older:
+        return "no older checkpoint is complete: --overwrite begins anew"
+    return (
+        f"move {path} away, or delete it, to go on from step {older[-1]} "
+        f"(shardwise checkpoint verify {path} lists what is damaged)"
+    )
 
 
 def _take_folder(run: _Run) -> int | None:
@@ -135,7 +152,7 @@ def _take_folder(run: _Run) -> int | None:
     output = decided(asked)
     resumes = output.existing is Existing.RESUME
     newest = newest_step(run.checkpoints, run.files) if resumes else None
-    if asked.existing is Existing.AUTO and output.existing is Existing.OVERWRITE:
+    if asked.existing is not Existing.OVERWRITE and output.existing is Existing.OVERWRITE:
         run.place.display.say(
             f"resume     no checkpoint of the run in {asked.out} was committed; beginning anew"
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import struct
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.checkpoint.formats.archive import Archive
 from shardwise.checkpoint.formats.dcp_metadata import read_metadata
 from shardwise.checkpoint.formats.pickles import Maker, PickleError, load
 from shardwise.checkpoint.formats.torchfile import read_tree
@@ -175,6 +178,57 @@ def test_an_archive_that_programs_read_differently_is_refused(
     file.write_bytes(change(_model(1.0)))
     with pytest.raises(CheckpointError, match=message):
         TorchSource(file)
+
+
+class _Counted(bytes):
+    """Bytes that count how many of them are copied."""
+
+    copied = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        if not isinstance(key, slice):
+            return found
+        _Counted.copied += len(found)
+        return _Counted(found)
+
+
+def _copied(monkeypatch: pytest.MonkeyPatch, file: Path, data: bytes) -> tuple[int, dict[str, int]]:
+    """How many bytes are copied of what is read from an archive; and its records' sizes."""
+    file.write_bytes(data)
+    read = Archive._bytes
+    with monkeypatch.context() as patched, file.open("rb") as opened:
+        patched.setattr(Archive, "_bytes", lambda *args: _Counted(read(*args)))
+        _Counted.copied = 0
+        archive = Archive(opened.fileno(), 0, os.fstat(opened.fileno()).st_size, file)
+    return _Counted.copied, {name: record.length for name, record in archive.records.items()}
+
+
+def test_a_directory_of_many_records_is_not_copied_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = archive_of([(b"x/%d" % i, b"") for i in range(2000)])
+    copied, sizes = _copied(monkeypatch, tmp_path / "x.pt", data)
+    assert len(sizes) == 2000
+    assert copied < len(data)
+
+
+def test_what_follows_a_name_is_not_copied_for_each_of_its_fields(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes of 64 bits, behind as many empty fields as there is room for."""
+    data = archive_of([(b"x/0", b"four")])
+    directory, end = data.index(b"PK\1\2"), data.index(b"PK\5\6")
+    fields = struct.pack("<2H", 7, 0) * 16000 + struct.pack("<2H2Q", 1, 16, 4, 4)
+    entry = bytearray(data[directory:end])
+    struct.pack_into("<2L", entry, 20, 0xFFFFFFFF, 0xFFFFFFFF)
+    struct.pack_into("<H", entry, 30, len(fields))
+    tail = bytearray(data[end:])
+    struct.pack_into("<L", tail, 12, len(entry) + len(fields))
+    data = data[:directory] + entry + fields + tail
+    copied, sizes = _copied(monkeypatch, tmp_path / "x.pt", data)
+    assert sizes == {"0": 4}
+    assert copied < 2 * len(data)
 
 
 def test_a_damaged_pickle_is_noticed(tmp_path: Path) -> None:

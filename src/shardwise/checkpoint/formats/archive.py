@@ -175,7 +175,9 @@ class Archive:
             at = after + extra + comment
             if magic != b"PK\1\2" or at > len(directory) or flags & _ENCRYPTED:
                 raise self._no_archive("its directory is damaged")
-            size, packed, header = self._wide((size, packed, header), directory[after:][:extra])
+            size, packed, header = self._wide(
+                (size, packed, header), directory[after : after + extra]
+            )
             if method or size != packed:
                 raise self._no_archive(f"{name[:80]!r} is compressed, expected it plain")
             found += 1
@@ -187,13 +189,14 @@ class Archive:
         """Numbers of the directory; those that do not fit there follow the name."""
         if _FULL not in numbers:
             return numbers
-        while len(extra) >= _EXTRA.size:
-            tag, length = _EXTRA.unpack_from(extra)
-            data, extra = extra[_EXTRA.size :][:length], extra[_EXTRA.size + length :]
-            wanted = 8 * numbers.count(_FULL)
-            if tag == _ZIP64 and len(data) >= wanted:
-                wide = iter(struct.unpack(f"<{wanted // 8}Q", data[:wanted]))
-                return tuple(next(wide) if number == _FULL else number for number in numbers)
+        at, wide = 0, struct.Struct(f"<{numbers.count(_FULL)}Q")
+        while len(extra) - at >= _EXTRA.size:
+            tag, length = _EXTRA.unpack_from(extra, at)
+            at += _EXTRA.size
+            if tag == _ZIP64 and min(length, len(extra) - at) >= wide.size:
+                found = iter(wide.unpack_from(extra, at))
+                return tuple(next(found) if number == _FULL else number for number in numbers)
+            at += length
         raise self._no_archive("its directory is damaged")
 
     def _record(self, entry: _Entry) -> Record:
