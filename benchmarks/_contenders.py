@@ -164,6 +164,19 @@ class Ours(ByModule):
         return fully_shard, MixedPrecisionPolicy
 
 
+class OursAhead(Ours):
+    """The same in a loop that writes between steps only, as ``shardwise train`` shards."""
+
+    name = "ours-ahead"
+    title = "shardwise train"
+
+    def __init__(self, case: Case) -> None:
+        from shardwise.sharding.reach import gather_in_order
+
+        super().__init__(case)
+        gather_in_order(self.model)
+
+
 class FSDP2(ByModule):
     """``torch.distributed.fsdp.fully_shard``."""
 
@@ -319,5 +332,6 @@ def _rows_of_rank(parameter: nn.Parameter, rank: int, ranks: int) -> slice:
 
 
 CONTENDERS: dict[str, type[Contender]] = {
-    contender.name: contender for contender in (Ours, FSDP2, FSDP1, DistributedDataParallel, Floor)
+    contender.name: contender
+    for contender in (Ours, OursAhead, FSDP2, FSDP1, DistributedDataParallel, Floor)
 }

@@ -7,15 +7,15 @@ from typing import ClassVar
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from _contenders import FSDP2, Case, Contender, Floor, Ours
+from _contenders import FSDP2, Case, Contender, Floor, Ours, OursAhead
 from shardwise.diloco import DiLoCo, WireFormat
 from shardwise.frontends.strategies import REPLICATE, SHARD, ShardingPlan, Strategy, resolve
 
 HOSTS = 2
 
 
-class Spread(Ours):
-    """``shardwise.fully_shard`` by a strategy, one replica on each host where there are several."""
+class Spread(OursAhead):
+    """As ``shardwise train`` shards by a strategy, a replica on each host if there are several."""
 
     strategy: ClassVar[Strategy]
 
@@ -51,6 +51,13 @@ class Apart(Spread):
     def meet(self) -> None:
         """End the round: exchange pseudo-gradients and take the outer step."""
         self.diloco.flush()
+
+
+class OwnLoop(Ours):
+    """``shardwise.fully_shard`` in a user's own loop, which gathers nothing ahead in forward."""
+
+    name = "full-own-loop"
+    title = "FULL_SHARD, own loop"
 
 
 class FSDP2Hybrid(FSDP2):
@@ -100,6 +107,7 @@ STRATEGIES: dict[str, type[Contender]] = {
         _spread("hybrid-zero2", "_HYBRID_SHARD_ZERO2", Strategy.HYBRID_SHARD_ZERO2),
         _apart("diloco", "DiLoCo, fp32", WireFormat.FP32),
         _apart("diloco-int8", "DiLoCo, int8", WireFormat.INT8),
+        OwnLoop,
         FSDP2Full,
         FSDP2Hybrid,
         Floor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -72,6 +73,7 @@ class Pipeline:
         whole: all stages, on one process.
         rank: this rank among those that have data of their own.
         world_size: how many those are.
+        keeps: whether stages are kept unsharded in a step.
     """
 
     schedule: Any
@@ -79,6 +81,7 @@ class Pipeline:
     whole: nn.Sequential
     rank: int
     world_size: int
+    keeps: bool = False
 
     @classmethod
     def of(
@@ -126,7 +129,10 @@ class Pipeline:
         x, target = torch.randn(2, self.world_size, ROWS, WIDTH, generator=generator)
         first = [x[self.rank]] if any(stage.is_first for stage in self.stages) else []
         last = target[self.rank] if any(stage.is_last for stage in self.stages) else None
-        self.schedule.step(*first, target=last)
+        with contextlib.ExitStack() as held:
+            for stage in self.stages if self.keeps else ():
+                held.enter_context(stage.submod.keep_unsharded())
+            self.schedule.step(*first, target=last)
         for part in range(self.world_size):
             (_loss(self.whole(x[part]), target[part]) / self.world_size).backward()
         for stage in self.stages:

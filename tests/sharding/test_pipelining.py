@@ -21,6 +21,8 @@ def _two_stages_sharded_over_two(rank: int, world_size: int) -> None:
             pipeline = Pipeline.of(name, mesh["pp"], mesh["dp"], reshard_after_forward=reshard)
             for step in range(2):
                 pipeline.step(step)
+            pipeline.keeps = True
+            pipeline.step(2)
 
 
 def test_gradients_equal_those_of_one_process(ranks: Ranks) -> None:

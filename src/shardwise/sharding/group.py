@@ -326,7 +326,7 @@ class ParamGroup:
             synchronisation is off: then gradients stay here, unreduced.
         """
         params, grads = self._unreduced.take(self.options)
-        if self.options.reshard_after_backward and not self.options.keep_unsharded:
+        if self.options.reshard_after_backward:
             self.reshard()
         self._is_reduced = self.options.requires_gradient_sync
         if not params:
