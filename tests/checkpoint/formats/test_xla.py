@@ -294,6 +294,7 @@ def _saved_alone(folder: Path) -> tuple[str, nn.Module, torch.optim.Optimizer]:
         (lambda s: s["model"].pop("weight"), "cannot be loaded.*weight"),
         (lambda s: s["model"].update(weight=torch.ones(7)), "cannot be loaded.*weight"),
         (lambda s: s["model"].update(weight="text"), "cannot be loaded"),
+        (lambda s: s["model"].update({"w\x00\x1b[2J": torch.ones(1)}), "cannot be loaded.*w��"),
         (lambda s: s.pop("optimizer"), "holds no optimizer"),
         (lambda s: s.update(optimizer=[]), "optimizer: found .list., expected a dict"),
         (lambda s: s["optimizer"].pop("state"), "optimizer, state: found .NoneType"),
@@ -315,6 +316,7 @@ def test_a_damaged_file_of_a_rank_is_refused(
     with pytest.raises(CheckpointError, match=message) as caught:
         load_rank_checkpoint(prefix, model, optimizer)
     assert path.name in str(caught.value)
+    assert str(caught.value).isprintable()
 
 
 def test_a_file_of_a_rank_cut_short_is_refused(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from shardwise.sharding.shard_metadata import (
     world_size,
 )
 from shardwise.sharding.state_dicts import sharded_state_dict, sharded_state_dicts
+from shardwise.units import printable
 
 SUFFIX = "_rank-*-of-*.pth"
 
@@ -160,7 +161,7 @@ def _refusing(path: Path) -> Iterator[None]:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # their own code, and hooks, meet values that they do not expect
-        reason = " ".join(str(error).split())[:200]
+        reason = printable(" ".join(str(error).split()))[:200]
         raise CheckpointError(
             f"{path}: cannot be loaded ({type(error).__name__}: {reason}); expected what "
             "save_rank_checkpoint saved of the same model and optimizer"
