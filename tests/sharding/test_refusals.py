@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardwise import DataParallelMeshDims, FSDPModule, fully_shard
 from shardwise.sharding.mesh import DataMesh
-from shardwise.transport.shm import ShmTransport
 from tests.sharding.nets import Net, batches, loss_of, seeded
 from tests.sharding.test_extension import Half, Halved, OnlyOne
 
@@ -272,15 +271,6 @@ def _second_is_cut_over_the_mesh() -> Case:
     )
 
 
-# -- what goes wrong in between ----------------------------------------------------------------
-
-
-def _no_memory_in_common() -> Case:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    without = patch.object(ShmTransport, "common_full", _raising(OSError, "no space left"))
-    return Case(net, {"transport": "shm"}, OSError, "no space left", without)
-
-
 CASES: list[Callable[[], Case]] = [
     _sharded_already,
     _replicated_already,
@@ -309,7 +299,6 @@ CASES: list[Callable[[], Case]] = [
     _second_is_on_another_mesh,
     _second_is_plain,
     _second_is_cut_over_the_mesh,
-    _no_memory_in_common,
 ]
 
 

@@ -23,6 +23,7 @@ from shardwise.transport.base import (
     Work,
 )
 from shardwise.transport.flat import as_bytes, as_rows, copy_chunks, fill
+from shardwise.transport.memory import HeapBuffers
 from shardwise.transport.work import PendingWork
 
 
@@ -93,7 +94,9 @@ class CustomTransport:
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> FullBuffers:
-        """Make (not yet allocated) memory to gather into."""
+        """Make (not yet allocated) memory to gather into: plain where the user's own gathers."""
+        if self._all_gather is not None:
+            return HeapBuffers(numels, dtypes, device)
         return self._inner.full_buffers(numels, dtypes, device)
 
     def all_gather(
