@@ -165,10 +165,10 @@ class Ours(ByModule):
 
 
 class OursAhead(Ours):
-    """The same in a loop that writes between steps only, as ``shardwise train`` shards."""
+    """The same, and forward gathers one group ahead, as trainings have it over a network."""
 
     name = "ours-ahead"
-    title = "shardwise train"
+    title = "shardwise, ahead"
 
     def __init__(self, case: Case) -> None:
         from shardwise.sharding.reach import gather_in_order

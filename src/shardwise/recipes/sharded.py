@@ -13,7 +13,7 @@ from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise.recipes.config import Precision, ShardingConfig
 from shardwise.recipes.running_stats import batch_norms
 from shardwise.recipes.task import Place
-from shardwise.sharding.reach import gather_in_order, states_of
+from shardwise.sharding.reach import gather_in_order, groups_of, states_of
 
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
 
@@ -65,7 +65,10 @@ def shard(
                 transport=transport,
             )
     assert isinstance(model, FSDPModule)
-    gather_in_order(model)  # trainings write to parameters between steps only
+    if any(group.mesh.shard.runs_behind for group in groups_of(model)):
+        # Over a network, what is gathered ahead travels while something else computes. Trainings
+        # write to parameters between steps only.
+        gather_in_order(model)
     return model
 
 
