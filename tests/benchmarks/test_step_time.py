@@ -124,7 +124,7 @@ def test_table_is_computed_from_rounds(document: dict[str, Any]) -> None:
     [
         (["--params", "7b"], "'7b' is not one of tiny, 5m, 34m, 150m"),
         (["--ranks", "2,0"], "'2,0' is not a list of positive integers"),
-        (["--contenders", "ours,horovod"], "'horovod' is not one of ours, fsdp2"),
+        (["--contenders", "ours,horovod"], "'horovod' is not one of ours, ours-ahead"),
         (["--steps", "none"], "'none' is not a positive integer"),
     ],
 )
