@@ -210,8 +210,11 @@ class SharedBuffers:
             self._window.forget_writes()
 
     def abandon(self) -> None:
-        """Give the memory back: every rank writes its own part itself, and this one has."""
-        self.free()
+        """Let go of the memory for good: peers may not have chosen it yet for the same gather."""
+        if self._window is not None and self._piece is not None:
+            self.forget_writes()
+            self._window.forbid()
+            self._last = self._piece = None
 
 
 def _tensors_in(
