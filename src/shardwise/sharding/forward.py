@@ -100,7 +100,9 @@ def outlive_parameters(state: ModuleState, output: Any) -> Any:
     freed = frozenset[int]().union(
         *(group.full_storages for group in state.groups if group.frees_after_forward)
     )
-    if not any(_torch.storage_of(tensor) in freed for tensor in every_tensor_in(output)):
+    if not freed or not any(
+        _torch.storage_of(tensor) in freed for tensor in every_tensor_in(output)
+    ):
         return output
     output = map_tensors(
         lambda tensor: tensor.clone() if _torch.storage_of(tensor) in freed else tensor, output

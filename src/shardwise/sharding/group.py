@@ -175,7 +175,7 @@ class ParamGroup:
         self.wait_for_unshard()
         replaced = []
         if self._state is GroupState.UNSHARDED:
-            replaced = [param for param in self.params if param.replacer is not None]
+            replaced = [param for param in self.params if param.is_replaced]
         if self._state is not GroupState.SHARDED:
             self._use_sharded()
         self._free()

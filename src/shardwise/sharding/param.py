@@ -255,12 +255,9 @@ class ShardedParam:
             full.data = self._memory
 
     @property
-    def replacer(self) -> nn.Module | None:
-        """The module that holds something else in the place of the full parameter, if one does."""
-        for owner in self.owners:
-            if not owner.holds(self.full):
-                return owner.module
-        return None
+    def is_replaced(self) -> bool:
+        """Whether a module holds something else in the place of the full parameter."""
+        return not all(owner.holds(self.full) for owner in self.owners)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` into the modules."""
