@@ -383,6 +383,26 @@ def test_a_stalled_peer_is_named_after_the_timeout_of_the_group() -> None:
     assert "rank 0 lost rank 1 during the all-gather of blocks.3: no answer in time" in message
 
 
+def _stall_behind(rank: int, world_size: int) -> str | None:
+    """Rank 1 stalls; rank 0 waits for it, and rank 2, which is further ahead, for both."""
+    transport = _transport()
+    if rank == 1:
+        time.sleep(4)
+        return None
+    works = [
+        transport.all_reduce([torch.ones(3)], Reduce.SUM, Label(f"blocks.{i}"))
+        for i in range(1 + rank)
+    ]
+    with pytest.raises(PeerLostError) as caught:
+        works[-1].wait()
+    return str(caught.value)
+
+
+def test_a_peer_that_waits_for_the_stalled_one_itself_is_not_named() -> None:
+    for rank, message in enumerate(run_ranks(_stall_behind, 3, pg_timeout=2)):
+        assert message is None or f"rank {rank} lost rank 1 during the all-reduce" in message
+
+
 def _diverge(rank: int, world_size: int) -> str:
     transport = _transport()
     _gather(transport)

@@ -124,7 +124,12 @@ class Posts:
                 self._log.compare_if_possible()
             if now - start > _torch.timeout_of(self._group):
                 cause = RuntimeError("timed out")
-                raise peer_lost(self._group, doing, cause, [peer])
+                raise peer_lost(self._group, doing, cause, self._furthest_behind())
+
+    def _furthest_behind(self) -> list[int]:
+        """The peers that have posted least: the others may be waiting for them, as this rank is."""
+        posted = {peer: self.signals.get(Count.POSTED, peer) for peer in self.peers}
+        return [peer for peer in self.peers if posted[peer] == min(posted.values())]
 
     def _check_room(self, number: int, peer: int) -> None:
         """Raise where ``peer`` may have overwritten what it told of collective ``number``."""
