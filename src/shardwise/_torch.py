@@ -308,6 +308,17 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def runs_in_this_backward(node: torch.autograd.graph.Node) -> bool:
+    """Whether the backward that now runs goes, or went, through ``node`` of the graph."""
+    runs: bool = torch._C._will_engine_execute_node(node)
+    return runs
+
+
+def backward_number() -> int:
+    """A number of the backward that this thread is inside of."""
+    return int(torch._C._current_graph_task_id())
+
+
 def run_post_accumulate_hooks(parameter: torch.Tensor) -> None:
     """Run the hooks that ``register_post_accumulate_grad_hook`` put on ``parameter``."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)

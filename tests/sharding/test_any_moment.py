@@ -549,7 +549,9 @@ def test_an_optimizer_in_backward_steps_once_with_the_whole_gradient(
     ranks(_steps_in_backward, 2, transport, reshard)
 
 
-def _writes_after_a_step_in_backward(rank: int, world_size: int, transport: str) -> None:
+def _writes_after_a_step_in_backward(
+    rank: int, world_size: int, transport: str, other: str
+) -> None:
     """A hook in the backward of one block writes to the block whose backward is over."""
     net, whole = sharded_net(transport=transport), seeded(Net)
     for model in (net, whole):
@@ -570,17 +572,57 @@ def _writes_after_a_step_in_backward(rank: int, world_size: int, transport: str)
 
         model.blocks[0].down.register_full_backward_hook(write)
     x = batches(1)[0]  # the same on every rank
+    others = [model(x) for model in (net, whole)]
+    if other == "dropped":
+        others.clear()
     loss_of(net, x).backward()
     loss_of(whole, x).backward()
     for mine, theirs in zip(net.blocks[2].parameters(), whole.blocks[2].parameters(), strict=True):
         torch.testing.assert_close(mine.full_tensor(), theirs)
 
 
+@pytest.mark.parametrize("other", ["dropped", "left to another backward"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_optimizer_in_backward_steps_before_the_backward_of_what_comes_next(
-    ranks: Ranks, transport: str
+    ranks: Ranks, transport: str, other: str
 ) -> None:
-    ranks(_writes_after_a_step_in_backward, 2, transport)
+    """Also where the output of another forward was dropped, or has its backward later."""
+    ranks(_writes_after_a_step_in_backward, 2, transport, other)
+
+
+def _writes_after_both_backwards(rank: int, world_size: int) -> None:
+    """A block runs twice; a hook in what comes before it writes to it."""
+    net, whole = seeded(Tied), seeded(Tied)
+    for each in (net.block, net):
+        fully_shard(each)
+    for model in (net, whole):
+        shards = list(model.block.parameters())
+
+        def step(param: torch.Tensor) -> None:
+            with torch.no_grad():
+                param.sub_(param.grad, alpha=0.1)
+            param.grad = None
+
+        for param in shards:
+            param.register_post_accumulate_grad_hook(step)
+
+        def write(*_: object, shards: list[torch.Tensor] = shards) -> None:
+            with torch.no_grad():
+                for param in shards:
+                    param.mul_(0.5)
+
+        model.embed.register_full_backward_hook(write)
+    x = batches(1)[0].requires_grad_()
+    loss_of(net, x).backward()
+    loss_of(whole, x).backward()
+    for mine, theirs in zip(net.block.parameters(), whole.block.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
+def test_an_optimizer_in_backward_steps_when_the_last_of_several_backwards_is_over(
+    ranks: Ranks,
+) -> None:
+    ranks(_writes_after_both_backwards, 2)
 
 
 def _reshards_the_root_in_forward(rank: int, world_size: int) -> None:

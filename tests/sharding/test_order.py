@@ -55,13 +55,3 @@ def test_a_forward_that_raised_leaves_no_trace() -> None:
 
     assert _name(order.enter_backward(groups["c"])) == "a"
     assert order.enter_backward(groups["b"]) is None
-
-
-def test_it_is_known_whether_a_group_runs_backward_again() -> None:
-    order, groups = RunOrder(), _groups("ab")
-    for name in "aba":
-        order.leave_forward(groups[name])
-    order.enter_backward(groups["a"])
-    assert order.runs_again(groups["a"])
-    order.enter_backward(groups["b"])
-    assert not order.runs_again(groups["b"])

@@ -10,6 +10,7 @@ What no input tells of is done at the end of the whole backward; see ``root.py``
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from shardwise import _torch
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.module_state import ModuleState
+from shardwise.sharding.passes import Pass
 from shardwise.sharding.phase import Phase
 from shardwise.sharding.tree import every_tensor_in, map_tensors, tensors_in
 
@@ -30,12 +32,13 @@ def mark_inputs(
     """
     if not torch.is_grad_enabled():
         return args, kwargs
+    begun = group.passes.begin()
     inputs = [
         _torch.arrived(tensor) for tensor in tensors_in((args, kwargs)) if tensor.requires_grad
     ]
     if not inputs:
         return args, kwargs
-    marked = iter(_EndOfBackward.apply(state, group, *inputs))  # type: ignore[no-untyped-call]
+    marked = iter(_EndOfBackward.apply(state, group, begun, *inputs))  # type: ignore[no-untyped-call]
     new_args, new_kwargs = map_tensors(
         lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs)
     )
@@ -50,7 +53,9 @@ def mark_outputs(state: ModuleState, output: Any) -> None:
     """
     if not torch.is_grad_enabled():
         return
-    hook = functools.partial(_pre_backward, state)
+    hook = functools.partial(
+        _pre_backward, state, tuple(group.passes.end() for group in state.groups)
+    )
     for tensor in every_tensor_in(output):
         if tensor.requires_grad:
             base = _torch.writable_base(tensor)
@@ -70,7 +75,10 @@ def wait_for_inputs(
 
 
 @_torch.outside_graphs
-def _pre_backward(state: ModuleState, grad: torch.Tensor) -> torch.Tensor:
+def _pre_backward(
+    state: ModuleState, passes: tuple[Pass | None, ...], grad: torch.Tensor
+) -> torch.Tensor:
+    """Begin backward of the groups. The graph holds ``passes`` by this hook."""
     _refuse_graph_of_backward()
     state.phase = Phase.BACKWARD
     state.root.queue_end_of_backward()
@@ -93,7 +101,7 @@ def _pre_backward(state: ModuleState, grad: torch.Tensor) -> torch.Tensor:
 def _pre_base(state: ModuleState, grads: tuple[torch.Tensor, ...]) -> None:
     """Begin backward where no hook on an output has: what they were on was written to in place."""
     if not any(group.phase in (Phase.BACKWARD, Phase.REDUCED) for group in state.groups):
-        _pre_backward(state, grads[0])
+        _pre_backward(state, (), grads[0])
 
 
 def _prefetch(group: ParamGroup) -> None:
@@ -123,18 +131,20 @@ class _EndOfBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, state: ModuleState, group: ParamGroup, *inputs: torch.Tensor
+        ctx: Any, state: ModuleState, group: ParamGroup, begun: Pass, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.end = (state, group)
+        begun.node = weakref.ref(ctx)
+        ctx.end = (state, group, begun)
         return inputs
 
     @staticmethod
     @_torch.outside_graphs
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _refuse_graph_of_backward()
-        state, group = ctx.end
+        state, group, begun = ctx.end
+        begun.end_backward()
         post_backward(state, group)
-        return (None, None, *grads)
+        return (None, None, None, *grads)
 
 
 def _refuse_graph_of_backward() -> None:

@@ -26,6 +26,7 @@ from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.offload import Offload
 from shardwise.sharding.options import GroupOptions
 from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.passes import Passes
 from shardwise.sharding.phase import Phase
 from shardwise.sharding.precision import Precision
 from shardwise.sharding.reduce import Reduction
@@ -47,6 +48,7 @@ class ParamGroup:
         mesh: over which ranks, and what carries the bytes between them.
         fqn: fully qualified name of the modules from the root, for messages and profiles.
         phase: where in a backward it is.
+        passes: its forwards whose backward may come.
         options: what a user may switch.
         kept: the shards between forward and backward, if those are kept on fewer ranks.
     """
@@ -67,6 +69,7 @@ class ParamGroup:
         self.kept = kept
         self.fqn = ""
         self.phase = Phase.IDLE
+        self.passes = Passes()
         self.options = GroupOptions(reshard_after_forward=reshard_after_forward)
         self._precision = precision
         self._offload = offload

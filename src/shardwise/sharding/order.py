@@ -48,10 +48,6 @@ class RunOrder:
         position = positions.pop()
         return self._finished[position - 1] if position > 0 else None
 
-    def runs_again(self, group: ParamGroup) -> bool:
-        """Whether another backward of ``group`` is to come: its forward ran more often."""
-        return bool(self._positions.get(group))
-
     def end_backward(self) -> None:
         """Forget the forwards whose backward is now over."""
         self._finished.clear()

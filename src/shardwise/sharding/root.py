@@ -107,24 +107,7 @@ class Root(Generic[State]):
         as its ``reduce_scatter_max_input_buffers``), beside those that backward is making. An
         all-reduce over a network holds shards only: backward does not wait for it.
         """
-        group.phase = Phase.REDUCED
-        due = max(0, len(self._pending) - (group.options.reduce_scatter_max_input_buffers - 1))
-        moving, self._pending = self._pending[:due], self._pending[due:]
-        self._pending[:0] = [each for each in moving if not self._move_on(each)]
-        reduction = group.reduce_grads()
-        if reduction is not None:
-            growing = [
-                param.form
-                for param in group.params
-                if param.form.is_tied or self.order.runs_again(group)
-            ]
-            self._growing.update(dict.fromkeys(growing))
-            reduction.leave_hooks(growing)
-            if reduction.has_hooks:
-                # An optimizer in backward steps before the backward of what comes next.
-                reduction.finish()
-            else:
-                self._pending.append(reduction)
+        self._reduce(group, group.passes.has_backward_to_come())
 
     def end_backward(self) -> None:
         """Reduce what no hook has reduced, and complete everything.
@@ -146,7 +129,7 @@ class Root(Generic[State]):
             for group in reversed(state.groups):
                 if group.phase is not Phase.REDUCED:
                     # Its forward inputs needed no gradient, so no hook saw its backward end.
-                    self.post_backward(group)
+                    self._reduce(group, grows=False)
                 group.phase = Phase.IDLE
             state.phase = Phase.IDLE
         if self.is_last_backward:
@@ -173,6 +156,25 @@ class Root(Generic[State]):
                 group.phase = Phase.IDLE
                 group.forget()
 
+    def _reduce(self, group: ParamGroup, grows: bool) -> None:
+        group.phase = Phase.REDUCED
+        due = max(0, len(self._pending) - (group.options.reduce_scatter_max_input_buffers - 1))
+        moving, self._pending = self._pending[:due], self._pending[due:]
+        self._pending[:0] = [each for each in moving if not self._move_on(each)]
+        reduction = group.reduce_grads()
+        if reduction is not None:
+            for param in group.params:
+                if grows or param.form.is_tied:
+                    self._growing[param.form] = None
+                else:
+                    self._growing.pop(param.form, None)
+            reduction.leave_hooks(self._growing)
+            self._pending.append(reduction)
+            if reduction.has_hooks:
+                # An optimizer in backward steps before the backward of what comes next, with the
+                # whole gradient: also with what earlier backwards of the group have under way.
+                self._finish_reductions()
+
     def _groups(self) -> Iterator[ParamGroup]:
         return (group for state in self.states for group in state.groups)
 
@@ -192,6 +194,14 @@ class Root(Generic[State]):
             self._left_alone.pop(0).finish()
         return True
 
+    def _finish_reductions(self) -> None:
+        while self._pending:
+            reduction = self._pending.pop(0)
+            if not self._move_on(reduction):
+                reduction.finish()
+        while self._left_alone:
+            self._left_alone.pop(0).finish()
+
     def _deliver_or_reset(self) -> None:
         try:
             self._deliver()
@@ -202,12 +212,7 @@ class Root(Generic[State]):
     def _deliver(self) -> None:
         if not self.is_last_backward:
             return
-        while self._pending:
-            reduction = self._pending.pop(0)
-            if not self._move_on(reduction):
-                reduction.finish()
-        while self._left_alone:
-            self._left_alone.pop(0).finish()
+        self._finish_reductions()
         growing, self._growing = self._growing, {}
         for form in growing:
             form.run_hooks()
