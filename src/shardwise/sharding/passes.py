@@ -31,14 +31,12 @@ class Pass:
 
     def has_backward_to_come(self) -> bool:
         """Whether this pass has a backward, not yet over, in the backward that now runs."""
+        if self._ended_in == _torch.backward_number():
+            return False
         if self.node is None:
             return True  # it may: its gradients are there when all is over
         node = self.node()
-        return (
-            node is not None
-            and self._ended_in != _torch.backward_number()
-            and _torch.runs_in_this_backward(node)
-        )
+        return node is not None and _torch.runs_in_this_backward(node)
 
 
 class Passes:
@@ -61,6 +59,11 @@ class Passes:
         """Let go of the pass that now runs, if one does, and return it."""
         ended, self._now = self._now, None
         return ended
+
+    def end_backward(self) -> None:
+        """Note that the backward that now runs is over for all of them."""
+        for each in list(self._passes):
+            each.end_backward()
 
     def has_backward_to_come(self) -> bool:
         """Whether the gradient of the group grows further in the backward that now runs."""

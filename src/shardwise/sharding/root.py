@@ -107,7 +107,24 @@ class Root(Generic[State]):
         as its ``reduce_scatter_max_input_buffers``), beside those that backward is making. An
         all-reduce over a network holds shards only: backward does not wait for it.
         """
-        self._reduce(group, group.passes.has_backward_to_come())
+        group.phase = Phase.REDUCED
+        due = max(0, len(self._pending) - (group.options.reduce_scatter_max_input_buffers - 1))
+        moving, self._pending = self._pending[:due], self._pending[due:]
+        self._pending[:0] = [each for each in moving if not self._move_on(each)]
+        reduction = group.reduce_grads()
+        if reduction is not None:
+            grows = group.passes.has_backward_to_come()
+            for param in group.params:
+                if grows or param.form.is_tied:
+                    self._growing[param.form] = None
+                else:
+                    self._growing.pop(param.form, None)
+            reduction.leave_hooks(self._growing)
+            self._pending.append(reduction)
+            if reduction.has_hooks:
+                # An optimizer in backward steps before the backward of what comes next, with the
+                # whole gradient: also with what earlier backwards of the group have under way.
+                self._finish_reductions()
 
     def end_backward(self) -> None:
         """Reduce what no hook has reduced, and complete everything.
@@ -129,7 +146,8 @@ class Root(Generic[State]):
             for group in reversed(state.groups):
                 if group.phase is not Phase.REDUCED:
                     # Its forward inputs needed no gradient, so no hook saw its backward end.
-                    self._reduce(group, grows=False)
+                    group.passes.end_backward()
+                    self.post_backward(group)
                 group.phase = Phase.IDLE
             state.phase = Phase.IDLE
         if self.is_last_backward:
@@ -155,25 +173,6 @@ class Root(Generic[State]):
             for group in state.groups:
                 group.phase = Phase.IDLE
                 group.forget()
-
-    def _reduce(self, group: ParamGroup, grows: bool) -> None:
-        group.phase = Phase.REDUCED
-        due = max(0, len(self._pending) - (group.options.reduce_scatter_max_input_buffers - 1))
-        moving, self._pending = self._pending[:due], self._pending[due:]
-        self._pending[:0] = [each for each in moving if not self._move_on(each)]
-        reduction = group.reduce_grads()
-        if reduction is not None:
-            for param in group.params:
-                if grows or param.form.is_tied:
-                    self._growing[param.form] = None
-                else:
-                    self._growing.pop(param.form, None)
-            reduction.leave_hooks(self._growing)
-            self._pending.append(reduction)
-            if reduction.has_hooks:
-                # An optimizer in backward steps before the backward of what comes next, with the
-                # whole gradient: also with what earlier backwards of the group have under way.
-                self._finish_reductions()
 
     def _groups(self) -> Iterator[ParamGroup]:
         return (group for state in self.states for group in state.groups)
