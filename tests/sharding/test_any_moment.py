@@ -1035,3 +1035,16 @@ def test_methods_that_run_as_forward_may_call_it_while_an_exception_is_handled(
     ranks: Ranks,
 ) -> None:
     ranks(_generates_while_handling, 2)
+
+
+def _reads_itself_in_forward(rank: int, world_size: int) -> None:
+    net = sharded_net()
+    net.blocks[1].register_forward_pre_hook(lambda *_: net.state_dict() and None)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+        net(batches(world_size)[rank])
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"blocks.1 on rank {rank}: its parameters were resharded while")
+
+
+def test_a_module_that_is_resharded_in_its_own_forward_is_named(ranks: Ranks) -> None:
+    ranks(_reads_itself_in_forward, 2)

@@ -17,6 +17,7 @@ from shardwise import _torch
 from shardwise.errors import MisuseError
 from shardwise.sharding.backward import mark_inputs, mark_outputs, wait_for_inputs
 from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.group_state import GroupState
 from shardwise.sharding.module_state import ModuleState
 from shardwise.sharding.phase import Phase
 from shardwise.sharding.tree import every_tensor_in, map_tensors
@@ -159,9 +160,18 @@ def _leave_root(state: ModuleState, output: Any) -> Any:
     return output
 
 
-def fail_forward(state: ModuleState) -> None:
-    """Go back to where this forward began: it raised."""
+def fail_forward(state: ModuleState, error: BaseException) -> None:
+    """Go back to where this forward began: it raised ``error``."""
     state.modules_to_run.clear()
+    for group in state.groups:
+        is_named = hasattr(error, "__notes__")  # by a module within this one
+        if group.state is GroupState.SHARDED and "DTensor" in str(error) and not is_named:
+            # Torch's message names no module.
+            error.add_note(
+                f"{group.fqn or 'the root'} on rank {dist.get_rank()}: its parameters were "
+                "resharded while its forward ran, as state_dict(), load_state_dict() and reshard() "
+                "do. Call those before or after the forward"
+            )
     if _torch.in_backward():
         # Activation checkpointing raises as soon as it has computed again what backward needs,
         # and so does an error, after which the next forward resets everything.

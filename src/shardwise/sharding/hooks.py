@@ -55,9 +55,9 @@ class FSDPState(ModuleState):
         args, kwargs = self._forward_pre_hook(module, args, kwargs)
         try:
             output = method(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self._handled.pop()
-            fail_forward(self)
+            fail_forward(self, error)
             raise
         return self._forward_hook(module, args, output)
 
@@ -102,7 +102,7 @@ class FSDPState(ModuleState):
         raised = sys.exc_info()[1]
         handled = self._handled.pop() if self._handled else None
         if raised is not None and raised is not handled:
-            fail_forward(self)
+            fail_forward(self, raised)
             return None
         if len(self.modules) > 1:
             its_turn = module in self.modules_to_run
