@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise import checkpoint
 from shardwise.checkpoint.disk import commit
 from shardwise.checkpoint.disk.commit import steps
 from shardwise.checkpoint.ranks import writer
@@ -24,10 +25,12 @@ from shardwise.frontends.strategies import REPLICATE, SHARD
 from shardwise.launch.errors import UserError
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World
+from shardwise.recipes.begin import newest_step
 from shardwise.recipes.checkpointing import Checkpoints, SaveError
 from shardwise.recipes.config import Existing
 from shardwise.recipes.lm_config import LmConfig
 from shardwise.recipes.replicas import ReplicaCheckpoints
+from shardwise.recipes.rundir import RunDir
 from shardwise.recipes.span import Position
 from shardwise.recipes.training import train_connected
 from tests.recipes.running import train
@@ -165,3 +168,49 @@ def test_a_run_that_cannot_go_on_is_told_on_all_ranks(ranks: Ranks, tmp_path: Pa
     config = small_config(tmp_path, existing=Existing.RESUME)
     for told in ranks(_resume_what_has_gone, 2, config):
         assert told.startswith("--resume: found no complete checkpoint in")
+
+
+def test_a_newest_checkpoint_that_is_damaged_is_neither_skipped_nor_deleted(
+    tmp_path: Path,
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=3)
+    model, optimizer = _model()
+    for step in (1, 2):
+        checkpoint.save(checkpoints.path(step), model, optimizer, {})
+    files = RunDir(tmp_path)
+    assert newest_step(checkpoints, files) == 2
+    manifest = checkpoints.path(2) / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b"model", b"nodel", 1))
+    with pytest.raises(UserError, match=r"is damaged.*move .*step-00000002 away.*from step 1 "):
+        newest_step(checkpoints, files)
+    checkpoints.path(2).rename(tmp_path / "moved")
+    assert newest_step(checkpoints, files) == 1
+
+
+def _save_where_there_are_no_locks(rank: int, world_size: int, folder: Path) -> list[str]:
+    def refuse(*_: object) -> None:  # as Lustre does that is mounted without them
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    commit.fcntl.flock = refuse  # type: ignore[assignment]
+    checkpoints = Checkpoints(folder)
+    commit.Commit(checkpoints.path(1))  # and then it was killed
+    checkpoints.save(Position(1, 1), *_model())
+    left = commit.partial_of(checkpoints.path(2))
+    left.mkdir()
+    (left / "thesis.txt").touch()
+    with pytest.raises(SaveError, match="is there already"):
+        checkpoints.save(Position(2, 2), *_model())
+    return sorted(str(path.relative_to(folder)) for path in folder.glob("**/*"))
+
+
+def test_what_a_killed_save_left_is_not_in_the_way_where_there_are_no_locks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    [found] = ranks(_save_where_there_are_no_locks, 1, tmp_path)
+    assert found == [
+        ".step-00000002.partial",
+        ".step-00000002.partial/thesis.txt",
+        "step-00000001",
+        "step-00000001/manifest.json",
+        "step-00000001/shard-00000-of-00001.safetensors",
+    ]

@@ -120,6 +120,7 @@ def test_damage_behind_the_checkpoint_is_cut_off_with_what_came_after(tmp_path: 
         (b'{"step": -2}', "'step': found -2, expected an integer"),
         (b'{"step": 2, "loss": NaN}', "the number NaN"),
         (b'{"step": 2, "loss": 1e999}', "'loss': found inf, expected a number"),
+        (b'{"step": 2, "loss": 1' + b"0" * 400 + b"}", "'loss': found a huge number, expected a"),
         (b'{"step": 2, "loss": "low"}', "'loss': found 'low', expected a number"),
         (b"[" * 100_000, "is nested too deeply"),
         (b" " * (MAX_LINE + 1), "found 'more than 1,048,576 bytes', expected a line of numbers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import signal
 from collections.abc import Callable
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise.checkpoint.disk import commit
 from shardwise.diloco import Streaming, WireFormat
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy
-from shardwise.recipes.checkpointing import Checkpoints
+from shardwise.recipes.checkpointing import Checkpoints, SaveError
 from shardwise.recipes.config import Existing
 from shardwise.recipes.diloco_config import DilocoConfig
 from shardwise.recipes.lm_config import LmConfig
@@ -131,3 +133,53 @@ def _saved_again(rank: int, world_size: int, folder: Path) -> None:
 
 def test_a_checkpoint_is_of_one_attempt(ranks: Ranks, tmp_path: Path) -> None:
     ranks(_saved_again, 2, tmp_path)
+
+
+def _saved_beside_a_later_step_that_was_never_whole(
+    rank: int, world_size: int, folder: Path
+) -> list[list[str]]:
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=(REPLICATE, SHARD))
+    checkpoints = ReplicaCheckpoints(folder, 1, mesh, None)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in (10, 20):
+        checkpoints.save(Position(step, step), model, optimizer)
+        dist.barrier()
+        if step == 10 and rank == 0:
+            shutil.copytree(folder, folder.with_name("at 10"))
+        dist.barrier()
+    found = []
+    if rank == 0:  # as if the job had ended before the first replica had saved step 20
+        shutil.rmtree(folder / "step-00000020")
+        shutil.copytree(folder.with_name("at 10"), folder, dirs_exist_ok=True)
+        commit.Commit.publish = _refuse_to_publish  # type: ignore[method-assign]
+    dist.barrier()
+    with pytest.raises(SaveError):
+        checkpoints.save(Position(15, 15), model, optimizer)
+    assert checkpoints.load(10, model, optimizer) == Position(10, 10)
+    dist.barrier()
+    found.append(sorted(path.name for path in (folder / "replicas" / "1").iterdir()))
+    dist.barrier()
+    if rank == 0:
+        commit.Commit.publish = _PUBLISH  # type: ignore[method-assign]
+    checkpoints.save(Position(15, 15), model, optimizer)
+    dist.barrier()
+    found.append(sorted(path.name for path in (folder / "replicas" / "1").iterdir()))
+    return found
+
+
+_PUBLISH = commit.Commit.publish
+
+
+def _refuse_to_publish(self: commit.Commit) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_what_the_first_replica_goes_on_from_is_never_deleted_of_the_others(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    told = ranks(_saved_beside_a_later_step_that_was_never_whole, 2, tmp_path / "checkpoints")
+    assert told[0] == [
+        ["step-00000010", "step-00000015", "step-00000020"],
+        ["step-00000015"],
+    ]

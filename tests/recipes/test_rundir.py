@@ -221,3 +221,24 @@ def test_a_full_disk_is_named_with_the_file_and_loses_nothing(
         files.write({"recipe": "another"})
     assert files.read() == {"recipe": "lm"}
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_run_is_finished_once_its_last_session_is(tmp_path: Path) -> None:
+    files = RunDir(tmp_path)
+    for sessions, finished in (
+        ([], False),
+        ([{"status": "running"}], False),  # it was killed: its results are missing
+        ([{"status": "stopped"}, {"status": "finished"}], True),
+        ([{"status": "finished"}, {"status": "failed"}], False),
+    ):
+        files.write({"sessions": sessions})
+        assert files.is_finished() is finished
+
+
+def test_what_killed_runs_were_writing_is_not_in_the_way_of_the_next(tmp_path: Path) -> None:
+    for name in (".run.json.x1y2z3ab", ".config.json.x1y2z3ab", ".loss.png", "run.lock"):
+        (tmp_path / name).touch()
+    RunDir(tmp_path).check(OutputConfig(out=tmp_path))
+    (tmp_path / ".thesis.txt").touch()
+    with pytest.raises(OptionError, match="other files"):
+        RunDir(tmp_path).check(OutputConfig(out=tmp_path))

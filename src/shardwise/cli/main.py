@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from importlib import metadata
@@ -90,6 +91,9 @@ def app() -> NoReturn:
 
     Exit code 130: stopped by Ctrl-C. 141: whoever read what it prints has gone, as in ``| head``.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # The name of a file may be what no text can hold; it is shown nevertheless.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = cli(standalone_mode=False)
         print(end="", flush=True)  # now, while it can be told

@@ -89,11 +89,19 @@ def newest_step(checkpoints: Checkpoints, files: RunDir) -> int:
 
     Raises:
         OptionError: there is none.
+        UserError: a newer one is damaged: what it holds would be trained again, and replaced.
     """
     steps = checkpoints.steps()
     if not steps:
         raise OptionError(
             "--resume", f"no complete checkpoint in {files.checkpoints}", "one; or use --overwrite"
+        )
+    damaged = checkpoints.damage()
+    if damaged is not None:
+        path, problem = damaged
+        raise UserError(
+            f"--resume: {problem}; move {path} away, or delete it, to go on from step {steps[-1]} "
+            f"(shardwise checkpoint verify {path} lists what is damaged)"
         )
     return steps[-1]
 

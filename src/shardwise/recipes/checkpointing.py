@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardwise.checkpoint.disk.commit import delete, step_folder, steps
+from shardwise.checkpoint.disk.commit import damage, delete, delete_partial, step_folder, steps
 from shardwise.checkpoint.disk.manifest import Manifest, read_manifest
 from shardwise.errors import CheckpointError
 from shardwise.launch.errors import UserError
@@ -54,7 +54,8 @@ class Checkpoints:
 
     Args:
         folder: where they lie; made when the first is saved.
-        keep_last: how many to keep; older ones are deleted once a newer one is complete.
+        keep_last: how many to keep; older ones are deleted once a newer one is complete. ``None``:
+            all.
         data: what has a position of its own in them.
         group: the ranks whose checkpoints they are; ``None``: all.
         replicas: how many replicas train apart, each with checkpoints of its own.
@@ -63,7 +64,7 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        keep_last: int = 2,
+        keep_last: int | None = 2,
         data: Resumable | None = None,
         *,
         group: dist.ProcessGroup | None = None,
@@ -79,6 +80,10 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, oldest first."""
         return steps(self._folder)
+
+    def damage(self) -> tuple[Path, str] | None:
+        """The checkpoint of the highest step, and what is wrong with it, if it is not complete."""
+        return damage(self._folder)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""
@@ -241,7 +246,7 @@ class Checkpoints:
         """
         target = self.path(position.step)
         # What is there is not complete, or is of a replica of which the first was not saved.
-        self._ranks().first(f"saving {target}", lambda: delete(target))
+        self._ranks().first(f"saving {target}", lambda: _make_way(target))
         extra: dict[str, Any] = {
             _POSITION: asdict(position),
             _RANDOM: _random_state(),
@@ -262,6 +267,11 @@ class Checkpoints:
         kept = self.steps()
         since = f"step {kept[-1]} is the last that is saved" if kept else "none was saved before"
         return f"checkpoint of step {step}: {error}; {since}"
+
+
+def _make_way(target: Path) -> None:
+    delete(target)
+    delete_partial(target)  # two runs never train into one folder
 
 
 def _extra_values(manifest: Manifest) -> dict[str, Any]:

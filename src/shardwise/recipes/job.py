@@ -44,10 +44,15 @@ class Job:
         return locked(RunDir(self._checked().train.output.out))
 
     def check_folder(self) -> str | None:
-        """See :func:`check_folder`; a run that is complete already is nothing to do."""
+        """See :func:`check_folder`; a run that is complete already is nothing to do.
+
+        One that ended after its last checkpoint and before its results goes on, to make these.
+        """
         inputs = self._checked()
         position = check_folder(inputs)
         if inputs.span.left(position, inputs.train.examples_per_step(self._size)):
+            return None
+        if not RunDir(inputs.train.output.out).is_finished():
             return None
         span = inputs.span
         option = "--steps" if span.steps is not None and position.step >= span.steps else "--epochs"

@@ -109,7 +109,8 @@ class Loop:
             How far it came, and what judging the model gave there.
 
         Raises:
-            Stopped: a signal asked any rank to stop; the run is saved.
+            Stopped: a signal asked any rank to stop, or this one after its last step; the run is
+                saved.
             DivergedError: the loss is not finite; the last checkpoint is from before.
         """
         left = self._left(position)
@@ -132,6 +133,9 @@ class Loop:
                     self._save_if_due(position, outcome.stop)
                     if outcome.stop:
                         raise Stopped(outcome.stop, self._farewell(position, outcome.stop))
+            # It came after the last exchange: ranks that had left the loop by then have stopped.
+            if noted := self._signals.noted:
+                raise Stopped(noted, self._farewell(position, noted))
         finally:
             self._display.end()
             self._task.close()

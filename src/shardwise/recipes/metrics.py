@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -189,7 +189,8 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     fields = Fields(parse(line, where), where)
     fields.number("step")
     for name, value in fields.all().items():
-        is_number = isinstance(value, int | float) and math.isfinite(value)
+        # An integer may be larger than any that arithmetic, and a picture, can go on with.
+        is_number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
         if value is not None and not is_number:
             refuse(f"{where}, {name!r}", value, "a number")
     return fields.all()

@@ -2,6 +2,9 @@
 
 checkpoints/step-00000040/               replica 0, committed last: complete if all others are
 checkpoints/replicas/1/step-00000040/    replica 1: its inner parameters and optimizer differ
+
+The further replicas keep what the first one keeps, and nothing is deleted of them before it has
+committed: what they have beyond that is left from an attempt that ended, whatever its step.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.checkpoint.disk.commit import delete, step_folder, steps
 from shardwise.checkpoint.ranks.agreement import Ranks
 from shardwise.checkpoint.ranks.background import group_for
 from shardwise.diloco import DiLoCo
@@ -166,6 +170,7 @@ class ReplicaCheckpoints(Checkpoints):
     def _in_turn(self, position: Position, part: Callable[[], None]) -> Callable[[], None]:
         """Does a replica's part; the first one's when all others are done."""
         ranks = Ranks(group_for(None))
+        doing = f"saving step {position.step}"
 
         def nothing() -> None:
             """It is the others' turn."""
@@ -173,9 +178,20 @@ class ReplicaCheckpoints(Checkpoints):
         def all_parts() -> None:
             for first in (False, True):
                 own_turn = (self._number == 0) == first
-                ranks.all(f"saving step {position.step}", part if own_turn else nothing)
+                ranks.all(doing, part if own_turn else nothing)
+            kept = ranks.first(doing, lambda: steps(self._root))
+            ranks.all(doing, lambda: self._delete_but(kept))
 
         return all_parts
+
+    def _delete_but(self, kept: list[int]) -> None:
+        """Delete what a further replica has of steps that the first one does not have."""
+        if self._number == 0 or dist.get_rank(self._own_group) != 0:
+            return
+        folder = self._folder_of(self._number)
+        for step in steps(folder):
+            if step not in kept:
+                delete(step_folder(folder, step))
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
         """Load what each replica has saved. Every rank calls it.
@@ -190,10 +206,14 @@ class ReplicaCheckpoints(Checkpoints):
         return self._of(self._number % count).load(step, model, optimizer)
 
     def _of(self, number: int) -> Checkpoints:
-        """The checkpoints of a replica. Of the others one more is kept than of the first."""
-        first = number == 0
-        folder = self._root if first else self._root / REPLICAS / str(number)
-        keep = self._keep if first else self._keep + 1
+        """The checkpoints of a replica. What the others keep, the first one decides."""
         return Checkpoints(
-            folder, keep, self._position, group=self._own_group, replicas=self._count
+            self._folder_of(number),
+            self._keep if number == 0 else None,
+            self._position,
+            group=self._own_group,
+            replicas=self._count,
         )
+
+    def _folder_of(self, number: int) -> Path:
+        return self._root if number == 0 else self._root / REPLICAS / str(number)

@@ -190,6 +190,15 @@ class RunDir:
             return False
         return any(session.get("job") == job for session in sessions)
 
+    def is_finished(self) -> bool:
+        """Whether the last session of the run came to its end, results and all.
+
+        Raises:
+            UserError: ``run.json`` cannot be read.
+        """
+        sessions = self.read().get("sessions", [])
+        return bool(sessions) and sessions[-1].get("status") == "finished"
+
     def make(self) -> None:
         """Make the folder.
 
@@ -224,8 +233,12 @@ class RunDir:
             raise OptionError("--out", found, "a run that --overwrite may delete") from None
 
     def _is_trace(self, path: Path) -> bool:
-        """Whether a file is what a run leaves that was killed before it had a ``run.json``."""
-        return path == self.lock or path.name.startswith(_beside(self.run_json))
+        """Whether a file is what runs leave that were killed before they had a ``run.json``.
+
+        That of any file: a run that was deleted for the next one may have been killed as well.
+        """
+        names = (f".{file.name}" for file in self._files)
+        return path == self.lock or path.name.startswith(tuple(names))
 
     def read(self) -> dict[str, Any]:
         """What ``run.json`` says, with the types that it is written with.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import fcntl
 import os
 import re
@@ -58,6 +59,22 @@ def latest(root: Path) -> Path | None:
         if _step_folders(Path(root)) == folders:
             break
         # A run has deleted what was looked at, and has saved a newer one before it did.
+    return None
+
+
+def damage(root: Path) -> tuple[Path, str] | None:
+    """The folder of the highest step, and what is wrong with it, if it is not complete.
+
+    Checkpoints get their names and lose them at once: so that is damage, or none of ours.
+    """
+    for step, path in reversed(_step_folders(Path(root))):
+        try:
+            check_complete(path)
+        except CheckpointError as error:
+            if os.path.lexists(path):  # else it was deleted meanwhile
+                return step_folder(root, step), str(error)
+        else:
+            return None
     return None
 
 
@@ -231,10 +248,42 @@ def clean(root: Path) -> None:
                 if not is_partial(path) or path.is_symlink() or not path.is_dir():
                     continue
                 free = held.enter_context(_locked(path))
-                if free and all(_OURS.fullmatch(name) for name in os.listdir(path)):
+                if free and _is_ours(path):
                     doomed.append(_take_away(path))
         for path in doomed:
             remove(path)
+
+
+def delete_partial(folder: Path) -> None:
+    """Delete what a process that has ended left of a checkpoint, for the only run that saves here.
+
+    :func:`clean` does, where there are locks. Without them only the caller can know that nobody is
+    writing; else what is left would be in the way of the same step for ever.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    partial = partial_of(folder)
+    try:
+        with _names_locked(folder.parent):
+            handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if _lock(handle) is _Locked.ELSEWHERE or not _is_ours(partial):
+                    return
+                doomed = _take_away(partial)
+            finally:
+                os.close(handle)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a symbolic link, which is not ours
+            return
+        raise
+    remove(doomed)
+
+
+def _is_ours(partial: Path) -> bool:
+    return all(_OURS.fullmatch(name) for name in os.listdir(partial))
 
 
 def _take_away(folder: Path) -> Path:
