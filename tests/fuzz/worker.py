@@ -25,6 +25,10 @@ from tests.fuzz.runtimes import GATHERED, forget_meshes, runtime
 from tests.fuzz.trace import Trace, first_difference, tolerance_of
 
 
+#: A program that raises may leave what its world was made of: descriptors, of which there are 1024.
+_MAX_WORLDS = 100
+
+
 @dataclasses.dataclass(frozen=True)
 class Unit:
     """A program to run on one runtime.
@@ -111,7 +115,7 @@ class _Rank:
         self._store = store
         self._pipe = pipe
         self._worlds = 0
-        self._index = -1
+        self._program: Program | None = None
         self._now = 0.0
         self._unsharded = Trace()
         self._torch: Trace | None = None
@@ -147,6 +151,8 @@ class _Rank:
 
         To leave tells peers that wait in a collective that nobody comes.
         """
+        if self._worlds == _MAX_WORLDS:
+            return False
         forget_meshes()
         dist.destroy_process_group()
         gc.collect()
@@ -165,9 +171,9 @@ class _Rank:
         return now - before
 
     def _run(self, unit: Unit) -> Report:
-        if unit.index != self._index:
+        if unit.program != self._program:  # indices begin anew with every batch
             gc.collect()
-            self._index = unit.index
+            self._program = unit.program
             self._unsharded = Execution(unit.program, runtime("unsharded")).run()
             self._torch = None
             if unit.torch_completes:
