@@ -24,7 +24,6 @@ from tests.fuzz.program import Program
 from tests.fuzz.runtimes import GATHERED, forget_meshes, runtime
 from tests.fuzz.trace import Trace, first_difference, tolerance_of
 
-
 #: A program that raises may leave what its world was made of: descriptors, of which there are 1024.
 _MAX_WORLDS = 100
 

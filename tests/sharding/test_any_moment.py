@@ -965,6 +965,42 @@ def test_a_write_between_unshard_and_forward_is_noticed(ranks: Ranks) -> None:
     ranks(_writes_after_unshard, 2)
 
 
+def _writes_in_a_forward_that_keeps(rank: int, world_size: int, transport: str) -> None:
+    """While gradients accumulate, a hook writes to the root after the root was gathered."""
+    net = sharded_net(transport=transport)
+    net.set_reshard_after_backward(False)
+    net.set_requires_gradient_sync(False)
+    shards = list(net.head.parameters())
+
+    def write(*_: object) -> None:
+        with torch.no_grad():
+            for param in shards:
+                param.mul_(2.0)
+
+    handle = net.blocks[1].register_forward_hook(write)
+    x = batches(world_size)[rank]
+    net(x)
+    handle.remove()
+    with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+        net(x)
+
+
+def _writes_before_the_first_forward(rank: int, world_size: int, transport: str) -> None:
+    net = sharded_net(transport=transport)
+    shards = list(net.parameters())
+    with torch.no_grad(), net.keep_unsharded():
+        for param in shards:
+            param.mul_(2.0)
+        with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+            net(batches(world_size)[rank])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_write_after_the_gather_of_what_is_kept_is_noticed(ranks: Ranks, transport: str) -> None:
+    ranks(_writes_in_a_forward_that_keeps, 2, transport)
+    ranks(_writes_before_the_first_forward, 2, transport)
+
+
 class Recursive(nn.Module):
     def __init__(self) -> None:
         super().__init__()
