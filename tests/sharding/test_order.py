@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from shardwise.sharding.group import ParamGroup
-from shardwise.sharding.order import RunOrder
+from shardwise.sharding.order import RunOrder, WayBack
 
 
 class _Named:
@@ -22,35 +22,35 @@ def _name(group: ParamGroup | None) -> str | None:
 
 
 def test_backward_is_the_reverse_with_multiplicity() -> None:
-    order, groups = RunOrder(), _groups("ab")
+    order, groups, way = RunOrder(), _groups("ab"), WayBack()
     for name in "aba":  # a runs twice
-        order.leave_forward(groups[name])
+        order.leave_forward(groups[name], way)
 
     assert [_name(order.enter_backward(groups[name])) for name in "aba"] == ["b", "a", None]
 
 
 def test_a_second_backward_through_one_forward_expects_nothing() -> None:
-    order, groups = RunOrder(), _groups("ab")
+    order, groups, way = RunOrder(), _groups("ab"), WayBack()
     for name in "ab":
-        order.leave_forward(groups[name])
+        order.leave_forward(groups[name], way)
     order.enter_backward(groups["b"])
     assert order.enter_backward(groups["b"]) is None
 
 
 def test_nothing_is_kept_after_a_backward() -> None:
-    order, groups = RunOrder(), _groups("ab")
-    order.leave_forward(groups["a"])
+    order, groups, way = RunOrder(), _groups("ab"), WayBack()
+    order.leave_forward(groups["a"], way)
     order.end_backward()
     assert order.enter_backward(groups["a"]) is None
 
 
 def test_a_forward_that_raised_leaves_no_trace() -> None:
-    order, groups = RunOrder(), _groups("abc")
+    order, groups, way = RunOrder(), _groups("abc"), WayBack()
     for name in "ac":  # a forward that is over, its backward to come
-        order.leave_forward(groups[name])
+        order.leave_forward(groups[name], way)
     order.begin_forward()
     for name in "ab":
-        order.leave_forward(groups[name])
+        order.leave_forward(groups[name], way)
     order.abort_forward()
 
     assert _name(order.enter_backward(groups["c"])) == "a"
@@ -58,10 +58,20 @@ def test_a_forward_that_raised_leaves_no_trace() -> None:
 
 
 def test_it_is_known_whether_a_group_runs_backward_again() -> None:
-    order, groups = RunOrder(), _groups("ab")
+    order, groups, way = RunOrder(), _groups("ab"), WayBack()
     for name in "aba":
-        order.leave_forward(groups[name])
+        order.leave_forward(groups[name], way)
     order.enter_backward(groups["a"])
     assert order.runs_again(groups["a"])
     order.enter_backward(groups["b"])
     assert not order.runs_again(groups["b"])
+    order.enter_backward(groups["a"])
+    assert not order.runs_again(groups["a"])
+
+
+def test_a_forward_that_nobody_can_go_back_through_does_not_count() -> None:
+    order, groups, way = RunOrder(), _groups("a"), WayBack()
+    order.leave_forward(groups["a"], way)
+    assert order.runs_again(groups["a"])
+    del way
+    assert not order.runs_again(groups["a"])

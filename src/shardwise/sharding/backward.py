@@ -17,6 +17,7 @@ import torch
 from shardwise import _torch
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.module_state import ModuleState
+from shardwise.sharding.order import WayBack
 from shardwise.sharding.phase import Phase
 from shardwise.sharding.tree import every_tensor_in, map_tensors, tensors_in
 
@@ -42,7 +43,7 @@ def mark_inputs(
     return new_args, new_kwargs
 
 
-def mark_outputs(state: ModuleState, output: Any) -> None:
+def mark_outputs(state: ModuleState, output: Any, way_back: WayBack) -> None:
     """Hook what forward returned: when its gradient is known, backward of the groups begins.
 
     An in-place operation on a view that is returned (``out += x``) takes the view out of the graph,
@@ -50,12 +51,12 @@ def mark_outputs(state: ModuleState, output: Any) -> None:
     """
     if not torch.is_grad_enabled():
         return
-    hook = functools.partial(_pre_backward, state)
+    hook = functools.partial(_pre_backward, state, way_back)
     for tensor in every_tensor_in(output):
         if tensor.requires_grad:
             base = _torch.writable_base(tensor)
             if base is not None and base.grad_fn is not None:
-                base.grad_fn.register_prehook(functools.partial(_pre_base, state))
+                base.grad_fn.register_prehook(functools.partial(_pre_base, state, way_back))
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
@@ -70,7 +71,7 @@ def wait_for_inputs(
 
 
 @_torch.outside_graphs
-def _pre_backward(state: ModuleState, grad: torch.Tensor) -> torch.Tensor:
+def _pre_backward(state: ModuleState, way_back: WayBack, grad: torch.Tensor) -> torch.Tensor:
     _refuse_graph_of_backward()
     state.phase = Phase.BACKWARD
     state.root.queue_end_of_backward()
@@ -90,10 +91,10 @@ def _pre_backward(state: ModuleState, grad: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def _pre_base(state: ModuleState, grads: tuple[torch.Tensor, ...]) -> None:
+def _pre_base(state: ModuleState, way_back: WayBack, grads: tuple[torch.Tensor, ...]) -> None:
     """Begin backward where no hook on an output has: what they were on was written to in place."""
     if not any(group.phase in (Phase.BACKWARD, Phase.REDUCED) for group in state.groups):
-        _pre_backward(state, grads[0])
+        _pre_backward(state, way_back, grads[0])
 
 
 def _prefetch(group: ParamGroup) -> None:
@@ -126,6 +127,7 @@ class _EndOfBackward(torch.autograd.Function):
         ctx: Any, state: ModuleState, group: ParamGroup, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.end = (state, group)
+        ctx.way_back = state.way_back  # which lives as long as this
         return inputs
 
     @staticmethod

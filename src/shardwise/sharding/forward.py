@@ -18,6 +18,7 @@ from shardwise.errors import MisuseError
 from shardwise.sharding.backward import mark_inputs, mark_outputs, wait_for_inputs
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.module_state import ModuleState
+from shardwise.sharding.order import WayBack
 from shardwise.sharding.phase import Phase
 from shardwise.sharding.tree import every_tensor_in, map_tensors
 
@@ -46,6 +47,7 @@ def pre_forward(
     for group in state.groups:
         group.enter_forward(state.root.forward_number)
     if first:
+        state.way_back = WayBack()
         _prefetch(state)
         for group in state.groups:
             if group.phase is Phase.REDUCED and not _torch.in_backward():
@@ -67,13 +69,14 @@ def post_forward(state: ModuleState, output: Any) -> Any:
     recomputing = _torch.in_backward()
     if not recomputing:
         output = outlive_parameters(state, output)
+    way_back, state.way_back = state.way_back or WayBack(), None
     for group in state.groups:
         if not recomputing:
             if not _leaves_whole(state, group):
                 group.reshard_after_forward()
             if torch.is_grad_enabled():
-                state.root.order.leave_forward(group)
-    mark_outputs(state, output)
+                state.root.order.leave_forward(group, way_back)
+    mark_outputs(state, output, way_back)
     state.phase = Phase.IDLE
     if state.root.forward_root is state:
         output = _leave_root(state, output)

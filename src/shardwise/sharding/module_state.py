@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.sharding.form import COPIED
 from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.order import WayBack
 from shardwise.sharding.phase import Phase
 from shardwise.sharding.precision import Precision
 from shardwise.sharding.root import Root
@@ -34,6 +35,7 @@ class ModuleState:
         phase: where in a step they are.
         root: what they share with the other states of the tree.
         modules_to_run: those of several modules whose forward has still to run in this pass.
+        way_back: through the forward now running.
         forward_prefetch: states to unshard when this one's forward begins.
         backward_prefetch: states to unshard when this one's backward begins; empty means the
             one that ran before it.
@@ -54,6 +56,7 @@ class ModuleState:
         self.phase = Phase.IDLE
         self.root: Root[ModuleState] = Root()
         self.modules_to_run: set[nn.Module] = set()
+        self.way_back: WayBack | None = None
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
         self.precision = Precision(mp_policy)
@@ -72,6 +75,7 @@ class ModuleState:
         made.phase = Phase.IDLE
         made.root = copy.deepcopy(self.root, memo)
         made.modules_to_run = set()
+        made.way_back = None
         for name in ("forward_prefetch", "backward_prefetch"):
             wanted = [s for s in getattr(self, name) if copied.issuperset(s.modules)]
             setattr(made, name, [copy.deepcopy(state, memo) for state in wanted])

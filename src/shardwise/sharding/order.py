@@ -8,7 +8,13 @@ missed.
 
 from __future__ import annotations
 
+import weakref
+
 from shardwise.sharding.group import ParamGroup
+
+
+class WayBack:
+    """Lives as long as autograd can go back through a forward, whose marks on graphs hold it."""
 
 
 class RunOrder:
@@ -18,7 +24,7 @@ class RunOrder:
         # Forwards that are over and whose backward has not come, in order, with multiplicity: a
         # group that ran twice has two backwards.
         self._finished: list[ParamGroup] = []
-        self._positions: dict[ParamGroup, list[int]] = {}
+        self._positions: dict[ParamGroup, list[tuple[int, weakref.ref[WayBack]]]] = {}
         # Of those, how many were there when the forward now running began.
         self._finished_before = 0
 
@@ -31,9 +37,10 @@ class RunOrder:
         while len(self._finished) > self._finished_before:
             self._positions[self._finished.pop()].pop()
 
-    def leave_forward(self, group: ParamGroup) -> None:
+    def leave_forward(self, group: ParamGroup, way_back: WayBack) -> None:
         """Note that ``group``'s forward is over and that its backward may come."""
-        self._positions.setdefault(group, []).append(len(self._finished))
+        position = len(self._finished), weakref.ref(way_back)
+        self._positions.setdefault(group, []).append(position)
         self._finished.append(group)
 
     def enter_backward(self, group: ParamGroup) -> ParamGroup | None:
@@ -45,12 +52,15 @@ class RunOrder:
         positions = self._positions.get(group)
         if not positions:
             return None  # a second backward through the same forward
-        position = positions.pop()
+        position, _ = positions.pop()
         return self._finished[position - 1] if position > 0 else None
 
     def runs_again(self, group: ParamGroup) -> bool:
-        """Whether another backward of ``group`` is to come: its forward ran more often."""
-        return bool(self._positions.get(group))
+        """Whether another backward of ``group`` may come: its forward ran more often.
+
+        Not of a forward whose outputs were let go of.
+        """
+        return any(way_back() is not None for _, way_back in self._positions.get(group, ()))
 
     def end_backward(self) -> None:
         """Forget the forwards whose backward is now over."""
