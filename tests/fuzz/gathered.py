@@ -56,8 +56,13 @@ class Clock:
         self.number += 1
         self.is_running = True
 
+    def free_all(self) -> None:
+        """It has raised: nothing that was gathered stays."""
+        for gathers in self.began:
+            gathers.free_all()
+
     def end(self) -> None:
-        """It is over, or has raised."""
+        """It is over."""
         self.is_running = False
         for gathers in self.began:
             gathers.end_backward()
@@ -151,9 +156,8 @@ class Group:
     def leave(self, module: nn.Module, output: Any) -> None:
         """The forward of one of the modules is over, or has raised."""
         if self.gathers.clock.is_running:
-            self._restore()
-            if self.between is Between.NOTHING:
-                self.free()
+            if self._backward != self.gathers.clock.number:
+                self._restore()
             return
         self._to_run.discard(module)
         if output is None:
@@ -166,7 +170,7 @@ class Group:
         """The forward of the last of them is over, or there will be no more of them."""
         self._to_run.clear()
         self._end_forward()
-        if torch.is_grad_enabled() and self.between is not Between.NOTHING:
+        if torch.is_grad_enabled():
             self.gathers.finished.append(self)
             self._mark(output)
 
@@ -205,16 +209,20 @@ class Group:
             return
         ran = self._backward == clock.number and self._run is not run
         if ran and not self.gathers.keeps_after_backward:
-            self._is_whole = False  # the backward of a later run has freed it
+            self._restore()  # the backward of a later run has freed it
+            self._is_whole = False
         run.backward = self._backward = clock.number
         self._run = run
         self.gathers.begin_backward()
         self._gather()
-        for other in self.ahead_in_backward or self.gathers.expected_after(self):
-            other.gather_ahead()
+        self._hold()  # for what is computed again
+        if self.between is not Between.NOTHING:
+            for other in self.ahead_in_backward or self.gathers.expected_after(self):
+                other.gather_ahead()
 
     def end_backward(self) -> None:
         """The whole backward is over."""
+        self._restore()
         self._snapshot = None
         self._is_reduced = self.gathers.clock.syncs
         if self.gathers.keeps_after_backward and self._is_whole:
@@ -284,7 +292,8 @@ class Group:
             param = owner._parameters[name]
             assert param is not None
             if param not in copies:
-                copied = param.clone() if self.dtype is None else param.to(self.dtype)
+                with torch.enable_grad():  # what is computed again looks as it did in forward
+                    copied = param.clone() if self.dtype is None else param.to(self.dtype)
                 copied.data.copy_(values)
                 copies[param] = copied
             copied = copies[param]

@@ -77,6 +77,7 @@ class Unsharded:
         self._columns = False
         self._syncs = True
         self._waiting: dict[nn.Parameter, torch.Tensor] = {}
+        self._clock = Clock()
         self.parted = False
 
     def shard(self, model: FuzzModel, program: Program) -> None:
@@ -84,17 +85,21 @@ class Unsharded:
         if program.precision:
             modules = [each for one, _ in groups_of(model, program) for each in one]
             groups = [Group([each], torch.bfloat16, Between.NOTHING) for each in modules]
-            compute_with_copies(groups, Clock(), (), model)
+            compute_with_copies(groups, self._clock, (), model)
 
     def backward(self, loss: torch.Tensor, params: list[nn.Parameter], graph: str) -> None:
         before = {param: param.grad for param in params}
         for param in params:
             param.grad = None
+        self._clock.begin()
         try:
             loss.backward(retain_graph=graph == "retain")
         except BaseException:
             self._waiting.clear()
+            self._clock.free_all()
             raise
+        finally:
+            self._clock.end()
         for param in params:
             if param.grad is not None:
                 waiting = self._waiting.get(param)
@@ -159,10 +164,6 @@ class Gathered(Unsharded):
     written to the latter is there afterwards.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._clock = Clock()
-
     def shard(self, model: FuzzModel, program: Program) -> None:
         self._note_cut(program)
         dtype = torch.bfloat16 if program.precision else None
@@ -179,17 +180,6 @@ class Gathered(Unsharded):
             if "backward_prefetch" in program.traits:
                 two.ahead_in_backward = [one]
         compute_with_copies(groups, self._clock, program.traits, model)
-
-    def backward(self, loss: torch.Tensor, params: list[nn.Parameter], graph: str) -> None:
-        self._clock.begin()
-        try:
-            super().backward(loss, params, graph)
-        except BaseException:
-            for gathers in self._clock.began:
-                gathers.free_all()
-            raise
-        finally:
-            self._clock.end()
 
     def sync(self, model: nn.Module, to: str) -> None:
         super().sync(model, to)
