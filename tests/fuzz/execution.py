@@ -241,7 +241,10 @@ class Execution:
                 torch._foreach_mul_(list(found), action.factor)
                 return
             for param in found:
-                _WRITES[action.form](param, action.factor)
+                if action.form == "assign_data":
+                    self.runtime.assign_data(param, param.data * action.factor)
+                else:
+                    _WRITES[action.form](param, action.factor)
 
     def _write_rows(self, param: torch.Tensor, action: p.Write) -> None:
         assert action.rank is not None
@@ -257,7 +260,7 @@ class Execution:
                 if source.shape != target.shape:
                     continue
                 if action.form == "assign_data":
-                    target.data = target.data * 0.5 + source.data * 0.5
+                    self.runtime.assign_data(target, target.data * 0.5 + source.data * 0.5)
                 else:
                     target.mul_(0.5).add_(source, alpha=0.5)
 
@@ -306,6 +309,10 @@ class Execution:
         self._find_handles()
 
     def _swap(self, action: p.Swap) -> None:
+        if self.program.optimizer == "in_backward":
+            # Autograd's hooks on gradients are swapped, Python's list of them is not: a plain
+            # parameter has no hook then, and a sharded one, torch's too, still has it.
+            return
         for param in self._params(action.block):
             new = nn.Parameter(param.detach() * 0.5, requires_grad=param.requires_grad)
             torch.utils.swap_tensors(param, new)
@@ -319,8 +326,7 @@ class Execution:
         module: Any = model
         if action.block != p.ROOT and self.program.blocks:
             module = model.blocks[action.block % len(self.program.blocks)]
-        if hasattr(module, action.call):
-            getattr(module, action.call)()
+        self.runtime.gather(module, action.call)
 
     # -- parameters ----------------------------------------------------------------------------
 
@@ -382,10 +388,6 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _assign_data(param: torch.Tensor, factor: float) -> None:
-    param.data = param.data * factor
-
-
 def _write_grad(param: torch.Tensor, factor: float) -> None:
     if param.grad is not None:
         param.grad.mul_(factor)
@@ -397,7 +399,6 @@ _WRITES: dict[str, Callable[[torch.Tensor, float], Any]] = {
     "data": lambda param, factor: param.data.mul_(factor),
     "detach": lambda param, factor: param.detach().mul_(factor),
     "local": lambda param, factor: local(param).mul_(factor),
-    "assign_data": _assign_data,
     "copy": lambda param, factor: param.copy_(param * factor),
     "grad": _write_grad,
 }

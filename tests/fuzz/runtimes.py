@@ -6,10 +6,9 @@ step without any is.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -21,15 +20,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwise
-from tests.fuzz.models import FuzzModel, unwrap
+from tests.fuzz.gathered import Between, Clock, Group, compute_with_copies
+from tests.fuzz.models import FuzzModel
 from tests.fuzz.program import Program
 from tests.fuzz.trace import cut
 
 TRANSPORTS = ("shm", "c10d", "collectives")
-
-#: What computes with values as they are gathered, and which groups it gathers for backward. One
-#: that is not freed after forward may keep its values or, where they were written to, not.
-GATHERED = {"gathered": "freed", "gathered anew": "all"}
 
 
 class PartedError(Exception):
@@ -60,6 +56,12 @@ class Runtime(Protocol):
     def after_failed_backward(self, model: nn.Module) -> None:
         """Tidy up as a user of this runtime has to."""
 
+    def gather(self, module: nn.Module, call: str) -> None:
+        """Call ``unshard()`` or ``reshard()`` of a module that has it."""
+
+    def assign_data(self, param: torch.Tensor, value: torch.Tensor) -> None:
+        """Say ``param.data = value``."""
+
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Take this rank's part of a tensor, which shares its memory."""
@@ -75,22 +77,29 @@ class Unsharded:
         self._columns = False
         self._syncs = True
         self._waiting: dict[nn.Parameter, torch.Tensor] = {}
+        self._clock = Clock()
         self.parted = False
 
     def shard(self, model: FuzzModel, program: Program) -> None:
         self._note_cut(program)
         if program.precision:
-            _compute_apart(model, program, torch.bfloat16, "none")
+            modules = [each for one, _ in groups_of(model, program) for each in one]
+            groups = [Group([each], torch.bfloat16, Between.NOTHING) for each in modules]
+            compute_with_copies(groups, self._clock, (), model)
 
     def backward(self, loss: torch.Tensor, params: list[nn.Parameter], graph: str) -> None:
         before = {param: param.grad for param in params}
         for param in params:
             param.grad = None
+        self._clock.begin()
         try:
             loss.backward(retain_graph=graph == "retain")
         except BaseException:
             self._waiting.clear()
+            self._clock.free_all()
             raise
+        finally:
+            self._clock.end()
         for param in params:
             if param.grad is not None:
                 waiting = self._waiting.get(param)
@@ -126,6 +135,12 @@ class Unsharded:
     def after_failed_backward(self, model: nn.Module) -> None:
         pass
 
+    def gather(self, module: nn.Module, call: str) -> None:
+        pass
+
+    def assign_data(self, param: torch.Tensor, value: torch.Tensor) -> None:
+        param.data = value
+
     def _note_cut(self, program: Program) -> None:
         self._shards = program.shards
         self._columns = "columns" in program.traits
@@ -147,89 +162,36 @@ class Gathered(Unsharded):
     What a hook writes to a block that has begun reaches its backward, or the next forward, as it
     does where shards are written to and the block computes with what was gathered of them. What is
     written to the latter is there afterwards.
-
-    Args:
-        again: ``freed`` groups are gathered again for backward, or ``all`` of them.
     """
-
-    def __init__(self, again: str) -> None:
-        super().__init__()
-        self._again = again
 
     def shard(self, model: FuzzModel, program: Program) -> None:
         self._note_cut(program)
         dtype = torch.bfloat16 if program.precision else None
-        _compute_apart(model, program, dtype, self._again)
+        groups = []
+        for modules, reshard in groups_of(model, program):
+            freed = _reshards(reshard, program)
+            if freed is None:
+                freed = modules[0] is not model
+            between = Between.FREED if freed is True else Between.KEPT
+            groups.append(Group(modules, dtype, between))
+        for one, two in itertools.pairwise(groups[:-1]):
+            if "forward_prefetch" in program.traits:
+                one.ahead = [two]
+            if "backward_prefetch" in program.traits:
+                two.ahead_in_backward = [one]
+        compute_with_copies(groups, self._clock, program.traits, model)
 
+    def sync(self, model: nn.Module, to: str) -> None:
+        super().sync(model, to)
+        self._clock.syncs = to == "on"
 
-def _compute_apart(
-    model: FuzzModel, program: Program, dtype: torch.dtype | None, again: str
-) -> None:
-    """Let the modules that are sharded together compute with copies of their parameters."""
-    for modules, reshard in groups_of(model, program):
-        # Freed after forward, and so gathered again: the default, but for the root.
-        freed = reshard == "true" or (reshard == "none" and modules[0] is not model)
-        for module in modules:
-            module.fuzz_copies = _Copies(dtype, again == "all" or (again == "freed" and freed))  # type: ignore[assignment]
-            module.register_forward_pre_hook(_copy_in, prepend=True, with_kwargs=True)
-            module.register_forward_hook(_copy_out, always_call=True)
+    def gather(self, module: nn.Module, call: str) -> None:
+        group: Any = getattr(module, "fuzz_group", None)
+        if group is not None:
+            getattr(group, call)()
 
-
-@dataclasses.dataclass
-class _Copies:
-    dtype: torch.dtype | None
-    refreshes: bool
-    made: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = dataclasses.field(
-        default_factory=list
-    )
-
-
-def _owners(module: nn.Module) -> Iterator[nn.Module]:
-    yield module
-    for child in module.children():
-        if not hasattr(child, "fuzz_copies"):
-            yield from _owners(child)
-
-
-def _copy_in(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    copies: Any = module.fuzz_copies
-    for owner in _owners(module):
-        for name, param in owner._parameters.items():
-            if param is not None:
-                copies.made.append((owner, name, param, param.detach().clone()))
-                owner._parameters[name] = (  # type: ignore[assignment]
-                    param.clone() if copies.dtype is None else param.to(copies.dtype)
-                )
-
-    def cast(value: Any) -> Any:
-        casts = isinstance(value, torch.Tensor) and copies.dtype is not None
-        return value.to(copies.dtype) if casts else value
-
-    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
-
-
-def _copy_out(module: nn.Module, args: Any, output: Any) -> None:
-    copies: Any = module.fuzz_copies
-    made = copies.made
-    copies.made = []
-    pairs = []
-    for owner, name, param, before in made:
-        copied: Any = owner._parameters[name]
-        if copies.dtype is None and not torch.equal(copied.detach(), before):
-            param.data.copy_(copied.detach())  # a module wrote to what it computes with
-        pairs.append((copied, param))
-        owner._parameters[name] = param
-    if not copies.refreshes or output is None:
-        return
-
-    def refresh(grad: torch.Tensor) -> None:
-        for copied, param in pairs:
-            copied.data.copy_(param.detach())
-        pairs.clear()
-
-    for tensor in unwrap(output):
-        if tensor is not None and tensor.requires_grad:
-            tensor.register_hook(refresh)
+    def assign_data(self, param: torch.Tensor, value: torch.Tensor) -> None:
+        """A sharded parameter is a ``DTensor``: torch lets it be given data, and forgets them."""
 
 
 class Sharded:
@@ -248,8 +210,7 @@ class Sharded:
             options["shard_placement_fn"] = _columns
         sharded: list[Any] = []
         for modules, reshard in groups_of(model, program):
-            how = {"none": None, "true": True, "false": False, "int": program.shards // 2}[reshard]
-            how = True if how == 1 else how
+            how = _reshards(reshard, program)
             only = modules[0] if len(modules) == 1 else modules
             self._fully_shard(only, reshard_after_forward=how, **options)
             sharded.append(modules[0])
@@ -287,6 +248,19 @@ class Sharded:
         if self._resets == "by the user":
             model.reset_iter_state()  # type: ignore[operator]
 
+    def gather(self, module: nn.Module, call: str) -> None:
+        if hasattr(module, call):
+            getattr(module, call)()
+
+    def assign_data(self, param: torch.Tensor, value: torch.Tensor) -> None:
+        param.data = value
+
+
+def _reshards(reshard: str, program: Program) -> bool | int | None:
+    """The argument ``reshard_after_forward`` that is meant; half of two ranks is to free all."""
+    how = {"none": None, "true": True, "false": False, "int": program.shards // 2}[reshard]
+    return True if how == 1 else how
+
 
 def _columns(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.ndim > 1 else None
@@ -323,11 +297,11 @@ def forget_meshes() -> None:
 
 
 def runtime(name: str) -> Runtime:
-    """Make what is called ``unsharded``, ``torch``, or as one of ``GATHERED`` or ``TRANSPORTS``."""
+    """Make what is called ``unsharded``, ``torch``, ``gathered``, or as one of ``TRANSPORTS``."""
     if name == "unsharded":
         return Unsharded()
-    if name in GATHERED:
-        return Gathered(GATHERED[name])
+    if name == "gathered":
+        return Gathered()
     if name == "torch":
         return Sharded(torch.distributed.fsdp.fully_shard, "by the user")
     ours = functools.partial(shardwise.fully_shard, transport=name)

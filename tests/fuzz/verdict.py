@@ -67,15 +67,14 @@ def judge(ours: _Ranks, torchs: _Ranks | None) -> Verdict:
     as_torch = all(each.differs_from_torch is None for each in reports)
     as_gathered = all(each.differs_from_gathered is None for each in reports)
     if not means and not raised:
-        if torch_ran == "completes" and not as_torch and not as_gathered:
-            return Verdict(f"differs where unsharded raises ({beside})", True, detail)
-        if not differs or as_torch or as_gathered:
+        if as_torch or as_gathered:
             return Verdict(f"unsharded raises, ours completes ({beside})")
+        return Verdict(f"differs where unsharded raises ({beside})", True, detail)
     if differs:
-        if as_gathered and not raised:
-            return Verdict(f"equal with values as gathered ({beside})")
         if as_torch:
             return Verdict(AS_TORCH)
+        if as_gathered and torch_ran != "equal":
+            return Verdict(f"equal with values as gathered ({beside})")
         return Verdict(f"differs ({beside})", True, detail)
     if raised:
         if torch_ran == "equal":

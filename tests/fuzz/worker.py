@@ -21,8 +21,11 @@ import torch.distributed as dist
 from tests.fuzz import sabotage
 from tests.fuzz.execution import Execution
 from tests.fuzz.program import Program
-from tests.fuzz.runtimes import GATHERED, forget_meshes, runtime
+from tests.fuzz.runtimes import forget_meshes, runtime
 from tests.fuzz.trace import Trace, first_difference, tolerance_of
+
+#: A program that raises may leave what its world was made of: descriptors, of which there are 1024.
+_MAX_WORLDS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +35,14 @@ class Unit:
     Attributes:
         index: of the program.
         runtime: its name.
-        torch_completes: torch's FSDP2 has run it to the end in another process.
+        torch_ran: torch's FSDP2 has run it in another process, to the end or until it raised on
+            all ranks.
     """
 
     index: int
     program: Program
     runtime: str
-    torch_completes: bool = False
+    torch_ran: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Report:
         raised: what ended it; ``None`` if it came to its end.
         differs: where it differs first from the unsharded program, as far as that goes.
         differs_from_gathered: where from the unsharded program with values as they are gathered.
-        differs_from_torch: where from torch's FSDP2; ``"?"`` where that did not come to its end.
+        differs_from_torch: where from torch's FSDP2; ``"?"`` where that did not come so far.
         unsharded: how the unsharded program ended: ``complete``, ``undefined`` or what it raised.
         ends: the process is not fit to run another program.
         seconds: of the processor since the report before.
@@ -111,9 +115,9 @@ class _Rank:
         self._store = store
         self._pipe = pipe
         self._worlds = 0
-        self._index = -1
+        self._program: Program | None = None
         self._now = 0.0
-        self._unsharded = Trace()
+        self._unsharded = self._gathered = Trace()
         self._torch: Trace | None = None
 
     def connect(self) -> None:
@@ -147,6 +151,8 @@ class _Rank:
 
         To leave tells peers that wait in a collective that nobody comes.
         """
+        if self._worlds == _MAX_WORLDS:
+            return False
         forget_meshes()
         dist.destroy_process_group()
         gc.collect()
@@ -165,25 +171,30 @@ class _Rank:
         return now - before
 
     def _run(self, unit: Unit) -> Report:
-        if unit.index != self._index:
+        if unit.program != self._program:  # indices begin anew with every batch
             gc.collect()
-            self._index = unit.index
+            self._program = unit.program
+            # All ranks run both, whatever they have found: these exchange gradients.
             self._unsharded = Execution(unit.program, runtime("unsharded")).run()
+            self._gathered = Execution(unit.program, runtime("gathered")).run()
             self._torch = None
-            if unit.torch_completes:
+            if unit.torch_ran:
                 self._torch = Execution(unit.program, runtime("torch")).run()
+                if self._torch.raised is not None:
+                    self._reconnects()
         trace = Execution(unit.program, runtime(unit.runtime)).run()
         tolerance = tolerance_of([unit.program.dtype, unit.program.precision])
         from_torch: str | None = "?"
-        if unit.runtime == "torch" and trace.raised is None:
+        if unit.runtime == "torch":
             self._torch = trace
         elif self._torch is not None:
             from_torch = first_difference(trace, self._torch, tolerance)
+            if from_torch is None and _goes_further(trace, self._torch):
+                from_torch = "?"
         differs = first_difference(trace, self._unsharded, tolerance)
-        from_gathered = None
-        unlike = differs is not None or self._unsharded.raised is not None
-        if unlike and unit.runtime != "torch":
-            from_gathered = self._differs_from_gathered(unit.program, trace, tolerance)
+        from_gathered = first_difference(trace, self._gathered, tolerance)
+        if from_gathered is None and _goes_further(trace, self._gathered):
+            from_gathered = self._gathered.raised or "what has no meaning"
         # What raised before anything was sent leaves the ranks fit.
         raised = trace.raised is not None and not _raised_early(trace.raised)
         unsharded = "undefined" if self._unsharded.undefined else "complete"
@@ -196,15 +207,12 @@ class _Rank:
             ends=raised or unit.program.parts_ranks,
         )
 
-    @staticmethod
-    def _differs_from_gathered(program: Program, trace: Trace, tolerance: float) -> str | None:
-        said: str | None = None
-        for name in reversed(GATHERED):
-            gathered = Execution(program, runtime(name)).run()
-            said = gathered.raised or first_difference(trace, gathered, tolerance)
-            if said is None:
-                return None
-        return said
+
+def _goes_further(trace: Trace, other: Trace) -> bool:
+    """Whether ``trace`` shows something after what ended ``other`` early."""
+    if other.raised is None and not other.undefined:
+        return False
+    return trace.raised is None or len(trace.entries) > len(other.entries)
 
 
 def _raised_early(raised: str) -> bool:

@@ -625,6 +625,35 @@ def test_an_optimizer_in_backward_steps_when_the_last_of_several_backwards_is_ov
     ranks(_writes_after_both_backwards, 2)
 
 
+def _order_of_steps(model: nn.Module, x: torch.Tensor) -> list[str]:
+    """In which order hooks run that follow the gradients of block 1, and its end."""
+    seen: list[str] = []
+
+    def mark(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: seen.append("block 0 begins"))
+
+    for name, param in model.blocks[1].named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    model.blocks[0].register_forward_hook(mark)
+    model(x)  # nobody goes back through this one
+    loss_of(model, x).backward()
+    return [*sorted(seen[:-1]), seen[-1]]
+
+
+def _steps_after_an_unused_forward(rank: int, world_size: int, transport: str) -> None:
+    x = batches(world_size)[rank]
+    found = _order_of_steps(sharded_net(transport=transport), x)
+    assert found == _order_of_steps(seeded(Net), x)
+    assert found[-1] == "block 0 begins"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_forward_that_nobody_goes_back_through_delays_no_optimizer_in_backward(
+    ranks: Ranks, transport: str
+) -> None:
+    ranks(_steps_after_an_unused_forward, 2, transport)
+
+
 def _reshards_the_root_in_forward(rank: int, world_size: int) -> None:
     net, whole = sharded_net(), seeded(Net)
     net.blocks[0].register_forward_hook(lambda *_: net.reshard())
@@ -911,6 +940,35 @@ def test_parameters_that_are_replaced_between_steps_are_used_or_refused(ranks: R
     ranks(_replaces_between_steps, 2)
 
 
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+
+def _writes_to_a_scalar_whose_turn_has_come(rank: int, world_size: int) -> None:
+    net = fully_shard(nn.Sequential(fully_shard(Gain())))
+    gain = net[0].gain
+
+    def double(_: torch.Tensor) -> None:
+        with torch.no_grad():
+            gain.mul_(2.0)
+
+    x = torch.ones(2, requires_grad=True)
+    out = net(x)
+    out.register_hook(double)
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 3.0))
+    assert gain.item() == 6.0
+
+
+def test_what_is_written_to_a_scalar_after_its_gather_is_for_the_next(ranks: Ranks) -> None:
+    ranks(_writes_to_a_scalar_whose_turn_has_come, 2)
+
+
 def _ties_stay(rank: int, world_size: int) -> None:
     net, whole = seeded(Tied), seeded(Tied)
     for each in (net.embed, net.out, net):
@@ -932,7 +990,7 @@ def test_ties_that_are_loosened_are_refused_until_they_are_tied_again(ranks: Ran
 
 
 def _swaps_scalars(rank: int, world_size: int) -> None:
-    """A scalar shares the memory of its shard, and so does all that one rank alone has."""
+    """What one rank alone has shares the memory of its shard."""
     net, whole, other = sharded_net(), seeded(Net), sharded_net()
     x = batches(world_size)[rank]
     with torch.no_grad():
@@ -1005,6 +1063,42 @@ def _writes_after_unshard(rank: int, world_size: int) -> None:
 
 def test_a_write_between_unshard_and_forward_is_noticed(ranks: Ranks) -> None:
     ranks(_writes_after_unshard, 2)
+
+
+def _writes_in_a_forward_that_keeps(rank: int, world_size: int, transport: str) -> None:
+    """While gradients accumulate, a hook writes to the root after the root was gathered."""
+    net = sharded_net(transport=transport)
+    net.set_reshard_after_backward(False)
+    net.set_requires_gradient_sync(False)
+    shards = list(net.head.parameters())
+
+    def write(*_: object) -> None:
+        with torch.no_grad():
+            for param in shards:
+                param.mul_(2.0)
+
+    handle = net.blocks[1].register_forward_hook(write)
+    x = batches(world_size)[rank]
+    net(x)
+    handle.remove()
+    with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+        net(x)
+
+
+def _writes_before_the_first_forward(rank: int, world_size: int, transport: str) -> None:
+    net = sharded_net(transport=transport)
+    shards = list(net.parameters())
+    with torch.no_grad(), net.keep_unsharded():
+        for param in shards:
+            param.mul_(2.0)
+        with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+            net(batches(world_size)[rank])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_write_after_the_gather_of_what_is_kept_is_noticed(ranks: Ranks, transport: str) -> None:
+    ranks(_writes_in_a_forward_that_keeps, 2, transport)
+    ranks(_writes_before_the_first_forward, 2, transport)
 
 
 class Recursive(nn.Module):

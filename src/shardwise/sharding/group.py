@@ -75,8 +75,10 @@ class ParamGroup:
         self._offload = offload
         self._memory: GroupMemory | None = None
         self._label: tuple[str, Label] | None = None
-        # The versions of the shards when a forward or backward left the group unsharded or kept.
-        self._left: list[int] | None = None
+        # The versions of the shards that the last gather took, and whether a forward or backward
+        # left what came of it in memory.
+        self._gathered: list[int] = []
+        self._is_left = False
         # The outermost forward in which it ran last, and whether its gradients were reduced since.
         self._forward = 0
         self._is_reduced = False
@@ -140,6 +142,8 @@ class ParamGroup:
                 check_home(self.params, self._offload.home)
                 self._memory = GroupMemory(self.params, self.mesh, self._precision, self.kept)
             source = self.kept if self._state is GroupState.KEPT else None
+            if source is None:
+                self._gathered = self._versions()
             self._memory.start(self.label, source)
             self._move(GroupState.UNSHARDING)  # unless that raised
 
@@ -232,7 +236,7 @@ class ParamGroup:
 
     def note_left(self) -> None:
         """Note that a forward or backward leaves the full parameters, or kept ones, in memory."""
-        self._left = self._versions()
+        self._is_left = True
 
     def unshard_for_user(self) -> None:
         """Start to gather ahead of the forward to come, which sees that nothing was written since.
@@ -251,7 +255,7 @@ class ParamGroup:
         The shards may have changed since. Which of them have, a rank can tell of its own at best.
         So it does not ask, and all ranks gather again.
         """
-        if self._left is not None and not self._is_kept_for_forward:
+        if self._is_left and not self._is_kept_for_forward:
             self.reshard()
 
     def enter_forward(self, number: int) -> None:
@@ -270,7 +274,7 @@ class ParamGroup:
                 self.free_left()
             self._forward = number
             self._is_reduced = self._is_ahead = False
-        if self._left is not None and self._left != self._versions():
+        if self._is_left and self._gathered != self._versions():
             raise MisuseError(
                 f"group {self.fqn!r} on rank {dist.get_rank()}: its parameters were written to "
                 "while it was kept unsharded for another forward, so its full parameters are out "
@@ -401,7 +405,7 @@ class ParamGroup:
 
     def _free(self) -> None:
         """Free the full parameters, and what is kept of them."""
-        self._left, self._is_ahead = None, False
+        self._is_left = self._is_ahead = False
         if self.kept is not None:
             self.kept.release()
         if self._memory is not None:

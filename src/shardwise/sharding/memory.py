@@ -5,10 +5,11 @@ Each parameter goes one of five ways, decided once:
 =========  =======================================  ============================================
 way        when                                     cost of an unshard
 =========  =======================================  ============================================
-aliased    the shard is the whole, in the compute   none: full and shard share memory
-           dtype (one rank; scalars)
-copied     the shard is the whole, in another       one conversion
-           dtype or on another device
+aliased    there is one rank, and its shard is in   none: full and shard share memory
+           the compute dtype
+copied     the shard is the whole, but there are    one copy
+           several ranks (a scalar), or another
+           dtype or device
 direct     cut along dimension 0                    the gather: the gathered buffer *is* the
                                                     parameter, no copy in, none out
 staged     cut along another dimension              the gather, then one copy that interleaves
@@ -64,14 +65,14 @@ class GroupMemory:
         self._aliased: list[ShardedParam] = []
         self._extended: list[Extension] = []
         for param in params:
-            whole_here = param.layout.dim is None or mesh.shard.world_size == 1
+            alone = mesh.shard.world_size == 1
             same = precision.compute_dtype(param.dtype) == param.dtype
             if is_extended(param):
                 self._extended.append(Extension(param, mesh, precision))
-            elif whole_here and same and param.local.device == mesh.device:
+            elif alone and same and param.local.device == mesh.device:
                 param.make_full(param.local.detach().view(-1))
                 self._aliased.append(param)
-            elif whole_here:
+            elif alone or param.layout.dim is None:
                 self._copied.append(param)
             elif param.layout.is_rank_major:
                 self._direct.append(param)
@@ -115,6 +116,8 @@ class GroupMemory:
         self._owned.allocate()
         self._gathered.allocate()
         self._staging.allocate()
+        for param in self._copied:  # now: what is written to them later is for the next gather
+            param.full_data.copy_(param.local, non_blocking=True)
         gathered = self._direct + self._staged
         buffers = [*self._gathered.tensors, *self._staging.tensors]
         if source is None:
@@ -145,8 +148,6 @@ class GroupMemory:
             layout = param.layout if self._source is None else self._source.layout_of(param)
             layout.from_chunks(chunks[: layout.padded_numel], param.full_data)
         self._staging.free()
-        for param in self._copied:
-            param.full_data.copy_(param.local, non_blocking=True)
         for extension in self._extended:
             extension.finish()
         for param in self._freed:

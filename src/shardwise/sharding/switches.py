@@ -68,6 +68,7 @@ class Switches(TorchFSDPModule):
                 group.unshard()
             for group in groups:
                 group.wait_for_unshard()
+                group.note_left()
             yield
         finally:
             for group, kept in zip(groups, before, strict=True):

@@ -1,0 +1,435 @@
+"""What sharding promises, written down once more: which values a module computes with, and when.
+
+The program runs unsharded, but the modules of a group compute with copies of their parameters,
+made when the group would be gathered, as ``docs/architecture.md`` says it. Nothing is cut up or
+sent, and nothing of the library is used. So wherever a program writes at an odd moment, this says
+what the write reaches, also where torch's FSDP2 raises.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.fuzz.models import unwrap
+
+#: Where a parameter is registered.
+_Place = tuple[nn.Module, str]
+
+
+class Between(enum.Enum):
+    """What is between a forward of a group and its backward."""
+
+    FREED = "backward gathers again"
+    KEPT = "backward computes with what forward gathered"
+    NOTHING = "backward is that of the unsharded program"
+
+
+@dataclass
+class Clock:
+    """In which backward a run of a program is; the same for all models of the run.
+
+    Attributes:
+        number: of the backward, which may be over.
+        is_running: whether it is not over.
+        syncs: whether backwards reduce gradients.
+        began: the models that it has reached.
+    """
+
+    number: int = 0
+    is_running: bool = False
+    syncs: bool = True
+    began: list[Gathers] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Clock:
+        return self
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self.number += 1
+        self.is_running = True
+
+    def free_all(self) -> None:
+        """It has raised: nothing that was gathered stays."""
+        for gathers in self.began:
+            gathers.free_all()
+
+    def end(self) -> None:
+        """It is over."""
+        self.is_running = False
+        for gathers in self.began:
+            gathers.end_backward()
+        self.began = []
+
+
+@dataclass
+class Held:
+    """A parameter whose module computes with a copy of it."""
+
+    owner: nn.Module
+    name: str
+    param: nn.Parameter
+    copied: torch.Tensor
+    before: torch.Tensor
+
+
+class Run:
+    """One forward of a group, of which there may be a backward."""
+
+    def __init__(self) -> None:
+        self.backward = 0
+
+
+class Group:
+    """The modules that are gathered together.
+
+    Args:
+        modules: of one call of ``fully_shard``.
+        dtype: that they compute in, if it is another than that of the parameters.
+        between: what becomes of what was gathered until backward.
+
+    Attributes:
+        ahead: the groups that are gathered when this one's forward has begun.
+        ahead_in_backward: the same for backward, in place of the one that ran before it.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], dtype: torch.dtype | None, between: Between
+    ) -> None:
+        self.modules = list(modules)
+        self.dtype = dtype
+        self.between = between
+        self.ahead: list[Group] = []
+        self.ahead_in_backward: list[Group] = []
+        self.gathers: Gathers
+        for module in modules:
+            module.fuzz_group = self  # type: ignore[assignment]
+        self._clear()
+
+    def _clear(self) -> None:
+        self._is_whole = self._is_left = self._is_for_forward = self._is_reduced = False
+        self._forward = self._backward = 0
+        self._run: Run | None = None
+        self._to_run: set[nn.Module] = set()
+        self._values: dict[_Place, torch.Tensor] = {}
+        self._snapshot: dict[_Place, torch.Tensor] | None = None
+        self._held: list[Held] = []
+        self._copies: list[tuple[torch.Tensor, _Place]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        made = copy.copy(self)
+        memo[id(self)] = made
+        made._clear()
+        for name in ("modules", "ahead", "ahead_in_backward", "gathers"):
+            setattr(made, name, copy.deepcopy(getattr(self, name), memo))
+        return made
+
+    # -- forward -------------------------------------------------------------------------------
+
+    def enter(self, module: nn.Module) -> None:
+        """The forward of one of the modules begins."""
+        if self.gathers.clock.is_running:  # activation checkpointing computes it again
+            self._gather()
+            self._hold()
+            return
+        begins = not self._to_run
+        if begins:
+            self._to_run = set(self.modules)
+        if self._forward != self.gathers.forward:
+            self._forward = self.gathers.forward
+            if not self._is_for_forward:
+                self.free_left()
+            self._is_reduced = self._is_for_forward = False
+        self._gather()
+        self._hold()
+        if begins:
+            for other in self.ahead:
+                other.gather_ahead()
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """The forward of one of the modules is over, or has raised."""
+        if self.gathers.clock.is_running:
+            if self._backward != self.gathers.clock.number:
+                self._restore()
+            return
+        self._to_run.discard(module)
+        if output is None:
+            self._to_run.clear()
+            self._end_forward()
+        elif not self._to_run:
+            self.finish(output)
+
+    def finish(self, output: Any) -> None:
+        """The forward of the last of them is over, or there will be no more of them."""
+        self._to_run.clear()
+        self._end_forward()
+        if torch.is_grad_enabled():
+            self.gathers.finished.append(self)
+            self._mark(output)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether some of the modules have run, and others not."""
+        return bool(self._to_run)
+
+    def _end_forward(self) -> None:
+        self._restore()
+        if self.between is Between.KEPT:
+            self._is_left = True
+        else:
+            self.free()
+
+    # -- backward ------------------------------------------------------------------------------
+
+    def _mark(self, output: Any) -> None:
+        run = Run()
+        for tensor in unwrap(output):
+            if tensor is None or not tensor.requires_grad:
+                continue
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(functools.partial(self._begin_at_base, run))
+            tensor.register_hook(functools.partial(self._begin, run))  # type: ignore[no-untyped-call]
+
+    def _begin_at_base(self, run: Run, grads: tuple[torch.Tensor, ...]) -> None:
+        """What was written to in place has lost its own hook."""
+        if self._backward != self.gathers.clock.number:
+            self._begin(run, grads[0])
+
+    def _begin(self, run: Run, grad: torch.Tensor) -> None:
+        clock = self.gathers.clock
+        if run.backward == clock.number:
+            return
+        ran = self._backward == clock.number and self._run is not run
+        if ran and not self.gathers.keeps_after_backward:
+            self._restore()  # the backward of a later run has freed it
+            self._is_whole = False
+        run.backward = self._backward = clock.number
+        self._run = run
+        self.gathers.begin_backward()
+        self._gather()
+        self._hold()  # for what is computed again
+        if self.between is not Between.NOTHING:
+            for other in self.ahead_in_backward or self.gathers.expected_after(self):
+                other.gather_ahead()
+
+    def end_backward(self) -> None:
+        """The whole backward is over."""
+        self._restore()
+        self._snapshot = None
+        self._is_reduced = self.gathers.clock.syncs
+        if self.gathers.keeps_after_backward and self._is_whole:
+            self._is_left = True
+        else:
+            self.free()
+
+    # -- gathering -----------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Gather for the next forward."""
+        self.free_left()
+        self._gather()
+        self._is_left = self._is_for_forward = True
+
+    def reshard(self) -> None:
+        """Free what was gathered; in a forward, only if that frees it anyway."""
+        if not (self._to_run and self.between is Between.KEPT):
+            self.free()
+
+    def free(self) -> None:
+        """Forget what was gathered."""
+        self._restore()
+        self._is_whole = self._is_left = self._is_for_forward = False
+        self._snapshot = None
+
+    def free_left(self) -> None:
+        """Forget what an earlier forward or backward has left, unless it is to be kept."""
+        accumulates = self.gathers.keeps_after_backward and not self.gathers.clock.syncs
+        if self._is_left and not (accumulates and not self._is_reduced):
+            self.free()
+
+    def gather_ahead(self) -> None:
+        """Take the values of now, for when its turn comes."""
+        if not self._is_whole and self._snapshot is None:
+            self._snapshot = self._look()
+
+    def drop_ahead(self) -> None:
+        """Forget values for a turn that did not come."""
+        self._snapshot = None
+
+    def _gather(self) -> None:
+        if self._is_whole:
+            return
+        self._values = self._look() if self._snapshot is None else self._snapshot
+        self._snapshot = None
+        self._is_whole = True
+        for copied, place in self._copies:  # all have the same memory
+            copied.data.copy_(self._values[place])
+
+    def _look(self) -> dict[_Place, torch.Tensor]:
+        return {
+            (owner, name): param.detach().clone()
+            for module in self.modules
+            for owner in _owners(module)
+            for name, param in owner._parameters.items()
+            if param is not None
+        }
+
+    def _hold(self) -> None:
+        """Let the modules compute with what was gathered."""
+        if self._held:
+            return
+        copies: dict[nn.Parameter, torch.Tensor] = {}
+        for place, values in self._values.items():
+            owner, name = place
+            param = owner._parameters[name]
+            assert param is not None
+            if param not in copies:
+                with torch.enable_grad():  # what is computed again looks as it did in forward
+                    copied = param.clone() if self.dtype is None else param.to(self.dtype)
+                copied.data.copy_(values)
+                copies[param] = copied
+            copied = copies[param]
+            if self.between is not Between.NOTHING:
+                self._copies.append((copied, place))
+            self._held.append(Held(owner, name, param, copied, copied.detach().clone()))
+            owner._parameters[name] = copied  # type: ignore[assignment]
+
+    def _restore(self) -> None:
+        """Let the modules have their parameters again, and those what was written to the copies."""
+        for held in self._held:
+            if self.dtype is None and not torch.equal(held.copied.detach(), held.before):
+                held.param.data.copy_(held.copied.detach())
+            held.owner._parameters[held.name] = held.param
+        self._held = []
+
+
+class Gathers:
+    """The groups of a model, in the order of their calls: the root's is the last.
+
+    Attributes:
+        forward: the number of the outermost forward.
+        finished: the groups whose forward is over, as often as it was, and whose backward may come.
+    """
+
+    def __init__(self, groups: list[Group], clock: Clock, traits: Sequence[str]) -> None:
+        self.groups = groups
+        self.clock = clock
+        self.keeps_after_backward = "keep_after_backward" in traits
+        self.forward = 0
+        self.finished: list[Group] = []
+        self._finished_before = 0
+        self._marked: dict[Group, int] = {}
+        for group in groups:
+            group.gathers = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gathers:
+        made = copy.copy(self)
+        memo[id(self)] = made
+        made.groups = copy.deepcopy(self.groups, memo)
+        made.finished, made._marked = [], {}
+        return made
+
+    def begin_forward(self) -> None:
+        """The outermost forward begins."""
+        self.forward += 1
+        self._finished_before = len(self.finished)
+
+    def end_forward(self, output: Any) -> None:
+        """It is over, or has raised."""
+        for group in reversed(self.groups):
+            if group.is_unfinished and output is not None:
+                group.finish(output)
+        if output is None:
+            del self.finished[self._finished_before :]
+        for group in self.groups:
+            group.drop_ahead()
+            if not torch.is_grad_enabled():
+                group.free_left()
+
+    def begin_backward(self) -> None:
+        """The backward that runs has reached a group."""
+        if self not in self.clock.began:
+            self.clock.began.append(self)
+
+    def expected_after(self, group: Group) -> list[Group]:
+        """The group whose backward follows that of ``group``, which begins."""
+        end = self._marked.get(group, len(self.finished))
+        places = [at for at, each in enumerate(self.finished[:end]) if each is group]
+        if not places:
+            return []
+        self._marked[group] = places[-1]
+        return self.finished[places[-1] - 1 : places[-1]] if places[-1] else []
+
+    def end_backward(self) -> None:
+        """The whole backward is over."""
+        for group in self.groups:
+            group.end_backward()
+        self.finished = []
+        self._marked = {}
+
+    def free_all(self, *_: object) -> None:
+        """State dicts are of parameters that nobody computes with."""
+        for group in self.groups:
+            group.free()
+
+
+def compute_with_copies(
+    groups: Sequence[Group], clock: Clock, traits: Sequence[str], model: nn.Module
+) -> None:
+    """Let the modules of ``groups`` compute with copies; ``model`` is that of the last group."""
+    Gathers(list(groups), clock, traits)
+    for group in groups:
+        for module in group.modules:
+            module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(_after, always_call=True)
+    model.register_state_dict_pre_hook(_free_all)  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_pre_hook(_free_all)  # type: ignore[no-untyped-call]
+
+
+# Functions of the module, for its copies have them too.
+
+
+def _group_of(module: nn.Module) -> Group:
+    group: Any = module.fuzz_group
+    assert isinstance(group, Group)
+    return group
+
+
+def _free_all(module: nn.Module, *_: object) -> None:
+    _group_of(module).gathers.free_all()
+
+
+def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    group = _group_of(module)
+    gathers = group.gathers
+    if group is gathers.groups[-1] and not gathers.clock.is_running:
+        gathers.begin_forward()
+    group.enter(module)
+
+    def cast(value: Any) -> Any:
+        casts = isinstance(value, torch.Tensor) and group.dtype is not None
+        return value.to(group.dtype) if casts else value
+
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+
+def _after(module: nn.Module, args: Any, output: Any) -> None:
+    group = _group_of(module)
+    gathers = group.gathers
+    group.leave(module, output)
+    if group is gathers.groups[-1] and not gathers.clock.is_running:
+        gathers.end_forward(output)
+
+
+def _owners(module: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters are in the same group as those of ``module`` itself."""
+    children = [each for each in module.children() if not hasattr(each, "fuzz_group")]
+    return [module, *(owner for child in children for owner in _owners(child))]
