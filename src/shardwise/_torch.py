@@ -66,6 +66,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return cast(DTensor, tensor)._local_tensor
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a ``DTensor``; any other as it is."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def set_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
     """Have the local tensor of a ``DTensor`` live in ``memory``, of the same shape and dtype."""
     dtensor = cast(DTensor, tensor)

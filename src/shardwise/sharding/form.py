@@ -91,6 +91,7 @@ class ShardedForm:
         origin: those of the original parameter, where that was a ``DTensor``.
         layout: how what this rank had of the original is cut.
         owners: every place, in any group, where the parameter is registered.
+        users: a :class:`ShardedParam` for each group that has the parameter.
         steps: of optimizers that have the parameter, so far.
         lent: the whole parameter that a user holds for now, if one does.
         offload: where the rows live; it knows which gradients are on their way there.
@@ -100,6 +101,7 @@ class ShardedForm:
         self.fqn = fqn
         self.mesh = place.mesh
         self.owners: list[ParamOwner] = []
+        self.users: list[Any] = []
         self._groups = 0
         self.steps = 0
         self.lent: nn.Parameter | None = None
@@ -130,6 +132,7 @@ class ShardedForm:
         memo[id(self)] = made
         made.parameter = memo[id(self.parameter)]
         made.owners = copy_owners(self.owners, memo)
+        made.users = []
         made.offload = copy.deepcopy(self.offload, memo)
         made.lent = None
         _steps.watch(made)

@@ -137,6 +137,9 @@ class ParamGroup:
             return
         if self._state is GroupState.SHARDED:
             self._take_over_replaced()
+        elif self.kept is not None and self.kept.written:
+            self.reshard()  # which raises
+        self._take_over_from_ties()
         with unrecorded():
             if self._memory is None:
                 check_home(self.params, self._offload.home)
@@ -181,11 +184,19 @@ class ParamGroup:
             return
         self.wait_for_unshard()
         replaced = []
+        written = [] if self.kept is None else self.kept.written
         if self._state is GroupState.UNSHARDED:
             replaced = [param for param in self.params if param.is_replaced]
         if self._state is not GroupState.SHARDED:
             self._use_sharded()
         self._free()
+        for param in written:
+            raise MisuseError(
+                f"{param.fqn} on rank {dist.get_rank()}: it was written to between forward and "
+                "backward, when its modules held what is kept of it on fewer ranks, and the write "
+                "is lost. Call reshard() on the module first, on every rank, "
+                "or shard it with reshard_after_forward=True"
+            )
         for param in replaced:
             raise MisuseError(
                 f"{param.fqn} on rank {dist.get_rank()}: a module of group {self.fqn!r} replaced "
@@ -210,6 +221,9 @@ class ParamGroup:
         if self._state is not GroupState.UNSHARDED:
             return
         if not self.frees_after_forward:
+            for param in self.params:
+                if param.form.is_tied:
+                    param.deliver_writes()
             self.note_left()
             return
         assert self._memory is not None
@@ -283,6 +297,7 @@ class ParamGroup:
             )
         self.unshard()
         self.wait_for_unshard()
+        self._take_over_from_ties()
 
     def refresh(self) -> None:
         """Take over what ``to()``, ``to_empty()`` or a loaded state dict did to the shards.
@@ -355,6 +370,8 @@ class ParamGroup:
             self._memory.abandon()  # a peer that raised has not come to it
             self._use_sharded()
         else:
+            if self.kept is not None:
+                self.kept.release()  # whatever was written to it
             self.reshard()
         self._unreduced.drop()
 
@@ -370,6 +387,12 @@ class ParamGroup:
         options = self.options
         accumulates = not (options.reshard_after_backward or options.requires_gradient_sync)
         return options.keep_unsharded or (accumulates and not self._is_reduced)
+
+    def _take_over_from_ties(self) -> None:
+        """Have this group's tied parameters hold what modules of other groups wrote to them."""
+        for param in self.params:
+            if param.form.is_tied:
+                param.take_over_from_ties()
 
     def _versions(self) -> list[int]:
         return [param.shard_version for param in self.params]

@@ -61,6 +61,8 @@ class KeptShards:
         self.mesh = mesh
         self._layouts: dict[ShardedParam, Layout] = {}
         self._shards: dict[ShardedParam, torch.Tensor] = {}
+        self._registered: dict[ShardedParam, tuple[nn.Parameter, int]] = {}
+        self._uncut = [param for param in params if param.layout.dim is None]
         for param in params:
             if param.layout.dim is not None:
                 self._layouts[param] = Layout(
@@ -74,6 +76,8 @@ class KeptShards:
 
     def keep(self) -> None:
         """Copy this rank's shards out of the full parameters, and put them into the modules."""
+        for param in self._uncut:
+            param.use_sharded()  # every rank has the whole of it
         with unrecorded():
             for param, layout in self._layouts.items():
                 rows = layout.cut(param.full_data, self.mesh.shard.rank)
@@ -85,16 +89,26 @@ class KeptShards:
                     layout.strides,
                     shard.dtype,
                 )
-                param.register(
-                    nn.Parameter(
-                        _torch.wrap_local(shard, spec), requires_grad=param.sharded.requires_grad
-                    )
+                assert param.full is not None
+                param.follow_requires_grad(param.full)
+                kept = nn.Parameter(
+                    _torch.wrap_local(shard, spec), requires_grad=param.sharded.requires_grad
                 )
+                param.register(kept)
+                self._registered[param] = kept, _version(kept)
                 self._shards[param] = shard.view(-1)
 
     def release(self) -> None:
         """Let the shards go."""
+        for param, (kept, _) in self._registered.items():
+            param.follow_requires_grad(kept)
+        self._registered.clear()
         self._shards.clear()
+
+    @property
+    def written(self) -> list[ShardedParam]:
+        """The parameters whose kept shards were written to, which nothing else would learn of."""
+        return [p for p, (kept, before) in self._registered.items() if _version(kept) != before]
 
     def shard_of(self, param: ShardedParam) -> torch.Tensor:
         """The shard that is kept of ``param``, 1-D."""
@@ -103,3 +117,7 @@ class KeptShards:
     def layout_of(self, param: ShardedParam) -> Layout:
         """How ``param`` is cut over the smaller mesh."""
         return self._layouts[param]
+
+
+def _version(kept: nn.Parameter) -> int:
+    return _torch.version_of(kept) + _torch.version_of(_torch.local_of(kept))

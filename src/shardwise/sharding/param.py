@@ -57,7 +57,11 @@ class ShardedParam:
         self.held_grad: torch.Tensor | None = None
         # Versions of the full parameter and of the shard after the last gather, and where in
         # memory the full parameter was.
-        self._version = self._shard_version = 0
+        self._version = self._full_version = self._shard_version = 0
+        # As the full parameter, or what is kept of it, was put into the modules.
+        self._requires_grad = False
+        # Whether the full parameter, in memory of its own, holds values.
+        self._is_filled = False
         self._address: int | None = None
         self._memory: torch.Tensor | None = None
         self._is_sealed = False
@@ -66,6 +70,7 @@ class ShardedParam:
     def install(self) -> None:
         """Put the sharded form in the place of the original in every owner."""
         self.form.add_owners(self.owners)
+        self.form.users.append(self)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> ShardedParam:
         """Copy for copied modules, which hold a copy of the sharded form."""
@@ -74,7 +79,8 @@ class ShardedParam:
         made.form = copy.deepcopy(self.form, memo)
         made.owners = copy_owners(self.owners, memo)
         made.full = made.held_grad = made._memory = None
-        made._is_sealed = False
+        made._is_sealed = made._is_filled = False
+        made.form.users.append(made)
         made._seen = made._look()
         return made
 
@@ -107,6 +113,8 @@ class ShardedParam:
 
     def use_sharded(self) -> None:
         """Put the sharded form into the modules."""
+        if self.full is not None and self.owners[0].holds(self.full):
+            self.follow_requires_grad(self.full)
         self.register(self.form.parameter)
 
     def refresh(self) -> bool:
@@ -151,15 +159,14 @@ class ShardedParam:
         self._hold_grad_of_former_full()
         self._memory = whole
         self.full = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
-        self._is_sealed = False
+        self._is_sealed = self._is_filled = False
         self.note_gathered()
 
     @property
     def full_data(self) -> torch.Tensor:
         """The full parameter's values, as a plain tensor outside autograd's sight."""
         assert self.full is not None
-        full = _torch.local_of(self.full) if isinstance(self.full, DTensor) else self.full
-        return full.data
+        return _torch.plain(self.full).data
 
     def use_full(self) -> None:
         """Put the full form into the modules. Its memory must be filled by now."""
@@ -167,6 +174,7 @@ class ShardedParam:
         assert full is not None
         if full.requires_grad != self.sharded.requires_grad:
             full.requires_grad_(self.sharded.requires_grad)
+        self._requires_grad = full.requires_grad
         self.register(full)
 
     def seal(self) -> None:
@@ -182,21 +190,22 @@ class ShardedParam:
         self.take_over_writes()
         self._version = _torch.version_of(self.full)
         _torch.set_version(self.full, self._version + _SEALED)
-        self._is_sealed = True
+        self._is_sealed, self._is_filled = True, False
 
     def unseal(self) -> None:
         """End what :meth:`seal` began: the full parameter has its values again."""
         if self._is_sealed and self.full is not None:
             _torch.set_version(self.full, self._version)
-        self._is_sealed = False
+        self._is_sealed, self._is_filled = False, True
         self.note_gathered()
 
     def note_gathered(self) -> None:
         """Note the full parameter as it is, to know by its end whether it was written to."""
         assert self.full is not None
-        self._version = _torch.version_of(self.full)
+        self._full_version = self._version_of_full()
         self._shard_version = self.shard_version
         self._address = _address(self.full)
+        self._requires_grad = self.full.requires_grad
 
     @property
     def shard_version(self) -> int:
@@ -206,7 +215,9 @@ class ShardedParam:
     @property
     def shares_memory(self) -> bool:
         """Whether the full parameter has the memory of the shard, also after the last swap."""
-        return self.local.data_ptr() == self._address or self._address is None
+        if self._memory is None:
+            return True
+        return self.local.data_ptr() == _torch.plain(self._memory).data_ptr()
 
     def take_back_data(self) -> None:
         """Have a full parameter that shares the shard's memory do so again.
@@ -231,7 +242,7 @@ class ShardedParam:
         if full is None:
             return
         replaced = _address(full) != self._address
-        if not replaced and _torch.version_of(full) == self._version:
+        if not replaced and self._version_of_full() == self._full_version:
             return
         where = f"{self.fqn} on rank {dist.get_rank()}"
         if full.shape != self.layout.shape and self.form.origin is None:
@@ -250,9 +261,59 @@ class ShardedParam:
         with unrecorded():
             written = rows != shard.to(rows.dtype)
             shard.copy_(torch.where(written, rows.to(shard.dtype), shard))
+        self._tell_ties()
         if replaced:  # the next gather goes where autograd, and the group, expect it
             assert self._memory is not None
             full.data = self._memory
+
+    def deliver_writes(self) -> None:
+        """As :meth:`take_over_writes`, while the full parameter stays in use."""
+        if self._is_filled:
+            self.take_over_writes()
+            self.note_gathered()
+
+    def take_over_from_ties(self) -> None:
+        """Have the shard, and the full parameter, hold what modules of other groups wrote to it."""
+        for other in self.form.users:
+            if other is not self:
+                other.deliver_writes()
+
+    def _tell_ties(self) -> None:
+        """Give full parameters of other groups that are in use what was written to this one.
+
+        Autograd sees it, as where there is one parameter for all.
+
+        Raises:
+            MisuseError: another one was written to as well.
+        """
+        for other in self.form.users:
+            if other is self or not other._is_filled:
+                continue
+            assert self.full is not None
+            assert other.full is not None
+            if other._version_of_full() != other._full_version:
+                raise MisuseError(
+                    f"{self.fqn} on rank {dist.get_rank()}: it is tied, and its full parameters in "
+                    "two groups were written to at once. Write to one of them"
+                )
+            with unrecorded():
+                other.full.copy_(self.full)
+            other._full_version = other._version_of_full()
+
+    def _version_of_full(self) -> int:
+        """A number that grows when it is written to, as ``DTensor`` or as what is in it."""
+        full = self.full
+        assert full is not None
+        version = _torch.version_of(full)
+        if isinstance(full, DTensor):
+            version += _torch.version_of(_torch.local_of(full))
+        return version
+
+    def follow_requires_grad(self, parameter: nn.Parameter) -> None:
+        """Have the shard need a gradient, or none, as ``parameter`` was told in its place."""
+        if parameter.requires_grad != self._requires_grad:
+            self._requires_grad = parameter.requires_grad
+            self.sharded.requires_grad_(parameter.requires_grad)
 
     @property
     def is_replaced(self) -> bool:
@@ -298,9 +359,9 @@ class ShardedParam:
         grad, full.grad = full.grad, None
         return None if grad is None else self._plain(grad)
 
-    def zero_grad(self) -> torch.Tensor | None:
+    def zero_grad(self, *, of_frozen: bool = False) -> torch.Tensor | None:
         """A gradient of zeros, as of a parameter that was not used; ``None`` for a frozen one."""
-        if not self.sharded.requires_grad or self.full is None:
+        if not (of_frozen or self.sharded.requires_grad) or self.full is None:
             return None
         # Only the shape of the full parameter is looked at: its memory may be freed.
         return torch.zeros(self.layout.shape, dtype=self.full.dtype, device=self.full.device)

@@ -140,8 +140,9 @@ class Root(Generic[State]):
 
     def _end_backward(self) -> None:
         self._end_is_queued = False
-        self.forward_root = None
         for state in self.states:
+            if self._is_in_forward(state):
+                continue  # it took a gradient in its forward (forces, say), which goes on
             state.modules_to_run.clear()
             for group in reversed(state.groups):
                 if group.phase is not Phase.REDUCED:
@@ -150,6 +151,8 @@ class Root(Generic[State]):
                     self.post_backward(group)
                 group.phase = Phase.IDLE
             state.phase = Phase.IDLE
+        if not any(self._is_in_forward(state) for state in self.states):
+            self.forward_root = None
         if self.is_last_backward:
             self._complete()
         else:
@@ -173,6 +176,10 @@ class Root(Generic[State]):
             for group in state.groups:
                 group.phase = Phase.IDLE
                 group.forget()
+
+    def _is_in_forward(self, state: State) -> bool:
+        """Whether the forward of ``state`` is under way around the backward that now ends."""
+        return self.forward_root is not None and state.phase is Phase.FORWARD
 
     def _groups(self) -> Iterator[ParamGroup]:
         return (group for state in self.states for group in state.groups)
@@ -223,8 +230,11 @@ class Root(Generic[State]):
         self._deliver()
         for state in self.states:
             for group in state.groups:
-                if group.state is GroupState.SHARDED:
-                    group.reshard()  # frees what a backward that did not come was to use
+                asked = group.options.reshard_after_backward and not group.options.keep_unsharded
+                if group.state is GroupState.SHARDED or (asked and not self._is_in_forward(state)):
+                    # Frees what a backward that did not come was to use, and what a forward in a
+                    # hook of this backward has left.
+                    group.reshard()
         self._reshard_unused()
         self.order.end_backward()
 

@@ -70,7 +70,7 @@ class Unreduced:
             # none.
             completes = options.requires_all_reduce and param in self.partial
             if grad is None and (completes or options.reduce_scatter_unused_params):
-                grad = param.zero_grad()
+                grad = param.zero_grad(of_frozen=completes)  # frozen since, maybe
             if grad is not None:
                 params.append(param)
                 grads.append(grad)

@@ -1,0 +1,261 @@
+"""Programs at odd moments, as in ``test_any_moment.py``, with parameters out of the ordinary.
+
+They are tied, frozen and thawed, kept on fewer ranks, cut by tensor parallelism as well, or reduced
+in part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from shardwise import clip_grad_norm_, fully_shard
+from shardwise.errors import MisuseError
+from tests.sharding.nets import WIDTH, Block, Net, batches, hybrid_mesh, seeded, sharded_net
+
+Ranks = Callable[..., list[Any]]
+TRANSPORTS = ["shm", "c10d"]
+
+
+def _same(found: list[Any], expected: list[Any], what: str) -> None:
+    for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        assert (whole is None) == (theirs is None), f"{what}, value {i}: {whole} {theirs}"
+        if theirs is not None:
+            torch.testing.assert_close(whole, theirs, msg=lambda t, i=i: f"{what}, value {i}: {t}")
+
+
+def _grads(net: nn.Module) -> list[Any]:
+    return [param.grad for param in net.parameters()]
+
+
+# -- ties ---------------------------------------------------------------------------------------
+
+
+def _clamp(head: nn.Module, _: Any) -> None:
+    with torch.no_grad():
+        head.weight.clamp_(-0.2, 0.2)
+
+
+class Tied(nn.Module):
+    """An embedding that renormalises itself, and a head that is tied to it."""
+
+    def __init__(self, max_norm: float | None = 0.7) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(9, WIDTH, max_norm=max_norm)
+        self.mid, self.head = Block(), nn.Linear(WIDTH, 9, bias=False)
+        self.head.weight = self.emb.weight
+        self.clamps = max_norm is None
+        if self.clamps:
+            self.head.register_forward_pre_hook(_clamp)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out = self.head(self.mid(self.emb(tokens)))
+        return out @ self.emb.weight if self.clamps else out
+
+
+def _ties_written_to(rank: int, world_size: int, transport: str) -> None:
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 8]])
+    for max_norm in (0.7, None):
+        for reshard in (True, False, None):
+            net, expected = seeded(lambda m=max_norm: Tied(m)), seeded(lambda m=max_norm: Tied(m))
+            for module in (net.mid, net.head, net):
+                fully_shard(module, transport=transport, reshard_after_forward=reshard)
+            with torch.set_grad_enabled(max_norm is not None):
+                mine, theirs = net(tokens), expected(tokens)
+            if max_norm is not None:
+                mine.square().mean().backward()
+                theirs.square().mean().backward()
+            net.reshard()
+            found = [mine, *_grads(net), *net.parameters()]
+            _same(found, [theirs, *_grads(expected), *expected.parameters()], f"{reshard}")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_one_group_writes_to_a_tied_parameter_the_others_use(
+    ranks: Ranks, transport: str
+) -> None:
+    ranks(_ties_written_to, 2, transport)
+
+
+# -- requires_grad ------------------------------------------------------------------------------
+
+
+def _unfreeze_in_forward(net: nn.Module, x: torch.Tensor) -> list[Any]:
+    net.blocks.requires_grad_(False)
+
+    def thaw(block: nn.Module, _: Any) -> None:
+        block.down.weight.requires_grad_(True)
+
+    for block in net.blocks:
+        block.register_forward_pre_hook(thaw)
+    net(x).square().mean().backward()
+    return _grads(net)
+
+
+def _freeze_after_a_look(net: nn.Module, x: torch.Tensor) -> list[Any]:
+    net(x)
+    net.requires_grad_(False)
+    net.blocks[0].requires_grad_(True)
+    net(x).square().mean().backward()
+    return _grads(net)
+
+
+def _freeze_before_backward(net: nn.Module, x: torch.Tensor) -> list[Any]:
+    loss = net(x).square().mean()
+    net.head.requires_grad_(False)
+    loss.backward()
+    found = [None if g is None else g.clone() for g in _grads(net)]
+    net.zero_grad()
+    net(x).square().mean().backward()
+    return found + _grads(net)
+
+
+def _flips(rank: int, world_size: int, transport: str) -> None:
+    x = batches(1)[0]
+    for program in (_unfreeze_in_forward, _freeze_after_a_look, _freeze_before_backward):
+        for reshard in (True, False, None, 2):
+            net = sharded_net(transport=transport, reshard_after_forward=reshard)
+            _same(program(net, x), program(seeded(Net), x), f"{program.__name__} {reshard}")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_parameters_may_be_frozen_and_thawed_at_any_moment(ranks: Ranks, transport: str) -> None:
+    ranks(_flips, 4, transport)
+
+
+# -- shards kept on fewer ranks -----------------------------------------------------------------
+
+
+def _write_to_kept(rank: int, world_size: int) -> None:
+    x = batches(1)[0]
+    for ends in (lambda net, out: net(x), lambda net, out: out.sum().backward()):
+        net = sharded_net(reshard_after_forward=2)
+        out = net(x)
+        with torch.no_grad():
+            for param in net.parameters():
+                param.mul_(0.8)
+        with pytest.raises(MisuseError, match="written to between forward and backward"):
+            ends(net, out)
+        net.reset_iter_state()
+        net(x).sum().backward()
+
+
+def test_a_write_to_what_is_kept_on_fewer_ranks_raises(ranks: Ranks) -> None:
+    ranks(_write_to_kept, 4)
+
+
+# -- forwards in backward, backwards in forward -------------------------------------------------
+
+
+def _evaluate_in_backward(net: nn.Module, x: torch.Tensor) -> list[Any]:
+    seen = []
+
+    def look(_: torch.Tensor) -> None:
+        with torch.no_grad():
+            seen.append(net(2 * x).clone())
+
+    def watch(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(look)
+
+    net.blocks[1].register_forward_hook(watch)
+    (50 * net(x).square().mean()).backward()
+    norm = clip_grad_norm_(net.parameters(), 0.1)
+    return [*seen, norm, *_grads(net)]
+
+
+class Forces(Net):
+    """Uses a gradient with respect to its input in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            at = x.detach().requires_grad_()
+            energy = self.head(self.blocks[0](at)).square().sum()
+            (force,) = torch.autograd.grad(energy, at)
+        return super().forward(x + 0.1 * force)
+
+
+def _forces(net: nn.Module, x: torch.Tensor) -> list[Any]:
+    with torch.no_grad():
+        seen = net(x)
+    out = net(x)
+    out.square().mean().backward()
+    return [seen, out, *_grads(net)]
+
+
+def _inside_out(rank: int, world_size: int, transport: str) -> None:
+    x = batches(1)[0]
+    for make, program in ((Net, _evaluate_in_backward), (Forces, _forces)):
+        for reshard in (True, False, None):
+            net = sharded_net(make, transport=transport, reshard_after_forward=reshard)
+            _same(program(net, x), program(seeded(make), x), f"{program.__name__} {reshard}")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_forwards_in_backward_and_backwards_in_forward(ranks: Ranks, transport: str) -> None:
+    ranks(_inside_out, 3, transport)
+
+
+# -- tensor parallelism, hybrid ------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def _tensor_parallel(rank: int, world_size: int, transport: str, dp: int) -> None:
+    x, whole, net = batches(1)[0], seeded(Mlp), seeded(Mlp)
+    mesh = init_device_mesh("cpu", (dp, world_size // dp), mesh_dim_names=("dp", "tp"))
+    parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"], transport=transport, reshard_after_forward=True)
+
+    def shrink(module: nn.Module, _: Any) -> None:
+        weight = module.up.weight
+        with torch.no_grad():
+            (weight.to_local() if isinstance(weight, DTensor) else weight).mul_(0.9)
+
+    hooks = [each.register_forward_pre_hook(shrink) for each in (net, whole)]
+    with torch.no_grad():
+        _same([net(x), net(x)], [whole(x), whole(x)], "written to by way of to_local()")
+        for hook in hooks:
+            hook.remove()
+        for model in (net, whole):
+            for param in model.parameters():
+                torch.utils.swap_tensors(param, nn.Parameter(param.detach() * 0.5))
+        _same([net(x)], [whole(x)], "swapped")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_tensor_parallel_parameters_are_written_to_and_swapped(
+    ranks: Ranks, transport: str, dp: int
+) -> None:
+    ranks(_tensor_parallel, 2 * dp, transport, dp)
+
+
+def _frozen_before_the_all_reduce(rank: int, world_size: int) -> None:
+    x, whole = batches(1)[0], seeded(Net)
+    net = sharded_net(mesh=hybrid_mesh(world_size))
+    for scale in (1, 2):
+        net.set_requires_all_reduce(scale == 2)
+        for model in (net, whole):
+            model(scale * x).square().mean().backward()
+            model.head.weight.requires_grad_(False)
+    _same(_grads(net), _grads(whole), "gradients")
+
+
+def test_what_was_reduced_in_part_arrives_though_frozen_since(ranks: Ranks) -> None:
+    ranks(_frozen_before_the_all_reduce, 4)
