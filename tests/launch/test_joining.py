@@ -177,7 +177,7 @@ def test_a_host_joins_between_rounds_and_that_is_no_restart(job: Callable[..., J
     [first] = it.begin(1)
     first.steps = False
     second = it.come()
-    wait_for(lambda: first.said)
+    wait_for(lambda: first.said and second.said)
     assert "host 1 (127.0.0.1) joins; saving, to go on with 2 hosts" in first.said
     assert second.said == ["the others save first, and go on with this host"]
     assert first.verdicts == [], "ranks that have not made a step have nothing to save"
