@@ -22,7 +22,7 @@ def _name(group: ParamGroup | None) -> str | None:
 
 
 def test_backward_is_the_reverse_with_multiplicity() -> None:
-    order, groups, way = RunOrder(), _groups("ab"), WayBack()
+    order, groups, way = RunOrder(), _groups("ab"), WayBack([])
     for name in "aba":  # a runs twice
         order.leave_forward(groups[name], way)
 
@@ -30,7 +30,7 @@ def test_backward_is_the_reverse_with_multiplicity() -> None:
 
 
 def test_a_second_backward_through_one_forward_expects_nothing() -> None:
-    order, groups, way = RunOrder(), _groups("ab"), WayBack()
+    order, groups, way = RunOrder(), _groups("ab"), WayBack([])
     for name in "ab":
         order.leave_forward(groups[name], way)
     order.enter_backward(groups["b"])
@@ -38,14 +38,14 @@ def test_a_second_backward_through_one_forward_expects_nothing() -> None:
 
 
 def test_nothing_is_kept_after_a_backward() -> None:
-    order, groups, way = RunOrder(), _groups("ab"), WayBack()
+    order, groups, way = RunOrder(), _groups("ab"), WayBack([])
     order.leave_forward(groups["a"], way)
     order.end_backward()
     assert order.enter_backward(groups["a"]) is None
 
 
 def test_a_forward_that_raised_leaves_no_trace() -> None:
-    order, groups, way = RunOrder(), _groups("abc"), WayBack()
+    order, groups, way = RunOrder(), _groups("abc"), WayBack([])
     for name in "ac":  # a forward that is over, its backward to come
         order.leave_forward(groups[name], way)
     order.begin_forward()
@@ -58,7 +58,7 @@ def test_a_forward_that_raised_leaves_no_trace() -> None:
 
 
 def test_it_is_known_whether_a_group_runs_backward_again() -> None:
-    order, groups, way = RunOrder(), _groups("ab"), WayBack()
+    order, groups, way = RunOrder(), _groups("ab"), WayBack([])
     for name in "aba":
         order.leave_forward(groups[name], way)
     order.enter_backward(groups["a"])
@@ -70,7 +70,7 @@ def test_it_is_known_whether_a_group_runs_backward_again() -> None:
 
 
 def test_a_forward_that_nobody_can_go_back_through_does_not_count() -> None:
-    order, groups, way = RunOrder(), _groups("a"), WayBack()
+    order, groups, way = RunOrder(), _groups("a"), WayBack([])
     order.leave_forward(groups["a"], way)
     assert order.runs_again(groups["a"])
     del way

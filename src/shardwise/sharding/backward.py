@@ -76,12 +76,12 @@ def _pre_backward(state: ModuleState, way_back: WayBack, grad: torch.Tensor) -> 
     state.phase = Phase.BACKWARD
     state.root.queue_end_of_backward()
     for group in state.groups:
+        if not way_back.leads_to(group):
+            group.refuse_replaced()
         if group.phase is Phase.BACKWARD:
             continue  # another output of the same forward has been here
         group.phase = Phase.BACKWARD
-        if group.options.unshard_in_backward:
-            group.unshard()
-            group.wait_for_unshard()
+        group.enter_backward()
         before = state.root.order.enter_backward(group)
         if before is not None and not state.backward_prefetch:
             _prefetch(before)

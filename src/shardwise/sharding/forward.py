@@ -47,7 +47,7 @@ def pre_forward(
     for group in state.groups:
         group.enter_forward(state.root.forward_number)
     if first:
-        state.way_back = WayBack()
+        state.way_back = WayBack(state.groups)
         _prefetch(state)
         for group in state.groups:
             if group.phase is Phase.REDUCED and not _torch.in_backward():
@@ -69,7 +69,7 @@ def post_forward(state: ModuleState, output: Any) -> Any:
     recomputing = _torch.in_backward()
     if not recomputing:
         output = outlive_parameters(state, output)
-    way_back, state.way_back = state.way_back or WayBack(), None
+    way_back, state.way_back = state.way_back or WayBack(state.groups), None
     for group in state.groups:
         if not recomputing:
             if not _leaves_whole(state, group):

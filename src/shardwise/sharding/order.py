@@ -9,12 +9,24 @@ missed.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 from shardwise.sharding.group import ParamGroup
 
 
 class WayBack:
-    """Lives as long as autograd can go back through a forward, whose marks on graphs hold it."""
+    """Lives as long as autograd can go back through a forward, whose marks on graphs hold it.
+
+    Args:
+        groups: that the forward ran with, unsharded.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+        self._fulls = {group: group.makes for group in groups}
+
+    def leads_to(self, group: ParamGroup) -> bool:
+        """Whether gradients arrive at the full parameters that ``group`` has now."""
+        return self._fulls.get(group) == group.makes
 
 
 class RunOrder:
