@@ -113,7 +113,7 @@ def _run_all(pool: Pool, programs: Sequence[Program], transports: Sequence[str])
     judged = []
     for index, program in enumerate(programs):
         torchs = results.get((index, "torch"))
-        verdicts = {name: judge(results[index, name], torchs) for name in transports}
+        verdicts = {name: judge(program, results[index, name], torchs) for name in transports}
         ran = [results.get((index, name), {}) for name in ("torch", *transports)]
         seconds = sum(report.seconds for reports in ran for report in reports.values())
         error = next((each.raised for each in (torchs or {}).values() if each.raised), "")

@@ -306,6 +306,7 @@ class Execution:
         else:
             state = {k: v.detach() * action.factor for k, v in model.state_dict().items()}
         model.load_state_dict(state, assign=action.how == "assign")
+        self.runtime.after_load(model)
         self._find_handles()
 
     def _swap(self, action: p.Swap) -> None:

@@ -326,6 +326,13 @@ def walk(value: Any) -> list[Any]:
     return [value, *(each for part in parts for each in walk(part))]
 
 
+def loosens_ties(program: Program) -> bool:
+    """Whether a tied parameter becomes two by ``load_state_dict(assign=True)``."""
+    ties = {"first", "last_tied"} <= set(program.root)
+    ties = ties or any(block.tied_to is not None for block in program.blocks)
+    return ties and any(isinstance(each, Load) and each.how == "assign" for each in walk(program))
+
+
 def taken_by_torch(program: Program) -> Program:
     """Make a program as much like this one as there is that torch's FSDP2 does not refuse.
 

@@ -62,6 +62,9 @@ class Runtime(Protocol):
     def assign_data(self, param: torch.Tensor, value: torch.Tensor) -> None:
         """Say ``param.data = value``."""
 
+    def after_load(self, model: nn.Module) -> None:
+        """Tie parameters again that were, and are in one memory still."""
+
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Take this rank's part of a tensor, which shares its memory."""
@@ -137,6 +140,16 @@ class Unsharded:
 
     def gather(self, module: nn.Module, call: str) -> None:
         pass
+
+    def after_load(self, model: nn.Module) -> None:
+        # An unsharded model has two parameters then, and a sharded one of ours has one: a
+        # difference that docs/torch-compatibility.md tells.
+        first: dict[tuple[object, ...], nn.Parameter] = {}
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                if param is not None and param.numel():
+                    same = param.data_ptr(), param.shape
+                    module._parameters[name] = first.setdefault(same, param)
 
     def assign_data(self, param: torch.Tensor, value: torch.Tensor) -> None:
         param.data = value
@@ -247,6 +260,9 @@ class Sharded:
     def after_failed_backward(self, model: nn.Module) -> None:
         if self._resets == "by the user":
             model.reset_iter_state()  # type: ignore[operator]
+
+    def after_load(self, model: nn.Module) -> None:
+        pass
 
     def gather(self, module: nn.Module, call: str) -> None:
         if hasattr(module, call):

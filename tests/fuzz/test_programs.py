@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.fuzz import program as p
-from tests.fuzz.campaign import distinct, run_all, run_campaign
+from tests.fuzz.campaign import run_all, run_campaign
 from tests.fuzz.generator import generate
-from tests.fuzz.known import KNOWN
 from tests.fuzz.pool import Pool
 from tests.fuzz.program import Block, Forward, Keep, Load, Program, Step, parse
 from tests.fuzz.programs import main
@@ -28,8 +27,7 @@ _TRAINS = parse(
 def test_programs_compute_what_they_do_without_sharding() -> None:
     programs = generate(300, seed=0, world=2)
     finds = [judged for judged in run_campaign(programs, 2, TRANSPORTS, pools=2) if judged.finds]
-    new = list(distinct(finds, KNOWN))
-    said = [f"{judged.program}\n{judged.finds}" for judged in new]
+    said = [f"{judged.program}\n{judged.finds}" for judged in finds]
     assert not said, f"{len(said)} finds, among them:\n\n" + "\n\n".join(said[:5])
 
 

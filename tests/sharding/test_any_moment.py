@@ -940,6 +940,100 @@ def test_parameters_that_are_replaced_between_steps_are_used_or_refused(ranks: R
     ranks(_replaces_between_steps, 2)
 
 
+def _frozen_before_its_backward(rank: int, world_size: int, transport: str) -> None:
+    for reshard in STRATEGIES:
+        net, whole = sharded_net(transport=transport, reshard_after_forward=reshard), seeded(Net)
+        x = batches(world_size)
+        for model in (net, whole):
+            frozen = [model.blocks[1].up.weight, model.head.weight]
+            loss = loss_of(model, x[rank])
+            for param in frozen:
+                param.requires_grad_(False)
+            loss.backward()
+            assert all(param.grad is None for param in frozen)
+        assert net.blocks[1].up.bias.grad is not None
+
+
+def _frozen_by_a_hook_of_its_backward(rank: int, world_size: int, transport: str) -> None:
+    net, whole = sharded_net(transport=transport), seeded(Net)
+    x = batches(world_size)[rank]
+    for model in (net, whole):
+        frozen = model.blocks[1].up.weight
+
+        def mark(_: nn.Module, __: Any, output: torch.Tensor, frozen: Any = frozen) -> None:
+            output.register_hook(lambda _: _freeze(frozen))
+
+        model.blocks[1].register_forward_hook(mark)
+        loss_of(model, x).backward()
+        assert frozen.grad is None
+
+
+def _freeze(param: torch.Tensor) -> None:
+    param.requires_grad_(False)
+
+
+def _frozen_after_it_accumulated(rank: int, world_size: int, transport: str) -> None:
+    """What was accumulated before stays, and is reduced."""
+    net, whole = sharded_net(transport=transport), seeded(Net)
+    x = batches(world_size)
+    average_backward(whole, x)
+    net.set_requires_gradient_sync(False)
+    loss_of(net, x[rank]).backward()
+    net.set_requires_gradient_sync(True)
+    for model in (net, whole):
+        model.blocks.requires_grad_(False)
+    average_backward(whole, x)
+    loss_of(net, x[rank]).backward()
+    assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(
+    ranks: Ranks, transport: str
+) -> None:
+    ranks(_frozen_before_its_backward, 2, transport)
+    ranks(_frozen_by_a_hook_of_its_backward, 2, transport)
+    ranks(_frozen_after_it_accumulated, 2, transport)
+
+
+def _replaced_before_its_backward(rank: int, world_size: int, transport: str) -> None:
+    net = sharded_net(transport=transport)
+    loss = loss_of(net, batches(world_size)[rank])
+    new = {name: value.clone() for name, value in net.state_dict().items()}
+    net.load_state_dict(new, assign=True)
+    with pytest.raises(MisuseError, match=r"replaced .* between a forward and the end of its"):
+        loss.backward()
+
+
+def _replaced_in_its_backward(rank: int, world_size: int, transport: str) -> None:
+    net = sharded_net(transport=transport)
+    x = batches(world_size)[rank]
+    new = {name: value.clone() for name, value in net.state_dict().items()}
+
+    def load(_: torch.Tensor) -> None:
+        net.load_state_dict(new, assign=True)
+
+    def mark(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+        output.register_hook(load)
+
+    handle = net.blocks[0].register_forward_hook(mark)
+    loss = loss_of(net, x)
+    with pytest.raises(MisuseError, match=r"replaced .* between a forward and the end of its"):
+        loss.backward()
+    handle.remove()
+    net.load_state_dict(new, assign=True)
+    loss_of(net, x).backward()
+    assert all(param.grad is not None for param in net.parameters())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_parameters_that_are_replaced_between_forward_and_backward_are_refused(
+    ranks: Ranks, transport: str
+) -> None:
+    ranks(_replaced_before_its_backward, 2, transport)
+    ranks(_replaced_in_its_backward, 2, transport)
+
+
 class Gain(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ def mark_inputs(
     """
     if not torch.is_grad_enabled():
         return args, kwargs
-    begun = group.passes.begin()
+    begun = group.passes.begin(group.makes)
     inputs = [
         _torch.arrived(tensor) for tensor in tensors_in((args, kwargs)) if tensor.requires_grad
     ]
@@ -53,14 +53,13 @@ def mark_outputs(state: ModuleState, output: Any) -> None:
     """
     if not torch.is_grad_enabled():
         return
-    hook = functools.partial(
-        _pre_backward, state, tuple(group.passes.end() for group in state.groups)
-    )
+    passes = tuple(group.passes.end() for group in state.groups)
+    hook = functools.partial(_pre_backward, state, passes)
     for tensor in every_tensor_in(output):
         if tensor.requires_grad:
             base = _torch.writable_base(tensor)
             if base is not None and base.grad_fn is not None:
-                base.grad_fn.register_prehook(functools.partial(_pre_base, state))
+                base.grad_fn.register_prehook(functools.partial(_pre_base, state, passes))
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
@@ -82,13 +81,13 @@ def _pre_backward(
     _refuse_graph_of_backward()
     state.phase = Phase.BACKWARD
     state.root.queue_end_of_backward()
-    for group in state.groups:
+    for group, begun in zip(state.groups, passes, strict=True):
+        if begun is not None and begun.makes != group.makes:
+            group.refuse_replaced()
         if group.phase is Phase.BACKWARD:
             continue  # another output of the same forward has been here
         group.phase = Phase.BACKWARD
-        if group.options.unshard_in_backward:
-            group.unshard()
-            group.wait_for_unshard()
+        group.enter_backward()
         before = state.root.order.enter_backward(group)
         if before is not None and not state.backward_prefetch:
             _prefetch(before)
@@ -98,10 +97,12 @@ def _pre_backward(
     return grad
 
 
-def _pre_base(state: ModuleState, grads: tuple[torch.Tensor, ...]) -> None:
+def _pre_base(
+    state: ModuleState, passes: tuple[Pass | None, ...], grads: tuple[torch.Tensor, ...]
+) -> None:
     """Begin backward where no hook on an output has: what they were on was written to in place."""
     if not any(group.phase in (Phase.BACKWARD, Phase.REDUCED) for group in state.groups):
-        _pre_backward(state, (), grads[0])
+        _pre_backward(state, passes, grads[0])
 
 
 def _prefetch(group: ParamGroup) -> None:

@@ -51,6 +51,7 @@ class ParamGroup:
         passes: its forwards whose backward may come.
         options: what a user may switch.
         kept: the shards between forward and backward, if those are kept on fewer ranks.
+        makes: how often its full parameters had to be made anew, as the shards were replaced.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ParamGroup:
         self.options = GroupOptions(reshard_after_forward=reshard_after_forward)
         self._precision = precision
         self._offload = offload
+        self.makes = 0
         self._memory: GroupMemory | None = None
         self._label: tuple[str, Label] | None = None
         # The versions of the shards that the last gather took, and whether a forward or backward
@@ -171,6 +173,18 @@ class ParamGroup:
         for param in self.params:
             param.use_full()
         self._move(GroupState.UNSHARDED)
+
+    def enter_backward(self) -> None:
+        """Unshard for a backward, in which those have gradients that need them by now.
+
+        Raises:
+            PeerLostError: a peer died or stalled.
+        """
+        if self.options.unshard_in_backward:
+            self.unshard()
+            self.wait_for_unshard()
+        for param in self.params:
+            param.enter_backward()
 
     def reshard(self) -> None:
         """Put the shards back into the modules and free the full parameters.
@@ -303,13 +317,32 @@ class ParamGroup:
         """Take over what ``to()``, ``to_empty()`` or a loaded state dict did to the shards.
 
         Does nothing unless the modules hold those: full parameters were made of them as they are.
+
+        Raises:
+            MisuseError: something was replaced in a backward of the group.
+            ValueError: by what is no ``DTensor`` of the same global shape and placements.
         """
         if self._state is not GroupState.SHARDED:
             return
         changed = [param.refresh() for param in self.params]
         if any(changed):
+            if self.phase is not Phase.IDLE and _torch.in_backward():
+                self.refuse_replaced()
             self._free()
             self._memory = self._label = None
+            self.makes += 1
+
+    def refuse_replaced(self) -> NoReturn:
+        """Raise: gradients of a forward have no parameter any more that they belong to.
+
+        Raises:
+            MisuseError: always.
+        """
+        raise MisuseError(
+            f"group {self.fqn!r} on rank {dist.get_rank()}: its parameters were replaced (by "
+            "load_state_dict(assign=True), to() or swap_tensors) between a forward and the end of "
+            "its backward, so the gradients would be lost. Replace them between steps"
+        )
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clear the gradients of the shards, and drop those that are not reduced yet."""
@@ -326,6 +359,7 @@ class ParamGroup:
         self.reshard()
         self.mesh = mesh
         self._memory = None
+        self.makes += 1
 
     @property
     def label(self) -> Label:

@@ -65,6 +65,8 @@ class ShardedParam:
         self._address: int | None = None
         self._memory: torch.Tensor | None = None
         self._is_sealed = False
+        # Whether there was no gradient yet when the backward of the group began.
+        self._grad_is_new = False
         self._seen = self._look()
 
     def install(self) -> None:
@@ -172,9 +174,7 @@ class ShardedParam:
         """Put the full form into the modules. Its memory must be filled by now."""
         full = self.full
         assert full is not None
-        if full.requires_grad != self.sharded.requires_grad:
-            full.requires_grad_(self.sharded.requires_grad)
-        self._requires_grad = full.requires_grad
+        self._freeze_or_unfreeze()
         self.register(full)
 
     def seal(self) -> None:
@@ -327,11 +327,35 @@ class ShardedParam:
 
     # -- gradients -----------------------------------------------------------------------------
 
+    def enter_backward(self) -> None:
+        """A backward of the group begins: who froze the sharded form wants no gradient of it."""
+        self._freeze_or_unfreeze()
+        self._grad_is_new = self.full is not None and self.full.grad is None
+
+    def _freeze_or_unfreeze(self) -> None:
+        """Have the shard and the full parameter agree on whether a gradient is needed."""
+        full = self.full
+        if full is None:
+            return
+        if self.owners[0].holds(full):
+            self.follow_requires_grad(full)  # which users see
+        if full.requires_grad != self.sharded.requires_grad:
+            full.requires_grad_(self.sharded.requires_grad)
+        self._requires_grad = full.requires_grad
+
+    def _drop_unwanted_grad(self) -> None:
+        """Drop what this backward made of a parameter that a hook of it has frozen."""
+        self._freeze_or_unfreeze()
+        if self._grad_is_new and self.full is not None and not self.full.requires_grad:
+            self.full.grad = None
+        self._grad_is_new = False
+
     def hold_grad(self, dtype: torch.dtype | None) -> None:
         """Keep this backward's gradient for a later reduction, in ``dtype`` if given.
 
         Adding up happens in the reduction dtype, so that accumulation does not round.
         """
+        self._drop_unwanted_grad()
         full = self.full
         if full is None or full.grad is None:
             return
@@ -349,6 +373,7 @@ class ShardedParam:
 
     def take_grad(self) -> torch.Tensor | None:
         """This rank's unreduced gradient of the full parameter; the caller owns it from now on."""
+        self._drop_unwanted_grad()
         full = self.full
         if full is None:
             return None

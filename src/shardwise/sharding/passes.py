@@ -16,12 +16,17 @@ from shardwise import _torch
 class Pass:
     """A forward of a group, as long as its graph is there.
 
+    Args:
+        makes: how often the group's full parameters had been made.
+
     Attributes:
+        makes: the same. Gradients arrive at those full parameters, and at no later ones.
         node: of the graph, which runs when this pass's backward ends; None where no input needs a
             gradient, and so only the end of the whole backward tells.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, makes: int) -> None:
+        self.makes = makes
         self.node: weakref.ref[torch.autograd.graph.Node] | None = None
         self._ended_in = -1
 
@@ -46,12 +51,12 @@ class Passes:
         self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
         self._now: Pass | None = None
 
-    def begin(self) -> Pass:
+    def begin(self, makes: int) -> Pass:
         """Note that a forward with gradients begins; it is kept by whoever holds what is returned.
 
         Until :meth:`end`, this holds it.
         """
-        self._now = Pass()
+        self._now = Pass(makes)
         self._passes.add(self._now)
         return self._now
 
