@@ -10,6 +10,8 @@ TITAN  := tests/ecosystem/torchtitan.txt
 
 # What you add to a command: make train ARGS="--steps 50", make test ARGS="-k layout"
 ARGS ?=
+# Tests at a time. Most wait as often as they compute, so two suit two processors.
+WORKERS ?= 2
 
 .PHONY: help train test fuzz ecosystem check format bench clean
 .DEFAULT_GOAL := help
@@ -21,7 +23,7 @@ train: $(TRAIN) ## train a small language model, sharded over two local processe
 	@$(BIN)/shardwise train lm --nproc 2 $(ARGS)
 
 test: $(DEV) ## run the tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 fuzz: $(DEV) ## damage a million checkpoints; run ten thousand random programs (hours)
 	@$(BIN)/python -m tests.fuzz.readers --mutants 1000000 --seed 1
