@@ -324,6 +324,58 @@ class Floor(Contender):
                 torch._foreach_copy_(own, [*self.shards])
 
 
+class Copies(Floor):
+    """The floor, and the copies without which no rank of a host has full parameters.
+
+    A rank writes its rows where others read them, before each group's forward and, under ZeRO-3,
+    before its backward; it lays out its peers' rows of each gradient, and adds what a peer has laid
+    out to its own. Nobody waits for anybody, no memory is mapped or freed, and what is read are the
+    rank's own numbers. So this is what a sharded step in shared memory cannot go below, in fp32.
+    """
+
+    name = "copies"
+    title = "compute and copies"
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self._laid_out: dict[nn.Parameter, torch.Tensor] = {}
+        self._ranks = case.ranks
+        for modules in groups(self.model):
+            owned = [p for module in modules for p in module.parameters()]
+            rows = [_rows_of_rank(p, dist.get_rank(), case.ranks) for p in owned]
+            pairs = [
+                (torch.empty_like(p)[own].detach(), p.detach()[own])
+                for p, own in zip(owned, rows, strict=True)
+            ]
+            modules[0].register_forward_pre_hook(_copying(pairs))
+            if case.zero == 3:
+                modules[-1].register_full_backward_pre_hook(_copying(pairs))
+            for parameter, own in zip(owned, rows, strict=True):
+                self._laid_out[parameter] = torch.zeros_like(parameter)
+                parameter.register_post_accumulate_grad_hook(self._reducing(own))
+
+    def _reducing(self, own: slice) -> Callable[[torch.Tensor], None]:
+        def reduce(parameter: torch.Tensor) -> None:
+            assert isinstance(parameter, nn.Parameter)
+            assert parameter.grad is not None
+            gradient, laid_out = parameter.grad, self._laid_out[parameter]
+            for others in (slice(0, own.start), slice(own.stop, None)):
+                torch.mul(gradient[others], 1 / self._ranks, out=laid_out[others])
+            gradient[own].mul_(1 / self._ranks)
+            for _ in range(self._ranks - 1):
+                gradient[own].add_(laid_out[own])
+
+        return reduce
+
+
+def _copying(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., None]:
+    def copy(*_: object) -> None:
+        for where, rows in pairs:
+            where.copy_(rows)
+
+    return copy
+
+
 def _rows_of_rank(parameter: nn.Parameter, rank: int, ranks: int) -> slice:
     """Return the rows that ``Shard(0)`` gives to a rank."""
     rows = parameter.shape[0]
@@ -333,5 +385,5 @@ def _rows_of_rank(parameter: nn.Parameter, rank: int, ranks: int) -> slice:
 
 CONTENDERS: dict[str, type[Contender]] = {
     contender.name: contender
-    for contender in (Ours, OursAhead, FSDP2, FSDP1, DistributedDataParallel, Floor)
+    for contender in (Ours, OursAhead, FSDP2, FSDP1, DistributedDataParallel, Floor, Copies)
 }

@@ -188,7 +188,11 @@ def _fits(case: Case, names: list[str]) -> bool:
         return False
     whole = 4 * PRESETS[case.params].numel  # bytes in fp32
     state = 2 if case.optimizer == "adamw" else 0
-    asleep = {"ddp": (2 + state) * case.ranks, "floor": case.ranks + state}
+    asleep = {
+        "ddp": (2 + state) * case.ranks,
+        "floor": case.ranks + state,
+        "copies": 3 * case.ranks + state,
+    }
     at_rest = sum(asleep.get(name, 1 + state) for name in names) * whole
     awake = 2 * case.ranks * whole  # a model being built, or parameters and gradients of a step
     processes = len(names) * case.ranks * 400 * 2**20

@@ -38,7 +38,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "step_time.py",
         *("--params", "tiny", "--tokens", "16", "--dtype", "bf16"),
         *("--rounds", str(ROUNDS), "--steps", str(STEPS), "--warmup", str(WARMUP)),
-        *("--contenders", "ours,fsdp2,ddp,floor", "--json", str(path)),
+        *("--contenders", "ours,fsdp2,ddp,floor,copies", "--json", str(path)),
         env={"STEP_TIME_TEST": marker},
     )
     left = _still_there(marker)
@@ -56,7 +56,7 @@ def test_document_tells_where_and_how_it_was_measured(document: dict[str, Any]) 
 
 def test_every_contender_takes_the_steps_that_were_asked_for(document: dict[str, Any]) -> None:
     (case,) = document["cases"]
-    assert list(case["contenders"]) == ["ours", "fsdp2", "ddp", "floor"]
+    assert list(case["contenders"]) == ["ours", "fsdp2", "ddp", "floor", "copies"]
     for name, turns in case["contenders"].items():
         assert len(turns) == ROUNDS, name
         assert [len(turn["steps"]) for turn in turns] == [STEPS] * ROUNDS, name
