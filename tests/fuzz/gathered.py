@@ -80,6 +80,10 @@ class Held:
     before: torch.Tensor
 
 
+class StaleError(Exception):
+    """What is kept is out of date, and to be refused."""
+
+
 class Run:
     """One forward of a group, of which there may be a backward."""
 
@@ -147,6 +151,8 @@ class Group:
             if not self._is_for_forward:
                 self.free_left()
             self._is_reduced = self._is_for_forward = False
+        if self._is_left:
+            self._refuse_stale()
         self._gather()
         self._hold()
         if begins:
@@ -272,6 +278,12 @@ class Group:
         self._is_whole = True
         for copied, place in self._copies:  # all have the same memory
             copied.data.copy_(self._values[place])
+
+    def _refuse_stale(self) -> None:
+        """Raise where a forward would go on with values that were written to since: it has none."""
+        for place, now in self._look().items():
+            if not torch.equal(now, self._values[place]):
+                raise StaleError(f"{place[1]} was written to since it was gathered")
 
     def _look(self) -> dict[_Place, torch.Tensor]:
         return {

@@ -20,7 +20,7 @@ from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_state import GroupState
 from shardwise.sharding.module_state import ModuleState
 from shardwise.sharding.phase import Phase
-from shardwise.sharding.tree import every_tensor_in, map_tensors
+from shardwise.sharding.tree import map_tensors, tensors_and_those_in_objects
 
 
 def pre_forward(
@@ -101,14 +101,24 @@ def outlive_parameters(state: ModuleState, output: Any) -> Any:
     freed = frozenset[int]().union(
         *(group.full_storages for group in state.groups if group.frees_after_forward)
     )
-    if not freed or not any(
-        _torch.storage_of(tensor) in freed for tensor in every_tensor_in(output)
-    ):
+    if not freed:
         return output
-    output = map_tensors(
-        lambda tensor: tensor.clone() if _torch.storage_of(tensor) in freed else tensor, output
-    )
-    if any(_torch.storage_of(tensor) in freed for tensor in every_tensor_in(output)):
+    # Who holds a parameter itself, in an object, sees it come and go; a view of it, only go.
+    fulls = {id(param.full) for group in state.groups for param in group.params}
+
+    def is_lost(tensor: torch.Tensor) -> bool:
+        return _torch.storage_of(tensor) in freed
+
+    def loses() -> bool:
+        found, inside = tensors_and_those_in_objects(output)
+        return any(map(is_lost, found)) or any(
+            is_lost(tensor) for tensor in inside if id(tensor) not in fulls
+        )
+
+    if not loses():
+        return output
+    output = map_tensors(lambda tensor: tensor.clone() if is_lost(tensor) else tensor, output)
+    if loses():
         raise MisuseError(
             f"{state.groups[0].fqn or 'the root'} on rank {dist.get_rank()}: "
             f"{type(state.modules[0]).__name__} returns a view of its own parameter inside an "

@@ -40,22 +40,27 @@ def every_tensor_in(tree: Any) -> list[torch.Tensor]:
     Modules are not looked into. A leaf of autograd's graph in such an object is not an output of
     the module that returns the object: it was there before.
     """
+    found, inside = tensors_and_those_in_objects(tree)
+    return found + [tensor for tensor in inside if tensor.grad_fn is not None]
+
+
+def tensors_and_those_in_objects(tree: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors in nested containers, and those in attributes of objects of any class."""
     if isinstance(tree, torch.Tensor):
-        return [tree]
+        return [tree], []
     found: list[torch.Tensor] = []
+    inside: list[torch.Tensor] = []
     objects: list[object] = []
     _collect(tree, found, objects)
     seen = {id(each) for each in objects}
     for each in objects:  # which grows
-        inside: list[torch.Tensor] = []
         met: list[object] = []
         _collect(_attributes(each), inside, met)
-        found += [tensor for tensor in inside if tensor.grad_fn is not None]
         for other in met:
             if id(other) not in seen and len(objects) < _MOST_OBJECTS:
                 seen.add(id(other))
                 objects.append(other)
-    return found
+    return found, inside
 
 
 def _collect(tree: Any, tensors: list[torch.Tensor], objects: list[object]) -> None:
