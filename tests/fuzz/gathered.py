@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,16 +33,14 @@ class Between(enum.Enum):
 
 @dataclass
 class Clock:
-    """In which backward a run of a program is; the same for all models of the run.
+    """Whether a run of a program is in a backward; the same for all models of the run.
 
     Attributes:
-        number: of the backward, which may be over.
-        is_running: whether it is not over.
+        is_running: whether a backward is.
         syncs: whether backwards reduce gradients.
         began: the models that it has reached.
     """
 
-    number: int = 0
     is_running: bool = False
     syncs: bool = True
     began: list[Gathers] = field(default_factory=list)
@@ -53,7 +50,6 @@ class Clock:
 
     def begin(self) -> None:
         """A backward begins."""
-        self.number += 1
         self.is_running = True
 
     def free_all(self) -> None:
@@ -84,11 +80,12 @@ class StaleError(Exception):
     """What is kept is out of date, and to be refused."""
 
 
-class Run:
-    """One forward of a group, of which there may be a backward."""
+class Phase(enum.Enum):
+    """Where a group is in a backward."""
 
-    def __init__(self) -> None:
-        self.backward = 0
+    NOT_REACHED = "not reached"
+    BEGUN = "begun"
+    OVER = "over"
 
 
 class Group:
@@ -119,8 +116,8 @@ class Group:
 
     def _clear(self) -> None:
         self._is_whole = self._is_left = self._is_for_forward = self._is_reduced = False
-        self._forward = self._backward = 0
-        self._run: Run | None = None
+        self._forward = 0
+        self._phase = Phase.NOT_REACHED
         self._to_run: set[nn.Module] = set()
         self._values: dict[_Place, torch.Tensor] = {}
         self._snapshot: dict[_Place, torch.Tensor] | None = None
@@ -137,12 +134,12 @@ class Group:
 
     # -- forward -------------------------------------------------------------------------------
 
-    def enter(self, module: nn.Module) -> None:
-        """The forward of one of the modules begins."""
+    def enter(self, module: nn.Module) -> bool:
+        """The forward of one of the modules begins; say whether it is that of the group."""
         if self.gathers.clock.is_running:  # activation checkpointing computes it again
             self._gather()
             self._hold()
-            return
+            return False
         begins = not self._to_run
         if begins:
             self._to_run = set(self.modules)
@@ -158,11 +155,12 @@ class Group:
         if begins:
             for other in self.ahead:
                 other.gather_ahead()
+        return begins
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """The forward of one of the modules is over, or has raised."""
         if self.gathers.clock.is_running:
-            if self._backward != self.gathers.clock.number:
+            if self._phase is not Phase.BEGUN:
                 self._restore()
             return
         self._to_run.discard(module)
@@ -177,7 +175,8 @@ class Group:
         self._to_run.clear()
         self._end_forward()
         if torch.is_grad_enabled():
-            self.gathers.finished.append(self)
+            if self._values:  # without parameters there is nothing to gather ahead
+                self.gathers.finished.append(self)
             self._mark(output)
 
     @property
@@ -194,31 +193,30 @@ class Group:
 
     # -- backward ------------------------------------------------------------------------------
 
+    def mark_input(self, value: Any) -> Any:
+        """Have a tensor that forward is given tell when backward has come to it."""
+        if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+            return _EndOfBackward.apply(self, value)  # type: ignore[no-untyped-call]
+        return value
+
     def _mark(self, output: Any) -> None:
-        run = Run()
         for tensor in unwrap(output):
             if tensor is None or not tensor.requires_grad:
                 continue
             base = tensor._base
             if base is not None and base.grad_fn is not None:
-                base.grad_fn.register_prehook(functools.partial(self._begin_at_base, run))
-            tensor.register_hook(functools.partial(self._begin, run))  # type: ignore[no-untyped-call]
+                base.grad_fn.register_prehook(self._begin_at_base)
+            tensor.register_hook(self._begin)  # type: ignore[no-untyped-call]
 
-    def _begin_at_base(self, run: Run, grads: tuple[torch.Tensor, ...]) -> None:
+    def _begin_at_base(self, grads: tuple[torch.Tensor, ...]) -> None:
         """What was written to in place has lost its own hook."""
-        if self._backward != self.gathers.clock.number:
-            self._begin(run, grads[0])
+        if self._phase is Phase.NOT_REACHED:
+            self._begin(grads[0])
 
-    def _begin(self, run: Run, grad: torch.Tensor) -> None:
-        clock = self.gathers.clock
-        if run.backward == clock.number:
-            return
-        ran = self._backward == clock.number and self._run is not run
-        if ran and not self.gathers.keeps_after_backward:
-            self._restore()  # the backward of a later run has freed it
-            self._is_whole = False
-        run.backward = self._backward = clock.number
-        self._run = run
+    def _begin(self, grad: torch.Tensor) -> None:
+        if self._phase is Phase.BEGUN:
+            return  # another output of it was there before, or no input told of the end
+        self._phase = Phase.BEGUN
         self.gathers.begin_backward()
         self._gather()
         self._hold()  # for what is computed again
@@ -226,9 +224,18 @@ class Group:
             for other in self.ahead_in_backward or self.gathers.expected_after(self):
                 other.gather_ahead()
 
+    def end(self) -> None:
+        """The backward of the group is over."""
+        self._phase = Phase.OVER
+        if self.gathers.keeps_after_backward:
+            self._restore()
+        else:
+            self.free()
+
     def end_backward(self) -> None:
         """The whole backward is over."""
         self._restore()
+        self._phase = Phase.NOT_REACHED
         self._snapshot = None
         self._is_reduced = self.gathers.clock.syncs
         if self.gathers.keeps_after_backward and self._is_whole:
@@ -321,6 +328,20 @@ class Group:
                 held.param.data.copy_(held.copied.detach())
             held.owner._parameters[held.name] = held.param
         self._held = []
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """The identity, whose backward says that the group's is over."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.group.end()
+        return None, grad
 
 
 class Gathers:
@@ -424,11 +445,12 @@ def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
     gathers = group.gathers
     if group is gathers.groups[-1] and not gathers.clock.is_running:
         gathers.begin_forward()
-    group.enter(module)
+    begins = group.enter(module)
 
     def cast(value: Any) -> Any:
-        casts = isinstance(value, torch.Tensor) and group.dtype is not None
-        return value.to(group.dtype) if casts else value
+        if isinstance(value, torch.Tensor) and group.dtype is not None:
+            value = value.to(group.dtype)
+        return group.mark_input(value) if begins else value
 
     return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
 
