@@ -158,7 +158,10 @@ class Execution:
         loss = torch.stack(self._losses[chosen]).sum()
         if step.graph != "retain":
             del self._losses[chosen]
-        params = [param for handles in self.handles for param in handles.values()]
+        held = [param for handles in self.handles for param in handles.values()]
+        # What was loaded by assigning inside of a forward, the program holds no handles of.
+        loaded = [param for model in self.models for param in model.parameters()]
+        params = list(dict.fromkeys(held + loaded))
         self._catches = True
         try:
             self.runtime.backward(loss, params, step.graph)
