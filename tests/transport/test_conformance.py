@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -134,6 +136,31 @@ def _gather_into_a_view(rank: int, world_size: int) -> list[float]:
 
 def test_views_of_full_tensors_see_what_is_gathered_later() -> None:
     assert run_ranks(_gather_into_a_view, 2) == [[20.0, 21.0]] * 2
+
+
+def _write_while_it_travels(rank: int, world_size: int) -> None:
+    """A shard is written to before its peer, which is late, has received it."""
+    group = _world_group()
+    transports: list[Transport] = [
+        GlooTransport(group),
+        CollectivesTransport(group, "gloo"),
+        select_transport(group, CPU, "shm"),
+    ]
+    for transport in transports:
+        shard = torch.full((1_000_000,), float(rank))
+        buffers = transport.full_buffers([world_size * shard.numel()], [shard.dtype], CPU)
+        buffers.allocate()
+        if rank == 1:
+            time.sleep(0.1)
+        work = transport.all_gather([shard], buffers.tensors)
+        shard.fill_(-1.0)
+        work.wait()
+        rows = buffers.tensors[0].view(world_size, -1)
+        assert [row.unique().tolist() for row in rows] == [[0.0], [1.0]], transport.name
+
+
+def test_what_is_gathered_is_what_shards_held_at_the_call() -> None:
+    run_ranks(_write_while_it_travels, 2)
 
 
 def _gather_exotic_dtypes(rank: int, world_size: int) -> None:

@@ -56,7 +56,10 @@ class GlooTransport(OwnMemory):
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
     ) -> Work:
-        """Send every shard to all peers; receive theirs in place."""
+        """Send every shard to all peers; receive theirs in place.
+
+        What is sent is the copy in this rank's own row: the shard may be written to meanwhile.
+        """
         rows = [as_rows(full, self.world_size) for full in fulls]
         chunks = [row.shape[1] for row in rows]
         cut = parcels(
@@ -67,17 +70,12 @@ class GlooTransport(OwnMemory):
         exchange = self._exchange(self._log.note("all-gather", fulls, label))
 
         arrivals: list[tuple[Parcel, Message]] = []
-        uncopied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number, parcel in enumerate(cut):
             leaving = []
             for i in parcel.indices:
                 own, shard = rows[i][self.rank], shards[i]
-                if shard.dtype == own.dtype and shard.numel() == own.numel():
-                    uncopied.append((own, shard))
-                    leaving.append(shard)
-                else:
-                    own[: shard.numel()].copy_(shard)
-                    leaving.append(own)
+                own[: shard.numel()].copy_(shard)
+                leaving.append(own)
             packed = pack(leaving)
             first = rows[parcel.indices[0]]
             for peer in self._peers:
@@ -85,8 +83,6 @@ class GlooTransport(OwnMemory):
                 landing = torch.empty_like(packed) if parcel.packed else first[peer]
                 arrivals.append((parcel, exchange.recv(landing, peer, number)))
         exchange.start()
-        for own, shard in uncopied:  # while the messages travel
-            own.copy_(shard)
 
         def finish() -> None:
             exchange.wait()
