@@ -57,6 +57,8 @@ def _independent(rank: int, world_size: int, when: str, k: bool | int) -> None:
             each.zero_grad()
     assert_same_values(twin, whole)
     assert_same_values(net, seeded(Net))
+    loss_of(twin, batches(world_size)[rank])  # its root stays unsharded
+    assert all(isinstance(value, DTensor) for value in twin.state_dict().values())
     twin.load_state_dict(net.state_dict())
     assert_same_values(twin, seeded(Net))
 

@@ -94,7 +94,11 @@ class ParamGroup:
     def __deepcopy__(self, memo: dict[Any, Any]) -> ParamGroup:
         """Copy for copied modules, sharded, without gradients that are on their way."""
         copied = memo[COPIED]
-        made = ParamGroup(
+        made = ParamGroup.__new__(ParamGroup)
+        # Before the modules are copied, whose hooks on state dicts call the group.
+        memo[id(self)] = made
+        ParamGroup.__init__(
+            made,
             copy.deepcopy(self.params, memo),
             tuple(copy.deepcopy(module, memo) for module in self.modules if module in copied),
             self.mesh,
@@ -102,7 +106,6 @@ class ParamGroup:
             copy.deepcopy(self._offload, memo),
             self.options.reshard_after_forward,
         )
-        memo[id(self)] = made
         made.fqn = self.fqn
         made.options = dataclasses.replace(self.options)
         if self.kept is not None:
