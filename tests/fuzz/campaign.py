@@ -106,19 +106,32 @@ def _judge_by_another(judged: Judged, other: Judged) -> Judged:
 def _run_all(pool: Pool, programs: Sequence[Program], transports: Sequence[str]) -> list[Judged]:
     units = []
     for index, program in enumerate(programs):
+        served = _serving(program, transports)
         # Where ranks part, torch waits until time is up, which says nothing.
-        names = list(transports) if program.parts_ranks else ["torch", *transports]
+        names = served if program.parts_ranks else ["torch", *served]
         units += [Unit(index, program, name) for name in names]
     results = pool.run(units)
     judged = []
     for index, program in enumerate(programs):
         torchs = results.get((index, "torch"))
-        verdicts = {name: judge(program, results[index, name], torchs) for name in transports}
+        verdicts = {
+            name: judge(program, results[index, name], torchs)
+            for name in _serving(program, transports)
+        }
         ran = [results.get((index, name), {}) for name in ("torch", *transports)]
         seconds = sum(report.seconds for reports in ran for report in reports.values())
         error = next((each.raised for each in (torchs or {}).values() if each.raised), "")
         judged.append(Judged(program, how_torch_ran(torchs), verdicts, seconds, error))
     return judged
+
+
+def _serving(program: Program, transports: Sequence[str]) -> list[str]:
+    """The transports that promise something for a program.
+
+    Ranks that part exchange by bare collectives what does not belong together, or end each other:
+    docs/torch-compatibility.md says so.
+    """
+    return [name for name in transports if not (program.parts_ranks and name == "collectives")]
 
 
 def run_campaign(

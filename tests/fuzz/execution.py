@@ -38,6 +38,8 @@ class Execution:
         self._moments: dict[tuple[str, int], list[Any]] = {}
         self._how = "train"
         self._catches = False
+        # Then gradients are nobody's yet: each way of sharding delivers them at another time.
+        self._in_backward = False
         self._kept: list[tuple[str, dict[str, torch.Tensor]]] = []
         self._outputs: list[tuple[str, torch.Tensor]] = []
         self._model = 0
@@ -158,23 +160,24 @@ class Execution:
         loss = torch.stack(self._losses[chosen]).sum()
         if step.graph != "retain":
             del self._losses[chosen]
-        held = [param for handles in self.handles for param in handles.values()]
         # What was loaded by assigning inside of a forward, the program holds no handles of.
-        loaded = [param for model in self.models for param in model.parameters()]
-        params = list(dict.fromkeys(held + loaded))
-        self._catches = True
+        models = [
+            [*handles.values(), *model.parameters()]
+            for handles, model in zip(self.handles, self.models, strict=True)
+        ]
+        self._catches = self._in_backward = True
         try:
-            self.runtime.backward(loss, params, step.graph)
+            self.runtime.backward(loss, models, step.graph)
         except Boom:
             self.trace.note(f"{self._at} caught", None)
             self._losses.clear()
             for model in self.models:
                 self.runtime.after_failed_backward(model)
-            for param in params:
+            for param in (param for each in models for param in each):
                 param.grad = None
             return
         finally:
-            self._catches = False
+            self._catches = self._in_backward = False
         for name, param in self.handles[0].items():
             self.trace.note(f"{self._at} gradient {name}", param.grad)
 
@@ -226,6 +229,8 @@ class Execution:
         output.register_hook(hook)
 
     def _write(self, action: p.Write) -> None:
+        if action.form == "grad" and self._in_backward:
+            return
         # With mixed precision, what is live is another tensor in every runtime.
         if action.form == "live" and not self.program.precision:
             found = [
@@ -292,6 +297,8 @@ class Execution:
             raise Boom
 
     def _keep(self, action: p.Keep) -> None:
+        if action.what == "grads" and self._in_backward:
+            return
         label = f"{self._at} kept {action.what}"
         if action.what == "state":
             self._kept.append((label, dict(self.models[self._model].state_dict())))

@@ -38,7 +38,7 @@ class Runtime(Protocol):
     def shard(self, model: FuzzModel, program: Program) -> None:
         """Shard a model as the program says."""
 
-    def backward(self, loss: torch.Tensor, params: list[nn.Parameter], graph: str) -> None:
+    def backward(self, loss: torch.Tensor, models: list[list[nn.Parameter]], graph: str) -> None:
         """Go back from a loss, and average gradients if they are to be."""
 
     def sync(self, model: nn.Module, to: str) -> None:
@@ -90,7 +90,8 @@ class Unsharded:
             groups = [Group([each], torch.bfloat16, Between.NOTHING) for each in modules]
             compute_with_copies(groups, self._clock, (), model)
 
-    def backward(self, loss: torch.Tensor, params: list[nn.Parameter], graph: str) -> None:
+    def backward(self, loss: torch.Tensor, models: list[list[nn.Parameter]], graph: str) -> None:
+        params = list(dict.fromkeys(param for each in models for param in each))
         before = {param: param.grad for param in params}
         for param in params:
             param.grad = None
@@ -103,6 +104,8 @@ class Unsharded:
             raise
         finally:
             self._clock.end()
+        # A model that this backward did not come through keeps what waits for its own.
+        ran = {p for each in models if any(p.grad is not None for p in each) for p in each}
         for param in params:
             if param.grad is not None:
                 waiting = self._waiting.get(param)
@@ -110,10 +113,11 @@ class Unsharded:
             param.grad = before[param]
         if not self._syncs:
             return
-        averaged = self._average(list(self._waiting.values()))
-        for param, grad in zip(list(self._waiting), averaged, strict=True):
+        due = {param: grad for param, grad in self._waiting.items() if param in ran}
+        averaged = self._average(list(due.values()))
+        for param, grad in zip(due, averaged, strict=True):
             param.grad = grad if param.grad is None else param.grad.add_(grad)
-        self._waiting.clear()
+            del self._waiting[param]
 
     def sync(self, model: nn.Module, to: str) -> None:
         self._syncs = to == "on"
@@ -236,7 +240,7 @@ class Sharded:
         if "keep_after_backward" in program.traits:
             model.set_reshard_after_backward(False)  # type: ignore[operator]
 
-    def backward(self, loss: torch.Tensor, params: list[nn.Parameter], graph: str) -> None:
+    def backward(self, loss: torch.Tensor, models: list[list[nn.Parameter]], graph: str) -> None:
         loss.backward(retain_graph=graph == "retain")
 
     def sync(self, model: nn.Module, to: str) -> None:
