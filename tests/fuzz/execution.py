@@ -244,6 +244,8 @@ class Execution:
             for param in found:
                 self._write_rows(param, action)
             return
+        if action.form in ("data", "foreach"):
+            self.runtime.note_uncounted(found)
         with torch.no_grad():
             if action.form == "foreach" and found:
                 torch._foreach_mul_(list(found), action.factor)

@@ -39,11 +39,14 @@ class Clock:
         is_running: whether a backward is.
         syncs: whether backwards reduce gradients.
         began: the models that it has reached.
+        uncounted: parameters that were written to in a way that autograd does not count for a
+            ``DTensor``. Ours does not see it either, and goes on with what is kept, as torch does.
     """
 
     is_running: bool = False
     syncs: bool = True
     began: list[Gathers] = field(default_factory=list)
+    uncounted: set[torch.Tensor] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Clock:
         return self
@@ -288,9 +291,10 @@ class Group:
 
     def _refuse_stale(self) -> None:
         """Raise where a forward would go on with values that were written to since: it has none."""
-        for place, now in self._look().items():
-            if not torch.equal(now, self._values[place]):
-                raise StaleError(f"{place[1]} was written to since it was gathered")
+        for (owner, name), now in self._look().items():
+            counted = owner._parameters[name] not in self.gathers.clock.uncounted
+            if counted and not torch.equal(now, self._values[owner, name]):
+                raise StaleError(f"{name} was written to since it was gathered")
 
     def _look(self) -> dict[_Place, torch.Tensor]:
         return {

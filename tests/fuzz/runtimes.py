@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -61,6 +61,9 @@ class Runtime(Protocol):
 
     def assign_data(self, param: torch.Tensor, value: torch.Tensor) -> None:
         """Say ``param.data = value``."""
+
+    def note_uncounted(self, params: Sequence[torch.Tensor]) -> None:
+        """Note that these are written to in a way that autograd does not count for ``DTensor``."""
 
     def after_load(self, model: nn.Module) -> None:
         """Tie parameters again that were, and are in one memory still."""
@@ -144,6 +147,9 @@ class Unsharded:
 
     def gather(self, module: nn.Module, call: str) -> None:
         pass
+
+    def note_uncounted(self, params: Sequence[torch.Tensor]) -> None:
+        self._clock.uncounted.update(params)
 
     def after_load(self, model: nn.Module) -> None:
         # An unsharded model has two parameters then, and a sharded one of ours has one: a
@@ -264,6 +270,9 @@ class Sharded:
     def after_failed_backward(self, model: nn.Module) -> None:
         if self._resets == "by the user":
             model.reset_iter_state()  # type: ignore[operator]
+
+    def note_uncounted(self, params: Sequence[torch.Tensor]) -> None:
+        pass
 
     def after_load(self, model: nn.Module) -> None:
         pass

@@ -49,7 +49,8 @@ class Switches(TorchFSDPModule):
         For loops of forwards without a backward (evaluating, generating), which gather again in
         every forward otherwise. It takes the memory of the unsharded model. Inside, parameters
         must not be written to; a forward after such a write raises where it is seen (writes by way
-        of ``.data`` are not). A backward frees parameters as elsewhere. All ranks enter and leave.
+        of ``.data``, or of ``torch._foreach_mul_`` and the like, are not). A backward frees
+        parameters as elsewhere. All ranks enter and leave.
 
         Args:
             recurse: those of sharded modules inside this one, too.
