@@ -81,6 +81,75 @@ def test_the_next_step_is_as_if_nothing_had_been(
     ranks(_trains_on, 2, where, reset, first)
 
 
+class Loose(nn.Module):
+    """A root without parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.fails = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        if self.fails == "forward":
+            raise ArithmeticError("in forward")
+        x = self.blocks[1](x)
+        if self.fails == "backward":
+            x.register_hook(self._fail)
+        return x
+
+    def _fail(self, grad: torch.Tensor) -> None:
+        raise ArithmeticError("in backward")
+
+
+def _raises_twice(rank: int, world_size: int) -> None:
+    """A backward raises, then a forward, each before all modules have had their turn."""
+    net, whole = seeded(Loose), seeded(Loose)
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+    x = torch.full((2, 6), rank + 1.0)
+    for net.fails in ("backward", "forward"):
+        with pytest.raises(ArithmeticError, match=net.fails):
+            net(x).sum().backward()
+    net.fails = ""
+    net.zero_grad()
+    net(x).sum().backward()
+    for each in range(world_size):
+        (whole(torch.full((2, 6), each + 1.0)).sum() / world_size).backward()
+    assert_same_gradients(net, whole)
+
+
+def test_a_forward_that_raises_after_a_backward_that_raised_leaves_no_trace(ranks: Ranks) -> None:
+    ranks(_raises_twice, 2)
+
+
+def _backward_again(rank: int, world_size: int) -> None:
+    """The same backward once more, after a hook of it raised."""
+    net, whole = sharded_net(), seeded(Net)
+    x = batches(world_size)
+    failures = [ArithmeticError("in backward")]
+
+    def fail_once(grad: torch.Tensor) -> None:
+        if failures:
+            raise failures.pop()
+
+    def mark(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail_once)
+
+    net.blocks[1].register_forward_hook(mark)
+    loss = loss_of(net, x[rank])
+    with pytest.raises(ArithmeticError, match="in backward"):
+        loss.backward(retain_graph=True)
+    loss.backward()
+    average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
+def test_a_backward_that_raised_may_be_made_again(ranks: Ranks) -> None:
+    ranks(_backward_again, 2)
+
+
 class Careful(nn.Module):
     """Falls back to another branch where the first one raises."""
 

@@ -79,8 +79,8 @@ def _pre_backward(
 ) -> torch.Tensor:
     """Begin backward of the groups. The graph holds ``passes`` by this hook."""
     _refuse_graph_of_backward()
-    state.phase = Phase.BACKWARD
     state.root.queue_end_of_backward()
+    state.phase = Phase.BACKWARD
     for group, begun in zip(state.groups, passes, strict=True):
         if begun is not None and begun.makes != group.makes:
             group.refuse_replaced()

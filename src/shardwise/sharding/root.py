@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,6 +29,16 @@ class StateUnderRoot(Protocol):
 State = TypeVar("State", bound=StateUnderRoot)
 
 
+class _End:
+    """Ends a backward of a root, when it is called."""
+
+    def __init__(self, root: Root[Any]) -> None:
+        self._root = root
+
+    def __call__(self) -> None:
+        self._root.end_backward()
+
+
 class Root(Generic[State]):
     """Shared by the states of a module tree; belongs to the outermost one that runs.
 
@@ -51,7 +62,8 @@ class Root(Generic[State]):
         self._pending: list[Reduction] = []
         # Reductions whose all-reduce over replicas goes on while backward computes.
         self._left_alone: list[Reduction] = []
-        self._end_is_queued = False
+        # What ends the backward under way. The backward has it; where it raised, nobody does.
+        self._end: weakref.ref[_End] | None = None
         # Parameters whose gradient may grow until this backward is over; an optimizer in backward
         # waits so long.
         self._growing: dict[ShardedForm, None] = {}
@@ -67,6 +79,7 @@ class Root(Generic[State]):
 
     def begin_forward(self, state: State) -> None:
         """The outermost forward begins."""
+        self._forget_failed_backward()
         self.forward_root = state
         self.order.begin_forward()
         self.forward_number += 1
@@ -88,9 +101,11 @@ class Root(Generic[State]):
 
     def queue_end_of_backward(self) -> None:
         """Have :meth:`end_backward` called when the backward that now runs is over."""
-        if not self._end_is_queued:
-            self._end_is_queued = True
-            _torch.queue_after_backward(self.end_backward)
+        self._forget_failed_backward()
+        if self._end is None:
+            end = _End(self)
+            self._end = weakref.ref(end)
+            _torch.queue_after_backward(end)
 
     def queue_delivery(self) -> None:
         """Have gradients complete when the backward that now runs is over.
@@ -139,7 +154,7 @@ class Root(Generic[State]):
             raise
 
     def _end_backward(self) -> None:
-        self._end_is_queued = False
+        self._end = None
         for state in self.states:
             if self._is_in_forward(state):
                 continue  # it took a gradient in its forward (forces, say), which goes on
@@ -166,7 +181,7 @@ class Root(Generic[State]):
         self._pending.clear()
         self._left_alone.clear()
         self._growing.clear()
-        self._end_is_queued = False
+        self._end = None
         self.forward_root = None
         self.is_last_backward = True
         self.order.end_backward()
@@ -176,6 +191,11 @@ class Root(Generic[State]):
             for group in state.groups:
                 group.phase = Phase.IDLE
                 group.forget()
+
+    def _forget_failed_backward(self) -> None:
+        """Reset, if the last backward raised: then what was to end it is gone, and has not run."""
+        if self._end is not None and self._end() is None:
+            self.reset()
 
     def _is_in_forward(self, state: State) -> bool:
         """Whether the forward of ``state`` is under way around the backward that now ends."""
