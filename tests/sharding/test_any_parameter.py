@@ -131,6 +131,27 @@ def test_parameters_may_be_frozen_and_thawed_at_any_moment(ranks: Ranks, transpo
     ranks(_flips, 4, transport)
 
 
+def _freeze_a_tie_in_backward(rank: int, world_size: int) -> None:
+    """The tied weight is frozen when the backward of its last use is over, and of the first not."""
+    net, whole = seeded(Tied), seeded(Tied)
+    for module in (net.mid, net.head, net):
+        fully_shard(module)
+    for model in (net, whole):
+        handle = model.emb.weight
+
+        def freeze(*_: object, handle: torch.Tensor = handle) -> None:
+            handle.requires_grad_(False)
+
+        model.mid.register_full_backward_pre_hook(freeze)
+        model(torch.tensor([[1, 2, 3], [4, 5, 8]])).sum().backward()
+        assert handle.grad is None
+    _same(_grads(net), _grads(whole), "gradients")
+
+
+def test_a_tied_parameter_that_is_frozen_in_its_backward_gets_no_gradient(ranks: Ranks) -> None:
+    ranks(_freeze_a_tie_in_backward, 2)
+
+
 # -- shards kept on fewer ranks -----------------------------------------------------------------
 
 

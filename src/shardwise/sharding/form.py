@@ -104,6 +104,8 @@ class ShardedForm:
         self.users: list[Any] = []
         self._groups = 0
         self.steps = 0
+        # Whether the gradient of a tied parameter is of the backward that now runs alone.
+        self._grad_is_new = False
         self.lent: nn.Parameter | None = None
         self.offload = offload
         whole = _torch.local_of(param) if isinstance(param, DTensor) else param.detach()
@@ -230,6 +232,7 @@ class ShardedForm:
         local = self._through_hooks(local)
         grad = self.parameter.grad
         if grad is None:
+            self._grad_is_new = self.is_tied
             local = self.offload.grad_to_host(local, self.parameter)
             if local.dtype != self.parameter.dtype:
                 _torch.allow_grad_of_dtype(self.parameter, local.dtype)
@@ -262,6 +265,16 @@ class ShardedForm:
                 )
             grad = made
         return _torch.wait_tensor(_torch.local_of(grad))
+
+    def end_backward(self) -> None:
+        """Settle what several groups, or several passes of one, have made of the gradient.
+
+        A tied parameter that was frozen in between gets none, as where it has one gradient.
+        """
+        if self._grad_is_new and not self.parameter.requires_grad:
+            self.parameter.grad = None
+        self._grad_is_new = False
+        self.run_hooks()
 
     def run_hooks(self) -> None:
         """Run what a user registered to follow the gradient (an optimizer in backward, say)."""

@@ -241,7 +241,7 @@ class Root(Generic[State]):
         self._finish_reductions()
         growing, self._growing = self._growing, {}
         for form in growing:
-            form.run_hooks()
+            form.end_backward()
         for state in self.states:
             for group in state.groups:
                 group.wait_for_offload()
