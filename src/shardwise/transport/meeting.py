@@ -265,7 +265,9 @@ def _share(rank: int, sockets: dict[int, socket.socket], store: _Board) -> int:
             socket.send_fds(peer, [b"f"], [fd])
     else:
         watch = store.watch()
-        while not select.select([sockets[0]], [], [], _POLL_SECONDS)[0]:
+        readable = select.poll()  # select() knows no descriptor above 1023
+        readable.register(sockets[0], select.POLLIN)
+        while not readable.poll(1000 * _POLL_SECONDS):
             watch.look([0])  # which waits for the others
         message, fds, _, _ = socket.recv_fds(sockets[0], 1, 1)
         if message != b"f" or len(fds) != 1:
