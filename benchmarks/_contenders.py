@@ -349,7 +349,7 @@ class Copies(Floor):
             ]
             modules[0].register_forward_pre_hook(_copying(pairs))
             if case.zero == 3:
-                modules[-1].register_full_backward_pre_hook(_copying(pairs))
+                modules[-1].register_forward_hook(_before_backward(_copying(pairs)))
             for parameter, own in zip(owned, rows, strict=True):
                 self._laid_out[parameter] = torch.zeros_like(parameter)
                 parameter.register_post_accumulate_grad_hook(self._reducing(own))
@@ -374,6 +374,14 @@ def _copying(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., No
             where.copy_(rows)
 
     return copy
+
+
+def _before_backward(copy: Callable[..., None]) -> Callable[..., None]:
+    def mark(module: nn.Module, args: object, output: torch.Tensor | tuple[torch.Tensor]) -> None:
+        first = output if isinstance(output, torch.Tensor) else output[0]
+        first.register_hook(copy)  # type: ignore[no-untyped-call]
+
+    return mark
 
 
 def _rows_of_rank(parameter: nn.Parameter, rank: int, ranks: int) -> slice:
