@@ -1237,3 +1237,43 @@ def _reads_itself_in_forward(rank: int, world_size: int) -> None:
 
 def test_a_module_that_is_resharded_in_its_own_forward_is_named(ranks: Ranks) -> None:
     ranks(_reads_itself_in_forward, 2)
+
+
+class Gate(nn.Module):
+    """Returns a view, which its caller writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.gain).view_as(x)
+
+
+class GatedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self.gate(x)
+            x.mul_(0.75)
+        return x
+
+
+def _writes_to_two_views(rank: int, world_size: int, transport: str) -> None:
+    net, whole = seeded(GatedTwice), seeded(GatedTwice)
+    for each in (net.gate, net):
+        fully_shard(each, transport=transport)
+    x = batches(world_size)
+    loss_of(net, x[rank].clone()).backward()
+    average_backward(whole, x.clone())
+    assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_module_that_runs_twice_may_have_its_views_written_to(
+    ranks: Ranks, transport: str
+) -> None:
+    ranks(_writes_to_two_views, 2, transport)

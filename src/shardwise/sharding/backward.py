@@ -101,7 +101,7 @@ def _pre_base(
     state: ModuleState, passes: tuple[Pass | None, ...], grads: tuple[torch.Tensor, ...]
 ) -> None:
     """Begin backward where no hook on an output has: what they were on was written to in place."""
-    if not any(group.phase in (Phase.BACKWARD, Phase.REDUCED) for group in state.groups):
+    if not any(group.phase is Phase.BACKWARD for group in state.groups):
         _pre_backward(state, passes, grads[0])
 
 
