@@ -180,6 +180,12 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def version_with_local(tensor: torch.Tensor) -> int:
+    """A number that grows when ``tensor`` is written to, as ``DTensor`` or as what is in it."""
+    version = version_of(tensor)
+    return version + version_of(local_of(tensor)) if isinstance(tensor, DTensor) else version
+
+
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set what :func:`version_of` returns; does nothing where that is not counted."""
     if not tensor.is_inference():
@@ -191,11 +197,11 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 
     ``None`` where it has none of its own, as a wrapper around other tensors has not.
     """
-    plain = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    if is_wrapper(plain):
+    local = plain(tensor)
+    if is_wrapper(local):
         return None
     try:
-        return int(plain.untyped_storage()._cdata)
+        return int(local.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # inside a transformation of torch.func
         return None
 

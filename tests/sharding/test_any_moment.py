@@ -550,28 +550,33 @@ def test_an_optimizer_in_backward_steps_once_with_the_whole_gradient(
     ranks(_steps_in_backward, 2, transport, reshard)
 
 
+def _step_then_write(block: nn.Module, before: nn.Module) -> None:
+    """Have ``block`` step in backward, and be written to in the backward of what comes before."""
+    shards = list(block.parameters())
+    optimizer = torch.optim.SGD(shards, lr=0.1)
+
+    def step(param: torch.Tensor) -> None:
+        optimizer.step()
+        param.grad = None
+
+    for param in shards:
+        param.register_post_accumulate_grad_hook(step)
+
+    def write(*_: object) -> None:
+        with torch.no_grad():
+            for param in shards:
+                param.mul_(0.5)
+
+    before.register_full_backward_hook(write)
+
+
 def _writes_after_a_step_in_backward(
     rank: int, world_size: int, transport: str, other: str
 ) -> None:
     """A hook in the backward of one block writes to the block whose backward is over."""
     net, whole = sharded_net(transport=transport), seeded(Net)
     for model in (net, whole):
-        shards = list(model.blocks[2].parameters())
-        optimizer = torch.optim.SGD(shards, lr=0.1)
-
-        def step(param: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.step()
-            param.grad = None
-
-        for param in shards:
-            param.register_post_accumulate_grad_hook(step)
-
-        def write(*_: object, shards: list[torch.Tensor] = shards) -> None:
-            with torch.no_grad():
-                for param in shards:
-                    param.mul_(0.5)
-
-        model.blocks[0].down.register_full_backward_hook(write)
+        _step_then_write(model.blocks[2], model.blocks[0].down)
     x = batches(1)[0]  # the same on every rank
     others = [model(x) for model in (net, whole)]
     if other == "dropped":
@@ -597,22 +602,7 @@ def _writes_after_both_backwards(rank: int, world_size: int) -> None:
     for each in (net.block, net):
         fully_shard(each)
     for model in (net, whole):
-        shards = list(model.block.parameters())
-
-        def step(param: torch.Tensor) -> None:
-            with torch.no_grad():
-                param.sub_(param.grad, alpha=0.1)
-            param.grad = None
-
-        for param in shards:
-            param.register_post_accumulate_grad_hook(step)
-
-        def write(*_: object, shards: list[torch.Tensor] = shards) -> None:
-            with torch.no_grad():
-                for param in shards:
-                    param.mul_(0.5)
-
-        model.embed.register_full_backward_hook(write)
+        _step_then_write(model.block, model.embed)
     x = batches(1)[0].requires_grad_()
     loss_of(net, x).backward()
     loss_of(whole, x).backward()

@@ -106,7 +106,7 @@ def _fill(fragment: Fragment, saved: Mapping[nn.Parameter, Mapping[str, Any]]) -
                 continue  # saved without error feedback: nothing is known to be lost
             if not isinstance(value, Tensor):
                 raise ValueError(f"{fqn}: the state dict has no tensor {KEY}.{name} for it")
-            local = _torch.local_of(value) if isinstance(value, DTensor) else value
+            local = _torch.plain(value)
             if local.shape != view.shape:
                 raise ValueError(
                     f"{fqn}: {KEY}.{name} of the state dict has shape {tuple(local.shape)} on this "

@@ -59,7 +59,7 @@ def exported(value: Any, kind: StateDictType, *, to_host: bool) -> Any:
             return value
         local = _torch.local_of(value).detach().to("cpu", copy=True)
         return _torch.wrap_local(local, _torch.spec_of(value))
-    value = _torch.local_of(value) if isinstance(value, DTensor) else value
+    value = _torch.plain(value)
     return value.detach().to("cpu", copy=True) if to_host else value.detach()
 
 

@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from shardwise.launch.errors import UserError
@@ -99,11 +100,16 @@ def newest_step(checkpoints: Checkpoints, files: RunDir) -> int:
     damaged = checkpoints.damage()
     if damaged is not None:
         path, problem = damaged
-        raise UserError(
-            f"--resume: {problem}; move {path} away, or delete it, to go on from step {steps[-1]} "
-            f"(shardwise checkpoint verify {path} lists what is damaged)"
-        )
+        raise UserError(f"--resume: {problem}; {how_to_go_on_without(path, steps[-1])}")
     return steps[-1]
+
+
+def how_to_go_on_without(damaged: Path, step: int) -> str:
+    """What to do to go on from an older step than that of a checkpoint that is damaged."""
+    return (
+        f"move {damaged} away, or delete it, to go on from step {step} "
+        f"(shardwise checkpoint verify {damaged} lists what is damaged)"
+    )
 
 
 def check_folder(inputs: Inputs) -> Position:

@@ -17,7 +17,14 @@ from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World, launched_here
 from shardwise.recipes import journal
 from shardwise.recipes.assembly import assemble
-from shardwise.recipes.begin import Inputs, check_alike, check_folder, decided, newest_step
+from shardwise.recipes.begin import (
+    Inputs,
+    check_alike,
+    check_folder,
+    decided,
+    how_to_go_on_without,
+    newest_step,
+)
 from shardwise.recipes.checkpointing import Checkpoints
 from shardwise.recipes.config import Existing, TrainConfig, resolve_sharding
 from shardwise.recipes.device import backend_for, choose_device
@@ -132,14 +139,10 @@ def _resume(run: _Run) -> Position:
 
 def _how_to_go_on_without(run: _Run, newest: int) -> str:
     """What to do about a checkpoint that is damaged: else a job fails alike at every start."""
-    path = run.checkpoints.path(newest)
     older = [step for step in run.checkpoints.steps() if step < newest]
     if not older:
         return "no older checkpoint is complete: --overwrite begins anew"
-    return (
-        f"move {path} away, or delete it, to go on from step {older[-1]} "
-        f"(shardwise checkpoint verify {path} lists what is damaged)"
-    )
+    return how_to_go_on_without(run.checkpoints.path(newest), older[-1])
 
 
 def _take_folder(run: _Run) -> int | None:

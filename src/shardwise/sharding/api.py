@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.nn.parameter import UninitializedParameter
 
 from shardwise import _torch
@@ -300,7 +300,7 @@ def _check_parameter(param: nn.Parameter, fqn: str, owners: list[ParamOwner]) ->
             f"{fqn} on rank {dist.get_rank()}: found a parameter of a lazy module, which has no "
             "shape yet; run one forward of the model before fully_shard"
         )
-    check_extension(fqn, _torch.local_of(param) if isinstance(param, DTensor) else param)
+    check_extension(fqn, _torch.plain(param))
 
 
 def _check_wanted(wanted: Shard, param: nn.Parameter, fqn: str, mesh: DataMesh) -> None:

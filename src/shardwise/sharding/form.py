@@ -215,7 +215,7 @@ class ShardedForm:
     def materialise(self, whole: torch.Tensor) -> None:
         """Fill a shard that is on the meta device from ``whole``, as the original was."""
         with torch.no_grad():
-            local = _torch.local_of(whole) if isinstance(whole, DTensor) else whole
+            local = _torch.plain(whole)
             shard = self._copy_of_shard(local)
             made = nn.Parameter(
                 _torch.wrap_local(shard, self.spec), requires_grad=self.parameter.requires_grad

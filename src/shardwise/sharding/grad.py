@@ -52,7 +52,7 @@ def clip_grad_norm_(
             "error_if_nonfinite=False to go on"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    locals_ = [_local(param.grad) for param in params if param.grad is not None]
+    locals_ = [_torch.plain(param.grad) for param in params if param.grad is not None]
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in locals_:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
@@ -77,7 +77,7 @@ def _grad_norm(
     for param in parameters:
         grads = spread.setdefault(_sharding_groups(param), [])
         if param.grad is not None:
-            local = _local(param.grad)
+            local = _torch.plain(param.grad)
             grads.append(local)
         elif isinstance(param, DTensor):
             local = _torch.local_of(param)
@@ -108,10 +108,6 @@ def _local_norm(
         return torch.zeros((), dtype=dtype, device=device)
     norms = torch.stack([norm.to(device, dtype) for norm in _torch.norms(grads, norm_type)])
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
-
-
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return _torch.local_of(grad) if isinstance(grad, DTensor) else grad
 
 
 def _sharding_groups(param: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:

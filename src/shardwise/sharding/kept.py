@@ -95,7 +95,7 @@ class KeptShards:
                     _torch.wrap_local(shard, spec), requires_grad=param.sharded.requires_grad
                 )
                 param.register(kept)
-                self._registered[param] = kept, _version(kept)
+                self._registered[param] = kept, _torch.version_with_local(kept)
                 self._shards[param] = shard.view(-1)
 
     def release(self) -> None:
@@ -108,7 +108,11 @@ class KeptShards:
     @property
     def written(self) -> list[ShardedParam]:
         """The parameters whose kept shards were written to, which nothing else would learn of."""
-        return [p for p, (kept, before) in self._registered.items() if _version(kept) != before]
+        return [
+            p
+            for p, (kept, before) in self._registered.items()
+            if _torch.version_with_local(kept) != before
+        ]
 
     def shard_of(self, param: ShardedParam) -> torch.Tensor:
         """The shard that is kept of ``param``, 1-D."""
@@ -117,7 +121,3 @@ class KeptShards:
     def layout_of(self, param: ShardedParam) -> Layout:
         """How ``param`` is cut over the smaller mesh."""
         return self._layouts[param]
-
-
-def _version(kept: nn.Parameter) -> int:
-    return _torch.version_of(kept) + _torch.version_of(_torch.local_of(kept))

@@ -159,7 +159,7 @@ def _write_back(param: ShardedParam, full: nn.Parameter, *, with_grads: bool) ->
 
 
 def _rows(param: ShardedParam, full: torch.Tensor) -> torch.Tensor:
-    whole = _torch.local_of(full) if isinstance(full, DTensor) else full
+    whole = _torch.plain(full)
     return param.layout.cut(whole.detach(), param.form.mesh.shard.rank).contiguous()
 
 

@@ -210,7 +210,7 @@ class ShardedParam:
     @property
     def shard_version(self) -> int:
         """A number that grows when the shard is written to, as ``DTensor`` or as what is in it."""
-        return _torch.version_of(self.sharded) + _torch.version_of(self.local) + self.form.steps
+        return _torch.version_with_local(self.sharded) + self.form.steps
 
     @property
     def shares_memory(self) -> bool:
@@ -302,12 +302,8 @@ class ShardedParam:
 
     def _version_of_full(self) -> int:
         """A number that grows when it is written to, as ``DTensor`` or as what is in it."""
-        full = self.full
-        assert full is not None
-        version = _torch.version_of(full)
-        if isinstance(full, DTensor):
-            version += _torch.version_of(_torch.local_of(full))
-        return version
+        assert self.full is not None
+        return _torch.version_with_local(self.full)
 
     def follow_requires_grad(self, parameter: nn.Parameter) -> None:
         """Have the shard need a gradient, or none, as ``parameter`` was told in its place."""

@@ -32,7 +32,7 @@ class Place:
     @classmethod
     def of(cls, param: torch.Tensor, fqn: str, mesh: DataMesh, wanted: Shard | None) -> Place:
         """Decide it, as :func:`dim_to_shard` and :func:`sharded_spec` do; changes nothing."""
-        shape = (_torch.local_of(param) if isinstance(param, DTensor) else param).shape
+        shape = _torch.plain(param).shape
         layout = Layout(shape, dim_to_shard(param, mesh, wanted), mesh.shard.world_size)
         return cls(mesh, layout, sharded_spec(param, fqn, mesh, layout))
 

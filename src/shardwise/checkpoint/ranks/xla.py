@@ -175,7 +175,7 @@ def _locals(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(map(_locals, tree))
     if isinstance(tree, torch.Tensor):
-        local = _torch.local_of(tree) if isinstance(tree, DTensor) else tree
+        local = _torch.plain(tree)
         whole = local.untyped_storage().nbytes() == local.nbytes
         return local.detach() if whole else local.detach().clone()
     return tree
