@@ -1,6 +1,8 @@
-"""single_gpu.py made distributed; the lines that changed are marked: # <--.
+"""single_gpu.py, sharded over all ranks. Lines that changed are marked # <--.
 
-torchrun --standalone --nproc-per-node 2 examples/distributed.py
+    torchrun --standalone --nproc-per-node 2 examples/distributed.py
+
+Prints the same losses as single_gpu.py and saves the same file, model.pt.
 """
 
 import torch
@@ -38,16 +40,16 @@ def main() -> None:
     data = torch.Generator().manual_seed(1)
     for step in range(40):
         x = torch.randn(BATCH, 16, generator=data).to(device)
-        x = x.chunk(ranks)[rank]  # <-- this rank's part of the batch
-        loss = F.mse_loss(model(x), x.roll(1, dims=1))  # shift the input
+        x = x.chunk(ranks)[rank]  # <-- this rank's share of the batch
+        loss = F.mse_loss(model(x), x.roll(1, dims=1))  # the target is the input, shifted by one
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss.detach().div_(ranks))  # <-- the mean, to print
+        dist.all_reduce(loss.detach().div_(ranks))  # <-- the mean over ranks, to print
         if step % 10 == 9 and rank == 0:  # <--
             print(f"step {step + 1}: loss {loss.item():.4f}")
 
-    state = model.state_dict()  # <-- whole, on every rank
+    state = model.state_dict()  # <-- full tensors, on every rank
     if rank == 0:  # <--
         torch.save(state, "model.pt")
     dist.destroy_process_group()  # <--

@@ -1,9 +1,9 @@
-"""A script for torch's FSDP1, as it runs here: only the import has changed.
+"""A script written for torch's FSDP1. Only the imports have changed.
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp1_no_sync.py
 
-Gradients accumulate over microbatches without communication, are clipped over all ranks, and the
-whole state is gathered on rank 0.
+Shows gradient accumulation under no_sync(), gradient clipping over all ranks, and a full state
+dict of the model and the optimizer on rank 0.
 """
 
 import functools
@@ -38,7 +38,7 @@ def main() -> None:
         ),
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         device_id=torch.device("cpu"),
-        sync_module_states=True,  # all ranks start from rank 0's weights
+        sync_module_states=True,  # every rank starts with rank 0's weights
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -53,7 +53,7 @@ def main() -> None:
     for step in range(30):
         with model.no_sync():
             loss = sum(backward() for _ in range(MICROBATCHES - 1))
-        loss += backward()  # this one reduces all that has been accumulated
+        loss += backward()  # reduces everything accumulated so far
         norm = model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -69,7 +69,8 @@ def main() -> None:
         state = model.state_dict()
         optimizer_state = FSDP.optim_state_dict(model, optimizer)
     if dist.get_rank() == 0:
-        print(f"saved {len(state)} tensors, optimizer state of {len(optimizer_state['state'])}")
+        states = len(optimizer_state["state"])
+        print(f"gathered {len(state)} parameters and the optimizer state of {states}")
     dist.destroy_process_group()
 
 

@@ -1,9 +1,10 @@
-"""One training function, on a Ray cluster or under torchrun; it goes on where it was interrupted.
+"""One training function that runs on a Ray cluster and under torchrun, and resumes by itself.
 
     python examples/ray_train.py --workers 2 --out /shared/run
     torchrun --standalone --nproc-per-node 2 examples/ray_train.py --out run
 
-The folder is one that all hosts see. `pip install shardwise[ray]` brings Ray Train.
+--out is a folder that every host can see. Run it again with more --steps: it resumes from the last
+checkpoint, on any number of ranks. Ray Train is an extra: pip install -e '.[ray]' in a clone.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from shardwise import checkpoint, fully_shard
 
 
 def train(config: dict) -> None:
-    """Train on this rank. Ray has made the process group already; torchrun has not."""
+    """Train on this rank. Ray has already made the process group; torchrun has not."""
     if not dist.is_initialized():
         dist.init_process_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -29,7 +30,7 @@ def train(config: dict) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     mesh = init_device_mesh(device, (ranks,))
 
-    torch.manual_seed(0)  # every rank starts from the same weights
+    torch.manual_seed(0)  # every rank starts with the same weights
     blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2)]
     model = nn.Sequential(*blocks).to(device)
     for block in model:
@@ -39,15 +40,15 @@ def train(config: dict) -> None:
 
     folder, done = Path(config["out"]), 0
     newest = [checkpoint.latest(folder)]
-    dist.broadcast_object_list(newest)  # what rank 0 sees decides: others may see it later
+    dist.broadcast_object_list(newest)  # rank 0 decides: others may see it later
     if newest[0] is not None:
         done = checkpoint.load(newest[0], model, optimizer)["step"]
     if rank == 0:
-        print(f"{ranks} ranks, from step {done}", flush=True)
+        print(f"{ranks} ranks, starting after step {done}", flush=True)
     for step in range(done + 1, config["steps"] + 1):
-        torch.manual_seed(step)  # the same batch whoever computes it, cut into a part for each rank
+        torch.manual_seed(step)  # the same batch on any number of ranks
         x = torch.randn(128, 32).chunk(ranks)[rank].to(device)
-        loss = F.mse_loss(model(x), x.roll(1, dims=1))  # shift the input
+        loss = F.mse_loss(model(x), x.roll(1, dims=1))  # the target is the input, shifted by one
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -60,7 +61,7 @@ def train(config: dict) -> None:
 
 
 def on_ray(config: dict, workers: int) -> None:
-    """Run it on workers of a Ray cluster; Ray begins again up to three times if some are lost."""
+    """Train on workers of a Ray cluster. If some are lost, Ray restarts up to three times."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -76,14 +77,14 @@ def on_ray(config: dict, workers: int) -> None:
 
 
 def main() -> None:
-    """Be a rank of torchrun's, or ask Ray for workers."""
+    """Train as a rank of torchrun, or ask Ray for workers."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default="run", help="folder of checkpoints, seen by all hosts")
+    parser.add_argument("--out", default="run", help="folder for checkpoints, visible to all hosts")
     parser.add_argument("--workers", type=int, default=2, help="ranks on Ray")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     options = parser.parse_args()
-    out = Path(options.out).absolute()  # workers of Ray run in another folder
+    out = Path(options.out).absolute()  # Ray's workers run in another folder
     config = {"out": str(out), "steps": options.steps, "every": options.every}
     if "RANK" in os.environ:
         train(config)

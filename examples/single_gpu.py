@@ -1,6 +1,8 @@
-"""A training on one device: the script that distributed.py makes distributed.
+"""Train on one device. distributed.py is the same script, sharded.
 
-python examples/single_gpu.py
+    python examples/single_gpu.py
+
+Prints the loss every ten steps and saves the weights to model.pt.
 """
 
 import torch
@@ -32,7 +34,7 @@ def main() -> None:
     data = torch.Generator().manual_seed(1)
     for step in range(40):
         x = torch.randn(BATCH, 16, generator=data).to(device)
-        loss = F.mse_loss(model(x), x.roll(1, dims=1))  # shift the input
+        loss = F.mse_loss(model(x), x.roll(1, dims=1))  # the target is the input, shifted by one
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

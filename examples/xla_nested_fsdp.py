@@ -1,8 +1,9 @@
-"""Nested FSDP as scripts for PyTorch/XLA have it: inner modules first, then the whole.
+"""Nested FSDP in the style of PyTorch/XLA scripts: wrap the inner modules, then the model.
 
-    torchrun --standalone --nproc-per-node 2 examples/xla_nested_fsdp.py --use-nested-fsdp
+    torchrun --standalone --nproc-per-node 2 examples/xla_nested_fsdp.py --nested
 
-Without the option a policy wraps the same modules; --use-gradient-checkpointing goes with both.
+Without --nested, a policy wraps the same modules. Add --activation-checkpointing to recompute
+activations in backward. Prints the accuracy, the number of wrapped modules and what rank 0 holds.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from shardwise.wrap import size_based_auto_wrap_policy
 
 
 class ConvNet(nn.Module):
-    """Two convolutions and two linear layers, for pictures of 14 x 14."""
+    """Two convolutions and two linear layers, for 14 x 14 images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,15 +36,15 @@ class ConvNet(nn.Module):
 
 
 def build(options: argparse.Namespace) -> FSDP:
-    """Wrap the net, by hand or by a policy."""
+    """Wrap the model by hand, or by a policy."""
     model = ConvNet()
 
     def wrapper(module: nn.Module, *args: object, **kwargs: object) -> FSDP:
-        if options.use_gradient_checkpointing:
+        if options.activation_checkpointing:
             module = checkpoint_module(module)
         return FSDP(module, *args, **kwargs)
 
-    if options.use_nested_fsdp:
+    if options.nested:
         model.conv1 = wrapper(model.conv1)
         model.conv2 = wrapper(model.conv2)
         model.fc1 = wrapper(model.fc1)
@@ -55,8 +56,8 @@ def build(options: argparse.Namespace) -> FSDP:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--use-nested-fsdp", action="store_true")
-    parser.add_argument("--use-gradient-checkpointing", action="store_true")
+    parser.add_argument("--nested", action="store_true")
+    parser.add_argument("--activation-checkpointing", action="store_true")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -64,11 +65,11 @@ def main() -> None:
     model = build(options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
 
-    torch.manual_seed(1 + rank)  # every rank has data of its own
+    torch.manual_seed(1 + rank)  # every rank trains on its own data
     for step in range(30):
         y = torch.randint(4, (32,))
         x = 0.3 * torch.randn(32, 1, 14, 14)
-        x[torch.arange(32), 0, 3 * y] += 1.5  # a bright row whose place is the class
+        x[torch.arange(32), 0, 3 * y] += 1.5  # the class is the position of a bright row
         logits = model(x)
         F.cross_entropy(logits, y).backward()
         optimizer.step()
@@ -78,9 +79,10 @@ def main() -> None:
         if step % 10 == 9 and rank == 0:
             print(f"step {step + 1}: accuracy {right.item() / world_size:.2f}")
 
-    shards = sum(value.numel() for value in model.state_dict().values())  # this rank's
+    held = sum(value.numel() for value in model.state_dict().values())  # this rank's shards
     if rank == 0:
-        print(f"{len(FSDP.fsdp_modules(model))} units, {shards} parameters on this rank")
+        wrapped = len(FSDP.fsdp_modules(model))
+        print(f"{wrapped} wrapped modules; rank 0 holds {held:,} parameters")
     dist.destroy_process_group()
 
 

@@ -1,9 +1,9 @@
-"""The stages of ZeRO side by side: the same training, and what each keeps whole for how long.
+"""The stages of ZeRO side by side: the same training, and what each stage keeps in memory.
 
     torchrun --standalone --nproc-per-node 2 examples/zero_1_2_3.py
 
-Each step accumulates over two microbatches. All stages end with the same loss; what differs is
-memory against communication.
+Every step accumulates gradients over two microbatches. All stages end with the same loss. Later
+stages use less memory and communicate more.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of ZeRO in the words of ``fully_shard``."""
+    """A stage of ZeRO, in terms of ``fully_shard``."""
 
     name: str
     is_sharded: bool
@@ -31,7 +31,7 @@ class Stage:
     reduces_every_microbatch: bool
 
     def mesh(self) -> DeviceMesh:
-        """Make the mesh: all ranks shard, or all ranks replicate."""
+        """Make a mesh over which all ranks shard, or all ranks replicate."""
         world_size = dist.get_world_size()
         return init_device_mesh("cpu", (world_size,) if self.is_sharded else (world_size, 1))
 
@@ -45,12 +45,13 @@ STAGES = [
 
 
 def main() -> None:
-    """Train at every stage and print a table."""
+    """Train with every stage and print a table."""
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
+        print("what rank 0 holds of the full model, and when gradients are reduced:\n")
         print(
-            "stage   optimizer state   whole from forward to backward   "
-            "between microbatches   last loss"
+            "stage   optimizer state   parameters, forward to backward   "
+            "gradients reduced   last loss"
         )
     for stage in STAGES:
         row = train(stage)
@@ -60,7 +61,7 @@ def main() -> None:
 
 
 def train(stage: Stage) -> str:
-    """Train from the same start on the same data; return a row of the table."""
+    """Train from the same weights on the same data; return a row of the table."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)])
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -84,14 +85,14 @@ def train(stage: Stage) -> str:
         optimizer.step()
         optimizer.zero_grad()
 
-    whole = sum(parameter.numel() for parameter in parameters) / total
+    full = sum(parameter.numel() for parameter in parameters) / total
     states = [state["exp_avg"].to_local() for state in optimizer.state.values()]
     state = sum(tensor.numel() for tensor in states) / total
-    gradients = "gradients " + ("reduced" if reduced else "as they are")
+    when = "every microbatch" if reduced else "once a step"
     loss = loss.detach() * MICROBATCHES
     dist.all_reduce(loss)
     loss /= dist.get_world_size()
-    return f"{stage.name:7} {state:15.0%}   {whole:30.0%}   {gradients:>20}   {loss.item():9.6f}"
+    return f"{stage.name:7} {state:15.0%}   {full:31.0%}   {when:>17}   {loss.item():9.6f}"
 
 
 if __name__ == "__main__":

@@ -66,13 +66,15 @@ def test_the_minimal_example_is_short_and_learns_under_torchrun() -> None:
     )
 
     assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        assert f"rank {rank} of 2 holds 8,352 of 16,704 parameters" in result.stdout
     losses = _losses(result.stdout)
     assert len(losses) == 6
     assert losses[-1] < 0.5 * losses[0]
 
 
 def test_the_stages_of_zero_differ_in_memory_and_agree_in_loss(tmp_path: Path) -> None:
-    _, *rows = _run("zero_1_2_3.py", cwd=tmp_path).splitlines()
+    _, _, _, *rows = _run("zero_1_2_3.py", cwd=tmp_path).splitlines()
 
     stages = {row.split()[0]: row.split()[1:] for row in rows}
     assert list(stages) == ["none", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
@@ -111,17 +113,17 @@ def test_a_script_for_fsdp1_runs_with_another_import(tmp_path: Path) -> None:
 
     losses = _losses(output)
     assert losses[-1] < 0.7 * losses[0]
-    assert "saved 27 tensors, optimizer state of 27" in output
+    assert "gathered 27 parameters and the optimizer state of 27" in output
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["by-hand", "by-policy"])
 def test_nested_fsdp_as_pytorch_xla_has_it(tmp_path: Path, nested: bool) -> None:
-    arguments = ["--use-nested-fsdp", "--use-gradient-checkpointing"] if nested else []
+    arguments = ["--nested", "--activation-checkpointing"] if nested else []
     output = _run("xla_nested_fsdp.py", *arguments, cwd=tmp_path)
 
     accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", output)]
     assert accuracies[-1] > 0.95
-    assert "5 units, 7106 parameters on this rank" in output
+    assert "5 wrapped modules; rank 0 holds 7,106 parameters" in output
 
 
 def test_the_training_function_for_ray_runs_under_torchrun_and_goes_on(tmp_path: Path) -> None:
@@ -129,8 +131,8 @@ def test_the_training_function_for_ray_runs_under_torchrun_and_goes_on(tmp_path:
     then = _run("ray_train.py", "--steps", "60", cwd=tmp_path)
     whole = _run("ray_train.py", "--steps", "60", "--out", "whole", cwd=tmp_path, ranks=1)
 
-    assert first.startswith("2 ranks, from step 0\n")
-    assert then.startswith("2 ranks, from step 40\n")
+    assert first.startswith("2 ranks, starting after step 0\n")
+    assert then.startswith("2 ranks, starting after step 40\n")
     assert len(losses := [*_losses(first), *_losses(then)]) == 6
     assert losses[-1] < 0.5 * losses[0]
     assert losses == pytest.approx(_losses(whole), abs=2e-3)

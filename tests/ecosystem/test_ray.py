@@ -94,8 +94,8 @@ def test_a_training_on_ray_survives_a_worker_and_ends_as_it_does_elsewhere(
 ) -> None:
     output = _on_ray(tmp_path / "ray")
     assert (tmp_path / "ray" / "died").exists()
-    assert "2 ranks, from step 0" in output
-    assert "2 ranks, from step 20" in output
+    assert "2 ranks, starting after step 0" in output
+    assert "2 ranks, starting after step 20" in output
     ranks(_undisturbed, 2, tmp_path / "here")
     found, step = _loaded(tmp_path / "ray")
     expected, _ = _loaded(tmp_path / "here")
