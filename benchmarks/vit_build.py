@@ -32,8 +32,7 @@ from _report import document, machine, machine_line, save, wide_console
 from _vit_build_tables import too_high, vit_build_tables
 from _worlds import World as Processes
 from shardwise.launch.world import World
-from shardwise.recipes.classify import classification_loss
-from shardwise.recipes.config import (
+from shardwise.recipes.core.config import (
     AdamWConfig,
     OutputConfig,
     Precision,
@@ -42,12 +41,13 @@ from shardwise.recipes.config import (
     TransportName,
     resolve_sharding,
 )
-from shardwise.recipes.dry_run import COPIES, STORED, Outlook
-from shardwise.recipes.model import checkpoint_layers
-from shardwise.recipes.optim import make_adamw
-from shardwise.recipes.training import place_for
-from shardwise.recipes.vit_model import born, build, shares
-from shardwise.recipes.vit_presets import VIT_PRESETS
+from shardwise.recipes.core.dry_run import COPIES, STORED, Outlook
+from shardwise.recipes.core.model import checkpoint_layers
+from shardwise.recipes.core.optim import make_adamw
+from shardwise.recipes.core.training import place_for
+from shardwise.recipes.vision.presets import VIT_PRESETS
+from shardwise.recipes.vision.task import classification_loss
+from shardwise.recipes.vit import born, build, shares
 
 CLASSES = 1000
 STEPS = 2  # the first makes the optimizer's state

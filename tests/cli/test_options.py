@@ -17,10 +17,9 @@ from shardwise.cli import main, train_imagenet, train_lm, train_mnist, train_vit
 from shardwise.cli import run as cli_run
 from shardwise.cli.main import app
 from shardwise.launch.hosts import UNNUMBERED, Nodes, Terms
-from shardwise.recipes.config import OptionError
-from shardwise.recipes.job import Job
-from shardwise.recipes.run_lock import locked
-from shardwise.recipes.rundir import RunDir
+from shardwise.recipes.core.config import OptionError
+from shardwise.recipes.core.job import Job
+from shardwise.recipes.core.rundir import RunDir, locked
 
 Capture = pytest.CaptureFixture[str]
 
@@ -307,7 +306,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "--sample-tokens 3 --temperature 0"
     )
     assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
-    from shardwise.recipes.config import as_json, flatten
+    from shardwise.recipes.core.config import as_json, flatten
 
     assert flatten(as_json(jobs[0].recipe)) == {
         "model": "llama-34m", "data": ["a.txt", "c.txt", "b.txt"], "seq_length": 512,
@@ -368,7 +367,7 @@ def test_options_for_streams_become_a_configuration(monkeypatch: pytest.MonkeyPa
 
 
 def test_options_for_pictures_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.recipes.config import as_json, flatten
+    from shardwise.recipes.core.config import as_json, flatten
 
     jobs: list[Job] = []
     for command in (train_mnist, train_imagenet, train_vit):

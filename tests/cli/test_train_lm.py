@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardwise.recipes.checkpointing import Checkpoints
-from shardwise.recipes.metrics import read_metrics
+from shardwise.recipes.core.checkpointing import Checkpoints
+from shardwise.recipes.core.journal import read_metrics
 from shardwise.units import printable
 from tests.recipes.small import write_model, write_text
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from benchmarks._hosts import Host, two_hosts
-from shardwise.recipes.metrics import read_metrics
+from shardwise.recipes.core.journal import read_metrics
 from tests.hosts.network import needs_hosts, start
 from tests.recipes.corpora import texts, write_jsonl
 from tests.recipes.small import losses, small_config, write_model

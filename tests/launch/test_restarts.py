@@ -14,7 +14,7 @@ from shardwise.errors import PeerLostError
 from shardwise.launch.errors import UserError
 from shardwise.launch.rank import run_rank
 from shardwise.launch.world import find_world, job_id
-from shardwise.recipes.connection import ConnectionLostError
+from shardwise.recipes.text.documents import ConnectionLostError
 
 attempt, how = int(sys.argv[1]), sys.argv[2]
 

@@ -8,9 +8,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from shardwise.recipes.config import AdamWConfig
-from shardwise.recipes.idx import CLASSES, SIDE
-from shardwise.recipes.mnist_config import MnistConfig
+from shardwise.recipes.core.config import AdamWConfig
+from shardwise.recipes.vision.config import MnistConfig
+from shardwise.recipes.vision.files import CLASSES, SIDE
 from tests.recipes.small import train_config
 
 

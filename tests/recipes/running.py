@@ -13,10 +13,10 @@ import torch
 from shardwise.launch.errors import Stopped
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World
-from shardwise.recipes.begin import Recipe, check_folder
-from shardwise.recipes.checkpointing import SaveError
-from shardwise.recipes.loop import DivergedError
-from shardwise.recipes.training import train_connected
+from shardwise.recipes.core.begin import Recipe, check_folder
+from shardwise.recipes.core.checkpointing import SaveError
+from shardwise.recipes.core.loop import DivergedError
+from shardwise.recipes.core.training import train_connected
 
 
 def train(rank: int, world_size: int, *recipes: Recipe) -> list[str]:

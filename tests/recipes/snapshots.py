@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from shardwise.recipes.config import SgdConfig
-from shardwise.recipes.imagenet_config import ImagenetConfig
+from shardwise.recipes.core.config import SgdConfig
+from shardwise.recipes.vision.config import ImagenetConfig
 from tests.recipes.small import train_config
 
 COLOURS = {"grass": (40, 160, 60), "rust": (170, 80, 40), "sea": (30, 90, 180)}

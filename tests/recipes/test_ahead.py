@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.recipes import ahead
-from shardwise.recipes.ahead import AHEAD, ReadAhead
+from shardwise.recipes.text import batches
+from shardwise.recipes.text.batches import AHEAD, ReadAhead
 
 WAIT = 30.0  # seconds that anything may take on a busy machine
 CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ def test_other_examples_than_those_that_follow_are_refused() -> None:
 def test_a_source_that_stands_still_keeps_nobody_from_ending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ahead, "END", 0.05)
+    monkeypatch.setattr(batches, "END", 0.05)
     goes_on = threading.Event()
 
     class Still(Numbers):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch.world import JOB, PARENT_PID
-from shardwise.recipes.begin import decided
-from shardwise.recipes.config import Existing, OutputConfig
-from shardwise.recipes.journal import RunRecord
-from shardwise.recipes.rundir import RunDir
+from shardwise.recipes.core.begin import decided
+from shardwise.recipes.core.config import Existing, OutputConfig
+from shardwise.recipes.core.journal import RunRecord
+from shardwise.recipes.core.rundir import RunDir
 
 
 @pytest.fixture(autouse=True)

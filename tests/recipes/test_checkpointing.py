@@ -25,14 +25,14 @@ from shardwise.frontends.strategies import REPLICATE, SHARD
 from shardwise.launch.errors import UserError
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World
-from shardwise.recipes.begin import newest_step
-from shardwise.recipes.checkpointing import Checkpoints, SaveError
-from shardwise.recipes.config import Existing
-from shardwise.recipes.lm_config import LmConfig
-from shardwise.recipes.replicas import ReplicaCheckpoints
-from shardwise.recipes.rundir import RunDir
-from shardwise.recipes.span import Position
-from shardwise.recipes.training import train_connected
+from shardwise.recipes.core.begin import newest_step
+from shardwise.recipes.core.checkpointing import Checkpoints, SaveError
+from shardwise.recipes.core.config import Existing
+from shardwise.recipes.core.position import Position
+from shardwise.recipes.core.replicas import ReplicaCheckpoints
+from shardwise.recipes.core.rundir import RunDir
+from shardwise.recipes.core.training import train_connected
+from shardwise.recipes.text.config import LmConfig
 from tests.recipes.running import train
 from tests.recipes.small import small_config
 

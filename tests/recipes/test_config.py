@@ -15,8 +15,8 @@ from shardwise.checkpoint.disk.commit import partial_of, step_folder
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
-from shardwise.recipes.begin import check_folder, decided
-from shardwise.recipes.config import (
+from shardwise.recipes.core.begin import check_folder, decided
+from shardwise.recipes.core.config import (
     AdamWConfig,
     Existing,
     OptionError,
@@ -29,9 +29,14 @@ from shardwise.recipes.config import (
     flatten,
     resolve_sharding,
 )
-from shardwise.recipes.presets import PRESETS, defaults_for, longest_sequence, model_settings
-from shardwise.recipes.rundir import REPLICAS, RunDir
-from shardwise.recipes.span import Position
+from shardwise.recipes.core.position import Position
+from shardwise.recipes.core.rundir import REPLICAS, RunDir
+from shardwise.recipes.text.config import (
+    PRESETS,
+    defaults_for,
+    longest_sequence,
+    model_settings,
+)
 from tests.checkpoint.small import make
 from tests.recipes.small import small_config
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.launch.errors import UserError
-from shardwise.recipes.config import OptionError
-from shardwise.recipes.data import (
+from shardwise.recipes.core.config import OptionError
+from shardwise.recipes.core.position import permute
+from shardwise.recipes.text.data import (
     SEPARATOR,
     ByteStream,
     Document,
@@ -19,7 +20,6 @@ from shardwise.recipes.data import (
     decode,
     load_text,
 )
-from shardwise.recipes.shuffle import permute
 
 
 def write(folder: Path, **files: bytes) -> list[Path]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwise.recipes.config import OptionError
-from shardwise.recipes.data import SEPARATOR, VOCAB_SIZE
-from shardwise.recipes.flops import Utilisation, flops_per_token, known_peak
-from shardwise.recipes.lm_config import sized
-from shardwise.recipes.model import build, next_token_loss
+from shardwise.recipes.core.config import OptionError
+from shardwise.recipes.core.model import build, next_token_loss
+from shardwise.recipes.text.config import sized
+from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE
+from shardwise.recipes.text.flops import Utilisation, flops_per_token, known_peak
 from tests.recipes.small import MODEL, small_config
 
 

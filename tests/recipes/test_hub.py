@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.recipes.metrics import read_metrics
+from shardwise.recipes.core.journal import read_metrics
 from tests.recipes.corpora import texts, write_hub_folder, write_jsonl, write_tokenizer
 from tests.recipes.hub import Hub
 from tests.recipes.small import write_model
@@ -110,9 +110,9 @@ time.sleep = shorter
 
 from huggingface_hub.utils import get_session
 from shardwise.recipes import connection
-from shardwise.recipes.documents import Source
-from shardwise.recipes.sources import find_documents
-from shardwise.recipes.tokens import Tokenizer
+from shardwise.recipes.text.documents import Source
+from shardwise.recipes.text.documents import find_documents
+from shardwise.recipes.text.data import Tokenizer
 
 def told(call):
     try:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.recipes.config import OptionError
-from shardwise.recipes.idx import load_mnist
+from shardwise.recipes.core.config import OptionError
+from shardwise.recipes.vision.files import load_mnist
 from tests.recipes.digits import idx, write_digits
 
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
-from shardwise.recipes.augment import FolderPictures, centre_box, random_box
-from shardwise.recipes.begin import check_folder
-from shardwise.recipes.config import Existing, OptionError, Precision
-from shardwise.recipes.imagefolder import Lookup, find_pictures
-from shardwise.recipes.metrics import read_metrics
+from shardwise.recipes.core.begin import check_folder
+from shardwise.recipes.core.config import Existing, OptionError, Precision
+from shardwise.recipes.core.journal import read_metrics
+from shardwise.recipes.vision.files import Lookup, find_pictures
+from shardwise.recipes.vision.images import FolderPictures, centre_box, random_box
 from tests.recipes.running import run_from_guide, train
 from tests.recipes.small import losses
 from tests.recipes.snapshots import COLOURS, small_imagenet, write_snapshots

@@ -23,14 +23,15 @@ from shardwise.checkpoint.ranks.saving import Saving
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World
-from shardwise.recipes import lm, text
-from shardwise.recipes.begin import check_folder
-from shardwise.recipes.checkpointing import Checkpoints
-from shardwise.recipes.config import Existing, OptionError, Precision
-from shardwise.recipes.lm_config import LmConfig, check_lm
-from shardwise.recipes.metrics import read_metrics
-from shardwise.recipes.sample import sample_tokens
-from shardwise.recipes.training import place_for, train_connected
+from shardwise.recipes import lm
+from shardwise.recipes.core.begin import check_folder
+from shardwise.recipes.core.checkpointing import Checkpoints
+from shardwise.recipes.core.config import Existing, OptionError, Precision
+from shardwise.recipes.core.journal import read_metrics
+from shardwise.recipes.core.training import place_for, train_connected
+from shardwise.recipes.lm import sample_tokens
+from shardwise.recipes.text import batches
+from shardwise.recipes.text.config import LmConfig, check_lm
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import train, train_one
 from tests.recipes.small import losses, small_config, validation, write_model
@@ -42,14 +43,14 @@ def train_until(
     rank: int, world_size: int, config: LmConfig, step: int, signum: int, on: int
 ) -> str:
     """Train, and send one rank a signal while a step is under way."""
-    batch = text.TextBatches.batch
+    batch = batches.TextBatches.batch
 
-    def signalling(self: text.TextBatches, position: int, count: int) -> torch.Tensor:
+    def signalling(self: batches.TextBatches, position: int, count: int) -> torch.Tensor:
         if rank == on and position // config.train.examples_per_step(world_size) == step - 1:
             os.kill(os.getpid(), signum)
         return batch(self, position, count)
 
-    text.TextBatches.batch = signalling  # type: ignore[method-assign]
+    batches.TextBatches.batch = signalling  # type: ignore[method-assign]
     return train_one(rank, world_size, config)
 
 

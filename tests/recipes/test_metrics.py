@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from shardwise.launch.errors import UserError
-from shardwise.recipes.config import AdamWConfig
-from shardwise.recipes.metrics import (
+from shardwise.recipes.core.config import AdamWConfig
+from shardwise.recipes.core.journal import (
     MAX_LINE,
     MetricsFile,
     StepMetrics,
@@ -21,9 +21,9 @@ from shardwise.recipes.metrics import (
     clock,
     read_metrics,
 )
-from shardwise.recipes.optim import warmup_cosine
-from shardwise.recipes.plot import plot_loss, smooth
-from shardwise.recipes.progress import Bar, Lines, Silence, brief, make_display
+from shardwise.recipes.core.optim import warmup_cosine
+from shardwise.recipes.core.plot import plot_loss, smooth
+from shardwise.recipes.core.progress import Bar, Lines, Silence, brief, make_display
 from shardwise.units import printable
 
 STEP = StepMetrics(

@@ -17,12 +17,12 @@ from torch import nn
 
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.world import World
-from shardwise.recipes.begin import check_folder
-from shardwise.recipes.config import Existing, OptionError, Precision
-from shardwise.recipes.metrics import read_metrics
-from shardwise.recipes.mnist_config import MnistConfig
-from shardwise.recipes.pictures import TrainingPictures
-from shardwise.recipes.running_stats import RunningStatistics
+from shardwise.recipes.core.begin import check_folder
+from shardwise.recipes.core.config import Existing, OptionError, Precision
+from shardwise.recipes.core.journal import read_metrics
+from shardwise.recipes.core.parallelize import RunningStatistics
+from shardwise.recipes.vision.config import MnistConfig
+from shardwise.recipes.vision.images import TrainingPictures
 from tests.recipes.digits import small_mnist, write_digits
 from tests.recipes.running import run_from_guide, train, train_one
 from tests.recipes.small import losses

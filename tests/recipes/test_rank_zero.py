@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from shardwise.checkpoint import CheckpointError
 from shardwise.launch.errors import UserError
-from shardwise.recipes.checkpointing import SaveError
-from shardwise.recipes.config import OptionError
-from shardwise.recipes.rank_zero import on_rank_zero
+from shardwise.recipes.core.checkpointing import SaveError
+from shardwise.recipes.core.config import OptionError
+from shardwise.recipes.core.rank import on_rank_zero
 
 Ranks = Callable[..., list[Any]]
 

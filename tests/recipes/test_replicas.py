@@ -19,12 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise.checkpoint.disk import commit
 from shardwise.diloco import Streaming, WireFormat
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy
-from shardwise.recipes.checkpointing import Checkpoints, SaveError
-from shardwise.recipes.config import Existing
-from shardwise.recipes.diloco_config import DilocoConfig
-from shardwise.recipes.lm_config import LmConfig
-from shardwise.recipes.replicas import ReplicaCheckpoints
-from shardwise.recipes.span import Position
+from shardwise.recipes.core.checkpointing import Checkpoints, SaveError
+from shardwise.recipes.core.config import DilocoConfig, Existing
+from shardwise.recipes.core.position import Position
+from shardwise.recipes.core.replicas import ReplicaCheckpoints
+from shardwise.recipes.text.config import LmConfig
 from tests.recipes.corpora import texts, write_jsonl
 from tests.recipes.small import losses, small_config, validation, write_model
 from tests.recipes.test_lm import train, train_until

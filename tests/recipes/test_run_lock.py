@@ -14,10 +14,9 @@ import pytest
 
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import PARENT_PID, World
-from shardwise.recipes import run_lock, training
-from shardwise.recipes.config import OptionError
-from shardwise.recipes.run_lock import locked
-from shardwise.recipes.rundir import RunDir
+from shardwise.recipes.core import rundir, training
+from shardwise.recipes.core.config import OptionError
+from shardwise.recipes.core.rundir import RunDir, locked
 from tests.recipes.small import small_config
 
 
@@ -59,7 +58,7 @@ def test_a_file_system_without_locks_is_named(
     def refuse(handle: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(rundir.fcntl, "flock", refuse)
     with locked(RunDir(tmp_path)):
         assert "run.lock cannot be locked (No locks available)" in capsys.readouterr().err
 
@@ -118,7 +117,7 @@ def test_a_full_disk_keeps_nobody_from_the_lock(
     def no_room(handle: int, data: bytes, at: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(run_lock.os, "pwrite", no_room)
+    monkeypatch.setattr(rundir.os, "pwrite", no_room)
     files = RunDir(tmp_path)
     with locked(files), pytest.raises(OptionError, match=r"under way in .* \(it has only begun\)"):
         locked(files).__enter__()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch.errors import UserError
-from shardwise.recipes.config import Existing, OptionError, OutputConfig
-from shardwise.recipes.rundir import RunDir, check_same, write_text
+from shardwise.recipes.core.config import Existing, OptionError, OutputConfig
+from shardwise.recipes.core.rundir import RunDir, check_same, write_text
 
 
 def output(folder: Path, existing: Existing = Existing.REFUSE) -> OutputConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.recipes.span import Position, Span
+from shardwise.recipes.core.position import Position, Span
 
 
 def test_steps_count_down() -> None:

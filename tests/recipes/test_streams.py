@@ -17,13 +17,21 @@ import torch
 from shardwise.errors import CheckpointError
 from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
-from shardwise.recipes.config import OptionError
-from shardwise.recipes.data import SEPARATOR, decode
-from shardwise.recipes.document_order import DocumentOrder, Part, ShuffleBuffer
-from shardwise.recipes.documents import Source, validation_tokens
-from shardwise.recipes.sources import find_documents, is_streamed
-from shardwise.recipes.streams import StreamBatches, streams_for
-from shardwise.recipes.tokens import Bytes, Tokenizer
+from shardwise.recipes.core.config import OptionError
+from shardwise.recipes.text.data import SEPARATOR, Bytes, Tokenizer, decode
+from shardwise.recipes.text.documents import (
+    Source,
+    find_documents,
+    is_streamed,
+    validation_tokens,
+)
+from shardwise.recipes.text.streams import (
+    DocumentOrder,
+    Part,
+    ShuffleBuffer,
+    StreamBatches,
+    streams_for,
+)
 from tests.recipes.corpora import (
     texts,
     write_hub_folder,

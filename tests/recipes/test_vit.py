@@ -28,9 +28,8 @@ from shardwise import fully_shard
 from shardwise.cli.main import app
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.world import World
-from shardwise.recipes.begin import check_folder
-from shardwise.recipes.classify import classification_loss
-from shardwise.recipes.config import (
+from shardwise.recipes.core.begin import check_folder
+from shardwise.recipes.core.config import (
     AdamWConfig,
     Existing,
     OptionError,
@@ -41,14 +40,15 @@ from shardwise.recipes.config import (
     TransportName,
     resolve_sharding,
 )
-from shardwise.recipes.dry_run import COPIES, STORED, Outlook, show
-from shardwise.recipes.optim import make_adamw
-from shardwise.recipes.sharded import shard_bytes
-from shardwise.recipes.task import Place
-from shardwise.recipes.training import place_for
-from shardwise.recipes.vit_config import VitConfig
-from shardwise.recipes.vit_model import born, build, placement, shares, units_of
-from shardwise.recipes.vit_presets import VIT_PRESETS
+from shardwise.recipes.core.dry_run import COPIES, STORED, Outlook, show
+from shardwise.recipes.core.optim import make_adamw
+from shardwise.recipes.core.parallelize import shard_bytes
+from shardwise.recipes.core.task import Place
+from shardwise.recipes.core.training import place_for
+from shardwise.recipes.vision.config import VitConfig
+from shardwise.recipes.vision.presets import VIT_PRESETS
+from shardwise.recipes.vision.task import classification_loss
+from shardwise.recipes.vit import born, build, placement, shares, units_of
 from tests.checkpoint.ranks.test_memory import MIB, extra_memory
 from tests.recipes.running import train
 from tests.recipes.small import losses, train_config

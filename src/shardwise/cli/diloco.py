@@ -10,8 +10,7 @@ from typer import Option
 
 from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat
 from shardwise.frontends.strategies import Strategy
-from shardwise.recipes.config import OptionError, require
-from shardwise.recipes.diloco_config import DilocoConfig
+from shardwise.recipes.core.config import DilocoConfig, OptionError, require
 
 PANEL = "DiLoCo"
 

@@ -41,7 +41,7 @@ def doctor(
     # Here, and not before: other commands start without it.
     from shardwise.doctor.finding import Finding
     from shardwise.doctor.visit import visit
-    from shardwise.recipes.config import require
+    from shardwise.recipes.core.config import require
 
     require(nproc >= 1, "--nproc", nproc, "1 or more")
     require(0 < timeout < math.inf, "--timeout", timeout, "seconds, above 0")

@@ -15,7 +15,7 @@ from shardwise.cli.names import read_name, read_path
 from shardwise.frontends.strategies import MeshError
 from shardwise.inspect.wanted import WantedMesh
 from shardwise.launch.errors import UserError
-from shardwise.recipes.config import OptionError, require
+from shardwise.recipes.core.config import OptionError, require
 from shardwise.recipes.planned import (
     PLANNED,
     make_plan,

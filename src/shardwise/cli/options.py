@@ -12,7 +12,7 @@ from typer import Option
 from shardwise.cli.names import read_path
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.hosts import Nodes, spans_hosts
-from shardwise.recipes.config import (
+from shardwise.recipes.core.config import (
     AdamWConfig,
     Device,
     Existing,

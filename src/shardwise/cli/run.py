@@ -14,7 +14,7 @@ from shardwise.launch.rank import run_rank
 from shardwise.launch.restarts import run_here, run_over_hosts
 from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World, find_world, launched_here
-from shardwise.recipes.config import check_nproc, require
+from shardwise.recipes.core.config import check_nproc, require
 
 
 class Job(Protocol):
@@ -122,7 +122,7 @@ def _command(attempt: int) -> list[str]:
     """What a rank is started with: this command, in every attempt.
 
     Whether the attempt before had begun the run, only the run's folder tells: see
-    :func:`shardwise.recipes.begin.decided`.
+    :func:`shardwise.recipes.core.begin.decided`.
     """
     del attempt
     # -P: the current folder is the user's, not a place to import from.

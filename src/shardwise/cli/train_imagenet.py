@@ -11,10 +11,10 @@ from shardwise.cli import options
 from shardwise.cli.grouped import grouped
 from shardwise.cli.names import read_name
 from shardwise.cli.run import run
-from shardwise.recipes.config import Device, SgdConfig, TrainConfig
-from shardwise.recipes.imagenet_config import ImagenetConfig
-from shardwise.recipes.job import Job
-from shardwise.recipes.resnets import RESNETS
+from shardwise.recipes.core.config import Device, SgdConfig, TrainConfig
+from shardwise.recipes.core.job import Job
+from shardwise.recipes.vision.config import ImagenetConfig
+from shardwise.recipes.vision.presets import RESNETS
 
 EXAMPLES = """
 [bold]Examples[/bold]

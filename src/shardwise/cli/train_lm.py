@@ -12,10 +12,9 @@ from shardwise.cli.diloco import Diloco
 from shardwise.cli.grouped import grouped
 from shardwise.cli.names import read_name
 from shardwise.cli.run import run
-from shardwise.recipes.config import AdamWConfig, Device, OptionError, TrainConfig
-from shardwise.recipes.job import Job
-from shardwise.recipes.lm_config import LmConfig
-from shardwise.recipes.presets import PRESETS, defaults_for
+from shardwise.recipes.core.config import AdamWConfig, Device, OptionError, TrainConfig
+from shardwise.recipes.core.job import Job
+from shardwise.recipes.text.config import PRESETS, LmConfig, defaults_for
 
 EXAMPLES = """
 [bold]Examples[/bold]

@@ -11,9 +11,9 @@ from shardwise.cli import options
 from shardwise.cli.grouped import grouped
 from shardwise.cli.names import read_path
 from shardwise.cli.run import run
-from shardwise.recipes.config import Device, TrainConfig
-from shardwise.recipes.job import Job
-from shardwise.recipes.mnist_config import MnistConfig
+from shardwise.recipes.core.config import Device, TrainConfig
+from shardwise.recipes.core.job import Job
+from shardwise.recipes.vision.config import MnistConfig
 
 EXAMPLES = """
 [bold]Examples[/bold]

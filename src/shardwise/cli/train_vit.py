@@ -11,10 +11,10 @@ from shardwise.cli import options
 from shardwise.cli.grouped import grouped
 from shardwise.cli.names import read_name
 from shardwise.cli.run import run
-from shardwise.recipes.config import Device, OptionError, TrainConfig, require
-from shardwise.recipes.job import Job
-from shardwise.recipes.vit_config import VitConfig, defaults_for, image_size_of
-from shardwise.recipes.vit_presets import VIT_PRESETS
+from shardwise.recipes.core.config import Device, OptionError, TrainConfig, require
+from shardwise.recipes.core.job import Job
+from shardwise.recipes.vision.config import VitConfig, defaults_for, image_size_of
+from shardwise.recipes.vision.presets import VIT_PRESETS
 
 EXAMPLES = """
 [bold]Examples[/bold]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from shardwise.recipes.begin import Inputs
-from shardwise.recipes.imagenet_config import ImagenetInputs
-from shardwise.recipes.lm_config import LmInputs
-from shardwise.recipes.mnist_config import MnistInputs
-from shardwise.recipes.task import Place, Task
-from shardwise.recipes.vit_config import VitInputs
+from shardwise.recipes.core.begin import Inputs
+from shardwise.recipes.core.task import Place, Task
+from shardwise.recipes.text.config import LmInputs
+from shardwise.recipes.vision.config import ImagenetInputs, MnistInputs, VitInputs
 
 
 def assemble(inputs: Inputs, place: Place) -> Task:

@@ -7,13 +7,13 @@ import functools
 import torch
 
 from shardwise import checkpoint_module
-from shardwise.recipes.config import SgdConfig
-from shardwise.recipes.imagenet_config import ImagenetInputs
-from shardwise.recipes.model import build_classifier, config_json, initialise
-from shardwise.recipes.optim import make_sgd
-from shardwise.recipes.sharded import shard
-from shardwise.recipes.task import Place, Task
-from shardwise.recipes.vision import load_plain, pictures_of, vision_task
+from shardwise.recipes.core.config import SgdConfig
+from shardwise.recipes.core.model import build_classifier, config_json, initialise
+from shardwise.recipes.core.optim import make_sgd
+from shardwise.recipes.core.parallelize import shard
+from shardwise.recipes.core.task import Place, Task
+from shardwise.recipes.vision.config import ImagenetInputs
+from shardwise.recipes.vision.task import load_plain, pictures_of, vision_task
 from shardwise.wrap import repeated_blocks
 
 

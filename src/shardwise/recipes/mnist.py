@@ -1,22 +1,32 @@
-"""A convolutional net learns digits: what it adds to the training that all recipes share."""
+"""A convolutional net learns digits: what it adds to the training that all recipes share.
+
+A convolutional net for MNIST, in plain torch.
+
+    28 x 28 x 1 -> conv 5 x 5, batch norm, pool -> 12 x 12 x 16
+                -> conv 5 x 5, batch norm, pool ->  4 x 4 x 32 -> 64 -> 10
+
+Of the kind that the MNIST examples of PyTorch/XLA train. It is a ``Sequential`` so that a program
+which loads what was trained can write it down in a few lines; docs/vision.md does.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from shardwise import checkpoint_module
-from shardwise.recipes.config import AdamWConfig
-from shardwise.recipes.convnet import build_convnet
-from shardwise.recipes.idx import CLASSES, SIDE, IdxSet
-from shardwise.recipes.mnist_config import MnistInputs
-from shardwise.recipes.optim import make_adamw, warmup_cosine
-from shardwise.recipes.pictures import Batch
-from shardwise.recipes.sharded import shard
-from shardwise.recipes.task import Place, Task
-from shardwise.recipes.vision import load_plain, vision_task
+from shardwise.recipes.core.config import AdamWConfig
+from shardwise.recipes.core.optim import make_adamw, warmup_cosine
+from shardwise.recipes.core.parallelize import shard
+from shardwise.recipes.core.task import Place, Task
+from shardwise.recipes.vision.config import MnistInputs
+from shardwise.recipes.vision.files import CLASSES, SIDE, IdxSet
+from shardwise.recipes.vision.images import Batch
+from shardwise.recipes.vision.task import load_plain, vision_task
 
 MEAN, STD = 0.1307, 0.3081  # of the training set
 
@@ -72,4 +82,29 @@ def assemble(inputs: MnistInputs, place: Place) -> Task:
         training=Digits(inputs.training),
         validation=Digits(inputs.test),
         classes=[str(digit) for digit in range(CLASSES)],
+    )
+
+
+WIDTHS = (16, 32)
+HIDDEN = 64
+
+
+def build_convnet() -> nn.Sequential:
+    """Build the net. It maps (count, 1, 28, 28) to logits, (count, 10)."""
+    first, second = WIDTHS
+    return nn.Sequential(
+        OrderedDict(
+            conv1=_block(1, first),
+            conv2=_block(first, second),
+            head=nn.Sequential(
+                nn.Flatten(), nn.Linear(second * 16, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)
+            ),
+        )
+    )
+
+
+def _block(channels: int, width: int) -> nn.Sequential:
+    # Pooled before ReLU, which is the same and a quarter of the work.
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 5), nn.BatchNorm2d(width), nn.MaxPool2d(2), nn.ReLU()
     )

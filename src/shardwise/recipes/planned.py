@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardwise.inspect.wanted import WantedMesh
-from shardwise.recipes.config import require
-from shardwise.recipes.presets import PRESETS, find_settings
-from shardwise.recipes.vit_presets import VIT_PRESETS
+from shardwise.recipes.core.config import find_settings, require
+from shardwise.recipes.text.config import PRESETS
+from shardwise.recipes.vision.presets import VIT_PRESETS
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -80,8 +80,8 @@ def with_counted_values(report: Report) -> Report:
 
 def _vision_transformer(settings: dict[str, Any]) -> Planned:
     from shardwise.inspect.planning import Planned
-    from shardwise.recipes.picture_config import FAKE_CLASSES
-    from shardwise.recipes.vit_model import build, placement, units_of
+    from shardwise.recipes.vision.config import FAKE_CLASSES
+    from shardwise.recipes.vit import build, placement, units_of
 
     made = build(settings, FAKE_CLASSES)
     return Planned(model=made, blocks=units_of(made, nested=True), placement=placement)
@@ -89,8 +89,8 @@ def _vision_transformer(settings: dict[str, Any]) -> Planned:
 
 def _language_model(model: str, settings: dict[str, Any]) -> Planned:
     from shardwise.inspect.planning import Planned
-    from shardwise.recipes.data import SEPARATOR, VOCAB_SIZE
-    from shardwise.recipes.model import build, decoder_layers
+    from shardwise.recipes.core.model import build, decoder_layers
+    from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE
 
     # A preset is what `train lm` makes of it; a config file describes a model of its own.
     ours = model in PRESETS

@@ -1,0 +1,1 @@
+"""What every recipe shares: its configuration, its run folder, and the training itself."""

@@ -1,0 +1,198 @@
+"""Whether a training may begin, or go on, where it is asked to. No torch here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardwise.launch.errors import UserError
+from shardwise.launch.world import World, job_id
+from shardwise.recipes.core.checkpointing import Checkpoints
+from shardwise.recipes.core.config import (
+    Existing,
+    OptionError,
+    OutputConfig,
+    TrainConfig,
+    flatten,
+)
+from shardwise.recipes.core.journal import check_metrics
+from shardwise.recipes.core.position import Position, Span
+from shardwise.recipes.core.rundir import RunDir, check_same
+
+# What a checkpoint brings back, whatever is asked for, or what would change the order of the data.
+_FIXED = {
+    "seed": "--seed",
+    "weight_decay": "--weight-decay",
+    "betas": "--beta1 and --beta2",
+    "momentum": "--momentum",
+}
+
+# Where things lie on a host, and what to do about a run that is there: each host's own business.
+_OWN = frozenset({"out", "data", "data_dir", "model", "tokenizer", "existing"})
+
+
+class Inputs(Protocol):
+    """A recipe whose configuration was checked, and whose data were found."""
+
+    @property
+    def recipe(self) -> str:
+        """Its name on the command line."""
+
+    @property
+    def train(self) -> TrainConfig:
+        """How to train."""
+
+    @property
+    def span(self) -> Span:
+        """How long."""
+
+    def facts(self) -> dict[str, Any]:
+        """For ``run.json``, what is the same whenever the run goes on: config, model, data."""
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Raise ``OptionError`` unless a run with these facts can go on as this one."""
+
+
+class Recipe(Protocol):
+    """A recipe's configuration."""
+
+    def check(self, world: World) -> Inputs:
+        """Find what is asked for; raise ``UserError`` if that cannot be."""
+
+    def check_world(self, world: World) -> None:
+        """Raise ``UserError`` unless what is asked for fits the world; looks at no files."""
+
+
+def decided(output: OutputConfig) -> OutputConfig:
+    """With ``--auto-resume``, decide: resume the run if it has checkpoints, else begin it anew.
+
+    The same where this very job has begun the run, and was then started again: then ``--overwrite``
+    has been done, and would delete what the job has trained.
+
+    It looks at the disk: so one process asks it, the launcher or rank 0, and tells the others.
+    """
+    files = RunDir(output.out)
+    if output.existing is not Existing.AUTO and not files.was_begun_by(job_id()):
+        return output
+    if files.has_checkpoints():
+        return replace(output, existing=Existing.RESUME)  # refused where none of them is complete
+    begins_anew = files.run_json.is_file()
+    return replace(output, existing=Existing.OVERWRITE if begins_anew else Existing.REFUSE)
+
+
+def newest_step(checkpoints: Checkpoints, files: RunDir) -> int:
+    """The step to resume from.
+
+    Raises:
+        OptionError: there is none.
+        UserError: a newer one is damaged: what it holds would be trained again, and replaced.
+    """
+    steps = checkpoints.steps()
+    if not steps:
+        raise OptionError(
+            "--resume", f"no complete checkpoint in {files.checkpoints}", "one; or use --overwrite"
+        )
+    damaged = checkpoints.damage()
+    if damaged is not None:
+        path, problem = damaged
+        raise UserError(f"--resume: {problem}; {how_to_go_on_without(path, steps[-1])}")
+    return steps[-1]
+
+
+def how_to_go_on_without(damaged: Path, step: int) -> str:
+    """What to do to go on from an older step than that of a checkpoint that is damaged."""
+    return (
+        f"move {damaged} away, or delete it, to go on from step {step} "
+        f"(shardwise checkpoint verify {damaged} lists what is damaged)"
+    )
+
+
+def check_folder(inputs: Inputs) -> Position:
+    """Check the folder of the run.
+
+    Returns:
+        Where to go on from; the beginning for a new run.
+
+    Raises:
+        OptionError: a run is there that would be lost, or none to resume, or another one.
+        UserError: the newest checkpoint is damaged, or a file that tells of the run.
+    """
+    output = decided(inputs.train.output)
+    files = RunDir(output.out)
+    files.check(output)
+    if output.existing is not Existing.RESUME:
+        return Position()
+    before = files.read()
+    found = before.get("recipe")
+    if found != inputs.recipe:
+        raise OptionError("--resume", f"a run of train {found} in {files.root}", "one of this kind")
+    inputs.check_same(before)
+    _check_fixed(before.get("config", {}), inputs.facts()["config"])
+    checkpoints = Checkpoints(files.checkpoints)
+    position = checkpoints.position(newest_step(checkpoints, files))
+    check_metrics(files.metrics, position.step)
+    return position
+
+
+def _check_fixed(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    known = flatten(now)
+    check_same(before, now, {name: option for name, option in _FIXED.items() if name in known})
+
+
+def check_alike(told: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all hosts were asked for the same training, of the same model and data.
+
+    Args:
+        told: of each host, host 0 first: the name of the recipe and :meth:`Inputs.facts`.
+
+    Raises:
+        OptionError: naming the first difference, and the host.
+    """
+    expected = compared(told[0])
+    for host, facts in enumerate(told):
+        for option, found in compared(facts).items():
+            if found != expected.get(option):
+                raise OptionError(
+                    option, f"{found} on host {host}", f"{expected.get(option)}, as on host 0"
+                )
+
+
+def compared(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What all hosts have to be asked for alike, by the names of the options.
+
+    Args:
+        facts: the name of the recipe and :meth:`Inputs.facts`.
+    """
+    settings = json.dumps(facts["model"].get("settings"), sort_keys=True)
+    options = {
+        _FIXED.get(name, f"--{name.replace('_', '-')}"): value
+        for name, value in flatten(facts["config"]).items()
+        if name not in _OWN
+    }
+    return {
+        "train": facts["recipe"],
+        **options,
+        "--model": f"settings with checksum {zlib.crc32(settings.encode()):08x}",
+        "--data": f"data with fingerprint {facts['data'].get('fingerprint')}",
+    }
+
+
+def check_extras(names: Sequence[str], *, tensorboard: bool) -> None:
+    """Check that the packages which a recipe needs are installed.
+
+    Raises:
+        UserError: naming those that are not.
+    """
+    needed = [*names, *(["tensorboard"] if tensorboard else [])]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        shown = ["pillow" if name == "PIL" else name for name in missing]
+        raise UserError(
+            f"training needs {' and '.join(shown)}, not installed here: "
+            "pip install shardwise[train]"
+        )

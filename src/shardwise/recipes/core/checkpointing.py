@@ -1,0 +1,325 @@
+"""The checkpoints of a run: what a training adds to :mod:`shardwise.checkpoint`.
+
+checkpoints/step-00000040/    model, optimizer, and in `extra`: position, random states
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardwise.checkpoint.disk.commit import damage, delete, delete_partial, step_folder, steps
+from shardwise.checkpoint.disk.manifest import Manifest, read_manifest
+from shardwise.errors import CheckpointError
+from shardwise.launch.errors import UserError
+from shardwise.recipes.core.position import Position
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from shardwise.checkpoint import Handle
+    from shardwise.checkpoint.ranks.agreement import Ranks
+
+# Where DiLoCo keeps the outer state; it hides that from those who look at the inner one's.
+DILOCO = "diloco"
+_POSITION, _RANDOM, _DATA, _REPLICAS = "position", "random", "data", "replicas"
+
+
+class Resumable(Protocol):
+    """Data of which a number of examples does not tell quickly enough where it stands."""
+
+    def state(self) -> dict[str, Any]:
+        """This rank's part of where it stands: tensors and plain values under its own names."""
+
+    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+        """Go on from what all ranks' parts make, on the same or another world.
+
+        Raises:
+            CheckpointError: it is no such state; ``where`` says which file it is from.
+        """
+
+
+class SaveError(UserError):
+    """A checkpoint could not be written: a full disk, a folder that has gone."""
+
+    exit_code = 1
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: where they lie; made when the first is saved.
+        keep_last: how many to keep; older ones are deleted once a newer one is complete. ``None``:
+            all.
+        data: what has a position of its own in them.
+        group: the ranks whose checkpoints they are; ``None``: all.
+        replicas: how many replicas train apart, each with checkpoints of its own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int | None = 2,
+        data: Resumable | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        replicas: int = 1,
+    ) -> None:
+        self._folder = folder
+        self._keep_last = keep_last
+        self._data = data
+        self._group = group
+        self._replicas = replicas
+        self._under_way: tuple[int, Handle] | None = None
+
+    def steps(self) -> list[int]:
+        """The steps of all complete checkpoints, oldest first."""
+        return steps(self._folder)
+
+    def damage(self) -> tuple[Path, str] | None:
+        """The checkpoint of the highest step, and what is wrong with it, if it is not complete."""
+        return damage(self._folder)
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return step_folder(self._folder, step)
+
+    def replicas(self, step: int) -> int:
+        """How many replicas trained apart when the checkpoint of a step was saved.
+
+        Raises:
+            UserError: the file that says so is damaged.
+        """
+        try:
+            return _replicas(_extra_values(read_manifest(self.path(step))))
+        except CheckpointError as error:
+            raise UserError(f"--resume: {error}") from None
+
+    def position(self, step: int) -> Position:
+        """How far the run was.
+
+        Raises:
+            UserError: the file that says so is damaged.
+        """
+        path = self.path(step)
+        try:
+            return _position(_extra_values(read_manifest(path)), path)
+        except CheckpointError as error:
+            raise UserError(f"--resume: {error}") from None
+
+    def save(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+        """Save everything that training goes on from. Every rank calls it.
+
+        When it returns, the checkpoint is complete and on the disk. If it raises, or the process
+        is killed, all earlier checkpoints are as they were.
+
+        Raises:
+            SaveError: a rank could not write, this one or the one before; every rank raises it.
+        """
+        self.settle()
+        if not self._is_saved(position.step):
+            self.write(position, model, optimizer)
+        return self.path(position.step)
+
+    def write(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """As :meth:`save`, in place of whatever is there.
+
+        Raises:
+            SaveError: a rank could not write; every rank raises it.
+        """
+        from shardwise.checkpoint import save
+
+        try:
+            target, extra = self._prepared(position)
+            save(target, model, optimizer, extra, keep_last=self._keep_last, group=self._group)
+        except CheckpointError as error:
+            raise SaveError(self._lost(position.step, error)) from error
+
+    def begin(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """As :meth:`save`, but return once the state is copied. Every rank calls it.
+
+        It waits for the one before. :meth:`settle` waits for this one, and tells how it ended.
+
+        Raises:
+            SaveError: a rank could not write the one before; every rank raises it.
+        """
+        from shardwise.checkpoint.ranks.background import start
+
+        self.settle()
+        if self._is_saved(position.step):
+            return
+        try:
+            write = self.copied(position, model, optimizer)
+        except CheckpointError as error:
+            raise SaveError(self._lost(position.step, error)) from error
+        self._under_way = position.step, start(write, self.path(position.step))
+
+    def settle(self) -> int | None:
+        """Wait for the checkpoint that was begun, if one was. Every rank calls it, or none does.
+
+        Returns:
+            Its step, once it is complete and on the disk; ``None`` where none was begun.
+
+        Raises:
+            SaveError: a rank could not write; every rank raises it.
+        """
+        if self._under_way is None:
+            return None
+        (step, handle), self._under_way = self._under_way, None
+        try:
+            handle.result()
+        except CheckpointError as error:
+            raise SaveError(self._lost(step, error)) from error
+        return step
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether one was begun, and this rank's part in it has ended, well or not."""
+        return self._under_way is not None and self._under_way[1].done()
+
+    def copied(
+        self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Callable[[], None]:
+        """What writes a checkpoint, of which this rank's part is copied when this returns.
+
+        Raises:
+            CheckpointError: what is in the way of it cannot be deleted; on every rank.
+        """
+        from shardwise.checkpoint.ranks.copied import Copied
+
+        target, extra = self._prepared(position)
+        keep, group = self._keep_last, self._group
+        return Copied(target, model, optimizer, extra, keep_last=keep, group=group).write
+
+    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
+        """Load a checkpoint into shards, on the same or another world. Every rank calls it.
+
+        Random states come back where the world has as many ranks as when it was saved.
+
+        Raises:
+            UserError: the checkpoint is damaged, or is of another model.
+        """
+        import torch.distributed as dist
+
+        from shardwise.checkpoint import load
+
+        path = self.path(step)
+        try:
+            extra = load(path, model, optimizer, group=self._group)
+            if any(DILOCO in state for state in optimizer.state.values()):
+                raise CheckpointError(
+                    f"{path}: was saved by --strategy diloco; go on with that (with --replicas 1, "
+                    "if need be)"
+                )
+            position = _position(extra, path)
+            if self._data is not None:
+                self._data.load_state(extra.get(_DATA, {}), path)
+            before = (read_manifest(path).world_size, _replicas(extra))
+            if before == (dist.get_world_size(self._group), self._replicas):
+                _set_random_state(extra, path)
+        except CheckpointError as error:
+            raise UserError(f"--resume: {error}") from error
+        return position
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether a step has a complete checkpoint, as the first rank sees. Every rank calls it.
+
+        Raises:
+            SaveError: the folder cannot be read, or a rank was lost.
+        """
+        doing = f"looking for checkpoints in {self._folder}"
+        try:
+            return self._ranks().first(doing, lambda: step in self.steps())
+        except CheckpointError as error:
+            raise SaveError(self._lost(step, error)) from error
+
+    def _prepared(self, position: Position) -> tuple[Path, dict[str, Any]]:
+        """Where a checkpoint goes, with nothing in the way, and what belongs to it.
+
+        Raises:
+            CheckpointError: what is in the way cannot be deleted; on every rank of the group.
+        """
+        target = self.path(position.step)
+        # What is there is not complete, or is of a replica of which the first was not saved.
+        self._ranks().first(f"saving {target}", lambda: _make_way(target))
+        extra: dict[str, Any] = {
+            _POSITION: asdict(position),
+            _RANDOM: _random_state(),
+            _REPLICAS: {"count": self._replicas},
+        }
+        if self._data is not None:
+            extra[_DATA] = self._data.state()
+        return target, extra
+
+    def _ranks(self) -> Ranks:
+        """Whose checkpoints they are; while none is being saved in the background."""
+        from shardwise.checkpoint.ranks.agreement import Ranks
+        from shardwise.checkpoint.ranks.background import group_for
+
+        return Ranks(group_for(self._group))
+
+    def _lost(self, step: int, error: Exception) -> str:
+        kept = self.steps()
+        since = f"step {kept[-1]} is the last that is saved" if kept else "none was saved before"
+        return f"checkpoint of step {step}: {error}; {since}"
+
+
+def _make_way(target: Path) -> None:
+    delete(target)
+    delete_partial(target)  # two runs never train into one folder
+
+
+def _extra_values(manifest: Manifest) -> dict[str, Any]:
+    """The plain values of ``extra``, as far as its first keys lead to dicts."""
+    found: dict[str, Any] = {}
+    for value in manifest.values:
+        if value.path[0] == "extra" and len(value.path) == 3:
+            found.setdefault(str(value.path[1]), {})[value.path[2]] = value.value
+    return found
+
+
+def _position(extra: dict[str, Any], path: Path) -> Position:
+    found = extra.get(_POSITION)
+    match found:
+        case {"step": int(step), "examples": int(examples)}:
+            return Position(step, examples)
+    raise CheckpointError(f"{path}: found {found!r} as extra.{_POSITION}, expected step, examples")
+
+
+def _replicas(extra: dict[str, Any]) -> int:
+    match extra.get(_REPLICAS):
+        case {"count": int(count)} if count > 0:
+            return count
+    return 1  # as before there were replicas that train apart
+
+
+def _random_state() -> dict[str, dict[str, torch.Tensor]]:
+    """The state of this rank's random generators, under a name that no other rank has."""
+    import torch
+    import torch.distributed as dist
+
+    states = {"cpu": torch.get_rng_state()}
+    if torch.distributed.get_backend() != "gloo":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {f"rank{dist.get_rank()}": states}
+
+
+def _set_random_state(extra: dict[str, Any], path: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    own = f"rank{dist.get_rank()}"
+    try:
+        states = extra[_RANDOM][own]
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path}: extra.{_RANDOM}.{own} holds no random states ({error!r})"
+        ) from None

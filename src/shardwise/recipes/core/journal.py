@@ -1,0 +1,341 @@
+"""What rank 0 writes down about a run: metrics, event files, the picture, ``run.json``.
+
+What a step is known by, and the file that remembers it: one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from shardwise.checkpoint.disk.strict import Fields, open_file, parse, refuse
+from shardwise.errors import CheckpointError
+from shardwise.launch.errors import UserError
+from shardwise.launch.world import job_id
+from shardwise.recipes.core.rundir import RunDir, naming, without_nan
+
+
+class Journal(Protocol):
+    """Where the training loop writes what happens."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A step was made."""
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """The model was judged after a step."""
+
+    def saved(self) -> None:
+        """A checkpoint is complete: bring the metrics onto the disk too."""
+
+
+class NoJournal:
+    """The journal of every rank but the first."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Nothing."""
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def saved(self) -> None:
+        """Nothing."""
+
+
+class FileJournal:
+    """Writes ``metrics.jsonl`` and, if asked, TensorBoard's event files.
+
+    Args:
+        files: of the run.
+        unit: what speed counts.
+        done: steps made before; what the files say of later ones is dropped.
+        tensorboard: write event files.
+    """
+
+    def __init__(self, files: RunDir, unit: str, done: int, *, tensorboard: bool) -> None:
+        self._unit = unit
+        self._metrics = MetricsFile(files.metrics, done)
+        self._events: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(files.tensorboard), purge_step=done + 1)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Write one step."""
+        record = metrics.record(self._unit)
+        self._metrics.write(record)
+        self._draw(metrics.step, {k: v for k, v in record.items() if k not in ("step", "eta_s")})
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """Write what judging gave."""
+        self._metrics.write({"step": step, **values})
+        self._draw(step, values)
+
+    def saved(self) -> None:
+        """Bring everything onto the disk."""
+        self._metrics.sync()
+        if self._events is not None:
+            self._events.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._metrics.close()
+        if self._events is not None:
+            self._events.close()
+
+    def _draw(self, step: int, values: Mapping[str, float]) -> None:
+        if self._events is not None:
+            for name, value in values.items():
+                self._events.add_scalar(name, value, step)
+
+
+class RunRecord:
+    """``run.json``: what was asked, on what it ran, how it went. One session per start or resume.
+
+    Args:
+        files: of the run.
+        facts: configuration, model, data: what is the same for every session.
+        session: what is this session's own.
+    """
+
+    def __init__(self, files: RunDir, facts: Mapping[str, Any], session: Mapping[str, Any]) -> None:
+        self._files = files
+        before = files.read().get("sessions", []) if files.run_json.is_file() else []
+        begun = {"job": job_id(), "status": "running", "started": _now()}
+        self._session = {**session, **surroundings(), **begun}
+        self._record = {**facts, "sessions": [*before, self._session]}
+        self._files.write(self._record)
+
+    def end(self, status: str, **results: Any) -> None:
+        """Note how the session ended: ``finished``, ``stopped`` or ``failed``, and its results."""
+        self._session.update(status=status, ended=_now(), **results)
+        self._files.write(self._record)
+
+
+def surroundings() -> dict[str, Any]:
+    """Command, versions and host of this process."""
+    names = ("shardwise", "torch", "transformers", "numpy")
+    return {
+        "command": command_line(sys.argv[1:]),
+        "versions": {"python": platform.python_version(), **{n: _version(n) for n in names}},
+        "host": {
+            "name": platform.node(),
+            "system": platform.platform(),
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "threads_per_rank": os.environ.get("OMP_NUM_THREADS"),
+        },
+    }
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command as one would type it."""
+    return shlex.join(["shardwise", *arguments])
+
+
+def draw(files: RunDir, title: str, unit: str) -> None:
+    """Draw the loss curve of everything that ``metrics.jsonl`` has."""
+    from shardwise.recipes.core.plot import plot_loss
+
+    plot_loss(read_metrics(files.metrics), title, unit, files.picture)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+MAX_LINE = 1 << 20  # bytes; whatever has more was not written by a training
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step, over all ranks.
+
+    Attributes:
+        step: 1, 2, ...
+        loss: mean over ranks and microbatches.
+        grad_norm: of the whole gradient, before clipping.
+        lr: learning rate.
+        units_per_s: tokens (or images) per second of all ranks together.
+        memory_mib: the most that any rank has held so far, in MiB: resident memory on a CPU,
+            allocated memory on a GPU.
+        eta_s: seconds until the last step.
+        epoch: epochs done, with their fraction; None where nothing is counted in epochs.
+        mfu: model FLOPs utilisation, 0 to 1; None where it is not known.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    units_per_s: float
+    memory_mib: float
+    eta_s: float
+    epoch: float | None = None
+    mfu: float | None = None
+
+    def line(self, unit: str) -> str:
+        """``step=12 loss=3.214 ...``, for grep."""
+        epoch = "" if self.epoch is None else f"epoch={self.epoch:.3f} "
+        mfu = "" if self.mfu is None else f" mfu={self.mfu:.3g}"
+        return (
+            f"step={self.step} {epoch}loss={self.loss:.4f} grad_norm={self.grad_norm:.3f} "
+            f"lr={self.lr:.2e} {unit}_per_s={self.units_per_s:.0f} "
+            f"memory_mib={self.memory_mib:.0f} eta={clock(self.eta_s)}{mfu}"
+        )
+
+    def record(self, unit: str) -> dict[str, Any]:
+        """For ``metrics.jsonl``: full precision, so that runs can be compared bit for bit."""
+        values = asdict(self)
+        values[f"{unit}_per_s"] = values.pop("units_per_s")
+        unknown = [name for name in ("epoch", "mfu") if values[name] is None]
+        return {name: value for name, value in values.items() if name not in unknown}
+
+
+def clock(seconds: float) -> str:
+    """``01:05``, or ``2:01:05`` from an hour up."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
+
+
+class MetricsFile:
+    """``metrics.jsonl``, open for appending.
+
+    Args:
+        path: the file.
+        last_step: what comes after the lines of this step is cut off first, readable or not: a
+            run that was killed may have gone on after the checkpoint it resumes from.
+
+    Raises:
+        UserError: a line before is damaged.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        if os.path.lexists(path):
+            _cut(path, last_step)
+        self._path = path
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one line; a reader sees it at once."""
+        with naming(self._path):
+            self._file.write(json.dumps(without_nan(record), allow_nan=False) + "\n")
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Bring what was written onto the disk, as a checkpoint is."""
+        with naming(self._path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; what could not be written is tried once more."""
+        with naming(self._path):
+            self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``. A last line that a killed run left unfinished is skipped.
+
+    Raises:
+        UserError: another line is damaged.
+    """
+    return [line.record for line in _lines(path)]
+
+
+def check_metrics(path: Path, last_step: int) -> None:
+    """Check that a run can go on after a step with what a ``metrics.jsonl`` says of those before.
+
+    Raises:
+        UserError: a line is damaged, or it is no file.
+    """
+    if os.path.lexists(path):
+        for _ in _lines(path, last_step):
+            pass
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of the file.
+
+    Attributes:
+        record: what it says.
+        end: the byte behind it.
+        is_whole: whether it ends as a line does.
+    """
+
+    record: dict[str, Any]
+    end: int
+    is_whole: bool
+
+
+def _cut(path: Path, last_step: int) -> None:
+    """Cut off everything behind the lines of a step."""
+    kept = None
+    for line in _lines(path, last_step):
+        kept = line
+    with path.open("r+b") as file:
+        file.truncate(kept.end if kept else 0)
+        if kept and not kept.is_whole:
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+
+
+def _lines(path: Path, last_step: int | None = None) -> Iterator[_Line]:
+    """The lines up to those of a step, or all; without a last one that was left unfinished.
+
+    Raises:
+        UserError: a line is damaged that belongs to them.
+    """
+    try:
+        handle, _ = open_file(path)
+        with os.fdopen(handle, "rb") as file:
+            number, end, reached = 0, 0, last_step == 0
+            while line := file.readline(MAX_LINE + 1):
+                number, end, is_whole = number + 1, end + len(line), line.endswith(b"\n")
+                try:
+                    record = _record(line, f"{path}, line {number}")
+                except CheckpointError:
+                    if reached or not (is_whole or len(line) > MAX_LINE):
+                        return
+                    raise
+                if last_step is not None and record["step"] > last_step:
+                    return
+                reached = reached or record["step"] == last_step
+                yield _Line(record, end, is_whole)
+    except CheckpointError as error:
+        raise UserError(f"--out: {error}") from None
+
+
+def _record(line: bytes, where: str) -> dict[str, Any]:
+    """What a line says: a step, and numbers by name.
+
+    Raises:
+        CheckpointError: it says something else.
+    """
+    if len(line) > MAX_LINE:
+        refuse(where, f"more than {MAX_LINE:,} bytes", "a line of numbers")
+    fields = Fields(parse(line, where), where)
+    fields.number("step")
+    for name, value in fields.all().items():
+        # An integer may be larger than any that arithmetic, and a picture, can go on with.
+        is_number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+        if value is not None and not is_number:
+            refuse(f"{where}, {name!r}", value, "a number")
+    return fields.all()

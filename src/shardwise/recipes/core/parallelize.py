@@ -1,0 +1,148 @@
+"""A model becomes shards, as a configuration says.
+
+The running statistics of batch norm, which are not sharded, made the same on all ranks.
+
+In training every rank normalises by the statistics of its own part of the batch, and moves its
+running mean and variance towards them. So ranks drift apart. Here they are averaged after every
+step: since a running value is a linear function of what it was moved by, it is then the one that
+would have been moved by the mean over ranks. All data count, and evaluations and checkpoints see
+the same values on every rank. (DDP takes those of rank 0, and so of one part of the data.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
+from shardwise.recipes.core.config import Precision, ShardingConfig
+from shardwise.recipes.core.task import Place
+from shardwise.sharding.reach import gather_in_order, groups_of, states_of
+from shardwise.transport.peers import naming_lost_peer
+
+DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
+
+
+def shard(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    config: ShardingConfig,
+    place: Place,
+    placement: Callable[[nn.Parameter], Shard | None] | None = None,
+) -> FSDPModule:
+    """Shard every unit, then the rest.
+
+    Batch norm computes in float32 whatever the rest computes in, as its statistics are.
+
+    Args:
+        model: on the meta device, or the same on every rank.
+        units: modules of it that are to be gathered one at a time, inner ones first.
+        config: dtypes and transport.
+        place: mesh and strategy.
+        placement: along which dimension a parameter is cut; by default the first.
+
+    Returns:
+        ``model``.
+    """
+    precision = MixedPrecisionPolicy(
+        param_dtype=DTYPES[config.param_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
+    )
+    # Inputs stay as they are: batch norm takes bfloat16 beside float32 parameters.
+    full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    transport = None if config.transport is None else config.transport.value
+    mesh = place.plan.sharding_mesh(place.mesh)
+    taken: set[nn.Module] = set()
+    for module in (*units, model):
+        # The root's own parameters (embedding, head) are needed at both ends of the forward.
+        reshard = place.plan.reshard_after_forward and module is not model
+        groups: list[tuple[nn.Module | list[nn.Module], MixedPrecisionPolicy]] = []
+        norms: list[nn.Module] = [norm for norm in batch_norms(module) if norm not in taken]
+        if norms and config.param_dtype is not Precision.FP32:
+            taken.update(norms)
+            groups.append((norms, full))
+        for part, policy in (*groups, (module, precision)):
+            fully_shard(
+                part,
+                mesh=mesh,
+                reshard_after_forward=reshard,
+                shard_placement_fn=placement,
+                mp_policy=policy,
+                transport=transport,
+            )
+    assert isinstance(model, FSDPModule)
+    if any(group.mesh.shard.runs_behind for group in groups_of(model)):
+        # Over a network, what is gathered ahead travels while something else computes. Trainings
+        # write to parameters between steps only.
+        gather_in_order(model)
+    return model
+
+
+@contextmanager
+def kept_between_forwards(model: nn.Module) -> Iterator[None]:
+    """Keep over several forwards what each of them leaves unsharded, where no backward comes."""
+    with ExitStack() as stack:
+        for state in states_of(model):
+            top = state.modules[0]
+            if isinstance(top, FSDPModule) and any(
+                not group.options.reshard_after_forward for group in state.groups
+            ):
+                stack.enter_context(top.keep_unsharded(recurse=False))
+        yield
+
+
+def shard_bytes(model: nn.Module) -> int:
+    """Bytes of parameters that this rank keeps."""
+    locals_ = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    return sum(t.numel() * t.element_size() for t in locals_)
+
+
+def transport_name(model: nn.Module) -> str:
+    """What moves bytes along each dimension of the mesh, outermost first."""
+    state = fully_shard.state(model)  # type: ignore[attr-defined]
+    for group in state.groups if state is not None else []:
+        outer = group.mesh.replicate
+        return group.mesh.shard.name if outer is None else f"{outer.name}/{group.mesh.shard.name}"
+    return "none"
+
+
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+
+
+def batch_norms(model: nn.Module) -> list[BatchNorm]:
+    """The batch norms of a model that keep running statistics."""
+    return [m for m in model.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
+
+
+class RunningStatistics:
+    """The running means and variances of a model.
+
+    Args:
+        model: what has batch norms, or none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average over all ranks of the default process group. Every rank calls it."""
+        # Asked each time: materialising a model replaces its buffers.
+        mine = [
+            value
+            for norm in batch_norms(self._model)
+            for value in (norm.running_mean, norm.running_var)
+            if value is not None
+        ]
+        if not mine or dist.get_world_size() == 1:
+            return
+        flat = torch.cat([value.flatten() for value in mine])
+        with naming_lost_peer(None, "the average of running statistics"):
+            dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for value, part in zip(mine, torch.split(flat, [v.numel() for v in mine]), strict=True):
+            value.copy_(part)

@@ -1,0 +1,469 @@
+"""The folder of a run: what lies in it, and whether a new run may begin in it.
+
+    runs/lm/
+      run.json         configuration, versions, how it went
+      config.json      the model's, for transformers
+      metrics.jsonl    a line a step
+      loss.png         the curve
+      sample.txt       what the model writes at the end (lm)
+      model.safetensors, confusion.png    the model as one file, what it mistakes (pictures)
+      checkpoints/     step-00000100/, ...
+      run.lock         locked while the run trains; says by which process
+      tensorboard/     with --tensorboard
+
+No torch here: the command line asks before it starts processes.
+
+The lock on a run's folder: two runs never train into one.
+
+The launcher of host 0 holds it, or rank 0 where no launcher of ours is above; so a job that begins
+again is not in its own way. The lock is the kernel's (``flock``) and ends with the process that
+holds it, however that ends. The file stays, and says who held it last; a file that says anything
+else is not ours, and not written to. No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint.disk.commit import is_partial
+from shardwise.checkpoint.disk.strict import Fields, open_file, parse, refuse
+from shardwise.errors import CheckpointError
+from shardwise.launch.console import say
+from shardwise.launch.errors import UserError
+from shardwise.recipes.core.config import Existing, OptionError, OutputConfig, flatten
+
+#: In the folder of checkpoints: those of all replicas but the first, where replicas train apart.
+REPLICAS = "replicas"
+
+_MAX_RECORD = 1 << 26  # bytes of a run.json: tens of thousands of sessions
+_MAX_PATH = 4095  # bytes, of Linux
+# As long as a name below the folder of a run gets.
+_DEEPEST = "checkpoints/replicas/0000/.step-0000000000.partial/shard-000000-of-000000.safetensors"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Where the parts of a run lie.
+
+    Attributes:
+        root: the folder.
+    """
+
+    root: Path
+
+    @property
+    def run_json(self) -> Path:
+        """Configuration, versions, how it went. A folder with this file is a run."""
+        return self.root / "run.json"
+
+    @property
+    def model_config(self) -> Path:
+        """The model's configuration, as transformers reads it."""
+        return self.root / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """A line a step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def picture(self) -> Path:
+        """The loss curve."""
+        return self.root / "loss.png"
+
+    @property
+    def sample(self) -> Path:
+        """What the model writes at the end."""
+        return self.root / "sample.txt"
+
+    @property
+    def weights(self) -> Path:
+        """The model at the end, whole, in one file."""
+        return self.root / "model.safetensors"
+
+    @property
+    def confusion(self) -> Path:
+        """Which classes were taken for which."""
+        return self.root / "confusion.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def lock(self) -> Path:
+        """What a run holds locked while it trains."""
+        return self.root / "run.lock"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of event files."""
+        return self.root / "tensorboard"
+
+    def check(self, config: OutputConfig) -> None:
+        """Check that a run may begin, or go on, here. Changes nothing.
+
+        Raises:
+            OptionError: the folder holds something that would be lost, or nothing to resume; or it
+                cannot be looked into.
+        """
+        length = len(os.fsencode(self.root / _DEEPEST))
+        if length > _MAX_PATH:
+            most = _MAX_PATH - (length - len(os.fsencode(self.root)))
+            raise OptionError("--out", "a path that is too long", f"{most} bytes at most")
+        try:
+            self._check(config)
+        except OSError as error:
+            found = f"{error.filename or self.root}, which cannot be used ({error.strerror})"
+            raise OptionError("--out", found, "a folder that can be read and written") from None
+
+    def _check(self, config: OutputConfig) -> None:
+        root = self.root
+        if root.exists() and not root.is_dir():
+            raise OptionError("--out", f"{root}, which is a file", "a folder")
+        is_run = self.run_json.is_file()
+        if config.existing is Existing.RESUME:
+            if not is_run:
+                raise OptionError("--resume", f"no run in {root}", "a run; see --out")
+            return
+        if is_run and config.existing is not Existing.OVERWRITE:
+            raise OptionError(
+                "--out",
+                f"a run in {root} already",
+                "another folder, --resume to go on, or --overwrite to delete that run",
+            )
+        if is_run:
+            self._check_links()
+        if root.is_dir() and not is_run and not all(map(self._is_trace, root.iterdir())):
+            raise OptionError("--out", f"other files in {root}", "an empty or new folder")
+        parent = root
+        while not parent.exists():
+            parent = parent.parent
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise OptionError("--out", f"no permission to write in {parent}", "a writable folder")
+
+    def _check_links(self) -> None:
+        """Check that the run that is to be deleted lies in its folder, and nowhere else."""
+        for path in (self.root, *self._folders, *self._files):
+            if path.is_symlink():
+                raise OptionError(
+                    "--out",
+                    f"{path}, a symbolic link",
+                    "no link where --overwrite deletes: remove it yourself, or take another folder",
+                )
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        return self.checkpoints, self.tensorboard
+
+    @property
+    def _files(self) -> tuple[Path, ...]:
+        # run.json is last: a deletion that is cut short leaves what still is a run.
+        results = (self.model_config, self.picture, self.sample, self.weights, self.confusion)
+        return (self.metrics, *results, self.run_json)
+
+    def has_checkpoints(self) -> bool:
+        """Whether a checkpoint was ever committed here, complete or damaged by now.
+
+        A partial folder is none. Neither is what further replicas saved, of which the first is
+        committed last.
+        """
+        if not self.checkpoints.is_dir():
+            return False
+        return any(
+            not is_partial(path) and path.name != REPLICAS for path in self.checkpoints.iterdir()
+        )
+
+    def was_begun_by(self, job: str | None) -> bool:
+        """Whether a job has begun, or resumed, the run that is here.
+
+        Args:
+            job: its id, see :func:`shardwise.launch.world.job_id`; None is no job.
+        """
+        if job is None:
+            return False
+        try:
+            sessions = self.read().get("sessions", [])
+        except UserError:  # none is here, or it was damaged: jobs of ours write it whole
+            return False
+        return any(session.get("job") == job for session in sessions)
+
+    def is_finished(self) -> bool:
+        """Whether the last session of the run came to its end, results and all.
+
+        Raises:
+            UserError: ``run.json`` cannot be read.
+        """
+        sessions = self.read().get("sessions", [])
+        return bool(sessions) and sessions[-1].get("status") == "finished"
+
+    def make(self) -> None:
+        """Make the folder.
+
+        Raises:
+            OptionError: it cannot be made.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"{self.root}, which cannot be made ({error.strerror})"
+            raise OptionError("--out", reason, "a folder in a place that can be written") from None
+
+    def begin(self, config: OutputConfig) -> None:
+        """Make the folder; with ``OVERWRITE``, delete the run that is in it, and only that.
+
+        Raises:
+            OptionError: it cannot be made.
+            OSError: what is in it cannot be deleted.
+        """
+        self.make()
+        if config.existing is not Existing.OVERWRITE or not self.run_json.is_file():
+            return
+        self._check_links()
+        try:
+            for folder in self._folders:
+                if folder.is_dir():
+                    shutil.rmtree(folder)
+            for file in self._files:
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            found = f"{error.filename}, which cannot be deleted ({error.strerror})"
+            raise OptionError("--out", found, "a run that --overwrite may delete") from None
+
+    def _is_trace(self, path: Path) -> bool:
+        """Whether a file is what runs leave that were killed before they had a ``run.json``.
+
+        That of any file: a run that was deleted for the next one may have been killed as well.
+        """
+        names = (f".{file.name}" for file in self._files)
+        return path == self.lock or path.name.startswith(tuple(names))
+
+    def read(self) -> dict[str, Any]:
+        """What ``run.json`` says, with the types that it is written with.
+
+        Raises:
+            UserError: it cannot be read; the message names the line or the field.
+        """
+        try:
+            return _checked_record(parse(_bytes_of(self.run_json), str(self.run_json)), self)
+        except CheckpointError as error:
+            raise UserError(f"--out: {error}") from None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Replace ``run.json`` at once, so that no reader sees half of it."""
+        text = json.dumps(without_nan(record), indent=2, allow_nan=False)
+        write_text(self.run_json, text + "\n")
+
+
+def _bytes_of(path: Path) -> bytes:
+    handle, size = open_file(path)
+    with os.fdopen(handle, "rb") as file:
+        if size > _MAX_RECORD:
+            refuse(str(path), f"{size:,} bytes", f"{_MAX_RECORD:,} at most")
+        return file.read(_MAX_RECORD)
+
+
+def _checked_record(record: Any, files: RunDir) -> dict[str, Any]:
+    where = str(files.run_json)
+    fields = Fields(record, where)
+    known = fields.all()
+    if "recipe" in known:
+        fields.text("recipe")
+    for name in ("config", "model", "data"):
+        if name in known:
+            fields.object(name)
+    if "settings" in known.get("model", {}):
+        Fields(known["model"], f"{where}, 'model'").object("settings")
+    if "sessions" in known:
+        for number, session in enumerate(fields.items("sessions", _MAX_RECORD), start=1):
+            Fields(session, f"{where}, session {number}")
+    return known
+
+
+def without_nan(value: Any) -> Any:
+    """Plain values with None for each number that JSON has no word for: NaN and infinities."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case Mapping():
+            return {name: without_nan(each) for name, each in value.items()}
+        case list() | tuple():
+            return [without_nan(each) for each in value]
+    return value
+
+
+def check_same(before: Mapping[str, Any], now: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Check that a run to be resumed is asked for with the settings that it began with.
+
+    Args:
+        before: configuration in its ``run.json``.
+        now: configuration asked for.
+        names: setting -> option, for those that may not change.
+
+    Raises:
+        OptionError: naming the first that differs.
+    """
+    old, new = flatten(before), flatten(now)
+    for name, option in names.items():
+        if old.get(name) != new.get(name):
+            raise OptionError(
+                option, new.get(name), f"{old.get(name)}, as the run began that --resume goes on"
+            )
+
+
+def check_same_model(
+    before: Mapping[str, Any], now: Mapping[str, Any], options: Mapping[str, str]
+) -> None:
+    """Check that a run to be resumed is asked for with the model that it began with.
+
+    Args:
+        before: ``name`` and ``settings`` of the model in its ``run.json``.
+        now: those asked for.
+        options: setting -> option, for those that have one of their own.
+
+    Raises:
+        OptionError: naming the option by which it has become another model.
+    """
+    old, new = before.get("settings", {}), now["settings"]
+    differing = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if not differing:
+        return
+    if before.get("name") == now["name"] and set(differing) <= options.keys():
+        check_same(old, new, {name: options[name] for name in differing})
+    expected = f"{before.get('name')} as it was when the run began that --resume goes on"
+    raise OptionError("--model", f"{now['name']}, another model", expected)
+
+
+def _beside(path: Path) -> str:
+    """What the names of files begin with that are to replace another one."""
+    return f".{path.name}."
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an ``OSError`` name a file: that of a write knows no more than a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all, and onto the disk.
+
+    Raises:
+        OSError: it cannot be written; the error names it.
+    """
+    with naming(path):
+        _write_text(path, text)
+
+
+def _write_text(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_beside(path))
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp keeps it from others; a file of a run is as readable as any.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+_MOST_BYTES = 300  # of a holder: the name of a host, and a number
+_HOLDER = re.compile(rb"process \d+ on [^\n]*\n?")
+
+
+@contextlib.contextmanager
+def locked(files: RunDir) -> Iterator[None]:
+    """Be the only run that trains into a folder. Makes the folder.
+
+    Where the file system has no locks, a line says so.
+
+    Raises:
+        OptionError: another run holds the lock, the folder cannot be written to, or the file is
+            not one that a run made.
+    """
+    files.make()
+    handle = _open(files)
+    try:
+        _lock(handle, files)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _open(files: RunDir) -> int:
+    # O_NOFOLLOW, O_NONBLOCK: who holds the lock is written into it, so never through a link; and a
+    # pipe would wait for its other end. O_CLOEXEC: not inherited by ranks: they end with their
+    # launcher, and a lock that outlived it would be in the way of the next start.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(files.lock, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _not_ours(files, "a symbolic link") from None
+        reason = f"{files.lock}, which cannot be opened ({error.strerror})"
+        raise OptionError("--out", reason, "a folder that can be written to") from None
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise _not_ours(files, f"no regular file ({stat.filemode(mode)})")
+    return handle
+
+
+def _not_ours(files: RunDir, what: str) -> OptionError:
+    return OptionError(
+        "--out",
+        f"{files.lock}, {what}",
+        "the file that a run makes to lock its folder: remove this, or take another folder",
+    )
+
+
+def _lock(handle: int, files: RunDir) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = _content(handle).decode(errors="replace").strip()
+        raise OptionError(
+            "--out",
+            f"a run that is under way in {files.root} ({holder or 'it has only begun'})",
+            "another folder, or to wait until that run has ended",
+        ) from None
+    except OSError as error:
+        say(
+            f"warning    {files.lock} cannot be locked ({error.strerror}): start no other run there"
+        )
+        return
+    found = _content(handle)
+    if found and not _HOLDER.fullmatch(found):
+        raise _not_ours(files, "a file of something else")
+    # It only informs: on a full disk the lock holds all the same.
+    with contextlib.suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def _content(handle: int) -> bytes:
+    # A host that lost its power may leave zeros.
+    return os.pread(handle, _MOST_BYTES, 0).strip(b"\0")

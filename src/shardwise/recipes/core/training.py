@@ -1,0 +1,276 @@
+"""A training from its beginning to its end on one rank, the same for every recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.launch.errors import Stopped, UserError
+from shardwise.launch.rank import connected
+from shardwise.launch.signals import StopSignals
+from shardwise.launch.world import World, launched_here
+from shardwise.recipes.assembly import assemble
+from shardwise.recipes.core import journal
+from shardwise.recipes.core.begin import (
+    Inputs,
+    check_alike,
+    check_folder,
+    decided,
+    how_to_go_on_without,
+    newest_step,
+)
+from shardwise.recipes.core.checkpointing import Checkpoints
+from shardwise.recipes.core.config import Existing, TrainConfig, resolve_sharding
+from shardwise.recipes.core.loop import Loop
+from shardwise.recipes.core.optim import count
+from shardwise.recipes.core.parallelize import shard_bytes, transport_name
+from shardwise.recipes.core.position import Position
+from shardwise.recipes.core.progress import make_display
+from shardwise.recipes.core.rank import backend_for, choose_device, keep_freed_memory, on_rank_zero
+from shardwise.recipes.core.replicas import ReplicaCheckpoints
+from shardwise.recipes.core.rundir import RunDir, locked, write_text
+from shardwise.recipes.core.task import Place, Task
+from shardwise.transport.attending import gather_objects
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One rank's parts, once everything stands."""
+
+    inputs: Inputs
+    place: Place
+    task: Task
+    files: RunDir
+    checkpoints: Checkpoints
+
+    @property
+    def per_step(self) -> int:
+        """Examples of a step, of all ranks together."""
+        return self.inputs.train.examples_per_step(self.place.world.size)
+
+
+def train(inputs: Inputs, world: World, signals: StopSignals) -> None:
+    """Train on this rank, as one of ``world``.
+
+    Raises:
+        UserError: what the user can put right.
+        Stopped: a signal asked to stop, and the run is saved.
+    """
+    with contextlib.ExitStack() as held:
+        if world.rank == 0:
+            # Before anything is written; again under the lock, for what has ended meanwhile.
+            check_folder(inputs)
+            if not launched_here():
+                held.enter_context(locked(RunDir(inputs.train.output.out)))
+                check_folder(inputs)
+        device = choose_device(inputs.train.device, world)
+        if device.type == "cpu":
+            keep_freed_memory()
+        with connected(world, backend_for(device), inputs.train.peer_timeout):
+            train_connected(inputs, world, device, signals)
+
+
+def train_connected(
+    inputs: Inputs, world: World, device: torch.device, signals: StopSignals
+) -> None:
+    """As :func:`train`, as a member of the default process group already.
+
+    Raises:
+        OptionError: another host was asked for something else.
+    """
+    if world.hosts > 1:
+        # Each host has a command line of its own.
+        asked = {"recipe": inputs.recipe, **inputs.facts()}
+        assert dist.group.WORLD is not None
+        told = gather_objects(asked, dist.group.WORLD, "the comparison of what hosts were asked")
+        check_alike(told[:: world.local_size])
+    place = place_for(inputs.train, world, device)
+    task = assemble(inputs, place)
+    # From here on every rank has random numbers of its own, for dropout.
+    torch.manual_seed(inputs.train.seed * world.size + world.rank)
+    output = inputs.train.output
+    files = RunDir(output.out)
+    checkpoints = (
+        Checkpoints(files.checkpoints, output.keep_last, task.position)
+        if task.replicas is None
+        else ReplicaCheckpoints(files.checkpoints, output.keep_last, place.mesh, task.position)
+    )
+    run = _Run(inputs, place, task, files, checkpoints)
+    position = _resume(run)
+    if world.rank == 0:
+        _train_and_record(run, position, signals)
+    else:
+        _train(run, position, journal.NoJournal(), signals)
+
+
+def place_for(config: TrainConfig, world: World, device: torch.device) -> Place:
+    """Where this rank trains, as a member of the default process group."""
+    plan = resolve_sharding(config.sharding, world.size, world.hosts)
+    return Place(
+        world=world,
+        device=device,
+        plan=plan,
+        mesh=plan.make_mesh(device.type),
+        display=make_display(world.rank),
+    )
+
+
+def _resume(run: _Run) -> Position:
+    """Begin anew, or load the newest checkpoint."""
+    newest = on_rank_zero(f"beginning in {run.files.root}", lambda: _take_folder(run))
+    if newest is None:
+        return Position()
+    try:
+        return run.checkpoints.load(newest, run.task.module, run.task.optimizer)
+    except UserError as error:
+        if "is damaged" not in str(error):  # other ranks are told the text alone
+            raise
+        raise UserError(f"{error}; {_how_to_go_on_without(run, newest)}") from error
+
+
+def _how_to_go_on_without(run: _Run, newest: int) -> str:
+    """What to do about a checkpoint that is damaged: else a job fails alike at every start."""
+    older = [step for step in run.checkpoints.steps() if step < newest]
+    if not older:
+        return "no older checkpoint is complete: --overwrite begins anew"
+    return how_to_go_on_without(run.checkpoints.path(newest), older[-1])
+
+
+def _take_folder(run: _Run) -> int | None:
+    """Make the folder ready. Return the step of the checkpoint to go on from, if the run goes on.
+
+    Raises:
+        OptionError: it cannot be, or there is none.
+    """
+    asked = run.inputs.train.output
+    output = decided(asked)
+    resumes = output.existing is Existing.RESUME
+    newest = newest_step(run.checkpoints, run.files) if resumes else None
+    if asked.existing is not Existing.OVERWRITE and output.existing is Existing.OVERWRITE:
+        run.place.display.say(
+            f"resume     no checkpoint of the run in {asked.out} was committed; beginning anew"
+        )
+    run.files.begin(output)
+    return newest
+
+
+def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> None:
+    """Rank 0: train, and keep the run's files."""
+    task, files, say = run.task, run.files, run.place.display.say
+    facts = {"recipe": run.inputs.recipe, **run.inputs.facts()}
+    facts["model"]["parameters"] = count(task.module.parameters())
+    _introduce(run, position)
+    record = journal.RunRecord(files, facts, _session(run, position))
+    if task.model_config is not None:
+        write_text(files.model_config, task.model_config)
+    log = journal.FileJournal(
+        files, task.unit, position.step, tensorboard=run.inputs.train.output.tensorboard
+    )
+    try:
+        results = _train(run, position, log, signals)
+    except BaseException as error:
+        # What went wrong is worth more than what goes wrong while it is written down.
+        with contextlib.suppress(OSError, UserError):
+            if isinstance(error, Stopped):
+                record.end("stopped", signal=error.signum)
+            else:
+                record.end("failed", error=f"{type(error).__name__}: {error}"[:2000])
+            journal.draw(files, task.title, task.loss_unit)
+        raise
+    finally:
+        log.close()
+    journal.draw(files, task.title, task.loss_unit)
+    record.end("finished", **results)
+    say(f"curve      {files.picture}")
+    say(f"everything {files.root}")
+
+
+def _train(
+    run: _Run, position: Position, log: journal.Journal, signals: StopSignals
+) -> Mapping[str, float]:
+    loop = Loop(
+        run.task,
+        run.inputs.train,
+        run.inputs.span,
+        run.place,
+        checkpoints=run.checkpoints,
+        journal=log,
+        signals=signals,
+        how_to_resume=_how_to_resume(),
+    )
+    position, results = loop.run(position)
+    return run.task.finish(run.checkpoints.path(position.step), results)
+
+
+def _introduce(run: _Run, position: Position) -> None:
+    """The first lines: what is trained, how it is spread, from what it learns."""
+    task, place, config = run.task, run.place, run.inputs.train
+    say, sharding, world = place.display.say, config.sharding, place.world
+    parameters = list(task.module.parameters())
+    mine = shard_bytes(task.module) / 2**20
+    whole = sum(p.numel() * p.element_size() for p in parameters) / 2**20
+    say(f"model      {task.model_name}, {count(parameters):,} parameters, {place.device.type}")
+    say(
+        f"sharding   {sharding.strategy.value} over {place.plan}, transport "
+        f"{transport_name(task.module)}; {mine:.1f} of {whole:.1f} MiB of parameters on this rank"
+    )
+    say(
+        f"precision  {sharding.param_dtype.value} compute, {sharding.reduce_dtype.value} "
+        f"reduction, fp32 shards"
+    )
+    for label, text in task.introduction:
+        say(f"{label:<11}{text}")
+    ranks = f"{world.size} {'rank' if world.size == 1 else 'ranks'}"
+    accumulate = f" x {config.accumulate} microbatches" if config.accumulate > 1 else ""
+    units = run.per_step * task.units_per_example
+    span = run.inputs.span
+    steps = f"{span.steps_in_all(run.per_step):,} steps"
+    epochs = f"{span.epochs} {'epoch' if span.epochs == 1 else 'epochs'}"
+    length = steps if span.epochs is None else f"{epochs}, {steps}"
+    say(
+        f"step       {config.batch_size} {task.example}{accumulate} x "
+        f"{ranks} = {units:,} {task.unit}; {length}"
+    )
+    if position.step:
+        say(f"resume     after {span.shown(position)}")
+        _warn_of_another_step(run)
+
+
+def _warn_of_another_step(run: _Run) -> None:
+    sessions = run.files.read().get("sessions", [])
+    before = sessions[-1].get("examples_per_step") if sessions else None
+    if before not in (None, run.per_step):
+        run.place.display.say(
+            f"warning    a step has {run.per_step} examples from here on, and had {before} before: "
+            "what is learnt depends on it; see --nproc, --batch-size and --accumulate"
+        )
+
+
+def _session(run: _Run, position: Position) -> dict[str, Any]:
+    plan = run.place.plan
+    return {
+        "from_step": position.step,
+        "steps_asked_for": run.inputs.train.steps,
+        "epochs_asked_for": run.inputs.train.epochs,
+        "examples_per_step": run.per_step,
+        "world_size": run.place.world.size,
+        "hosts": run.place.world.hosts,
+        "device": run.place.device.type,
+        "mesh": dict(zip(plan.names, plan.shape, strict=True)),
+        "transport": transport_name(run.task.module),
+    }
+
+
+def _how_to_resume() -> str:
+    if not launched_here():
+        return "To go on, start the same with --resume."
+    if "--auto-resume" in sys.argv:
+        return "To go on:\n  " + journal.command_line(sys.argv[1:])
+    arguments = [a for a in sys.argv[1:] if a not in ("--overwrite", "--resume")]
+    return "To go on:\n  " + journal.command_line([*arguments, "--resume"])

@@ -1,0 +1,1 @@
+"""What language models train on: text, tokens, streams of documents."""

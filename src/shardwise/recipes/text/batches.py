@@ -1,0 +1,292 @@
+"""Text as tensors: what a language model learns from, and what it is judged by.
+
+What a language model learns from on one rank, opened: from files of bytes, or from streams.
+
+Batches that a background thread reads while the step before them computes.
+
+    thread      read 4 | read 5 | read 6 | wait for room ........ | read 7
+    queue       4 5 6                                               5 6
+    training             step 3 ................................. | step 4
+
+With each batch the thread notes where the data stand behind it. So a checkpoint holds the position
+of what was trained on, whatever was read beyond that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.launch.world import World
+from shardwise.recipes.core.checkpointing import Resumable
+from shardwise.recipes.core.model import next_token_loss
+from shardwise.recipes.core.parallelize import kept_between_forwards
+from shardwise.recipes.core.progress import brief
+from shardwise.recipes.core.task import Data, nothing
+from shardwise.recipes.text.config import LmConfig
+from shardwise.recipes.text.data import (
+    Bytes,
+    Sequences,
+    TextData,
+    Vocabulary,
+    load_vocabulary,
+)
+from shardwise.recipes.text.documents import Documents, Source, validation_tokens
+from shardwise.recipes.text.streams import ShuffleBuffer, StreamBatches
+from shardwise.transport.peers import naming_lost_peer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+VALIDATION_SEQUENCES = 64
+
+
+class Tokens(Protocol):
+    """Tokens one after another, of which any part can be read."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+
+    def read(self, start: int, length: int) -> NDArray[np.int64]:
+        """Tokens ``start`` .. ``start + length``, as int64 of shape (length,)."""
+
+
+class TextBatches:
+    """Training batches: int64 of shape (count, length + 1), on the device.
+
+    Args:
+        text: the data.
+        config: length and seed.
+        device: where batches go.
+    """
+
+    def __init__(self, text: TextData, config: LmConfig, device: torch.device) -> None:
+        self._sequences = Sequences(text.train, config.seq_length, config.train.seed)
+        self._device = device
+
+    def batch(self, position: int, count: int) -> torch.Tensor:
+        """Sequences ``position`` .. ``position + count`` of the order."""
+        return torch.from_numpy(self._sequences.read(position, count)).to(self._device)
+
+
+class ValidationLoss:
+    """The loss on sequences spread evenly over the validation text, shared out over ranks.
+
+    Args:
+        model: the model to judge.
+        stream: the tokens to judge it by.
+        config: length and batch size.
+        world: this rank.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stream: Tokens,
+        config: LmConfig,
+        world: World,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._batch_size = config.train.batch_size
+        self._world = world
+        self._device = device
+        # As many for every rank, since every forward takes all ranks.
+        total = max(1, VALIDATION_SEQUENCES // world.size) * world.size
+        room = len(stream) - (config.seq_length + 1)
+        starts = [room * i // max(1, total - 1) for i in range(total)]
+        rows = [stream.read(start, config.seq_length + 1) for start in starts]
+        self._mine = [torch.from_numpy(row) for row in rows[world.rank :: world.size]]
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, float]:
+        """The mean over all ranks, in nats per token."""
+        self._model.eval()
+        total = torch.zeros(1, dtype=torch.float64)
+        with kept_between_forwards(self._model):
+            for first in range(0, len(self._mine), self._batch_size):
+                rows = self._mine[first : first + self._batch_size]
+                loss = next_token_loss(self._model, torch.stack(rows).to(self._device))
+                total += loss.item() * len(rows)
+        self._model.train()
+        everyone = [torch.empty_like(total) for _ in range(self._world.size)]
+        with naming_lost_peer(None, "the sum of validation losses"):
+            dist.all_gather(everyone, total)
+        mean = torch.cat(everyone).sum().item() / (len(self._mine) * self._world.size)
+        return {"validation_loss": mean}
+
+
+@dataclass(frozen=True)
+class LmData:
+    """Opened data.
+
+    Attributes:
+        batches: to learn from.
+        validation: tokens to be judged by.
+        vocabulary: what tokens mean.
+        position: what has to be saved to go on; None where the number of examples says it all.
+        summary: for people: how much there is.
+        close: ends what reads ahead.
+    """
+
+    batches: Data
+    validation: Tokens
+    vocabulary: Vocabulary
+    position: Resumable | None
+    summary: str
+    close: Callable[[], None] = nothing
+
+
+def open_data(
+    text: TextData | Documents, config: LmConfig, world: World, device: torch.device
+) -> LmData:
+    """Open what :func:`check_lm` found.
+
+    Raises:
+        UserError: it cannot be opened, or there is too little.
+    """
+    if isinstance(text, TextData):
+        files = f"{text.files:,} {'file' if text.files == 1 else 'files'}"
+        summary = (
+            f"{text.name}: {brief(len(text.train))} tokens to learn from, "
+            f"{brief(len(text.validation))} held back; {files}"
+        )
+        batches = TextBatches(text, config, device)
+        return LmData(batches, text.validation, Bytes(), None, summary)
+    source = Source(text)
+    vocabulary = load_vocabulary(text.tokenizer)
+    length = config.seq_length
+    held = validation_tokens(source, vocabulary, length, VALIDATION_SEQUENCES)
+    shuffle = ShuffleBuffer(config.shuffle_buffer, config.train.seed)
+    streams = StreamBatches(source, vocabulary, length, config.streams, world, shuffle)
+    dealt = "by file" if source.dealt_by_file(streams.streams) else "by document"
+    order = f", shuffled in buffers of {shuffle.size:,} documents" if shuffle.size else ""
+    summary = (
+        f"{text.summary} in {streams.streams} streams, dealt out {dealt}{order}; "
+        f"{brief(len(held))} tokens held back; "
+        f"tokenizer {vocabulary.name}, {vocabulary.used:,} tokens"
+    )
+    if device.type == "cpu" and source.commit is None:
+        # Local files are read by the cores that train: there is no waiting to hide, and threads
+        # that take turns at the interpreter's lock on busy cores make steps longer.
+        return LmData(streams, held, vocabulary, streams, summary)
+    ahead = ReadAhead(streams, world.size, device)
+    return LmData(ahead, held, vocabulary, ahead, summary, ahead.close)
+
+
+AHEAD = 8  # batches: room for a source that stands still for some steps, and next to no memory
+END = 5.0  # seconds that the thread gets to end, after which it is left to the process's end
+
+
+class Readable(Protocol):
+    """Data in host memory that know where they stand."""
+
+    def batch(self, position: int, count: int) -> torch.Tensor:
+        """Examples ``position`` .. ``position + count`` of the order."""
+
+    def state(self) -> dict[str, Any]:
+        """Where they stand: tensors and plain values that nobody changes later."""
+
+    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+        """Go on from it."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What was read, and where the data stand behind it."""
+
+    position: int
+    count: int
+    batch: torch.Tensor
+    state: dict[str, Any]
+
+
+class ReadAhead:
+    """Training batches on the device, read some batches before they are asked for.
+
+    The thread begins with the first batch; :meth:`close` ends it.
+
+    Args:
+        data: where batches come from; from the first batch on only the thread reads it.
+        ranks: each of so many ranks takes its part of a microbatch, one after the other: from one
+            batch of this rank to its next it is as many batches.
+        device: where batches go.
+    """
+
+    def __init__(self, data: Readable, ranks: int, device: torch.device) -> None:
+        self._data = data
+        self._ranks = ranks
+        self._device = device
+        self._queue: SimpleQueue[_Read | BaseException] = SimpleQueue()
+        self._room = threading.Semaphore(AHEAD)
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._state: dict[str, Any] | None = None
+
+    def batch(self, position: int, count: int) -> torch.Tensor:
+        """Examples ``position`` .. ``position + count``; they have to follow those before.
+
+        Raises:
+            ValueError: they do not.
+            Exception: what the thread met with, in its own traceback.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._read, args=(position, count), name="read-ahead", daemon=True
+            )
+            self._thread.start()
+        read = self._queue.get()  # signals are handled meanwhile
+        if isinstance(read, BaseException):
+            self._queue.put(read)  # nothing follows it
+            raise read
+        if (read.position, read.count) != (position, count):
+            raise ValueError(
+                f"found {count} examples from {position} asked for, expected {read.count} from "
+                f"{read.position}, which were read ahead"
+            )
+        self._state = read.state
+        self._room.release()
+        return read.batch.to(self._device)
+
+    def _read(self, position: int, count: int) -> None:
+        try:
+            while self._room.acquire() and not self._closed.is_set():
+                batch = self._data.batch(position, count)
+                self._queue.put(_Read(position, count, batch, self._data.state()))
+                position += self._ranks * count
+        except BaseException as error:  # whatever it is, the step that needs the batch raises it
+            self._queue.put(error)
+
+    def close(self) -> None:
+        """End the thread; no batch follows.
+
+        A thread that waits for a network is left waiting: it ends with the process.
+        """
+        self._closed.set()
+        self._room.release()
+        if self._thread is not None:
+            self._thread.join(END)
+
+    def state(self) -> dict[str, Any]:
+        """Where the data stood behind the last batch that was asked for."""
+        return self._data.state() if self._state is None else self._state
+
+    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+        """Go on from :meth:`state` of all ranks of any world, before the first batch.
+
+        Raises:
+            CheckpointError: it is no such state.
+            OptionError: it has another number of streams than was asked for.
+        """
+        self._data.load_state(state, where)

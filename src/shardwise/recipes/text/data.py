@@ -1,0 +1,419 @@
+"""Text as a stream of bytes, cut into sequences in an order that the seed alone decides.
+
+    documents   | util.py ........ | heapq.py ...... | ...
+    stream      S u t i l ......... S h e a p q ....... S ...      S: the document separator
+    sequences         |<- length ->|<- length ->|<- length ->|
+
+Nothing is held in memory but names and sizes: a sequence is read from its files when it is asked
+for. Which sequence comes when is a function of (seed, position) and of nothing else, so any rank
+of any world can take any part, and a resumed run goes on where the other one stopped.
+
+Text as tokens and back: bytes, or a tokenizer of ``transformers``.
+"""
+
+from __future__ import annotations
+
+import bisect
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardwise.launch.errors import UserError
+from shardwise.recipes.core.config import OptionError
+from shardwise.recipes.core.position import Shuffle
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+# The vocabulary: 256 bytes, one separator, and rows that nothing uses, up to a multiple of 8.
+SEPARATOR = 256
+VOCAB_SIZE = 264
+
+VALIDATION_SHARE = 20  # one part in 20
+# Not the standard library's own code; and, of its own, what is tables and prose.
+STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"} | {
+    "encodings",
+    "pydoc_data",
+}
+
+
+@dataclass(frozen=True)
+class Document:
+    """A piece of a file.
+
+    Attributes:
+        path: the file.
+        offset: its first byte that belongs to the document.
+        size: number of bytes.
+    """
+
+    path: Path
+    offset: int
+    size: int
+
+
+class ByteStream:
+    """Documents one after another, each behind a separator.
+
+    Args:
+        documents: in the order of the stream.
+    """
+
+    def __init__(self, documents: Iterable[Document]) -> None:
+        self._documents = tuple(documents)
+        # Position in the stream of each document's separator, and of the end.
+        self._starts = [0, *accumulate(document.size + 1 for document in self._documents)]
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self._starts[-1]
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        """What the stream is made of."""
+        return self._documents
+
+    def read(self, start: int, length: int) -> NDArray[np.int64]:
+        """Tokens ``start`` .. ``start + length``, as int64 of shape (length,).
+
+        Raises:
+            IndexError: the stream ends before.
+            UserError: a file became shorter, or cannot be read any more.
+        """
+        import numpy as np
+
+        if start < 0 or start + length > len(self):
+            raise IndexError(f"tokens {start} to {start + length} of {len(self)}")
+        tokens = np.empty(length, dtype=np.int64)
+        filled = 0
+        index = bisect.bisect_right(self._starts, start) - 1
+        while filled < length:
+            document = self._documents[index]
+            at = start + filled - self._starts[index]  # 0 is the separator
+            if at == 0:
+                tokens[filled] = SEPARATOR
+                filled += 1
+                at = 1
+            count = min(length - filled, document.size - (at - 1))
+            piece = _read_bytes(document.path, document.offset + at - 1, count)
+            tokens[filled : filled + count] = np.frombuffer(piece, dtype=np.uint8)
+            filled += count
+            index += 1
+        return tokens
+
+    def fingerprint(self) -> str:
+        """A short text that changes when names, sizes or order of the documents change."""
+        digest = hashlib.sha256()
+        for document in self._documents:
+            digest.update(f"{document.path.name}\0{document.offset}\0{document.size}\n".encode())
+        return digest.hexdigest()[:16]
+
+
+def _read_bytes(path: Path, offset: int, count: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            piece = file.read(count)
+    except OSError as error:
+        raise UserError(f"--data: {path} cannot be read any more: {error.strerror}") from None
+    if len(piece) < count:
+        raise UserError(f"--data: {path} became shorter while it was being read")
+    return piece
+
+
+@dataclass(frozen=True)
+class TextData:
+    """What to learn from, and what to be judged by.
+
+    Attributes:
+        name: for people: where it comes from.
+        files: number of files.
+        train: the tokens to learn from.
+        validation: tokens from other places.
+    """
+
+    name: str
+    files: int
+    train: ByteStream
+    validation: ByteStream
+
+    @property
+    def summary(self) -> str:
+        """For people: how much there is."""
+        files = "file" if self.files == 1 else "files"
+        return f"{self.name}, {len(self.train)} tokens in {self.files} {files}"
+
+    def facts(self) -> dict[str, Any]:
+        """For ``run.json``."""
+        return {
+            "name": self.name,
+            "summary": self.summary,
+            "files": self.files,
+            "training_tokens": len(self.train),
+            "validation_tokens": len(self.validation),
+            "fingerprint": self.fingerprint(),
+        }
+
+    def fingerprint(self) -> str:
+        """See :meth:`ByteStream.fingerprint`."""
+        return f"{self.train.fingerprint()}-{self.validation.fingerprint()}"
+
+
+def load_text(paths: Sequence[str], seq_length: int) -> TextData:
+    """Find the files and divide them into training and validation.
+
+    From 20 files up every 20th file is for validation; of fewer files the last part of each is.
+
+    Args:
+        paths: files, folders (with all that they hold) and patterns; the Python standard
+            library's own source where empty.
+        seq_length: tokens of a sequence.
+
+    Raises:
+        OptionError: a path that does not exist, is empty or cannot be read, or too little text.
+    """
+    sizes = {file: file.stat().st_size for file in find_files(paths)}
+    name = "the Python standard library's source" if not paths else ", ".join(paths)
+    train, validation = _split([(file, size) for file, size in sizes.items() if size], seq_length)
+    data = TextData(name, len(sizes), ByteStream(train), ByteStream(validation))
+    smallest = Sequences.tokens_needed(seq_length)
+    for stream, part in ((data.train, "training"), (data.validation, "validation")):
+        if len(stream) < smallest:
+            raise OptionError(
+                "--data",
+                f"{sum(sizes.values())} bytes in {len(sizes)} "
+                f"{'file' if len(sizes) == 1 else 'files'}, of which {len(stream)} for {part}",
+                f"at least {smallest} for {part} with --seq-length {seq_length}",
+            )
+    return data
+
+
+def find_files(paths: Sequence[str]) -> list[Path]:
+    """The files that ``--data`` names, each once; the standard library's source where empty.
+
+    Raises:
+        OptionError: a path that does not exist, is empty or cannot be read.
+    """
+    files = [file for text in paths for file in _expand(text)] if paths else _stdlib_files()
+    return list(dict.fromkeys(files))
+
+
+def _split(
+    files: Sequence[tuple[Path, int]], seq_length: int
+) -> tuple[list[Document], list[Document]]:
+    whole = [Document(file, 0, size) for file, size in files]
+    if len(whole) >= VALIDATION_SHARE:
+        last = VALIDATION_SHARE - 1
+        train = [d for i, d in enumerate(whole) if i % VALIDATION_SHARE != last]
+        return train, whole[last::VALIDATION_SHARE]
+    train, validation = [], []
+    smallest = -(-Sequences.tokens_needed(seq_length) // max(1, len(whole)))
+    for document in whole:
+        tail = min(document.size // 2, max(document.size // VALIDATION_SHARE, smallest))
+        head = document.size - tail
+        train.append(Document(document.path, 0, head))
+        if tail:
+            validation.append(Document(document.path, head, tail))
+    return train, validation
+
+
+def _stdlib_files() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        file
+        for file in root.rglob("*.py")
+        if not STDLIB_SKIPPED.intersection(file.relative_to(root).parts) and file.is_file()
+    ]
+    if not files:
+        raise OptionError(
+            "--data", f"no source files of the standard library in {root}", "--data with your text"
+        )
+    return sorted(files)
+
+
+def _expand(text: str) -> list[Path]:
+    path = Path(text)
+    if path.is_dir():
+        files = sorted(_walk(path))
+        if not any(file.stat().st_size for file in files):
+            raise OptionError("--data", f"no text in folder {text}", "files with text in it")
+        return files
+    if path.exists():
+        return [_checked(path)]
+    matches = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(text) else []
+    if not matches:
+        raise OptionError("--data", f"nothing at {text}", "a file, a folder or a pattern")
+    return [file for match in matches for file in _expand_match(Path(match))]
+
+
+def _expand_match(path: Path) -> Iterator[Path]:
+    # A pattern takes what it can: folders and empty files that it happens to match are no mistake.
+    if path.is_file() and path.stat().st_size:
+        yield _checked(path)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [n for n in folders if not n.startswith(".") and n != "__pycache__"]
+        for name in names:
+            file = Path(parent, name)
+            if not name.startswith(".") and file.is_file():
+                yield _readable(file)
+
+
+def _checked(path: Path) -> Path:
+    if path.stat().st_size == 0:
+        raise OptionError("--data", f"an empty file: {path}", "files with text in it")
+    return _readable(path)
+
+
+def _readable(path: Path) -> Path:
+    if not os.access(path, os.R_OK):
+        raise OptionError("--data", f"a file that cannot be read: {path}", "readable files")
+    return path
+
+
+class Sequences:
+    """Sequences of a stream in a random order that the seed decides.
+
+    An epoch takes every sequence once, in an order of its own and cut at places of its own.
+
+    Args:
+        stream: where they come from.
+        length: tokens of a sequence, without the one that only is a target.
+        seed: of the order.
+    """
+
+    def __init__(self, stream: ByteStream, length: int, seed: int) -> None:
+        if len(stream) < self.tokens_needed(length):
+            raise ValueError(f"{len(stream)} tokens are too few for sequences of {length}")
+        self._stream = stream
+        self._length = length
+        # One less than fit, so that every epoch can begin up to ``length - 1`` tokens later.
+        self.per_epoch = (len(stream) - 1) // length - 1
+        self._order = Shuffle(self.per_epoch, seed)
+
+    @staticmethod
+    def tokens_needed(length: int) -> int:
+        """The shortest stream that sequences of this length can be cut from."""
+        return 2 * length + 1
+
+    def start(self, position: int) -> int:
+        """Where in the stream the sequence at this position of the order begins."""
+        draw = self._order.at(position)
+        return draw.key % self._length + self._length * draw.index
+
+    def read(self, position: int, count: int) -> NDArray[np.int64]:
+        """Sequences ``position`` .. ``position + count``, int64 of shape (count, length + 1)."""
+        import numpy as np
+
+        rows = [
+            self._stream.read(self.start(p), self._length + 1)
+            for p in range(position, position + count)
+        ]
+        return np.stack(rows)
+
+
+def decode(tokens: Iterable[int]) -> str:
+    """Tokens as text; separators become blank lines, bytes that are no UTF-8 a replacement."""
+    pieces = (b"\n\n" if token >= SEPARATOR else bytes([token]) for token in tokens)
+    return b"".join(pieces).decode("utf-8", errors="replace")
+
+
+_ROWS = 64  # the rows of an embedding are a multiple of this: kernels like that
+
+
+class Vocabulary(Protocol):
+    """What tokens mean.
+
+    Attributes:
+        name: for people.
+        size: rows of the model's embedding.
+        used: tokens from here up are never drawn in a sample.
+        separator: the token in front of every document.
+    """
+
+    name: str
+    size: int
+    used: int
+    separator: int
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, without a separator."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+
+
+class Bytes:
+    """A token is a byte of UTF-8."""
+
+    name = "bytes"
+    size = VOCAB_SIZE
+    used = SEPARATOR
+    separator = SEPARATOR
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of a text."""
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of bytes."""
+        return decode(tokens)
+
+
+class Tokenizer:
+    """A tokenizer of ``transformers``; its end-of-text token stands between documents.
+
+    Args:
+        name: of the hub, or the folder that it was saved in.
+
+    Raises:
+        OptionError: it cannot be loaded, or has no token that could separate documents.
+    """
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        except Exception as error:  # each loader fails in its own way
+            reason = " ".join(str(error).split())[:200]
+            raise OptionError(
+                "--tokenizer",
+                f"{name}, which cannot be loaded ({reason})",
+                "a tokenizer of the hub, with the network there, or the folder of a saved one",
+            ) from None
+        separator = self._tokenizer.eos_token_id
+        if separator is None:
+            separator = self._tokenizer.bos_token_id
+        if separator is None:
+            raise OptionError(
+                "--tokenizer", f"{name} without eos_token and bos_token", "one that has either"
+            )
+        self.name = name
+        self.used = len(self._tokenizer)
+        self.size = -(-self.used // _ROWS) * _ROWS
+        self.separator = int(separator)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        found = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return [int(token) for token in found]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def load_vocabulary(tokenizer: str | None) -> Vocabulary:
+    """The vocabulary that ``--tokenizer`` names; bytes where it is None."""
+    return Bytes() if tokenizer is None else Tokenizer(tokenizer)

@@ -1,0 +1,1 @@
+"""What image classifiers share: images, configurations, the task."""
