@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from shardwise.frontends.strategies import WantedMesh
 from shardwise.inspect.planning import Planned, plan
 from shardwise.inspect.report import Report
-from shardwise.inspect.wanted import WantedMesh
 from tests.sharding.nets import Net
 
 

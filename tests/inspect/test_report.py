@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.inspect.collapse import collapsed
 from shardwise.inspect.page import page
-from shardwise.inspect.report import Report
+from shardwise.inspect.report import Report, folded, unfolded
 from shardwise.inspect.text import View, as_text
 from tests.inspect.plans import planned_report
 from tests.sharding.nets import Block
@@ -47,7 +46,7 @@ def large() -> Report:
 
 
 def test_layers_that_are_cut_alike_are_one_line(large: Report) -> None:
-    names = [row.full_name for row in collapsed(large.parameters)]
+    names = [row.full_name for row in folded(large.parameters)]
     assert names == [
         "blocks.0..10.up.weight",
         "blocks.0..10.up.bias",
@@ -57,7 +56,7 @@ def test_layers_that_are_cut_alike_are_one_line(large: Report) -> None:
         "norm.weight",
         "norm.bias",
     ]
-    assert len(collapsed(large.parameters, expand=True)) == len(large.parameters)
+    assert len(unfolded(large.parameters)) == len(large.parameters)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import typer
 from typer import Option
 
 from shardwise.cli.names import read_name, read_path
-from shardwise.frontends.strategies import MeshError
-from shardwise.inspect.wanted import WantedMesh
+from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.launch.errors import UserError
 from shardwise.recipes.core.config import OptionError, require
 from shardwise.recipes.planned import (

@@ -1,36 +1,32 @@
-"""``FullyShardedDataParallel``: the door that scripts for FSDP1, FairScale and PyTorch/XLA know.
+"""``FullyShardedDataParallel``: the wrapper that scripts for FSDP1 and FairScale use.
 
-A wrapper around a module that ``fully_shard`` was applied to. All that shards, gathers and reduces
-is there; here is what a constructor's arguments and a wrapper's methods mean in its terms.
+It wraps a module that ``fully_shard`` was applied to. The runtime shards, gathers and reduces; this
+file translates the constructor's arguments and the wrapper's methods for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from shardwise.frontends.comm_hook import CommHook, HookedReduceScatter
-from shardwise.frontends.meshes import Groups, find_mesh, note_on_device
 from shardwise.frontends.prepare import ParamInit
 from shardwise.frontends.settings import (
+    Groups,
     UnitSettings,
     default_reshard,
+    find_mesh,
+    note_on_device,
     say_what_has_no_meaning,
 )
 from shardwise.frontends.strategies import Strategy
-from shardwise.frontends.unit import ShardedUnit
-from shardwise.frontends.units import Ignored, auto_wrap
+from shardwise.frontends.unit import Ignored, ShardedUnit, auto_wrap
 from shardwise.sharding.grad import clip_grad_norm_
 from shardwise.sharding.lending import Loan, lent_whole
 from shardwise.sharding.module import FSDPModule
@@ -306,3 +302,40 @@ class FullyShardedDataParallel(ShardedUnit):
 _NOT_FLAT = "parameters are never flattened here; each stays one of its own, a DTensor"
 _LIMITED = "at most two units are gathered at a time here, always"
 _ONE_AHEAD = "BACKWARD_POST gathers as BACKWARD_PRE does here, one unit ahead of the one computing"
+
+
+#: ``hook(state, gradients, output)`` reduces flat gradients of all ranks into this rank's part.
+CommHook = Callable[[Any, torch.Tensor, torch.Tensor], object]
+
+
+class HookedReduceScatter:
+    """A reduce-scatter that is the user's hook: it divides too.
+
+    Args:
+        hook: reduces, called once per group and dtype with flat gradients.
+        state: passed to it.
+    """
+
+    def __init__(self, hook: CommHook, state: object) -> None:
+        self._hook = hook
+        self._state = state
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Make a buffer for the gradients or the result."""
+        return torch.zeros(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Have the hook reduce ``input_tensor`` into ``output_tensor``."""
+        self._hook(self._state, input_tensor, output_tensor)
+        if op == dist.ReduceOp.SUM:
+            # The runtime divides a sum afterwards, here and for scalars, which no hook sees.
+            output_tensor.mul_(group.size())

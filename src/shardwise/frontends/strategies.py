@@ -1,6 +1,7 @@
-"""What the user asks for by name, resolved once to a mesh and arguments of ``fully_shard``.
+"""Sharding strategies and meshes by name, resolved to a mesh and arguments of ``fully_shard``.
 
-Below this file nobody asks which strategy it is.
+No code below this file asks which strategy is in use. It does not import torch, so the command line
+can check its options with it.
 
     strategy            mesh (replicate, shard)   reshard_after_forward   ZeRO
     FULL_SHARD          (N,)                      True                    3
@@ -9,18 +10,19 @@ Below this file nobody asks which strategy it is.
     NO_SHARD            (N, 1)                    False                   0
     HYBRID_SHARD        (R, N / R)                True                    3 inside, 0 across
     HYBRID_SHARD_ZERO2  (R, N / R)                False                   2 inside, 0 across
-    DILOCO              (R, N / R), shard only    True                    3 inside, apart across
+    DILOCO              (R, N / R), shard only    True                    3 inside, separate across
 
-DILOCO shards over the second dimension alone; across the first, replicas train apart and meet once
-in many steps (:mod:`shardwise.diloco`).
+DILOCO shards over the second dimension only. Across the first, replicas train separately and
+synchronize once in many steps (:mod:`shardwise.diloco`).
 
-ZERO1 differs from SHARD_GRAD_OP under accumulation only: gradients are kept whole between
-microbatches and reduced once per step.
+ZERO1 differs from SHARD_GRAD_OP only under gradient accumulation: gradients are kept in full
+between microbatches and reduced once per step.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,6 +30,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import ShardingStrategy
+
 
 REPLICATE = "dp_replicate"
 SHARD = "dp_shard"
@@ -172,3 +175,74 @@ def parse_mesh(text: str) -> Mapping[str, int]:
             raise MeshError(text, f"{REPLICATE}=R,{SHARD}=S with whole numbers from 1")
         sizes[name] = int(size)
     return sizes
+
+
+DATA, TENSOR = "dp", "tp"
+MOST_RANKS = 4_096
+
+_ORDER = (REPLICATE, DATA, SHARD, TENSOR)
+
+
+@dataclass(frozen=True)
+class WantedMesh:
+    """A mesh that need not be there.
+
+    Attributes:
+        names: of its dimensions: ``dp_replicate``, ``dp`` or ``dp_shard``, ``tp``, in this order.
+        shape: ranks along each.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many ranks it takes."""
+        return math.prod(self.shape)
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Over how many ranks tensor parallelism cuts."""
+        return dict(zip(self.names, self.shape, strict=True)).get(TENSOR, 1)
+
+    @property
+    def data_parallel(self) -> tuple[str, ...]:
+        """The dimensions that ``fully_shard`` gets."""
+        return tuple(name for name in self.names if name != TENSOR)
+
+    @classmethod
+    def parse(cls, text: str) -> WantedMesh:
+        """Read ``dp=2,tp=4`` or ``dp_replicate=2,dp_shard=4,tp=2``.
+
+        Raises:
+            MeshError: a name that is unknown, given twice or in another order than these, a size
+                that is no positive number, or more than 4,096 ranks.
+        """
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            name, equals, size = (piece.strip() for piece in part.partition("="))
+            if name not in _ORDER:
+                raise MeshError(f"{name!r} in {text!r}", f"one of {', '.join(_ORDER)}")
+            if name in sizes:
+                raise MeshError(f"{name} twice in {text!r}", "each dimension once")
+            if not equals or not size.isdecimal() or not int(size):
+                raise MeshError(f"{part.strip()!r} in {text!r}", f"{name}=N, N a number from 1")
+            sizes[name] = int(size)
+        _check(text, sizes)
+        if REPLICATE in sizes and not {DATA, SHARD} & sizes.keys():
+            place = list(sizes).index(REPLICATE) + 1
+            items = [*sizes.items()]
+            sizes = dict([*items[:place], (SHARD, 1), *items[place:]])
+        return cls(tuple(sizes), tuple(sizes.values()))
+
+
+def _check(text: str, sizes: dict[str, int]) -> None:
+    if DATA in sizes and SHARD in sizes:
+        raise MeshError(f"both {DATA} and {SHARD} in {text!r}", "one of them: they mean the same")
+    ordered = sorted(sizes, key=_ORDER.index)
+    if list(sizes) != ordered:
+        right = ",".join(f"{name}={sizes[name]}" for name in ordered)
+        raise MeshError(text, f"{right}: replicas outermost, tensor parallelism innermost")
+    ranks = math.prod(sizes.values())
+    if ranks > MOST_RANKS:
+        raise MeshError(f"{text}, {ranks:,} ranks", f"at most {MOST_RANKS:,}")

@@ -1,10 +1,15 @@
-"""One unit: a module that ``fully_shard`` was applied to, and the wrapper around it.
+"""One FSDP unit: a module that ``fully_shard`` was applied to, and the wrapper around it.
 
-``fsdp.py`` and ``xla.py`` say what the arguments of two constructors mean; this is what they make.
+``fsdp.py`` and ``xla.py`` give the arguments of two constructors their meaning; this file builds
+what they ask for. It also chooses the modules that become units, and implements what FSDP1's
+``MixedPrecision`` has and ``fully_shard``'s policy has not: inputs that are cast at the root only,
+buffers, and classes that stay in full precision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,20 +19,23 @@ from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
     MixedPrecision,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
     StateDictType,
 )
 
 from shardwise import _torch
-from shardwise.frontends.optim_saving import OptimSavingModule
-from shardwise.frontends.precision import cast_buffers, cast_inputs, policy_of
+from shardwise.frontends.optim_state import OptimSavingModule
 from shardwise.frontends.prepare import ParamInit, broadcast_states, materialise_unit
-from shardwise.frontends.settings import UnitSettings, state_dict_settings
-from shardwise.frontends.units import Ignored
+from shardwise.frontends.settings import UnitSettings
+from shardwise.frontends.state_dict import state_dict_settings
+from shardwise.frontends.transparent import TransparentModule
 from shardwise.sharding.api import fully_shard
 from shardwise.sharding.module import FSDPModule
 from shardwise.sharding.module_state import ModuleState, state_of
+from shardwise.sharding.precision import cast_floating
+from shardwise.wrap import Policy, apply_to, chosen_modules
 
 
 class ShardedUnit(OptimSavingModule):
@@ -153,3 +161,146 @@ class ShardedUnit(OptimSavingModule):
 def units_in(module: nn.Module) -> list[ShardedUnit]:
     """The wrappers in ``module``, itself included."""
     return [each for each in module.modules() if isinstance(each, ShardedUnit)]
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What a user wants left alone.
+
+    Attributes:
+        modules: those named, and all inside them.
+        parameters: those named, and all of these modules.
+    """
+
+    modules: set[nn.Module]
+    parameters: set[nn.Parameter]
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        modules: Iterable[nn.Module] | None,
+        states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+    ) -> Ignored:
+        """What is meant by the arguments of a constructor.
+
+        Raises:
+            TypeError: something that is neither a module nor a parameter.
+            ValueError: ``module`` itself, or a module that is wrapped.
+        """
+        given: list[object] = [*(modules or ()), *(states or ())]
+        wrong = [each for each in given if not isinstance(each, nn.Module | nn.Parameter)]
+        if wrong:
+            raise TypeError(
+                "ignored_modules and ignored_states: expected modules or parameters, found "
+                f"{type(wrong[0]).__name__}"
+            )
+        inside = {m for each in given if isinstance(each, nn.Module) for m in each.modules()}
+        if module in inside:
+            raise ValueError(
+                f"ignored_modules: found the {type(module).__name__} itself that is to be wrapped"
+            )
+        wrapped = [each for each in inside if isinstance(each, TransparentModule)]
+        if wrapped:
+            raise ValueError(
+                "ignored_modules: expected modules that are not wrapped, found a "
+                f"FullyShardedDataParallel around a {type(wrapped[0].module).__name__}"
+            )
+        parameters = {each for each in given if isinstance(each, nn.Parameter)}
+        parameters.update(p for each in inside for p in each.parameters(recurse=False))
+        return cls(inside, parameters)
+
+
+def auto_wrap(
+    module: nn.Module,
+    policy: Policy,
+    wrapper: Callable[..., nn.Module],
+    arguments: dict[str, Any],
+    mixed_precision: MixedPrecision | None,
+    ignored: Ignored,
+) -> None:
+    """Wrap what ``policy`` chooses in ``module``, inner modules first, in place.
+
+    Args:
+        module: the module, which is left to the caller.
+        policy: see :mod:`shardwise.wrap`.
+        wrapper: called as ``wrapper(module, **arguments)``.
+        arguments: those of the root; a policy may have others for a module.
+        mixed_precision: that of the root: classes that it ignores become units without it.
+        ignored: modules and parameters to leave alone.
+    """
+    chosen = chosen_modules(module, policy, ignored_modules=ignored.modules)
+    for each in modules_in_full_precision(module, mixed_precision):
+        if each not in ignored.modules:
+            chosen[each] = {**chosen.get(each, {}), "mixed_precision": None}
+            keep_in_full_precision(each)
+    free = {
+        each: {**arguments, **({"device_mesh": None} if "process_group" in own else {}), **own}
+        for each, own in chosen.items()
+        if state_of(each) is None and not isinstance(each, TransparentModule)
+    }
+    apply_to(module, free, wrapper)
+
+
+def policy_of(mixed_precision: MixedPrecision) -> MixedPrecisionPolicy:
+    """What ``fully_shard`` is told; inputs are cast by :func:`cast_inputs`."""
+    return MixedPrecisionPolicy(
+        param_dtype=mixed_precision.param_dtype,
+        reduce_dtype=mixed_precision.reduce_dtype,
+        cast_forward_inputs=False,
+    )
+
+
+def cast_inputs(
+    mixed_precision: MixedPrecision, is_root: bool, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Inputs of a forward, in ``param_dtype`` where the policy casts them."""
+    casts = (
+        mixed_precision.cast_root_forward_inputs if is_root else mixed_precision.cast_forward_inputs
+    )
+    dtype = mixed_precision.param_dtype
+    if dtype is None or not casts:
+        return args, kwargs
+    return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+
+def cast_buffers(
+    modules: Iterable[tuple[str, nn.Module]], dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """Cast floating-point buffers to ``dtype``, in place; tell by name which dtypes they had."""
+    before: dict[str, torch.dtype] = {}
+    if dtype is None:
+        return before
+    for prefix, module in modules:
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                before[f"{prefix}.{name}" if prefix else name] = buffer.dtype
+                _torch.buffers_of(module)[name] = buffer.to(dtype)
+    return before
+
+
+def modules_in_full_precision(
+    model: nn.Module, mixed_precision: MixedPrecision | None
+) -> list[nn.Module]:
+    """The modules in ``model`` of classes that mixed precision is to leave alone."""
+    if mixed_precision is None:
+        return []
+    classes = _torch.module_classes_to_ignore(mixed_precision)
+    return [each for each in model.modules() if isinstance(each, classes) and each is not model]
+
+
+def keep_in_full_precision(module: nn.Module) -> None:
+    """Let ``module`` compute in float32 amid others that do not: cast what goes in and out."""
+    wanted: list[torch.dtype | None] = []
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        found = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        wanted.append(next((each.dtype for each in found if each.is_floating_point()), None))
+        return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
+
+    def leave(_: nn.Module, args: Any, output: Any) -> Any:
+        dtype = wanted.pop()
+        return output if dtype is None else cast_floating(output, dtype)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave)

@@ -17,11 +17,10 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise.frontends.fsdp import FullyShardedDataParallel
-from shardwise.frontends.meshes import find_mesh
 from shardwise.frontends.prepare import ParamInit
-from shardwise.frontends.settings import UnitSettings, say_what_has_no_meaning
+from shardwise.frontends.settings import UnitSettings, find_mesh, say_what_has_no_meaning
 from shardwise.frontends.strategies import Strategy
-from shardwise.frontends.units import Ignored, auto_wrap
+from shardwise.frontends.unit import Ignored, auto_wrap
 from shardwise.transport.attending import new_group
 from shardwise.wrap import Policy
 

@@ -41,6 +41,6 @@ def inspect(
     report = read(model, mesh, name)
     if not values:
         return report
-    from shardwise.inspect.values import gather_values
+    from shardwise.inspect.read import gather_values
 
     return dataclasses.replace(report, values=gather_values(model))

@@ -11,19 +11,16 @@ from functools import cache
 from importlib import resources
 from itertools import groupby
 
-from shardwise.inspect.collapse import Row, collapsed
-from shardwise.inspect.draw import draw_mesh, draw_parameter
-from shardwise.inspect.picture import STYLE, escape
-from shardwise.inspect.report import ParameterReport, Report
-from shardwise.inspect.runs import runs_of
-from shardwise.inspect.text import rank_rows
-from shardwise.inspect.words import counted, dimension_name, shape_in_words
+from shardwise.inspect.picture import STYLE, draw_mesh, draw_parameter, escape
+from shardwise.inspect.report import ParameterReport, Report, folded
+from shardwise.inspect.text import rank_rows, runs_of
+from shardwise.inspect.words import Row, counted, dimension_name, shape_in_words
 from shardwise.units import brief_size
 
 
 def page(report: Report) -> str:
     """The page, as text."""
-    rows = collapsed(report.parameters)
+    rows = folded(report.parameters)
     title = f"{report.model} on {report.grid}"
     return "\n".join(
         (
@@ -63,7 +60,7 @@ def _head(report: Report) -> Iterator[str]:
     yield "</header>"
 
 
-def _navigation(rows: Sequence[Row]) -> Iterator[str]:
+def _navigation(rows: Sequence[Row[ParameterReport]]) -> Iterator[str]:
     """Links to all parameters, those of repeated blocks folded."""
     yield '<nav aria-label="Parameters"><h2>Parameters</h2><ul>'
     for prefix, group in groupby(rows, key=lambda row: row.prefix):
@@ -83,8 +80,8 @@ def _navigation(rows: Sequence[Row]) -> Iterator[str]:
     yield "</ul></nav>"
 
 
-def _sections(report: Report, rows: Sequence[Row]) -> Iterator[str]:
-    alike: dict[object, list[Row]] = {}
+def _sections(report: Report, rows: Sequence[Row[ParameterReport]]) -> Iterator[str]:
+    alike: dict[object, list[Row[ParameterReport]]] = {}
     for row in rows:
         alike.setdefault((row.first.tiling, row.first.itemsize), []).append(row)
     for members in alike.values():
@@ -105,7 +102,7 @@ def _sections(report: Report, rows: Sequence[Row]) -> Iterator[str]:
         yield f"<details open><summary>Blocks</summary>{table}</details></section>"
 
 
-def _about(row: Row) -> str:
+def _about(row: Row[ParameterReport]) -> str:
     each = row.first
     parts = [
         f"{shape_in_words(each.shape)} {each.dtype}",
@@ -124,7 +121,7 @@ def _about(row: Row) -> str:
     return " · ".join(parts)
 
 
-def _group(row: Row) -> str:
+def _group(row: Row[ParameterReport]) -> str:
     each: ParameterReport = row.first
     own = each.group or "the model itself"
     return "in the group of its block" if len(row.members) > 1 else f"in the group of {own}"

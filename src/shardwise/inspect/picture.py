@@ -1,10 +1,28 @@
-"""SVG in pieces: what a drawing is made of, and its colours for light and dark screens."""
+"""The mesh and one parameter as SVG.
+
+A block and the ranks that hold it have the same color. Every rank is drawn, however thin; where
+there is no room for a label per rank, runs of ranks are labeled.
+"""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
+
+from shardwise.inspect.grid import Grid
+from shardwise.inspect.report import ParameterReport, Report
+from shardwise.inspect.tiling import Block, Span, Tiling
+from shardwise.inspect.words import (
+    block_in_words,
+    dimension_name,
+    ranks_in_words,
+    shape_in_words,
+    spans_in_words,
+)
+from shardwise.units import brief_size
 
 #: Ranks that hold the same block have its colour; ``--h`` is the hue, in degrees.
 STYLE = """
@@ -86,3 +104,254 @@ def ring(path: str) -> str:
 def _n(number: float) -> str:
     """A number in as few characters as show it to a hundredth."""
     return f"{number:.2f}".rstrip("0").rstrip(".")
+
+
+WIDTH = 356  # of each of the two pictures: what a phone shows without shrinking it
+_LABEL = 66  # left of them
+_ACROSS = 16  # cells in a row at most
+_PLOT = WIDTH - _LABEL - 4
+_LEAST, _MOST = 96, 400  # height of a parameter
+_LINE = 13  # height that a label takes
+
+
+def drawing(report: Report, parameter: ParameterReport, rank: int | None = None) -> str:
+    """A file: the mesh on the left, the parameter on the right.
+
+    Args:
+        report: whose mesh it is.
+        parameter: one of its parameters.
+        rank: one to mark.
+    """
+    left = draw_mesh(report.grid, parameter, rank)
+    right = draw_parameter(parameter, rank)
+    top = 40
+    copies = max((len(block.ranks) for block in parameter.tiling.blocks if block.numel), default=1)
+    times = "" if copies == 1 else f", each block on {copies} ranks"
+    title = words(8, 16, parameter.name, "n") + words(
+        8,
+        31,
+        f"{shape_in_words(parameter.shape)} {parameter.dtype}, {brief_size(parameter.nbytes)}, "
+        f"on {report.grid}{times}",
+        "d",
+    )
+    height = top + max(left.height, right.height) + 8
+    body = title + left.at(8, top) + right.at(WIDTH + 28, top)
+    label = f"{parameter.name} over the {report.grid.size} ranks of {report.grid}"
+    return Picture(2 * WIDTH + 36, height, body).svg(label, alone=True)
+
+
+def draw_mesh(grid: Grid, parameter: ParameterReport, rank: int | None = None) -> Picture:
+    """The mesh, every rank in the colour of the block that it holds."""
+    hues = _hues(parameter.tiling)
+    numbers = {block: number for number, block in enumerate(parameter.tiling.blocks)}
+    across = min(grid.shape[-1], _ACROSS)
+    wide = min((WIDTH - _LABEL) / across, 48)
+    tall = 24 if grid.size <= 64 else 17
+    small = " t" if wide < 24 else ""
+    down = f"{grid.names[-2]} ↓, " if len(grid.names) > 1 else ""
+    parts = [words(0, 10, f"{down}{grid.names[-1]} →", "d")]
+    y: float = 16
+    if grid.shape[-1] == across:
+        y += 12
+        parts += [
+            words(_LABEL + (i + 0.5) * wide, y - 3, str(i), f"d m{small}") for i in range(across)
+        ]
+    panel, marks = "", ""
+    for line in grid.lines(across):
+        if line.panel != panel:
+            panel = line.panel
+            parts.append(words(0, y + 12, panel, "d n"))
+            y += 18
+        parts.append(words(_LABEL - 6, y + tall / 2 + 4, line.label, "d e"))
+        for i, each in enumerate(line.ranks):
+            x = _LABEL + i * wide
+            path = outline([(x, y, wide, tall)])
+            block = parameter.block(each)
+            number = None if block is None else numbers[block]
+            hue = None if block is None else hues.get(block)
+            parts.append(_cell(each, number, parameter, hue, path))
+            parts.append(words(x + wide / 2, y + tall / 2 + 4, str(each), f"m{small}"))
+            marks += ring(path) if each == rank else ""
+        y += tall
+    return Picture(WIDTH, y + 4, "".join(parts) + marks)
+
+
+def _cell(
+    rank: int, number: int | None, parameter: ParameterReport, hue: float | None, path: str
+) -> str:
+    block = parameter.block(rank)
+    held = "does not have it" if block is None else block_in_words(block, parameter.shape)
+    data = f' data-r="{rank}"' + ("" if number is None else f' data-b="{number}"')
+    title = f"rank {rank}: {held}, {brief_size(parameter.nbytes_on(rank))}"
+    return shape(path, hue, "c b v" if hue is None else "c b", data, title)
+
+
+def draw_parameter(parameter: ParameterReport, rank: int | None = None) -> Picture:
+    """The parameter as a rectangle, to scale, cut into the blocks that ranks hold."""
+    tiling = parameter.tiling
+    rows, columns = _axes(tiling)
+    width = float(_PLOT) if columns is not None else 150.0
+    down, across = _edges(tiling, rows), _edges(tiling, columns)
+    high, wide = max(down[-1], 1), max(across[-1], 1)
+    height = min(max(width * high / wide, _LEAST, (len(down) - 1) * _LINE), _MOST)
+    y_axis = _Axis(rows, down, 30, height / high)
+    x_axis = _Axis(columns, across, _LABEL, width / wide)
+    parts = [words(0, 10, _axis_title(tiling, rows, columns), "d")]
+    parts += _blocks(parameter, y_axis, x_axis)
+    parts += _labels(tiling, y_axis, x_axis)
+    bottom = 30 + height
+    if parameter.padding_nbytes:
+        text = f"+ {brief_size(parameter.padding_nbytes)} padding in all"
+        path = outline([(_LABEL, bottom + 3, width, 11)])
+        parts.append(shape(path, None, "b v", "", f"{text}, while it is gathered"))
+        parts.append(words(_LABEL + width / 2, bottom + 11.5, text, "d m t"))
+        bottom += 15
+    own = None if rank is None else parameter.block(rank)
+    if own is not None and own.numel:
+        parts.append(ring(_path(own, y_axis, x_axis)))
+    return Picture(WIDTH, bottom + 6, "".join(parts))
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """A dimension of the tensor on the paper.
+
+    Attributes:
+        dim: which; ``None`` where the tensor has none to draw here.
+        edges: where cuts fall, both ends included, in elements.
+        start: where the first element is drawn.
+        scale: units an element.
+    """
+
+    dim: int | None
+    edges: Sequence[int]
+    start: float
+    scale: float
+
+    def spans(self, block: Block) -> Sequence[Span]:
+        return [(0, self.edges[-1])] if self.dim is None else block.part[self.dim]
+
+    def position(self, element: float) -> float:
+        return self.start + element * self.scale
+
+    def middle(self, span: Span) -> float:
+        return self.position(span[0] + span[1] / 2)
+
+    def runs(self, least: float) -> list[Span]:
+        """From cut to cut; a power of two of them at a time, if they are too short for a label."""
+        count = len(self.edges) - 1
+        together = 1
+        while together < count and self._narrowest(together) < least:
+            together *= 2
+        starts = range(0, count, together)
+        ends = [self.edges[min(first + together, count)] for first in starts]
+        return [(self.edges[a], b - self.edges[a]) for a, b in zip(starts, ends, strict=True)]
+
+    def _narrowest(self, together: int) -> float:
+        """Of the runs that are whole; the last may be shorter."""
+        ends = self.edges[::together]
+        return min((b - a for a, b in pairwise(ends)), default=math.inf) * self.scale
+
+
+def _blocks(parameter: ParameterReport, y_axis: _Axis, x_axis: _Axis) -> Iterator[str]:
+    tiling, hues = parameter.tiling, _hues(parameter.tiling)
+    classes = "b s" if len(tiling.blocks) > 64 else "b"
+    for number, block in enumerate(tiling.blocks):
+        if block.numel:
+            title = (
+                f"{'ranks' if len(block.ranks) > 1 else 'rank'} {ranks_in_words(block.ranks)}: "
+                f"{block_in_words(block, tiling.shape)}, "
+                f"{brief_size(block.numel * parameter.itemsize)}"
+            )
+            path = _path(block, y_axis, x_axis)
+            yield shape(path, hues[block], classes, f' data-b="{number}"', title)
+
+
+def _path(block: Block, y_axis: _Axis, x_axis: _Axis) -> str:
+    spans = product(y_axis.spans(block), x_axis.spans(block))
+    return outline(
+        [
+            (x_axis.position(a), y_axis.position(b), n * x_axis.scale, m * y_axis.scale)
+            for (b, m), (a, n) in spans
+        ]
+    )
+
+
+def _labels(tiling: Tiling, y_axis: _Axis, x_axis: _Axis) -> Iterator[str]:
+    """Rows on the left, columns above, and ranks where there is room for them."""
+    bands = y_axis.runs(_LINE)
+    strips = x_axis.runs(6.0 + 5 * len(spans_in_words([(x_axis.edges[-1] - 1,) * 2], 0)))
+    if y_axis.dim is not None:
+        for band in bands:
+            text = spans_in_words([band], 0)
+            yield words(_LABEL - 6, y_axis.middle(band) + 4, text, "d e t")
+    if len(strips) > 1:
+        for strip in strips:
+            yield words(x_axis.middle(strip), y_axis.start - 5, spans_in_words([strip], 0), "d m t")
+    for band in bands:
+        labels = [(strip, _ranks_in(tiling, (y_axis, band), (x_axis, strip))) for strip in strips]
+        if not all(_fits(text, strip, x_axis) for strip, text in labels):
+            every = (0, x_axis.edges[-1])
+            labels = [(every, _ranks_in(tiling, (y_axis, band), (x_axis, every)))]
+        for strip, text in labels:
+            if _fits(text, strip, x_axis):
+                yield words(x_axis.middle(strip), y_axis.middle(band) + 4, text, "m")
+
+
+def _fits(text: str, strip: Span, axis: _Axis) -> bool:
+    return len(text) * 6.2 <= strip[1] * axis.scale
+
+
+def _ranks_in(tiling: Tiling, *where: tuple[_Axis, Span]) -> str:
+    """The ranks that hold anything in a box."""
+    found = {
+        rank
+        for block in tiling.blocks
+        if block.numel and all(_meet(axis.spans(block), span) for axis, span in where)
+        for rank in block.ranks
+    }
+    return ranks_in_words(sorted(found))
+
+
+def _meet(spans: Sequence[Span], other: Span) -> bool:
+    return any(a < other[0] + other[1] and other[0] < a + n for a, n in spans)
+
+
+def _axes(tiling: Tiling) -> tuple[int | None, int | None]:
+    """The dimensions of the tensor that are drawn downwards and across."""
+    dims = len(tiling.shape)
+    cut = [
+        dim
+        for dim in range(1, dims)
+        if any(block.numel and block.shape[dim] != tiling.shape[dim] for block in tiling.blocks)
+    ]
+    across = cut[0] if cut else 1
+    return (0 if dims else None), (across if dims > 1 else None)
+
+
+def _axis_title(tiling: Tiling, rows: int | None, columns: int | None) -> str:
+    if rows is None:
+        return "a scalar"
+    down = f"{tiling.shape[rows]:,} {dimension_name(rows)} ↓"
+    return (
+        down
+        if columns is None
+        else (f"{down}, {tiling.shape[columns]:,} {dimension_name(columns)} →")
+    )
+
+
+def _edges(tiling: Tiling, dim: int | None) -> list[int]:
+    """Where cuts fall along a dimension, both ends included."""
+    if dim is None:
+        return [0, 1]
+    found = {0, tiling.shape[dim]}
+    for block in tiling.blocks:
+        for first, length in block.part[dim]:
+            found |= {first, first + length}
+    return sorted(found)
+
+
+def _hues(tiling: Tiling) -> dict[Block, float]:
+    """Colours around the circle, in the order of the blocks, without its last, reddish sixth."""
+    filled = [block for block in tiling.blocks if block.numel]
+    return {block: 20 + 300 * i / max(len(filled), 1) for i, block in enumerate(filled)}

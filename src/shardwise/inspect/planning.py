@@ -16,9 +16,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shardwise import _torch
+from shardwise.frontends.strategies import TENSOR, WantedMesh
 from shardwise.inspect.read import read
 from shardwise.inspect.report import Report
-from shardwise.inspect.wanted import TENSOR, WantedMesh
 from shardwise.sharding.api import fully_shard
 
 

@@ -1,9 +1,10 @@
-"""From a model to the report: layouts are read off the sharded forms, nothing is communicated."""
+"""Read the report of a model from the layouts of its parameters, and the values of small ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import _torch
 from shardwise.inspect.grid import Coordinate, Grid, grid_of, names_of, reachable, standings
 from shardwise.inspect.report import Kind, ParameterReport, Report
-from shardwise.inspect.tiling import Part, Tiling, cut, placed, shape_of, whole
+from shardwise.inspect.tiling import Part, Tiling, cut, placed, shape_of, take, whole
 from shardwise.sharding.form import ShardedForm
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.module_state import state_of
@@ -222,3 +223,53 @@ def _placements(stored: torch.Tensor) -> Iterator[tuple[str, str]]:
 def _class_name(model: nn.Module) -> str:
     """Of a sharded module, the name of the class it was of before."""
     return next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+
+
+MOST_ELEMENTS = 256  # of a parameter whose values are shown
+
+Values = Mapping[str, Mapping[int, Any]]
+
+
+def gather_values(model: nn.Module) -> Values | None:
+    """What ranks hold of the small parameters of ``model``: a collective over the world.
+
+    Returns:
+        On the first rank, elements by name and rank, nested as the shards are; else ``None``.
+
+    Raises:
+        ValueError: the model is on the meta device.
+    """
+    own: dict[str, Any] = {}
+    for each in parameters_of(model):
+        if each.stored.numel() > MOST_ELEMENTS:
+            continue
+        if each.local.is_meta:
+            raise ValueError(
+                f"{each.names[0]} is on the meta device and has no values; materialize the model "
+                "first"
+            )
+        own[each.names[0]] = each.local.cpu().tolist()
+    if not dist.is_initialized():
+        return {name: {0: elements} for name, elements in own.items()}
+    every: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, every)
+    if every is None:
+        return None
+    names = dict.fromkeys(name for each in every for name in each)
+    return {
+        name: {rank: each[name] for rank, each in enumerate(every) if name in each}
+        for name in names
+    }
+
+
+def counted_values(report: Report) -> Values:
+    """What ranks would hold if every small parameter counted 0, 1, 2, ... in order of storage."""
+    values: dict[str, dict[int, Any]] = {}
+    for each in report.parameters:
+        if each.tiling.numel <= MOST_ELEMENTS:
+            counted = torch.arange(each.tiling.numel).view(each.shape)
+            values[each.name] = {
+                rank: take(counted, block.part).tolist()
+                for rank, block in sorted(each.tiling.by_rank.items())
+            }
+    return values

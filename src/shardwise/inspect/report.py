@@ -1,10 +1,14 @@
-"""The report: which rank of a mesh holds which part of which parameter."""
+"""The report: which rank of a mesh holds which part of which parameter.
+
+A plain value; ``text.py``, ``page.py`` and ``picture.py`` show it, and ``docs/inspect.md``
+describes its JSON form.
+"""
 
 from __future__ import annotations
 
 import enum
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +16,8 @@ from typing import Any
 
 from shardwise.inspect.grid import Grid
 from shardwise.inspect.tiling import Block, Tiling
+from shardwise.inspect.words import Row, counted, fold, ranks_in_words, shape_in_words
+from shardwise.units import brief_size
 
 ADAM_STATES = 2  # tensors of a parameter's size that Adam keeps: exp_avg and exp_avg_sq
 
@@ -96,6 +102,27 @@ class ParameterReport:
         return block.numel * self.itemsize if block else 0
 
 
+def folded(parameters: Iterable[ParameterReport]) -> list[Row[ParameterReport]]:
+    """Parameters of repeated layers that are laid out alike as one row."""
+    return fold(
+        parameters,
+        name=lambda each: each.name,
+        kind=lambda each: (
+            each.dtype,
+            each.trainable,
+            each.kind,
+            each.placements,
+            each.tiling,
+            len(each.aliases),
+        ),
+    )
+
+
+def unfolded(parameters: Iterable[ParameterReport]) -> list[Row[ParameterReport]]:
+    """A row for each parameter."""
+    return fold(parameters, name=lambda each: each.name, kind=lambda each: each.name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankTotals:
     """What one rank holds, in bytes.
@@ -178,7 +205,7 @@ class Report:
     @cached_property
     def remarks(self) -> tuple[Remark, ...]:
         """What to mind."""
-        from shardwise.inspect.remarks import remarks_on
+        from shardwise.inspect.report import remarks_on
 
         return tuple(remarks_on(self))
 
@@ -208,7 +235,7 @@ class Report:
         Args:
             pattern: of the parameters to tell of one by one, see :meth:`matching`.
         """
-        from shardwise.inspect.plain import plain_report
+        from shardwise.inspect.report import plain_report
 
         return plain_report(self, self.matching(pattern))
 
@@ -237,7 +264,7 @@ class Report:
             KeyError: there is no such parameter.
             OSError: it cannot be written.
         """
-        from shardwise.inspect.draw import drawing
+        from shardwise.inspect.picture import drawing
 
         path = Path(path)
         path.write_text(drawing(self, self.find(parameter), rank), encoding="utf-8")
@@ -261,3 +288,228 @@ class Report:
             replicated=total([(each, block) for each, block in found if len(block.ranks) > 1]),
             padding=sum(block.padding * each.itemsize for each, block in found),
         )
+
+
+_EVEN_ENOUGH = 1.05  # what the fullest rank may hold, as a multiple of the emptiest one's
+
+
+def remarks_on(report: Report) -> Iterator[Remark]:
+    """Every remark that there is reason for, the most expensive kinds first."""
+    yield from _not_sharded(report)
+    yield from _replicated(report)
+    yield from _unbalanced(report)
+    yield from _empty(report)
+    yield from _padding(report)
+    yield from _interleaved(report)
+
+
+def _remark(
+    kind: str, text: str, found: list[ParameterReport], nbytes: int | None = None
+) -> Remark:
+    return Remark(
+        kind=kind, text=text, nbytes=nbytes, parameters=tuple(each.name for each in found)
+    )
+
+
+def _not_sharded(report: Report) -> Iterator[Remark]:
+    if report.grid.size == 1:
+        return
+    found = [each for each in report.parameters if each.kind is Kind.PLAIN]
+    nbytes = sum(each.nbytes for each in found)
+    if found:
+        yield _remark(
+            "not sharded",
+            f"{counted(found, 'parameter')}, {brief_size(nbytes)} on every rank, "
+            f"{'is' if len(found) == 1 else 'are'} in no group of fully_shard (ignored, or not "
+            f"reached by a call), and so are gradients and optimizer state: "
+            f"{_some(found)}",
+            found,
+            nbytes,
+        )
+
+
+def _replicated(report: Report) -> Iterator[Remark]:
+    """For every dimension of the mesh, what is the same along it."""
+    sharded = [each for each in report.parameters if each.kind is not Kind.PLAIN]
+    for dim, (name, size) in enumerate(zip(report.grid.names, report.grid.shape, strict=True)):
+        found = [each for each in sharded if not each.cut_along[dim] and each.tiling.numel]
+        if size == 1 or not found:
+            continue
+        nbytes = max(sum(each.nbytes_on(rank) for each in found) for rank in report.grid.ranks)
+        every = len(found) == len(sharded)
+        what = (
+            "every parameter is"
+            if every
+            else f"{counted(found, 'parameter')} {'is' if len(found) == 1 else 'are'}"
+        )
+        rest = "" if every else f": {_some(found)}"
+        yield _remark(
+            "replicated",
+            f"{what} the same on all {size} ranks along {name}: {brief_size(nbytes)} a rank{rest}",
+            found,
+            nbytes,
+        )
+
+
+def _unbalanced(report: Report) -> Iterator[Remark]:
+    most = max(report.totals, key=lambda total: total.parameters)
+    least = min(report.totals, key=lambda total: total.parameters)
+    if most.parameters <= _EVEN_ENOUGH * least.parameters:
+        return
+    found = [
+        each
+        for each in report.parameters
+        if len({each.nbytes_on(rank) for rank in report.grid.ranks}) > 1
+    ]
+    ratio = most.parameters / least.parameters if least.parameters else None
+    more = most.parameters - least.parameters
+    times = "" if ratio is None else f", {ratio:.2f} times as much ({brief_size(more)} more)"
+    yield _remark(
+        "unbalanced",
+        f"rank {most.rank} holds {brief_size(most.parameters)} and rank {least.rank} "
+        f"{brief_size(least.parameters)}{times}; {counted(found, 'parameter')} "
+        f"{'is' if len(found) == 1 else 'are'} cut unevenly",
+        found,
+        more,
+    )
+
+
+def _empty(report: Report) -> Iterator[Remark]:
+    found = [each for each in report.parameters if each.tiling.empty_ranks]
+    if not found:
+        return
+    worst = max(found, key=lambda each: len(each.tiling.empty_ranks))
+    one = len(worst.tiling.empty_ranks) == 1
+    yield _remark(
+        "empty",
+        f"{counted(found, 'parameter')} {'leaves' if len(found) == 1 else 'leave'} ranks with "
+        f"nothing: of {worst.name}, {shape_in_words(worst.shape)}, "
+        f"{'rank' if one else 'ranks'} {ranks_in_words(worst.tiling.empty_ranks)} "
+        f"{'holds' if one else 'hold'} no element",
+        found,
+    )
+
+
+def _padding(report: Report) -> Iterator[Remark]:
+    found = [each for each in report.parameters if each.padding_nbytes]
+    if not found:
+        return
+    nbytes = sum(each.padding_nbytes for each in found)
+    held = sum(total.parameters for total in report.totals)
+    worst = max(found, key=lambda each: each.padding_nbytes)
+    yield _remark(
+        "padding",
+        f"{brief_size(nbytes)} of padding over all ranks ({nbytes / held:.2%} of the shards) while "
+        f"{counted(found, 'parameter')} {'is' if len(found) == 1 else 'are'} gathered, most for "
+        f"{worst.name}: {brief_size(worst.padding_nbytes)}",
+        found,
+        nbytes,
+    )
+
+
+def _interleaved(report: Report) -> Iterator[Remark]:
+    """Parameters that ``fully_shard`` cut along another dimension than the first."""
+    found = [each for each in report.parameters if each.cut_dim not in (None, 0)]
+    if found:
+        nbytes = sum(each.nbytes for each in found)
+        yield _remark(
+            "interleaved",
+            f"{counted(found, 'parameter')} {'is' if len(found) == 1 else 'are'} sharded along "
+            f"another dimension than the first: every unshard costs one more copy of "
+            f"{brief_size(nbytes)} in all",
+            found,
+            nbytes,
+        )
+
+
+def _some(found: list[ParameterReport]) -> str:
+    names = [each.name for each in found[:2]]
+    return ", ".join(names) + (", ..." if len(found) > 2 else "")
+
+
+VERSION = 1  # raised when a field changes its meaning or goes
+
+
+def plain_report(report: Report, parameters: Sequence[ParameterReport]) -> dict[str, Any]:
+    """A report, with some of its parameters. Those that are cut alike refer to one tiling.
+
+    Totals and remarks are those of the whole model.
+    """
+    tilings = list(dict.fromkeys(each.tiling for each in parameters))
+    told = {each.name for each in parameters}
+    numbers = {tiling: number for number, tiling in enumerate(tilings)}
+    return {
+        "version": VERSION,
+        "model": report.model,
+        "mesh": {
+            "names": list(report.grid.names),
+            "shape": list(report.grid.shape),
+            "ranks": list(report.grid.ranks),
+        },
+        "numel": report.numel,
+        "nbytes": report.nbytes,
+        "ranks": [_totals(each) for each in report.totals],
+        "parameters": [_parameter(each, numbers[each.tiling]) for each in parameters],
+        "tilings": [_tiling(each) for each in tilings],
+        "remarks": [
+            {
+                "kind": each.kind,
+                "text": each.text,
+                "nbytes": each.nbytes,
+                "parameters": list(each.parameters),
+            }
+            for each in report.remarks
+        ],
+        "values": None
+        if report.values is None
+        else {
+            name: {str(rank): elements for rank, elements in held.items()}
+            for name, held in report.values.items()
+            if name in told
+        },
+    }
+
+
+def _totals(each: RankTotals) -> dict[str, int]:
+    return {
+        "rank": each.rank,
+        "parameters": each.parameters,
+        "trainable": each.trainable,
+        "replicated": each.replicated,
+        "padding": each.padding,
+        "estimated_gradients": each.gradients,
+        "estimated_adam": each.optimizer,
+    }
+
+
+def _parameter(each: ParameterReport, tiling: int) -> dict[str, Any]:
+    return {
+        "name": each.name,
+        "aliases": list(each.aliases),
+        "shape": list(each.shape),
+        "dtype": each.dtype,
+        "itemsize": each.itemsize,
+        "nbytes": each.nbytes,
+        "trainable": each.trainable,
+        "kind": each.kind.value,
+        "group": each.group,
+        "cut_dim": each.cut_dim,
+        "placements": [list(pair) for pair in each.placements],
+        "cut_along": [list(dims) for dims in each.cut_along],
+        "tiling": tiling,
+    }
+
+
+def _tiling(tiling: Tiling) -> dict[str, Any]:
+    return {
+        "shape": list(tiling.shape),
+        "blocks": [
+            {
+                "ranks": list(block.ranks),
+                "spans": [[list(span) for span in spans] for spans in block.part],
+                "numel": block.numel,
+                "padding": block.padding,
+            }
+            for block in tiling.blocks
+        ],
+    }

@@ -1,4 +1,4 @@
-"""The report on a terminal, right at 80 columns."""
+"""The report as text for a terminal of 80 columns or more."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.inspect.collapse import Row, collapsed
-from shardwise.inspect.report import ParameterReport, RankTotals, Report
-from shardwise.inspect.runs import runs_of
-from shardwise.inspect.values import MOST_ELEMENTS
+from shardwise.inspect.read import MOST_ELEMENTS
+from shardwise.inspect.report import ParameterReport, RankTotals, Report, folded, unfolded
+from shardwise.inspect.tiling import Block
 from shardwise.inspect.words import (
+    Row,
     counted,
     dimension_name,
     ranks_in_words,
@@ -77,7 +77,7 @@ def _parts(report: Report, view: View) -> Iterator[Text | Table | Padding]:
     yield Text()
     found = report.matching(view.pattern)
     each_block = view.full or view.pattern is not None
-    rows = collapsed(found, expand=view.layers or view.full)
+    rows = (unfolded if view.layers or view.full else folded)(found)
     if view.rank is not None:
         yield _rank_table(rows, view.rank)
     elif each_block:
@@ -116,7 +116,7 @@ def _mesh(report: Report, rank: int | None) -> Table:
     return table
 
 
-def _table(report: Report, rows: Sequence[Row], dtypes: set[str]) -> Table:
+def _table(report: Report, rows: Sequence[Row[ParameterReport]], dtypes: set[str]) -> Table:
     """A line for every row: how it is cut, and what a rank holds."""
     table = _plain("parameter", "shape")
     if len(dtypes) > 1:
@@ -137,7 +137,7 @@ def _table(report: Report, rows: Sequence[Row], dtypes: set[str]) -> Table:
     return table
 
 
-def _cells(row: Row, with_dtype: bool) -> list[Text]:
+def _cells(row: Row[ParameterReport], with_dtype: bool) -> list[Text]:
     each = row.first
     cells = [_name(row), shape_in_words(each.shape)]
     if with_dtype:
@@ -155,11 +155,11 @@ def _cut(dims: Sequence[int]) -> str:
     return "S(" + ",".join(map(str, dims)) + ")" if dims else "R"
 
 
-def _name(row: Row) -> str:
+def _name(row: Row[ParameterReport]) -> str:
     return ("  " if row.prefix else "") + row.name
 
 
-def _rank_table(rows: Sequence[Row], rank: int) -> Table:
+def _rank_table(rows: Sequence[Row[ParameterReport]], rank: int) -> Table:
     """What one rank holds of every row."""
     table = _plain("parameter", "rows", "columns", "holds")
     table.add_column("bytes", justify="right", no_wrap=True)
@@ -193,7 +193,7 @@ def _rank_table(rows: Sequence[Row], rank: int) -> Table:
     return table
 
 
-def _block_tables(rows: Sequence[Row]) -> Iterator[Text | Padding]:
+def _block_tables(rows: Sequence[Row[ParameterReport]]) -> Iterator[Text | Padding]:
     """Every row with a table of its blocks."""
     for row in rows:
         each = row.first
@@ -286,3 +286,73 @@ def _plain(*columns: str) -> Table:
 def _short(name: str) -> str:
     """The name of a mesh dimension above its column, so that names of parameters have room."""
     return name.removeprefix("dp_").replace("replicate", "repl")
+
+
+_MOST = 32  # blocks that are told one by one
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks of one size that follow each other, as cells of a table.
+
+    Attributes:
+        blocks: the blocks.
+        cells: ranks, what they hold along each dimension, bytes of each, padding of each.
+    """
+
+    blocks: tuple[Block, ...]
+    cells: tuple[str, ...]
+
+
+def runs_of(parameter: ParameterReport) -> list[Run]:
+    """All blocks of a parameter, as runs if there are many."""
+    blocks = parameter.tiling.blocks
+    if len(blocks) <= _MOST:
+        return [_run(parameter, [block]) for block in blocks]
+    return [_run(parameter, run) for run in _regular(blocks)]
+
+
+def _regular(blocks: Sequence[Block]) -> Iterator[list[Block]]:
+    """Runs of blocks of one shape, of which each is as far from the next as from the one before."""
+    run: list[Block] = []
+    for block in blocks:
+        if run and not _goes_on(run, block):
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run
+
+
+def _goes_on(run: Sequence[Block], block: Block) -> bool:
+    last = run[-1]
+    same = (last.shape, last.padding, len(last.ranks)) == (
+        block.shape,
+        block.padding,
+        len(block.ranks),
+    )
+    return same and (len(run) < 2 or _step(run[-2], last) == _step(last, block))
+
+
+def _step(one: Block, other: Block) -> object:
+    starts = [
+        [b[0] - a[0] for a, b in zip(first, second, strict=False)]
+        for first, second in zip(one.part, other.part, strict=True)
+    ]
+    return starts, [b - a for a, b in zip(one.ranks, other.ranks, strict=False)]
+
+
+def _run(parameter: ParameterReport, run: Sequence[Block]) -> Run:
+    first, last = run[0], run[-1]
+    spans = [_along(run, dim, size) for dim, size in enumerate(parameter.shape)]
+    ranks = ranks_in_words([rank for block in run for rank in block.ranks])
+    if len(run) > 1 and len(first.ranks) > 1:
+        ranks = f"{ranks_in_words(first.ranks)}; to {ranks_in_words(last.ranks)}"
+    each = brief_size(first.numel * parameter.itemsize)
+    padding = brief_size(first.padding * parameter.itemsize) if first.padding else ""
+    return Run(tuple(run), (ranks, *spans, each, padding))
+
+
+def _along(run: Sequence[Block], dim: int, size: int) -> str:
+    first, last = (spans_in_words(block.part[dim], size) for block in (run[0], run[-1]))
+    return first if first == last else f"{run[0].shape[dim]} each: {first} to {last}"

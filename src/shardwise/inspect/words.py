@@ -1,11 +1,17 @@
-"""Ranks, shapes and spans in few words."""
+"""Ranks, shapes, spans and repeated names in few words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
+import math
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from shardwise.inspect.tiling import Block, Span
+if TYPE_CHECKING:
+    from shardwise.inspect.tiling import Block, Span
+
 
 _MOST_RANGES = 4
 
@@ -80,3 +86,79 @@ def counted(things: Sized | int, noun: str) -> str:
     """``1 parameter``, ``2 parameters``."""
     count = things if isinstance(things, int) else len(things)
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+_Item = TypeVar("_Item")
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a name
+
+
+@dataclass(frozen=True)
+class Row(Generic[_Item]):
+    """Items that are equal except for numbers in their names.
+
+    Attributes:
+        prefix: the name up to the last number, ``"model.layers.0..11"``; may be empty.
+        name: the rest of it.
+        members: the items; one if nothing repeats.
+    """
+
+    prefix: str
+    name: str
+    members: tuple[_Item, ...]
+
+    @property
+    def first(self) -> _Item:
+        """The item that stands for all of them."""
+        return self.members[0]
+
+    @property
+    def full_name(self) -> str:
+        """Prefix and name."""
+        return f"{self.prefix}.{self.name}" if self.prefix else self.name
+
+
+def fold(
+    items: Iterable[_Item], name: Callable[[_Item], str], kind: Callable[[_Item], Hashable]
+) -> list[Row[_Item]]:
+    """Fold items whose names differ by numbers only, in the order of their first members.
+
+    Args:
+        items: what to fold.
+        name: the dotted name of an item.
+        kind: what has to be equal for two items to be folded.
+    """
+    alike: dict[Hashable, list[_Item]] = {}
+    for each in items:
+        alike.setdefault((_NUMBER.sub("#", name(each)), kind(each)), []).append(each)
+    rows: list[Row[_Item]] = []
+    for members in alike.values():
+        names = [name(each) for each in members]
+        numbers = [tuple(map(int, _NUMBER.findall(each))) for each in names]
+        seen = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+        if math.prod(map(len, seen)) == len(members):
+            rows.append(_row(names[0], members, seen))
+        else:  # no product of ranges
+            rows += [
+                _row(own, [each], [[number] for number in found])
+                for own, each, found in zip(names, members, numbers, strict=True)
+            ]
+    return rows
+
+
+def _row(name: str, members: Sequence[_Item], seen: Sequence[Sequence[int]]) -> Row[_Item]:
+    ranges = iter(seen)
+    name = _NUMBER.sub(lambda _: _range(next(ranges)), name)
+    last = max(
+        (match.end() for match in re.finditer(r"(?<![^.])\d+[\d.,]*(?=\.)", name)), default=0
+    )
+    return Row(name[:last], name[last:].lstrip("."), tuple(members))
+
+
+def _range(numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) == 1:
+        return str(first)
+    if last - first + 1 == len(numbers):
+        return f"{first}..{last}"
+    return ",".join(map(str, numbers))

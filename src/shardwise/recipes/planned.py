@@ -8,7 +8,7 @@ import fnmatch
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardwise.inspect.wanted import WantedMesh
+from shardwise.frontends.strategies import WantedMesh
 from shardwise.recipes.core.config import find_settings, require
 from shardwise.recipes.text.config import PRESETS
 from shardwise.recipes.vision.presets import VIT_PRESETS
@@ -73,7 +73,7 @@ def near_parameters(report: Report, pattern: str) -> str:
 
 def with_counted_values(report: Report) -> Report:
     """The report with elements that count 0, 1, 2, ... in every small parameter."""
-    from shardwise.inspect.values import counted_values
+    from shardwise.inspect.read import counted_values
 
     return dataclasses.replace(report, values=counted_values(report))
 

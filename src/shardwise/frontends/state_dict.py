@@ -1,0 +1,397 @@
+"""State dicts of a wrapped model: full tensors, ``DTensor``s, or this rank's shards.
+
+    FULL_STATE_DICT     full tensors, gathered one parameter at a time
+    SHARDED_STATE_DICT  ``DTensor``s, for ``torch.distributed.checkpoint``
+    LOCAL_STATE_DICT    plain tensors: the rows that this rank holds
+
+All three use the names of the model that was wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardwise import _torch
+from shardwise.frontends.settings import UnitSettings
+from shardwise.frontends.transparent import TransparentModule
+from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.reach import groups_of
+from shardwise.sharding.state_dicts import HasStateDictKinds
+
+
+class SavingModule(TransparentModule, HasStateDictKinds):
+    """A wrapper whose state dicts are of the kind that was asked for.
+
+    Attributes:
+        settings: how this unit is sharded.
+    """
+
+    _settings_of_state_dicts: StateDictSettings
+    settings: UnitSettings
+
+    # -- the kind ------------------------------------------------------------------------------
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Set which kind of state dict the wrapped modules in ``module`` make and take.
+
+        Args:
+            module: the model, wrapped or with wrapped modules in it.
+            state_dict_type: whole tensors, ``DTensor``s, or this rank's shards.
+            state_dict_config: for the model's; that type's defaults where None.
+            optim_state_dict_config: for the optimizer's.
+
+        Returns:
+            The settings that the outermost one had before.
+
+        Raises:
+            TypeError: a configuration that is not of this type.
+            ValueError: there is no wrapped module.
+        """
+        new = state_dict_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        units = wrappers_in(module)
+        before = units[0]._settings_of_state_dicts
+        for unit in units:
+            unit._settings_of_state_dicts = new
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The kind of state dict that the wrapped modules in ``module`` make and take.
+
+        Raises:
+            ValueError: there is no wrapped module, or they differ.
+        """
+        found = [each._settings_of_state_dicts for each in wrappers_in(module)]
+        if any(each != found[0] for each in found):
+            kinds = sorted({each.state_dict_type.name for each in found})
+            raise ValueError(
+                f"the wrapped modules of {type(module).__name__} have different state dict "
+                f"settings ({', '.join(kinds)}); call set_state_dict_type on the outermost module"
+            )
+        return found[0]
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """Inside, as :meth:`set_state_dict_type` with the same arguments."""
+        with _restored(wrappers_in(module)):
+            SavingModule.set_state_dict_type(
+                module, state_dict_type, state_dict_config, optim_state_dict_config
+            )
+            yield
+
+    @contextmanager
+    def sharded_kind(self) -> Iterator[None]:
+        """Inside, this unit's own state dicts hold its shards as ``DTensor``s."""
+        with _restored([self]):
+            self._settings_of_state_dicts = state_dict_settings(StateDictType.SHARDED_STATE_DICT)
+            yield
+
+    # -- the model -----------------------------------------------------------------------------
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *args: Any,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """The state under the names of the wrapped model, in the kind that is set.
+
+        Every rank calls it; what is whole is gathered one parameter at a time.
+        """
+        names = [destination, prefix, keep_vars]
+        names[: len(args)] = args  # older code passes them by position
+        destination, prefix, keep_vars = names  # type: ignore[assignment]
+        known = set() if destination is None else set(destination)
+        state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        own = self._own_state_names()
+        keys = [key for key in state if key not in known and key[len(prefix) :] in own]
+        dtypes = self._dtypes_of_buffers()
+        settings = self._settings_of_state_dicts
+        if settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
+            for key in keys:
+                if key[len(prefix) :] in dtypes:
+                    state[key] = state[key].to(dtypes[key[len(prefix) :]])
+        params = {f"{prefix}{name}": param for name, param in self._own_params().items()}
+        convert_saved(
+            state, keys, params, settings, keeps=self.keeps_whole(settings.state_dict_config)
+        )
+        return state
+
+    def before_load(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
+        """Cut what is to be loaded as this unit's parameters are cut."""
+        for name, param in self._own_params().items():
+            key = f"{prefix}{name}"
+            if key not in state_dict or param.form.lent is not None:
+                continue
+            try:
+                value = convert_loaded(key, state_dict[key], param, self._settings_of_state_dicts)
+            except ValueError as error:
+                errors.append(str(error))
+                value = param.sharded  # load_state_dict raises in the end
+            state_dict[key] = value
+
+    def _own_params(self) -> dict[str, ShardedParam]:
+        names = self._own_state_names()
+        return {name: param for name, param in sharded_params(self.module).items() if name in names}
+
+    def _own_state_names(self) -> set[str]:
+        """The names of parameters, buffers and extra state that no wrapper inside has."""
+        names: set[str] = set()
+        for prefix, module in self.own_modules():
+            parts = [f"{prefix}.{name}" if prefix else name for name in _own_entries(module)]
+            names.update(parts)
+        return names
+
+    def _dtypes_of_buffers(self) -> Mapping[str, torch.dtype]:
+        """In which dtypes buffers are saved that compute in another."""
+        return {}
+
+    def keeps_whole(self, config: object) -> bool:
+        """Whether this rank wants what is whole."""
+        only_first = isinstance(config, FullStateDictConfig | FullOptimStateDictConfig) and (
+            config.rank0_only
+        )
+        return not only_first or is_first_of(self.settings.mesh)
+
+
+@contextmanager
+def _restored(units: list[SavingModule]) -> Iterator[None]:
+    """Give every unit the settings back, at the end, that it has now."""
+    before = [unit._settings_of_state_dicts for unit in units]
+    try:
+        yield
+    finally:
+        for unit, settings in zip(units, before, strict=True):
+            unit._settings_of_state_dicts = settings
+
+
+def wrappers_in(module: nn.Module) -> list[SavingModule]:
+    """The wrappers in ``module``, itself included.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [each for each in module.modules() if isinstance(each, SavingModule)]
+    if not found:
+        raise ValueError(
+            f"expected a model with FullyShardedDataParallel modules, found none in "
+            f"{type(module).__name__}"
+        )
+    return found
+
+
+def _own_entries(module: nn.Module) -> Iterable[str]:
+    yield from (name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False))
+    yield from (name for name, _ in module.named_buffers(recurse=False, remove_duplicate=False))
+    yield "_extra_state"
+
+
+def is_first_of(mesh: DeviceMesh) -> bool:
+    """Whether this is the rank that ``rank0_only`` means: the first of the mesh."""
+    return dist.get_rank() == int(mesh.mesh.flatten()[0])
+
+
+def whole_tensor(value: DTensor) -> torch.Tensor:
+    """All of ``value``, on every rank, in memory of its own. Every rank calls it."""
+    local = _torch.local_of(value)
+    if local.is_meta:
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    kind = value.device_mesh.device_type
+    if local.device.type != kind:  # offloaded: collectives run where computing does
+        local = local.to(kind)
+        value = _torch.wrap_local(local, _torch.spec_of(value))
+    whole = _torch.wait_tensor(value.full_tensor())
+    shared = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    return whole.clone() if shared else whole
+
+
+def exported(value: Any, kind: StateDictType, *, to_host: bool) -> Any:
+    """A value of a state dict as that kind of state dict has it.
+
+    What is whole, or on the host by request, is a copy: it stays as it is while training goes on.
+    Shards that stay where they are alias the model's.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if kind is StateDictType.FULL_STATE_DICT:
+        if isinstance(value, DTensor):
+            whole = whole_tensor(value)
+            return whole.cpu() if to_host else whole
+        return value.detach().to("cpu" if to_host else value.device, copy=True)
+    if isinstance(value, DTensor) and kind is StateDictType.SHARDED_STATE_DICT:
+        if not to_host:
+            return value
+        local = _torch.local_of(value).detach().to("cpu", copy=True)
+        return _torch.wrap_local(local, _torch.spec_of(value))
+    value = _torch.plain(value)
+    return value.detach().to("cpu", copy=True) if to_host else value.detach()
+
+
+def convert_saved(
+    state: dict[str, Any],
+    keys: list[str],
+    params: Mapping[str, ShardedParam],
+    settings: StateDictSettings,
+    *,
+    keeps: bool,
+) -> None:
+    """Turn values of a state dict into what ``settings`` ask for, in place.
+
+    Args:
+        state: the state dict.
+        keys: which of its keys to convert, in the same order on every rank.
+        params: those of them that are sharded parameters.
+        settings: the kind of state dict.
+        keeps: whether this rank wants whole tensors; it takes part in gathering them anyway.
+    """
+    done: dict[int, Any] = {}  # tied parameters stay tied
+    for key in keys:
+        tie = id(params[key].form) if key in params else id(key)
+        if tie not in done:
+            to_host = settings.state_dict_config.offload_to_cpu
+            done[tie] = exported(state[key], settings.state_dict_type, to_host=to_host)
+        if keeps:
+            state[key] = done[tie]
+        else:
+            del state[key]
+            done[tie] = None
+
+
+def convert_loaded(
+    fqn: str, value: Any, param: ShardedParam, settings: StateDictSettings
+) -> torch.Tensor:
+    """What to load into a sharded parameter: a ``DTensor`` that lies as it does. No communication.
+
+    Args:
+        fqn: its fully qualified name, for messages.
+        value: a whole tensor, a ``DTensor``, or this rank's rows under ``LOCAL_STATE_DICT``.
+        param: the parameter.
+        settings: the kind of state dict.
+
+    Raises:
+        ValueError: the value has another shape than the kind of state dict lets expect.
+    """
+    sharded = param.sharded
+    assert isinstance(sharded, DTensor)
+    if isinstance(value, DTensor):
+        _check_shape(fqn, value.shape, sharded.shape, "whole", settings)
+        if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
+            return value
+        return value.redistribute(sharded.device_mesh, sharded.placements)
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        _check_shape(fqn, value.shape, param.local.shape, "this rank's rows", settings)
+        return as_shard(param, value)
+    _check_shape(fqn, value.shape, sharded.shape, "the whole", settings)
+    return cut(param, value)
+
+
+def cut(param: ShardedParam, whole: torch.Tensor) -> DTensor:
+    """This rank's rows of ``whole`` as a ``DTensor``, without communication."""
+    origin = param.form.origin
+    if origin is not None:
+        split = distribute_tensor(whole, origin.mesh, origin.placements, src_data_rank=None)
+        whole = _torch.local_of(split)
+    return as_shard(param, param.layout.cut(whole, param.form.mesh.shard.rank))
+
+
+def as_shard(param: ShardedParam, rows: torch.Tensor) -> DTensor:
+    """``rows``, copied to where ``param`` keeps its own, as a ``DTensor`` like it."""
+    rows = rows.detach().to(param.local.device, copy=True).contiguous()
+    return _torch.wrap_local(rows, _torch.with_dtype(_torch.spec_of(param.sharded), rows.dtype))
+
+
+def _check_shape(
+    fqn: str,
+    found: torch.Size,
+    expected: torch.Size,
+    what: str,
+    settings: StateDictSettings,
+) -> None:
+    if found != expected:
+        raise ValueError(
+            f"{fqn} on rank {dist.get_rank()}: expected {what}, of shape {tuple(expected)}, found "
+            f"shape {tuple(found)}; the state dict type is {settings.state_dict_type.name}, "
+            "set_state_dict_type changes it"
+        )
+
+
+def sharded_params(model: nn.Module) -> dict[str, ShardedParam]:
+    """The sharded parameters of ``model`` by all names that they have."""
+    places: dict[tuple[nn.Module, str], ShardedParam] = {}
+    for group in groups_of(model):
+        for param in group.params:
+            places.update(((owner.module, owner.name), param) for owner in param.owners)
+    found: dict[str, ShardedParam] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            if (module, name) in places:
+                found[f"{prefix}.{name}" if prefix else name] = places[module, name]
+    return found
+
+
+_MODEL_CONFIGS: dict[StateDictType, type[StateDictConfig]] = {
+    StateDictType.FULL_STATE_DICT: FullStateDictConfig,
+    StateDictType.LOCAL_STATE_DICT: LocalStateDictConfig,
+    StateDictType.SHARDED_STATE_DICT: ShardedStateDictConfig,
+}
+_OPTIM_CONFIGS: dict[StateDictType, type[OptimStateDictConfig]] = {
+    StateDictType.FULL_STATE_DICT: FullOptimStateDictConfig,
+    StateDictType.LOCAL_STATE_DICT: LocalOptimStateDictConfig,
+    StateDictType.SHARDED_STATE_DICT: ShardedOptimStateDictConfig,
+}
+
+
+def state_dict_settings(
+    kind: StateDictType,
+    config: StateDictConfig | None = None,
+    optim_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """The settings of a kind of state dict, with its defaults where none are given.
+
+    Raises:
+        TypeError: a configuration is not of that kind.
+    """
+    config = _MODEL_CONFIGS[kind]() if config is None else config
+    optim_config = _OPTIM_CONFIGS[kind]() if optim_config is None else optim_config
+    for name, found, expected in (
+        ("state_dict_config", config, _MODEL_CONFIGS[kind]),
+        ("optim_state_dict_config", optim_config, _OPTIM_CONFIGS[kind]),
+    ):
+        if type(found) is not expected:
+            raise TypeError(
+                f"{name}: {kind.name} expects a {expected.__name__}, found a {type(found).__name__}"
+            )
+    return StateDictSettings(kind, config, optim_config)
