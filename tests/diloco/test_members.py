@@ -12,8 +12,8 @@ import torch.distributed as dist
 from shardwise import PeerLostError, RanksDivergedError
 from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
 from shardwise.diloco.average import Average
+from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label
-from shardwise.transport.rows import RowSwap
 from tests.diloco.reference import Reference, batch_of, make_inner
 from tests.diloco.replicas import assert_values, sharded, whole
 from tests.harness import run_ranks
@@ -102,7 +102,7 @@ def _swap(rank: int) -> list[torch.Tensor]:
     """Rows that tell from whom to whom they go: as messages, and by a collective."""
     found = []
     for by_messages in (True, False):
-        swap = RowSwap(_group(0, 1, 2), torch.device("cpu"))
+        swap = AllToAll(_group(0, 1, 2), torch.device("cpu"))
         if not by_messages:
             swap._waiter = None  # as on backends other than gloo
         rows = torch.tensor([[10 * rank + to] * 4 for to in range(3)], dtype=torch.uint8)

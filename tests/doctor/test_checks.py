@@ -14,7 +14,7 @@ from shardwise.cli.main import app
 from shardwise.doctor.facts import Facts, look
 from shardwise.doctor.visit import CHECKS, SECONDS
 from shardwise.launch.hosts import Nodes
-from shardwise.transport import futex
+from shardwise.transport.shm import futex
 
 GUIDE = Path(__file__).parents[2] / "docs" / "multi-node.md"
 

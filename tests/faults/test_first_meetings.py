@@ -23,8 +23,8 @@ from shardwise import PeerLostError, RanksDivergedError, fully_shard, init_mesh
 from shardwise.checkpoint.ranks.agreement import Ranks
 from shardwise.diloco.members import Report, agree
 from shardwise.errors import CheckpointError
-from shardwise.transport import attending
-from shardwise.transport.attending import attended, made_together, new_group
+from shardwise.transport import peers
+from shardwise.transport.peers import attended, made_together, new_group
 from tests.harness import run_ranks
 
 SECONDS = 15  # on a busy machine; four are meant
@@ -111,11 +111,11 @@ def _all(rank: int, world_size: int) -> dict[str, str]:
 
 def _warnings(patience: float) -> list[str]:
     """What is logged from now on, after so long a wait."""
-    attending.PATIENCE_SECONDS = patience
+    peers.PATIENCE_SECONDS = patience
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(attending.__name__).addHandler(handler)
+    logging.getLogger(peers.__name__).addHandler(handler)
     return told
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from benchmarks._hosts import two_hosts
-from shardwise.transport import futex
+from shardwise.transport.shm import futex
 from tests.hosts.network import needs_hosts, run_over
 
 

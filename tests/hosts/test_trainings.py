@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks._hosts import two_hosts
-from shardwise.transport import futex
+from shardwise.transport.shm import futex
 from tests.harness import run_ranks
 from tests.hosts.jobs import (
     Ended,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardwise.transport import select_transport
 from shardwise.transport.base import Label, Reduce, Transport, Work
-from shardwise.transport.shm import ShmTransport
+from shardwise.transport.shm.transport import ShmTransport
 from tests.transport.conformance import Item, held, random_item
 
 CPU = torch.device("cpu")

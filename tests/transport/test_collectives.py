@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise.transport import select_transport
 from shardwise.transport.base import Reduce
-from shardwise.transport.nccl import NcclTransport
+from shardwise.transport.collectives import NcclTransport
 from tests.harness import run_ranks
 
 NAMES = [

@@ -8,14 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.transport import gloo, nccl, sums
+from shardwise.transport import collectives, gloo, sums
 from shardwise.transport.base import Reduce, Transport
-from shardwise.transport.c10d import c10d_transport
-from shardwise.transport.collectives import CollectivesTransport
+from shardwise.transport.collectives import CollectivesTransport, NcclTransport
 from shardwise.transport.gloo import GlooTransport
 from shardwise.transport.local import LocalTransport
-from shardwise.transport.nccl import NcclTransport
-from shardwise.transport.select import select_transport
+from shardwise.transport.select import c10d_transport, select_transport
 from tests.harness import run_ranks
 from tests.transport.conformance import Checks, Item, check_all, fuzz
 from tests.transport.fake import FakeWorld
@@ -32,7 +30,7 @@ def _world_group() -> dist.ProcessGroup:
 
 def _check_all_transports(rank: int, world_size: int) -> None:
     # Little is large here, so that both ways are taken without many bytes.
-    gloo.SMALL_BYTES = gloo.SMALL_ALL_REDUCE_BYTES = nccl.SMALL_BYTES = 2000
+    gloo.SMALL_BYTES = gloo.SMALL_ALL_REDUCE_BYTES = collectives.SMALL_BYTES = 2000
     sums.BLOCK_BYTES = 1000
     group = _world_group()
     check_all(GlooTransport(group), exact=True)
@@ -48,7 +46,7 @@ def test_results_equal_the_reference(world_size: int) -> None:
 
 
 def _fuzz_all_transports(rank: int, world_size: int) -> None:
-    gloo.SMALL_BYTES = gloo.SMALL_ALL_REDUCE_BYTES = nccl.SMALL_BYTES = 5000
+    gloo.SMALL_BYTES = gloo.SMALL_ALL_REDUCE_BYTES = collectives.SMALL_BYTES = 5000
     sums.BLOCK_BYTES = 3000
     group = _world_group()
     fuzz(Checks(GlooTransport(group), exact=True), 200, seed=1, largest=5000)

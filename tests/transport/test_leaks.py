@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.transport import futex
+from shardwise.transport.shm import futex
 from tests.harness import run_ranks
 from tests.transport.streams import CPU, Stream, world_group
 

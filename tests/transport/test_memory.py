@@ -10,8 +10,7 @@ import psutil
 import pytest
 import torch
 
-from shardwise.transport.hugepages import LARGE_BYTES, prefer_huge_pages
-from shardwise.transport.memory import HeapBuffers
+from shardwise.transport.memory import LARGE_BYTES, HeapBuffers, prefer_huge_pages
 
 CPU = torch.device("cpu")
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise import _torch
-from shardwise.transport import nccl, select_transport
+from shardwise.transport import collectives, select_transport
 from shardwise.transport.base import Reduce
-from shardwise.transport.nccl import NcclTransport
+from shardwise.transport.collectives import NcclTransport
 from tests.harness import run_ranks
 
-LARGE = nccl.SMALL_BYTES  # elements: some bytes each
+LARGE = collectives.SMALL_BYTES  # elements: some bytes each
 
 
 def _addresses(rank: int, world_size: int) -> None:
@@ -39,7 +39,7 @@ def _addresses(rank: int, world_size: int) -> None:
         launches.append(group)
         return together(group)
 
-    nccl.launched_together = counted
+    collectives.launched_together = counted
 
     shards = [torch.full((LARGE + n,), float(rank)) for n in range(3)]
     shards[2] = shards[2][:-5]  # uneven: the last rows ran out

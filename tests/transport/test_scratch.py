@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.transport import scratch
-from shardwise.transport.scratch import Scratch
+from shardwise.transport import memory
+from shardwise.transport.memory import Scratch
 
 
 def _addresses(scratch: Scratch, *numels: int) -> list[int]:
@@ -53,11 +53,11 @@ def test_no_more_is_kept_than_one_borrower_needed() -> None:
 
 
 def test_large_blocks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "KEPT_BYTES", 1024)
-    memory = Scratch()
-    _addresses(memory, 100)  # 400 bytes: kept
-    _addresses(memory, 1000)
-    kept = memory.borrow().take(1, torch.uint8)
+    monkeypatch.setattr(memory, "KEPT_BYTES", 1024)
+    scratch = Scratch()
+    _addresses(scratch, 100)  # 400 bytes: kept
+    _addresses(scratch, 1000)
+    kept = scratch.borrow().take(1, torch.uint8)
     assert kept.untyped_storage().nbytes() == 448
 
 

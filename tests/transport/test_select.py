@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise.transport import select_transport
 from shardwise.transport.base import Transport
-from shardwise.transport.c10d import backend_name
+from shardwise.transport.peers import backend_name
 from tests.harness import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -22,10 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
 from shardwise.sharding.module_state import state_of
-from shardwise.transport import futex, meeting, posts, select_transport, signals
-from shardwise.transport.arena import Arena
+from shardwise.transport import select_transport
 from shardwise.transport.base import Label, Reduce, Transport
-from shardwise.transport.shm import ShmTransport
+from shardwise.transport.shm import futex, handshake, sync
+from shardwise.transport.shm.arena import Arena
+from shardwise.transport.shm.transport import ShmTransport
 from tests.harness import run_ranks
 from tests.sharding.nets import (
     Net,
@@ -124,7 +125,7 @@ def test_hundreds_of_collectives_under_way() -> None:
 
 
 def _too_many_under_way(rank: int, world_size: int) -> str:
-    with patch.multiple(signals, MARKS=8), patch.multiple(posts, MARKS=8):
+    with patch.multiple(sync, MARKS=8), patch.multiple(sync, MARKS=8):
         transport = _transport()
         works = [transport.all_reduce([torch.ones(1)], Reduce.SUM) for _ in range(20)]
         dist.barrier()
@@ -138,7 +139,7 @@ def test_more_than_there_is_room_for_is_an_error_not_a_wrong_sum() -> None:
 
 
 def _about_to_overwrite(rank: int, world_size: int) -> None:
-    with patch.multiple(signals, MARKS=8), patch.multiple(posts, MARKS=8):
+    with patch.multiple(sync, MARKS=8), patch.multiple(sync, MARKS=8):
         transport = _transport()
         works = [transport.all_reduce([torch.ones(1)], Reduce.SUM) for _ in range(8)]
         if rank == 1:  # as it is in the midst of the next one
@@ -260,7 +261,7 @@ def test_asking_for_it_where_it_cannot_be_says_why() -> None:
 
 def _stranger(rank: int, world_size: int) -> list[float]:
     """Somebody who finds the socket, but knows no token, is not let in."""
-    real = meeting._listen
+    real = handshake._listen
 
     @contextlib.contextmanager
     def listen() -> Iterator[tuple[socket.socket, str]]:
@@ -269,14 +270,14 @@ def _stranger(rank: int, world_size: int) -> list[float]:
             def intrude() -> None:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as intruder:
                     intruder.connect(f"\0{name}")
-                    intruder.sendall(meeting._HELLO.pack(1, b"0" * 32))
+                    intruder.sendall(handshake._HELLO.pack(1, b"0" * 32))
                     assert intruder.recv(1) == b"", "hung up on, and no memory passed"
 
             threading.Thread(target=intrude, daemon=True).start()
             time.sleep(0.2)
             yield listener, name
 
-    with patch.object(meeting, "_listen", listen) if rank == 0 else contextlib.nullcontext():
+    with patch.object(handshake, "_listen", listen) if rank == 0 else contextlib.nullcontext():
         return _gather(_transport()).tolist()
 
 
@@ -285,7 +286,7 @@ def test_a_stranger_is_not_let_in() -> None:
 
 
 def _another_user(rank: int, world_size: int) -> str:
-    with patch.object(meeting, "_credentials", lambda peer: (os.getpid(), os.geteuid() + 1)):
+    with patch.object(handshake, "_credentials", lambda peer: (os.getpid(), os.geteuid() + 1)):
         try:
             return select_transport(dist.group.WORLD, CPU, "shm").name
         except ValueError as error:

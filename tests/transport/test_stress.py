@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import PeerLostError, _torch
-from shardwise.transport import futex
 from shardwise.transport.base import FullBuffers, Label, Reduce
+from shardwise.transport.shm import futex
 from tests.harness import Outcome, run_ranks
 from tests.transport.streams import CPU, Stream, world_group
 

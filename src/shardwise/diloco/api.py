@@ -30,7 +30,7 @@ from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat
 from shardwise.diloco.wire import codec_of
 from shardwise.errors import PeerLostError
 from shardwise.sharding.module import FSDPModule
-from shardwise.transport.rows import RowSwap
+from shardwise.transport.all_to_all import AllToAll
 from shardwise.wrap.blocks import repeated_blocks
 
 
@@ -96,7 +96,7 @@ class DiLoCo(AroundOptimizer):
         self._model = model
         self.steps = 0
         self._sent_before = 0
-        self._swap: RowSwap | None = None
+        self._swap: AllToAll | None = None
         self._group: dist.ProcessGroup | None = None
         parameters = trained_parameters(model, inner)
         blocks = [set(block.parameters()) for block in repeated_blocks(model)]
@@ -216,7 +216,7 @@ class DiLoCo(AroundOptimizer):
         self._swap = None
         if group is None:
             return
-        self._swap = RowSwap(group, self._fragments[0].device)
+        self._swap = AllToAll(group, self._fragments[0].device)
         settings = f"every={self._every}, {self._outer}, {self._wire}, {self._streaming}"
         mine = members.Report.of(settings, self.steps, self._fragments)
         agreed = members.agree(group, mine)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 
 from shardwise.diloco.wire import Codec
+from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label, Work
-from shardwise.transport.rows import RowSwap
 
 
 class Average:
@@ -34,7 +34,7 @@ class Average:
     def __init__(
         self,
         vector: torch.Tensor,
-        swap: RowSwap,
+        swap: AllToAll,
         codec: Codec,
         label: str,
         error: torch.Tensor | None = None,

@@ -16,8 +16,7 @@ import xxhash
 
 from shardwise.diloco.fragment import Fragment
 from shardwise.errors import RanksDivergedError
-from shardwise.transport.attending import attended, gather_objects
-from shardwise.transport.peers import naming_lost_peer
+from shardwise.transport.peers import attended, gather_objects, naming_lost_peer
 
 
 @dataclass(frozen=True)

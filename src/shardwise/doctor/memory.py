@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.transport import futex
+from shardwise.transport.shm import futex
 
 SECONDS = 0.3  # of handing over, for bandwidth
 START = 3.0  # seconds for the second process to begin

@@ -25,7 +25,7 @@ from shardwise.errors import MisuseError
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy, resolve
 from shardwise.sharding.device_mesh import check_member, default_device_type
 from shardwise.sharding.mesh import device_of
-from shardwise.transport.attending import gather_objects, new_group
+from shardwise.transport.peers import gather_objects, new_group
 
 
 @dataclass(frozen=True)

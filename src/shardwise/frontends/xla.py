@@ -21,7 +21,7 @@ from shardwise.frontends.prepare import ParamInit
 from shardwise.frontends.settings import UnitSettings, find_mesh, say_what_has_no_meaning
 from shardwise.frontends.strategies import Strategy
 from shardwise.frontends.unit import Ignored, auto_wrap
-from shardwise.transport.attending import new_group
+from shardwise.transport.peers import new_group
 from shardwise.wrap import Policy
 
 _COMPILED = "a matter of the XLA compiler; there is none here"

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from shardwise.sharding.reach import groups_of, require_state
-from shardwise.transport.attending import new_group
 from shardwise.transport.custom import AllGather, ReduceScatter
+from shardwise.transport.peers import new_group
 
 
 class Communication(TorchFSDPModule):

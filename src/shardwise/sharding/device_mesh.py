@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import _torch
 from shardwise.errors import MisuseError
-from shardwise.transport.attending import made_together
+from shardwise.transport.peers import made_together
 
 #: Dimensions that people name so, and over which ranks see the same data, or different layers.
 _NOT_DATA_PARALLEL = {"tp": "tensor parallel", "pp": "pipeline parallel"}

@@ -13,10 +13,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from shardwise import _torch
 from shardwise._torch import DataParallelMeshDims
 from shardwise.sharding.device_mesh import check_member, check_mesh, default_device_type, make_mesh
-from shardwise.transport.attending import new_group
 from shardwise.transport.base import Transport
 from shardwise.transport.custom import AllGather, CustomTransport, ReduceScatter, with_custom
 from shardwise.transport.local import LocalTransport
+from shardwise.transport.peers import new_group
 from shardwise.transport.select import select_transport
 
 

@@ -14,12 +14,14 @@ All tensors that cross the seam are one-dimensional and contiguous. *Full* tenso
 
 Two dtypes may meet at one call: what is stored, and what is asked for. The transport converts
 where it is cheapest, so that what travels need not be what is stored.
+
+The two kinds of work that transports hand out.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -145,3 +147,46 @@ class Transport(Protocol):
         self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
     ) -> Work:
         """Reduce every tensor over all ranks, in place, in its own dtype."""
+
+
+class FinishedWork:
+    """A collective that was over when its call returned."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class PendingWork:
+    """A collective that ``finish`` completes in the thread that waits.
+
+    ``finish`` holds every tensor of the call, so that the memory lives as long as messages read
+    or write it. It is let go once it has succeeded, and never called again: a work that failed
+    stays failed.
+    """
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._failure: BaseException | None = None
+        self._then: Callable[[], object] | None = None
+
+    def then(self, callback: Callable[[], object]) -> None:
+        """Have ``callback`` called once this has succeeded."""
+        self._then = callback
+
+    def wait(self) -> None:
+        """Complete the collective, the first time.
+
+        Raises:
+            PeerLostError: a peer died, or did not answer in time.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._finish is not None:
+            try:
+                self._finish()
+            except BaseException as error:
+                self._failure = error
+                raise
+            self._finish = None
+            if self._then is not None:
+                self._then()

@@ -5,6 +5,21 @@ dtype: the tensors of a call are packed into one flat buffer (a copy in, a copy 
 tensor that is alone. That is the number and the size of torch's FSDP2's own collectives. The
 functions are looked up on ``torch.distributed`` at every call, so that monitors and profilers
 which replace or count them see each one.
+
+CUDA tensors on NCCL: one launch of a collective per parameter, from where the data lies.
+
+The gathered buffer of a parameter that is cut along its rows *is* the parameter. So this rank's
+shard is written into its place (converted, if the dtypes differ), and the gather runs in place:
+
+    full, rank 1 of 3   |  ...  | shard |  ...  |   ->   | rank 0 | shard | rank 2 |
+
+Gradients are reduced from where autograd left them. Only uneven rows (the padding is missing) and
+another dtype for the reduction cost a copy. All collectives of a call are launched together, as
+NCCL does between ``ncclGroupStart`` and ``ncclGroupEnd``.
+
+Streams: NCCL's own stream waits for what the current stream holds at the call; ``wait()`` makes the
+current stream wait for NCCL's. The work keeps every tensor referenced until then, so that no memory
+is handed out again that NCCL still reads.
 """
 
 from __future__ import annotations
@@ -18,22 +33,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.transport.base import NO_LABEL, Label, Reduce, Work
-from shardwise.transport.calls import Call, CallLog
-from shardwise.transport.flat import (
+from shardwise._torch import launched_together
+from shardwise.transport.base import NO_LABEL, FinishedWork, Label, PendingWork, Reduce, Work
+from shardwise.transport.buckets import (
+    Bucket,
     as_bytes,
     as_carried,
     as_real,
     as_rows,
+    assign_buckets,
     contributions,
     fill,
     flat_rows,
+    pack,
+    unpack,
 )
+from shardwise.transport.collective_log import Call, CollectiveLog
 from shardwise.transport.memory import OwnMemory
-from shardwise.transport.parcels import Parcel, pack, parcels, unpack
-from shardwise.transport.peers import naming_lost_peer
-from shardwise.transport.waiting import Launched, Waiter
-from shardwise.transport.work import FinishedWork, PendingWork
+from shardwise.transport.peers import Launched, Waiter, naming_lost_peer
 
 #: Backends known to implement ``ReduceOp.AVG``; elsewhere the sum is divided afterwards.
 _AVERAGING_BACKENDS = frozenset({"nccl"})
@@ -79,7 +96,7 @@ class CollectivesTransport(OwnMemory):
         group: dist.ProcessGroup,
         backend: str,
         alone_bytes: int = sys.maxsize,
-        log: CallLog | None = None,
+        log: CollectiveLog | None = None,
     ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
@@ -87,13 +104,13 @@ class CollectivesTransport(OwnMemory):
         self._has_average = backend in _AVERAGING_BACKENDS
         self._alone_bytes = alone_bytes
         self._packs_all = alone_bytes == sys.maxsize
-        self._log = CallLog(group) if log is None else log
+        self._log = CollectiveLog(group) if log is None else log
         self._waiter = Waiter(group, self._log) if backend == "gloo" else None
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
     ) -> Work:
-        """Gather with one collective per parcel."""
+        """Gather with one collective per bucket."""
         gather = _function("all_gather_single", "all_gather_into_tensor")
         noted = self._log.note("all-gather", fulls, label)
         if self._packs_all and len({full.dtype for full in fulls}) > 1:
@@ -103,21 +120,21 @@ class CollectivesTransport(OwnMemory):
             fulls = [as_bytes(full) for full in fulls]
         rows = [as_rows(full, self.world_size) for full in fulls]
         chunks = [row.shape[1] for row in rows]
-        flats: list[tuple[Parcel, torch.Tensor]] = []
-        for parcel in self._parcels(fulls, self.world_size):
-            first = rows[parcel.indices[0]]
-            sizes = [chunks[i] for i in parcel.indices]
-            flat = flat_rows(first, self.world_size, sizes) if parcel.packed else first
+        flats: list[tuple[Bucket, torch.Tensor]] = []
+        for bucket in self._buckets(fulls, self.world_size):
+            first = rows[bucket.indices[0]]
+            sizes = [chunks[i] for i in bucket.indices]
+            flat = flat_rows(first, self.world_size, sizes) if bucket.packed else first
             own = torch.split(flat[self.rank], sizes)
-            for i, chunk in zip(parcel.indices, own, strict=True):
+            for i, chunk in zip(bucket.indices, own, strict=True):
                 fill(chunk, shards[i])
-            flats.append((parcel, flat))
+            flats.append((bucket, flat))
 
         def finish() -> None:
-            for parcel, flat in flats:
-                if parcel.packed:
-                    columns = torch.split(flat, [chunks[i] for i in parcel.indices], dim=1)
-                    for i, column in zip(parcel.indices, columns, strict=True):
+            for bucket, flat in flats:
+                if bucket.packed:
+                    columns = torch.split(flat, [chunks[i] for i in bucket.indices], dim=1)
+                    for i, column in zip(bucket.indices, columns, strict=True):
                         rows[i].copy_(column)
 
         calls = [
@@ -133,15 +150,15 @@ class CollectivesTransport(OwnMemory):
         op: Reduce,
         label: Label = NO_LABEL,
     ) -> Work:
-        """Reduce with one collective per parcel."""
+        """Reduce with one collective per bucket."""
         scatter = _function("reduce_scatter_single", "reduce_scatter_tensor")
         calls: list[Collective] = []
-        sums: list[tuple[Parcel, torch.Tensor]] = []
-        for parcel in self._parcels(shards):
-            outs = [shards[i] for i in parcel.indices]
-            flat = contributions([fulls[i] for i in parcel.indices], outs, self.world_size)
-            result = torch.empty_like(flat[0]) if parcel.packed else outs[0]
-            sums.append((parcel, result))
+        sums: list[tuple[Bucket, torch.Tensor]] = []
+        for bucket in self._buckets(shards):
+            outs = [shards[i] for i in bucket.indices]
+            flat = contributions([fulls[i] for i in bucket.indices], outs, self.world_size)
+            result = torch.empty_like(flat[0]) if bucket.packed else outs[0]
+            sums.append((bucket, result))
             out, all_chunks = as_real(result), as_real(flat)
             calls.append(Collective.of(scatter, out, all_chunks, op=self._op(op), group=self.group))
         finish = functools.partial(self._deliver, sums, shards, op)
@@ -150,10 +167,10 @@ class CollectivesTransport(OwnMemory):
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
     ) -> Work:
-        """Reduce with one collective per parcel."""
+        """Reduce with one collective per bucket."""
         sums = [
-            (parcel, pack([tensors[i] for i in parcel.indices]))
-            for parcel in self._parcels(tensors)
+            (bucket, pack([tensors[i] for i in bucket.indices]))
+            for bucket in self._buckets(tensors)
         ]
         calls = [
             Collective.of(dist.all_reduce, as_real(summed), op=self._op(op), group=self.group)
@@ -192,19 +209,19 @@ class CollectivesTransport(OwnMemory):
 
     def _deliver(
         self,
-        sums: Sequence[tuple[Parcel, torch.Tensor]],
+        sums: Sequence[tuple[Bucket, torch.Tensor]],
         results: Sequence[torch.Tensor],
         op: Reduce,
     ) -> None:
-        for parcel, summed in sums:
+        for bucket, summed in sums:
             if op is Reduce.AVG and not self._has_average:
                 summed.div_(self.world_size)
-            if parcel.packed:
-                unpack(summed, [results[i] for i in parcel.indices])
+            if bucket.packed:
+                unpack(summed, [results[i] for i in bucket.indices])
 
-    def _parcels(self, tensors: Sequence[torch.Tensor], world_size: int = 1) -> list[Parcel]:
+    def _buckets(self, tensors: Sequence[torch.Tensor], world_size: int = 1) -> list[Bucket]:
         nbytes = [tensor.nbytes // world_size for tensor in tensors]
-        return parcels(nbytes, [tensor.dtype for tensor in tensors], self._alone_bytes)
+        return assign_buckets(nbytes, [tensor.dtype for tensor in tensors], self._alone_bytes)
 
     def _op(self, op: Reduce) -> dist.ReduceOp.RedOpType:
         average = op is Reduce.AVG and self._has_average
@@ -222,3 +239,34 @@ def _function(name: str, older: str) -> Callable[..., dist.Work]:
         dist, older if replaced or not hasattr(dist, name) else name
     )
     return function
+
+
+#: Chunks of fewer bytes are packed: below this a copy costs less than one more collective.
+SMALL_BYTES = 16 * 1024
+
+
+class NcclTransport(CollectivesTransport):
+    """The ranks of one NCCL process group, tensors on CUDA devices.
+
+    Args:
+        group: a process group whose CUDA backend is NCCL.
+        backend: stands in for NCCL where there is none: any with coalesced collectives.
+    """
+
+    name = "nccl"
+    runs_behind = True
+
+    def __init__(self, group: dist.ProcessGroup, backend: str = "nccl") -> None:
+        super().__init__(group, backend, SMALL_BYTES)
+
+    def _launch(self, calls: Sequence[Collective]) -> list[Launched]:
+        by_dtype: dict[torch.dtype, list[Collective]] = {}
+        for call in calls:
+            by_dtype.setdefault(call.tensor.dtype, []).append(call)
+        launched: list[Launched] = []
+        for together in by_dtype.values():
+            with launched_together(self.group) as work:
+                for call in together:
+                    call.start(async_op=False)
+            launched.append(work)
+        return launched

@@ -18,13 +18,13 @@ from shardwise.transport.base import (
     NO_LABEL,
     FullBuffers,
     Label,
+    PendingWork,
     Reduce,
     Transport,
     Work,
 )
-from shardwise.transport.flat import as_bytes, as_rows, copy_chunks, fill
+from shardwise.transport.buckets import as_bytes, as_rows, copy_chunks, fill
 from shardwise.transport.memory import HeapBuffers
-from shardwise.transport.work import PendingWork
 
 
 class Comm(Protocol):

@@ -3,6 +3,18 @@
 Gloo's collectives pass the data through one flat buffer on each side and, for the reductions,
 through fresh memory. Messages go from where the data lies to where it belongs. The figures are in
 ``docs/benchmarks.md``, under "Transport on gloo".
+
+A reduce-scatter out of point-to-point messages.
+
+Every rank sends each peer that peer's chunks and receives its own chunks from all of them:
+
+    rank 0: g0 = | a0 b0 |     sends b0 to rank 1, receives a1     shard = (a0 + a1) / 2
+    rank 1: g1 = | a1 b1 |     sends a1 to rank 0, receives b0     shard = (b0 + b1) / 2
+
+One contribution arrives in the shard itself, where the sum is made: with two ranks of one dtype
+no other memory is needed.
+
+Point-to-point messages of one call, each with the peer at its other end.
 """
 
 from __future__ import annotations
@@ -13,17 +25,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.transport.base import NO_LABEL, Label, Reduce, Work
-from shardwise.transport.calls import Call, CallLog
+from shardwise.transport.base import NO_LABEL, Label, PendingWork, Reduce, Work
+from shardwise.transport.buckets import Bucket, as_rows, assign_buckets, pack, unpack
+from shardwise.transport.collective_log import Call, CollectiveLog
 from shardwise.transport.collectives import CollectivesTransport
-from shardwise.transport.flat import as_rows
-from shardwise.transport.memory import OwnMemory
-from shardwise.transport.messages import MAX_TAG, Exchange, Message
-from shardwise.transport.parcels import Parcel, pack, parcels, unpack
-from shardwise.transport.reduction import Reduction
-from shardwise.transport.scratch import Scratch
-from shardwise.transport.waiting import Waiter
-from shardwise.transport.work import PendingWork
+from shardwise.transport.memory import OwnMemory, Scratch
+from shardwise.transport.peers import PROBE_TAG, Waiter
+from shardwise.transport.sums import add_in_order, wire_dtype
 
 #: Chunks of fewer bytes travel packed together, larger ones from where they lie.
 SMALL_BYTES = 256 * 1024
@@ -47,10 +55,10 @@ class GlooTransport(OwnMemory):
         self._group = group
         # Each rank starts with its next neighbour, so that not all of them write to rank 0 first.
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        self._log = CallLog(group)
+        self._log = CollectiveLog(group)
         self._waiter = Waiter(group, self._log)
         self._scratch = Scratch()
-        self._under_way: list[tuple[weakref.ref[PendingWork], Exchange]] = []
+        self._under_way: list[tuple[weakref.ref[PendingWork], Messages]] = []
         self._collectives = CollectivesTransport(group, "gloo", SMALL_ALL_REDUCE_BYTES, self._log)
 
     def all_gather(
@@ -62,33 +70,33 @@ class GlooTransport(OwnMemory):
         """
         rows = [as_rows(full, self.world_size) for full in fulls]
         chunks = [row.shape[1] for row in rows]
-        cut = parcels(
+        cut = assign_buckets(
             [chunk * full.itemsize for chunk, full in zip(chunks, fulls, strict=True)],
             [full.dtype for full in fulls],
             SMALL_BYTES,
         )
         exchange = self._exchange(self._log.note("all-gather", fulls, label))
 
-        arrivals: list[tuple[Parcel, Message]] = []
-        for number, parcel in enumerate(cut):
+        arrivals: list[tuple[Bucket, Message]] = []
+        for number, bucket in enumerate(cut):
             leaving = []
-            for i in parcel.indices:
+            for i in bucket.indices:
                 own, shard = rows[i][self.rank], shards[i]
                 own[: shard.numel()].copy_(shard)
                 leaving.append(own)
             packed = pack(leaving)
-            first = rows[parcel.indices[0]]
+            first = rows[bucket.indices[0]]
             for peer in self._peers:
                 exchange.send(packed, peer, number)
-                landing = torch.empty_like(packed) if parcel.packed else first[peer]
-                arrivals.append((parcel, exchange.recv(landing, peer, number)))
+                landing = torch.empty_like(packed) if bucket.packed else first[peer]
+                arrivals.append((bucket, exchange.recv(landing, peer, number)))
         exchange.start()
 
         def finish() -> None:
             exchange.wait()
-            for parcel, arrival in arrivals:
-                if parcel.packed:
-                    unpack(arrival.tensor, [rows[i][arrival.peer] for i in parcel.indices])
+            for bucket, arrival in arrivals:
+                if bucket.packed:
+                    unpack(arrival.tensor, [rows[i][arrival.peer] for i in bucket.indices])
 
         return self._pending(exchange, finish)
 
@@ -100,7 +108,7 @@ class GlooTransport(OwnMemory):
         label: Label = NO_LABEL,
     ) -> Work:
         """Send every peer its chunks; add up, in the order of ranks, what arrives for this one."""
-        cut = parcels(
+        cut = assign_buckets(
             [shard.nbytes for shard in shards],
             [(full.dtype, shard.dtype) for full, shard in zip(fulls, shards, strict=True)],
             SMALL_BYTES,
@@ -117,13 +125,13 @@ class GlooTransport(OwnMemory):
         """Reduce in place, with gloo's own collective: no composition of messages beat it."""
         return self._collectives.all_reduce(tensors, op, label)
 
-    def _exchange(self, call: Call) -> Exchange:
+    def _exchange(self, call: Call) -> Messages:
         # Tags follow from the call, so that those of ranks that have diverged never meet: gloo
         # ends the process where a message is larger than the memory that waits for it. Messages
         # of one tag arrive in the order in which they were sent.
-        return Exchange(self._group, self._waiter, call.text, call.mark % MAX_TAG)
+        return Messages(self._group, self._waiter, call.text, call.mark % MAX_TAG)
 
-    def _pending(self, exchange: Exchange, finish: Callable[[], None]) -> Work:
+    def _pending(self, exchange: Messages, finish: Callable[[], None]) -> Work:
         """Make the work of a call, and see to it that its messages are received.
 
         A work that is dropped without a wait (after an exception, say) leaves messages that gloo
@@ -145,3 +153,194 @@ class GlooTransport(OwnMemory):
         work = PendingWork(finish_and_forget)
         self._under_way.append((weakref.ref(work), exchange))
         return work
+
+
+class Reduction:
+    """One reduce-scatter under way. Posting is in the constructor, the sums in :meth:`finish`.
+
+    Args:
+        rank: this rank in the group.
+        peers: the other ranks, in the order in which to post.
+        cut: the buckets of ``shards``.
+        exchange: fresh, for ``len(cut)`` messages to and from every peer.
+        scratch: lends the memory for what cannot arrive in the shards.
+        fulls: as in :meth:`~shardwise.transport.base.Transport.reduce_scatter`.
+        shards: as there.
+        op: as there.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        peers: Sequence[int],
+        cut: Sequence[Bucket],
+        exchange: Messages,
+        scratch: Scratch,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        op: Reduce,
+    ) -> None:
+        self._rank = rank
+        self._peers = peers
+        self._cut = cut
+        self._exchange = exchange
+        self._loan = scratch.borrow()
+        self._fulls = fulls
+        self._shards = shards
+        self._divisor = len(peers) + 1 if op is Reduce.AVG else None
+        self._sums = [self._receive(number, bucket) for number, bucket in enumerate(cut)]
+        for number, bucket in enumerate(cut):
+            self._send(number, bucket)
+        exchange.start()
+
+    def finish(self) -> None:
+        """Wait, and add what has arrived.
+
+        Raises:
+            PeerLostError: a peer died, or did not answer in time.
+        """
+        last = len(self._cut) - 1
+        for number, (bucket, (out, messages)) in enumerate(zip(self._cut, self._sums, strict=True)):
+            # Every wait has its price: the last one is for what leaves, too.
+            self._exchange.wait(messages if number < last else None)
+            parts = {message.peer: message.tensor for message in messages}
+            parts[self._rank] = pack([self._piece(i, self._rank) for i in bucket.indices])
+            add_in_order(out, [parts[rank] for rank in sorted(parts)], self._divisor)
+            if bucket.packed:
+                unpack(out, [self._result(i) for i in bucket.indices])
+        self._loan.end()
+
+    def _receive(self, number: int, bucket: Bucket) -> tuple[torch.Tensor, list[Message]]:
+        """Prepare the receives of a bucket; return where its sum goes, and the messages."""
+        results = [self._result(i) for i in bucket.indices]
+        numel = sum(result.numel() for result in results)
+        out = self._loan.take(numel, results[0].dtype) if bucket.packed else results[0]
+        wire = self._wire(bucket)
+        # The sum starts with rank 0's contribution (on rank 0 with rank 1's: a + b == b + a).
+        starts = 0 if self._rank else 1
+        messages = []
+        for peer in self._peers:
+            direct = peer == starts and wire == out.dtype
+            landing = out if direct else self._loan.take(numel, wire)
+            messages.append(self._exchange.recv(landing, peer, number))
+        return out, messages
+
+    def _send(self, number: int, bucket: Bucket) -> None:
+        wire = self._wire(bucket)
+        for peer in self._peers:
+            pieces = [self._piece(i, peer) for i in bucket.indices]
+            leaving = pieces[0]
+            if bucket.packed or leaving.dtype != wire:
+                leaving = self._loan.take(sum(piece.numel() for piece in pieces), wire)
+                leaving.copy_(pack(pieces))
+            self._exchange.send(leaving, peer, number)
+
+    def _piece(self, i: int, rank: int) -> torch.Tensor:
+        """What a full holds of a rank's chunk: less, or nothing, where its tail is missing."""
+        chunk = self._shards[i].numel()
+        return self._fulls[i][rank * chunk : (rank + 1) * chunk]
+
+    def _result(self, i: int) -> torch.Tensor:
+        return self._shards[i][: self._piece(i, self._rank).numel()]
+
+    def _wire(self, bucket: Bucket) -> torch.dtype:
+        i = bucket.indices[0]
+        return wire_dtype(self._fulls[i], self._shards[i])
+
+
+#: Message numbers wrap here; gloo takes tags of a C ``int``.
+MAX_TAG = PROBE_TAG
+
+
+class Message:
+    """One tensor on its way to or from one peer.
+
+    Attributes:
+        tensor: what is sent, or where it arrives. Gloo reads or writes it from a thread of its own
+            until the message has been waited for.
+        peer: rank in the group of the peer at the other end.
+        tag: the same at both ends, and different from that of any other message under way.
+        work: gloo's work; ``None`` before it is posted and once it is over.
+    """
+
+    def __init__(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        self.tensor = tensor
+        self.peer = peer
+        self.tag = tag
+        self.work: dist.Work | None = None
+
+
+class Messages:
+    """The messages of one call.
+
+    Args:
+        group: the process group.
+        waiter: waits for works of that group.
+        doing: what the call does, for errors.
+        first_tag: tag of message number 0. Tags grow from call to call, so that the messages of
+            two calls under way never mix.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, waiter: Waiter, doing: str, first_tag: int
+    ) -> None:
+        self._group = group
+        self._waiter = waiter
+        self._doing = doing
+        self._first_tag = first_tag
+        self._sends: list[Message] = []
+        self._receives: list[Message] = []
+
+    def send(self, tensor: torch.Tensor, peer: int, number: int) -> Message:
+        """Prepare message ``number`` to ``peer``; nothing travels for an empty tensor."""
+        self._sends.append(Message(tensor, peer, self._tag(number)))
+        return self._sends[-1]
+
+    def recv(self, tensor: torch.Tensor, peer: int, number: int) -> Message:
+        """Prepare memory for message ``number`` from ``peer``; nothing travels for an empty one."""
+        self._receives.append(Message(tensor, peer, self._tag(number)))
+        return self._receives[-1]
+
+    def start(self) -> None:
+        """Post all messages.
+
+        A message moves when both of its ends are posted. Sends come first, and nothing comes
+        between: so data arrives only when this thread has done with the connection. Gloo's own
+        thread does not sleep while this one holds a connection that has data for it: it turns in
+        circles, and takes the processor from whoever it waits for (3 ms at a time).
+
+        Raises:
+            PeerLostError: a peer is gone.
+        """
+        for post, messages in (
+            (self._group.send, self._sends),
+            (self._group.recv, self._receives),
+        ):
+            for message in messages:
+                if message.tensor.numel():
+                    try:
+                        message.work = post([message.tensor], message.peer, message.tag)
+                    except RuntimeError as error:
+                        raise self._waiter.explain(error, self._doing, message.peer) from error
+
+    def wait(self, messages: Sequence[Message] | None = None) -> None:
+        """Return once the messages (by default all) have arrived or left.
+
+        Raises:
+            PeerLostError: a peer died, or did not answer in time.
+        """
+        every = [*self._receives, *self._sends] if messages is None else messages
+        waiting = [(each.work, each.peer) for each in every if each.work is not None]
+        if waiting:
+            self._waiter.wait(waiting, self._doing)
+        for each in every:
+            each.work = None
+
+    @property
+    def held(self) -> list[object]:
+        """What has to live until the messages have been waited for: memory, and gloo's works."""
+        every = (*self._sends, *self._receives)
+        return [part for each in every for part in (each.tensor, each.work)]
+
+    def _tag(self, number: int) -> int:
+        return (self._first_tag + number) % MAX_TAG

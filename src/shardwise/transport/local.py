@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.transport.base import NO_LABEL, Label, Reduce, Work
+from shardwise.transport.base import NO_LABEL, FinishedWork, Label, Reduce, Work
 from shardwise.transport.memory import OwnMemory
-from shardwise.transport.work import FinishedWork
 
 
 class LocalTransport(OwnMemory):

@@ -1,4 +1,7 @@
-"""Which transport a mesh dimension gets."""
+"""Which transport a mesh dimension gets.
+
+Which composition of messages a ``torch.distributed`` process group gets.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise.transport.base import Transport
-from shardwise.transport.c10d import backend_name, c10d_transport
-from shardwise.transport.collectives import CollectivesTransport
+from shardwise.transport.collectives import CollectivesTransport, NcclTransport
+from shardwise.transport.gloo import GlooTransport
 from shardwise.transport.local import LocalTransport
-from shardwise.transport.meeting import NotTogetherError, address_limit, meet
-from shardwise.transport.shm import ShmTransport
+from shardwise.transport.peers import backend_name
+from shardwise.transport.shm.handshake import NotTogetherError, address_limit, meet
+from shardwise.transport.shm.transport import ShmTransport
 
 #: The environment variable that is read where no transport is asked for by argument.
 VARIABLE = "SHARDWISE_TRANSPORT"
@@ -64,13 +68,6 @@ def _meet(group: dist.ProcessGroup) -> ShmTransport | str:
     return met
 
 
-_CHOICES: dict[str, Callable[[dist.ProcessGroup, torch.device], Transport]] = {
-    "auto": _fastest,
-    "shm": _shared_memory,
-    "c10d": c10d_transport,
-    "collectives": _collectives,
-}
-
 #: What came of the meeting of each group. The transport does not hold the group.
 _met: weakref.WeakKeyDictionary[dist.ProcessGroup, ShmTransport | str] = weakref.WeakKeyDictionary()
 
@@ -112,3 +109,27 @@ def select_transport(
     if transport is None:
         transport = in_use[device, requested] = _CHOICES[requested](group, device)
     return transport
+
+
+def c10d_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    """Make the fastest transport that is known for the backend.
+
+    Args:
+        group: the process group of a mesh dimension.
+        device: where the full tensors live. Of a group with several backends, such as
+            ``"cpu:gloo,cuda:nccl"``, the one for this device's type counts.
+    """
+    backend = backend_name(group, device)
+    if backend == "gloo" and device.type == "cpu":
+        return GlooTransport(group)
+    if backend == "nccl" and device.type == "cuda":
+        return NcclTransport(group)
+    return CollectivesTransport(group, backend)
+
+
+_CHOICES: dict[str, Callable[[dist.ProcessGroup, torch.device], Transport]] = {
+    "auto": _fastest,
+    "shm": _shared_memory,
+    "c10d": c10d_transport,
+    "collectives": _collectives,
+}

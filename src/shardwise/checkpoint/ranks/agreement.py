@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardwise.errors import CheckpointError, PeerLostError, lost_peer_behind
-from shardwise.transport.attending import attended
+from shardwise.transport.peers import attended
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import _torch
 from shardwise.checkpoint.ranks.state import local_of
 from shardwise.errors import CheckpointError
-from shardwise.transport.attending import new_group
+from shardwise.transport.peers import new_group
 
 
 class Handle:

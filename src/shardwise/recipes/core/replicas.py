@@ -30,7 +30,7 @@ from shardwise.recipes.core.config import DilocoConfig
 from shardwise.recipes.core.position import Position
 from shardwise.recipes.core.rank import on_rank_zero
 from shardwise.recipes.core.rundir import REPLICAS
-from shardwise.transport.attending import gather_objects
+from shardwise.transport.peers import gather_objects
 
 #: After so many steps at most, all ranks tell each other whether they were asked to stop.
 MEET_EVERY = 10

@@ -36,7 +36,7 @@ from shardwise.recipes.core.rank import backend_for, choose_device, keep_freed_m
 from shardwise.recipes.core.replicas import ReplicaCheckpoints
 from shardwise.recipes.core.rundir import RunDir, locked, write_text
 from shardwise.recipes.core.task import Place, Task
-from shardwise.transport.attending import gather_objects
+from shardwise.transport.peers import gather_objects
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.transport.arena import Arena, Window, whole_pages
-from shardwise.transport.base import Work
-from shardwise.transport.posts import Posts
-from shardwise.transport.signals import Count
-from shardwise.transport.work import PendingWork
+from shardwise.transport.base import PendingWork, Work
+from shardwise.transport.shm.arena import Arena, Window, whole_pages
+from shardwise.transport.shm.sync import Count, Posts
 
 _ALIGNMENT = 64
 # Addresses of a part. They cost nothing: it takes as much memory as was ever laid out in it.

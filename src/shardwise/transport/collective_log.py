@@ -47,7 +47,7 @@ class Call:
         self.mark = zlib.crc32(content.encode())
 
 
-class CallLog:
+class CollectiveLog:
     """What this rank has called on one process group.
 
     Args:

@@ -18,17 +18,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.transport.arena import ranges
 from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Work
-from shardwise.transport.calls import Call, CallLog
-from shardwise.transport.departures import Departures
-from shardwise.transport.exchange import Exchange
-from shardwise.transport.flat import as_rows
-from shardwise.transport.meeting import Meeting
-from shardwise.transport.pages import PageMap
-from shardwise.transport.posts import Posts
-from shardwise.transport.shared import Pool, SharedBuffers
-from shardwise.transport.signals import Signals
+from shardwise.transport.buckets import as_rows
+from shardwise.transport.collective_log import Call, CollectiveLog
+from shardwise.transport.shm.arena import PageMap, ranges
+from shardwise.transport.shm.full_params import Departures, Pool, SharedBuffers
+from shardwise.transport.shm.handshake import Meeting
+from shardwise.transport.shm.staging import Exchange
+from shardwise.transport.shm.sync import Posts, Signals
 from shardwise.transport.sums import add_in_order, exact_factor, wire_dtype
 
 
@@ -46,7 +43,7 @@ class ShmTransport:
     def __init__(self, group: dist.ProcessGroup, meeting: Meeting) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
-        self._log = CallLog(group)
+        self._log = CollectiveLog(group)
         common, *own = ranges(meeting.fd, 1 + self.world_size)
         signals = Signals(common, self.rank, self.world_size)
         self._posts = posts = Posts(group, meeting, signals, self._log)

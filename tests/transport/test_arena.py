@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from shardwise.transport import futex
-from shardwise.transport.arena import Arena, Window
-from shardwise.transport.pages import PageMap, has_own_entry
+from shardwise.transport.shm import futex
+from shardwise.transport.shm.arena import Arena, PageMap, Window, has_own_entry
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 LENGTH = 64 * PAGE

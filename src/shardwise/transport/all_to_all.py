@@ -14,13 +14,10 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from shardwise.transport.base import Label, Work
-from shardwise.transport.c10d import backend_name
-from shardwise.transport.calls import CallLog
-from shardwise.transport.messages import MAX_TAG, Exchange
-from shardwise.transport.peers import naming_lost_peer
-from shardwise.transport.waiting import Waiter
-from shardwise.transport.work import PendingWork
+from shardwise.transport.base import Label, PendingWork, Work
+from shardwise.transport.collective_log import CollectiveLog
+from shardwise.transport.gloo import MAX_TAG, Messages
+from shardwise.transport.peers import Waiter, backend_name, naming_lost_peer
 
 #: What gloo still reads or writes, by group. A swap that nobody waits for any more, after an
 #: exception say, has to stay: with its memory gone nothing else would arrive on that connection.
@@ -29,7 +26,7 @@ _under_way: weakref.WeakKeyDictionary[dist.ProcessGroup, list[list[object]]] = (
 )
 
 
-class RowSwap:
+class AllToAll:
     """Swaps rows between the ranks of one process group.
 
     Args:
@@ -50,7 +47,7 @@ class RowSwap:
         self.world_size = group.size()
         self.bytes_sent = 0
         self._group = group
-        self._log = CallLog(group)
+        self._log = CollectiveLog(group)
         messages = backend_name(group, device) == "gloo" and device.type == "cpu"
         self._waiter = Waiter(group, self._log) if messages else None
 
@@ -78,7 +75,7 @@ class RowSwap:
                     work.wait()
 
             return PendingWork(finish)
-        exchange = Exchange(self._group, self._waiter, call.text, call.mark % MAX_TAG)
+        exchange = Messages(self._group, self._waiter, call.text, call.mark % MAX_TAG)
         # Each rank begins with its next neighbour, so that not all write to rank 0 first.
         for step in range(1, self.world_size):
             peer = (self.rank + step) % self.world_size

@@ -23,22 +23,29 @@ then, and whoever still reads them shall not get that group's values.
 Where full parameters are dropped without having been freed (a model that is deleted after an
 evaluation, say), nobody takes their piece again: its memory goes back to the system when all ranks
 have dropped them.
+
+Giving back the memory of what all ranks have let go of.
+
+Ranks let go of a piece of the file when Python's garbage collector does, in no common order and at
+no common time. So each notes it in a table that all of them see, and who comes last gives the
+memory back. A rank cannot know that of another that died, so what a dead rank had stays until all
+have gone.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from shardwise.transport.arena import Arena, Window, whole_pages
-from shardwise.transport.calls import Call
-from shardwise.transport.departures import Departures
-from shardwise.transport.exchange import lay_out, tensors_in
-from shardwise.transport.pages import PageMap
-from shardwise.transport.posts import Posts
+from shardwise.transport.collective_log import Call
+from shardwise.transport.shm.arena import Arena, PageMap, Window, punch, whole_pages
+from shardwise.transport.shm.staging import lay_out, tensors_in
+from shardwise.transport.shm.sync import Posts
 
 # Addresses of a piece. They cost nothing: it takes as much memory as the largest group it served.
 _CAPACITY = 2**34
@@ -223,3 +230,43 @@ def _tensors_in(
     if window is None:
         return [torch.empty(0, dtype=dtype) for dtype in dtypes]
     return tensors_in(window, numels, dtypes)
+
+
+# So many can be told apart for giving back their pages; what is beyond keeps them.
+
+
+class Departures:
+    """Which rank has let go of which piece of the file.
+
+    Args:
+        arena: where the table lies; all ranks have it in the same place.
+        rank: of this process.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, arena: Arena, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._window = Window(whole_pages(_MOST * world_size))
+        self._window.open_sparse(arena.fd, arena.take(self._window.length))
+        self._left = (ctypes.c_uint8 * (_MOST * world_size)).from_address(self._window.address)
+        self._count = 0
+        self._process = os.getpid()
+        self._fd = os.dup(arena.fd)
+        weakref.finalize(self, os.close, self._fd).atexit = False
+
+    def enter(self, piece: object, at: int, length: int) -> None:
+        """Note a piece of the file, which this rank has let go of once ``piece`` is gone.
+
+        All ranks enter the same pieces in the same order.
+        """
+        number, self._count = self._count, self._count + 1
+        if number < _MOST:
+            weakref.finalize(piece, self._leave, number, at, length).atexit = False
+
+    def _leave(self, number: int, at: int, length: int) -> None:
+        if os.getpid() != self._process:
+            return  # a child dropped its copy; its parent has not
+        first = number * self._world_size
+        self._left[first + self._rank] = 1
+        if all(self._left[first : first + self._world_size]):
+            punch(self._fd, at, length)

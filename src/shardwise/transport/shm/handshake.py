@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from shardwise import _torch
-from shardwise.transport import attending, futex
-from shardwise.transport.arena import Arena
-from shardwise.transport.attending import Watch, pauses
-from shardwise.transport.peers import naming_lost_peer
+from shardwise.transport import peers
+from shardwise.transport.peers import PeerWatch, naming_lost_peer, pauses
+from shardwise.transport.shm import futex
+from shardwise.transport.shm.arena import Arena
 from shardwise.units import brief_size
 
 _DOING = "the meeting in shared memory"
@@ -181,9 +181,9 @@ class _Board:
         text: str = self._store.get(key).decode()
         return "" if text == "-" else text
 
-    def watch(self) -> Watch:
+    def watch(self) -> PeerWatch:
         """Looks after the ranks that are waited for."""
-        return Watch(self._group, _DOING, attending.PATIENCE_SECONDS)
+        return PeerWatch(self._group, _DOING, peers.PATIENCE_SECONDS)
 
     def refused(self, ranks: list[int]) -> bool:
         """Whether one of ``ranks`` has posted a verdict: it comes no more."""

@@ -1,4 +1,6 @@
-"""Flat buffers: the chunks of several tensors side by side, one row a rank.
+"""Which tensors of a call travel alone and which are packed together.
+
+Flat buffers: the chunks of several tensors side by side, one row a rank.
 
 tensors a and b over 2 ranks:   | a0 b0 |
                                 | a1 b1 |
@@ -6,11 +8,55 @@ tensors a and b over 2 ranks:   | a0 b0 |
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from shardwise.transport.hugepages import prefer_huge_pages
+from shardwise.transport.memory import prefer_huge_pages
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The tensors that travel in one message per peer: one large one, or many small ones."""
+
+    indices: tuple[int, ...]
+
+    @property
+    def packed(self) -> bool:
+        """Whether the tensors are copied together, rather than sent from where they lie."""
+        return len(self.indices) > 1
+
+
+def assign_buckets(nbytes: Sequence[int], kinds: Sequence[Hashable], small: int) -> list[Bucket]:
+    """Divide the tensors of a call into buckets.
+
+    Args:
+        nbytes: size of a chunk of each tensor, in bytes; the same on every rank.
+        kinds: only tensors of an equal kind (dtypes, say) are packed together.
+        small: chunks of fewer bytes are packed.
+
+    Returns:
+        Buckets in the order of their first tensor. Tensors of no bytes are in none.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for i, (size, kind) in enumerate(zip(nbytes, kinds, strict=True)):
+        if size:
+            groups.setdefault((kind, None if size < small else i), []).append(i)
+    return [Bucket(tuple(indices)) for indices in groups.values()]
+
+
+def pack(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor with the pieces one after the other; the piece itself where there is one."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+
+
+def unpack(packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    """Copy a packed tensor to where its pieces belong."""
+    parts = torch.split(packed, [piece.numel() for piece in pieces])
+    for piece, part in zip(pieces, parts, strict=True):
+        piece.copy_(part)
+
 
 #: What every backend carries; other dtypes are gathered as bytes.
 _CARRIED = frozenset(

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from shardwise.transport.waiting import Waiter
+from shardwise.transport.peers import Waiter
 
 
 class ImpatientError(Exception):
