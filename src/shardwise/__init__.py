@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
 
     from shardwise import wrap
-    from shardwise._torch import DataParallelMeshDims
+    from shardwise._torch.fsdp import DataParallelMeshDims
     from shardwise.compat.patch import patch_torch
     from shardwise.errors import PeerLostError, RanksDivergedError, ShardwiseError
     from shardwise.frontends.activation import checkpoint_module
@@ -89,7 +89,7 @@ _HOME = {
     "BackwardPrefetch": "torch.distributed.fsdp",
     "CPUOffload": "torch.distributed.fsdp",
     "CPUOffloadPolicy": "torch.distributed.fsdp",
-    "DataParallelMeshDims": "shardwise._torch",
+    "DataParallelMeshDims": "shardwise._torch.fsdp",
     "FSDPModule": "shardwise.sharding.module",
     "FullOptimStateDictConfig": "torch.distributed.fsdp",
     "FullStateDictConfig": "torch.distributed.fsdp",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from shardwise import _torch
+from shardwise._torch import dtensor
 from shardwise.inspect.tiling import Block, cut, placed, shape_of, take, whole
 from tests.inspect.plans import planned_report
 
@@ -72,7 +72,7 @@ def test_seven_rows_over_three_ranks() -> None:
 
 def test_a_part_that_lies_in_several_places() -> None:
     """Two fused projections of five rows, each cut over two ranks."""
-    fused = [_torch.strided_shard(0, 2), Replicate()]
+    fused = [dtensor.strided_shard(0, 2), Replicate()]
     parts = [placed((10, 3), fused, (2, 1), (rank, 0)) for rank in range(2)]
     assert parts == [(((0, 3), (5, 3)), ((0, 3),)), (((3, 2), (8, 2)), ((0, 3),))]
     taken = take(torch.arange(30).view(10, 3), parts[1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import _torch
+from shardwise._torch import c10d
 from shardwise.transport import collectives, select_transport
 from shardwise.transport.base import Reduce
 from shardwise.transport.collectives import NcclTransport
@@ -33,13 +33,13 @@ def _addresses(rank: int, world_size: int) -> None:
 
     dist.all_gather_single = recording(dist.all_gather_single)
     dist.reduce_scatter_single = recording(dist.reduce_scatter_single)
-    together = _torch.launched_together
+    together = c10d.coalesced
 
     def counted(group: dist.ProcessGroup) -> Any:
         launches.append(group)
         return together(group)
 
-    collectives.launched_together = counted
+    collectives.coalesced = counted
 
     shards = [torch.full((LARGE + n,), float(rank)) for n in range(3)]
     shards[2] = shards[2][:-5]  # uneven: the last rows ran out

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import PeerLostError, _torch
+from shardwise import PeerLostError
+from shardwise._torch import c10d
 from shardwise.transport.base import FullBuffers, Label, Reduce
 from shardwise.transport.shm import futex
 from tests.harness import Outcome, run_ranks
@@ -184,7 +185,7 @@ def _stop_one(rank: int, world_size: int, victim: int, seconds: float) -> Loss:
         _send_later(signal.SIGSTOP, seconds)
     found = _until_lost(stream)
     if rank != victim:
-        store = _torch.store_of(world_group())
+        store = c10d.store_of(world_group())
         if store.add("raised", 1) == world_size - 1:  # the last one lets it go on, and find out
             os.kill(pids[victim], signal.SIGCONT)
     return found

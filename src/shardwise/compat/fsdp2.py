@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed.fsdp as _torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardwise._torch import DataParallelMeshDims, ShardPlacementResult
+from shardwise._torch.fsdp import DataParallelMeshDims, ShardPlacementResult
 from shardwise.sharding.api import fully_shard
 from shardwise.sharding.module import (
     FSDPModule,

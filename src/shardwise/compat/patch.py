@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from shardwise import _torch
+from shardwise._torch import fsdp
 from shardwise.compat import fsdp2
 
 _FUNCTIONS = (
@@ -37,7 +37,7 @@ def patch_torch() -> Iterator[None]:
     instance of torch's ``FSDPModule``. When the block ends everything is as it was; models that
     were sharded inside stay so. The replacement is seen by all threads of the process.
     """
-    torchs = _torch.fsdp2_functions(_FUNCTIONS)
+    torchs = fsdp.fsdp2_functions(_FUNCTIONS)
     lent = {name: _lend(getattr(fsdp2, name)) for name in torchs}
     _swap({id(torchs[name]): lent[name] for name in torchs})
     try:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import _torch
+from shardwise._torch import dtensor
 from shardwise.diloco.average import Average
 from shardwise.diloco.settings import OuterSGD
 from shardwise.diloco.wire import BLOCK
@@ -31,7 +31,7 @@ _INNER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def local_of(parameter: Tensor) -> Tensor:
     """What this rank holds of a parameter, not differentiable."""
-    return _torch.local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
+    return dtensor.local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import _torch
+from shardwise._torch import dtensor
 from shardwise.diloco.fragment import Fragment, Pending
 
 KEY = "diloco"
@@ -106,7 +106,7 @@ def _fill(fragment: Fragment, saved: Mapping[nn.Parameter, Mapping[str, Any]]) -
                 continue  # saved without error feedback: nothing is known to be lost
             if not isinstance(value, Tensor):
                 raise ValueError(f"{fqn}: the state dict has no tensor {KEY}.{name} for it")
-            local = _torch.plain(value)
+            local = dtensor.plain(value)
             if local.shape != view.shape:
                 raise ValueError(
                     f"{fqn}: {KEY}.{name} of the state dict has shape {tuple(local.shape)} on this "
@@ -133,8 +133,8 @@ def _per_fragment(facts: Mapping[str, Any], count: int) -> list[tuple[int, int, 
 def _like(parameter: nn.Parameter, view: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return view
-    spec = _torch.with_dtype(_torch.spec_of(parameter), torch.float32)
-    return _torch.wrap_local(view, spec)
+    spec = dtensor.with_dtype(dtensor.spec_of(parameter), torch.float32)
+    return dtensor.wrap_local(view, spec)
 
 
 def _numbered(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, nn.Parameter]]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise import _torch
+from shardwise._torch import fsdp
 from shardwise.sharding.collect import form_of, managed_modules
 from shardwise.transport.peers import naming_lost_peer
 
@@ -52,10 +52,10 @@ def materialise_unit(
             _reset(each, name, device)
         _check_materialised(each, name)
         for own, old in before.items():
-            new = _torch.parameter_of(each, own)
+            new = fsdp.parameter_of(each, own)
             if new is not old and old.is_meta:
-                _torch.swap(old, new)  # so whoever else holds the old one has the new one
-                _torch.register_parameter(each, own, old)
+                fsdp.swap_tensors(old, new)  # so whoever else holds the old one has the new one
+                fsdp.register_parameter(each, own, old)
 
 
 def _reset(module: nn.Module, name: str, device: torch.device) -> None:

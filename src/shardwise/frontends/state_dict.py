@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardwise import _torch
+from shardwise._torch import dtensor
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.transparent import TransparentModule
 from shardwise.sharding.param import ShardedParam
@@ -226,14 +226,14 @@ def is_first_of(mesh: DeviceMesh) -> bool:
 
 def whole_tensor(value: DTensor) -> torch.Tensor:
     """All of ``value``, on every rank, in memory of its own. Every rank calls it."""
-    local = _torch.local_of(value)
+    local = dtensor.local_of(value)
     if local.is_meta:
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     kind = value.device_mesh.device_type
     if local.device.type != kind:  # offloaded: collectives run where computing does
         local = local.to(kind)
-        value = _torch.wrap_local(local, _torch.spec_of(value))
-    whole = _torch.wait_tensor(value.full_tensor())
+        value = dtensor.wrap_local(local, dtensor.spec_of(value))
+    whole = dtensor.wait_tensor(value.full_tensor())
     shared = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
     return whole.clone() if shared else whole
 
@@ -254,9 +254,9 @@ def exported(value: Any, kind: StateDictType, *, to_host: bool) -> Any:
     if isinstance(value, DTensor) and kind is StateDictType.SHARDED_STATE_DICT:
         if not to_host:
             return value
-        local = _torch.local_of(value).detach().to("cpu", copy=True)
-        return _torch.wrap_local(local, _torch.spec_of(value))
-    value = _torch.plain(value)
+        local = dtensor.local_of(value).detach().to("cpu", copy=True)
+        return dtensor.wrap_local(local, dtensor.spec_of(value))
+    value = dtensor.plain(value)
     return value.detach().to("cpu", copy=True) if to_host else value.detach()
 
 
@@ -323,14 +323,14 @@ def cut(param: ShardedParam, whole: torch.Tensor) -> DTensor:
     origin = param.form.origin
     if origin is not None:
         split = distribute_tensor(whole, origin.mesh, origin.placements, src_data_rank=None)
-        whole = _torch.local_of(split)
+        whole = dtensor.local_of(split)
     return as_shard(param, param.layout.cut(whole, param.form.mesh.shard.rank))
 
 
 def as_shard(param: ShardedParam, rows: torch.Tensor) -> DTensor:
     """``rows``, copied to where ``param`` keeps its own, as a ``DTensor`` like it."""
     rows = rows.detach().to(param.local.device, copy=True).contiguous()
-    return _torch.wrap_local(rows, _torch.with_dtype(_torch.spec_of(param.sharded), rows.dtype))
+    return dtensor.wrap_local(rows, dtensor.with_dtype(dtensor.spec_of(param.sharded), rows.dtype))
 
 
 def _check_shape(

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise import _torch
+from shardwise._torch import fsdp
 
 #: Under this name the wrapped module is registered, as in torch.
 WRAPPED = "_fsdp_wrapped_module"
@@ -32,11 +32,11 @@ class TransparentModule(nn.Module):
     @property
     def module(self) -> nn.Module:
         """The wrapped module itself, also if torch's activation checkpointing is around it."""
-        return _torch.without_checkpointing(self.get_wrapped())
+        return fsdp.without_checkpointing(self.get_wrapped())
 
     def get_wrapped(self) -> nn.Module:
         """What is registered inside: :attr:`module`, or what has been put around it since."""
-        return dict(_torch.children_of(self))[WRAPPED]
+        return dict(fsdp.children_of(self))[WRAPPED]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -64,7 +64,7 @@ class TransparentModule(nn.Module):
             memo.add(self)
         yield prefix, self
         for name, module in self.get_wrapped().named_modules(memo, prefix, remove_duplicate):
-            yield _torch.without_checkpoint_prefix(name), module
+            yield fsdp.without_checkpoint_prefix(name), module
 
     def state_dict(  # type: ignore[override]
         self,
@@ -104,7 +104,7 @@ def _outside_wrappers(
     if module in seen or isinstance(module, TransparentModule):
         return
     seen.add(module)
-    yield _torch.without_checkpoint_prefix(prefix), module
+    yield fsdp.without_checkpoint_prefix(prefix), module
     for name, child in module.named_children():
         yield from _outside_wrappers(child, f"{prefix}.{name}" if prefix else name, seen)
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from shardwise import _torch
+from shardwise._torch import fsdp
 from shardwise.frontends.optim_state import OptimSavingModule
 from shardwise.frontends.prepare import ParamInit, broadcast_states, materialise_unit
 from shardwise.frontends.settings import UnitSettings
@@ -63,7 +63,7 @@ class ShardedUnit(OptimSavingModule):
             sync_module_states: whether the first rank's values go to all.
             state_dict_type: the kind of state dict until another is set.
         """
-        inner = _torch.without_checkpointing(module)
+        inner = fsdp.without_checkpointing(module)
         materialise_unit(inner, settings.device, param_init_fn, ignored.modules)
         if sync_module_states:
             broadcast_states(inner, settings.mesh, settings.device, ignored.parameters)
@@ -275,7 +275,7 @@ def cast_buffers(
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 before[f"{prefix}.{name}" if prefix else name] = buffer.dtype
-                _torch.buffers_of(module)[name] = buffer.to(dtype)
+                fsdp.buffers_of(module)[name] = buffer.to(dtype)
     return before
 
 
@@ -285,7 +285,7 @@ def modules_in_full_precision(
     """The modules in ``model`` of classes that mixed precision is to leave alone."""
     if mixed_precision is None:
         return []
-    classes = _torch.module_classes_to_ignore(mixed_precision)
+    classes = fsdp.module_classes_to_ignore(mixed_precision)
     return [each for each in model.modules() if isinstance(each, classes) and each is not model]
 
 

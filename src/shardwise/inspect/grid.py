@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import _torch
+from shardwise._torch import dtensor
 
 Coordinate = tuple[int, ...]
 
@@ -86,7 +86,7 @@ def standings(mesh: DeviceMesh) -> dict[int, Coordinate]:
     ``world["dp"]`` is the mesh of those ranks only that this rank shards with. The others shard
     in the same way, each with those of its own row of ``world``.
     """
-    beside = _torch.meshes_like(mesh)
+    beside = dtensor.sibling_meshes(mesh)
     places = list(product(*map(range, mesh.shape)))
     return {
         rank: place
@@ -100,7 +100,7 @@ def reachable(meshes: Iterable[DeviceMesh], rank: int) -> set[int]:
 
     Ranks that no mesh of the model connects (other stages of a pipeline) may hold another model.
     """
-    rows = [set(row) for mesh in meshes for row in _torch.meshes_like(mesh).flatten(1).tolist()]
+    rows = [set(row) for mesh in meshes for row in dtensor.sibling_meshes(mesh).flatten(1).tolist()]
     found = {rank}
     while True:
         more = found.union(*(row for row in rows if row & found))
@@ -114,7 +114,7 @@ def grid_of(meshes: Sequence[DeviceMesh], ranks: set[int]) -> Grid:
 
     Dimensions along which they all stand at one place (the pipeline's) are left out.
     """
-    roots = sorted(map(_torch.root_of, meshes), key=lambda mesh: -mesh.ndim)
+    roots = sorted(map(dtensor.root_mesh, meshes), key=lambda mesh: -mesh.ndim)
     for root in roots:
         grid = _part_of(root, ranks)
         if grid is not None:

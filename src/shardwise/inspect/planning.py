@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from shardwise import _torch
+from shardwise._torch import c10d, fsdp
 from shardwise.frontends.strategies import TENSOR, WantedMesh
 from shardwise.inspect.read import read
 from shardwise.inspect.report import Report
@@ -49,7 +49,7 @@ def plan(planned: Planned, wanted: WantedMesh, name: str) -> Report:
         ValueError: the model cannot be sharded so.
     """
     model = planned.model
-    with _torch.pretended_world(wanted.size):
+    with c10d.fake_world(wanted.size):
         mesh = init_device_mesh("cpu", wanted.shape, mesh_dim_names=wanted.names)
         if TENSOR in wanted.names:
             _apply_tensor_parallelism(model, mesh[TENSOR], planned.tensor_parallel)
@@ -76,4 +76,4 @@ def _apply_tensor_parallelism(
     parallelize_module(model, mesh, dict(styles))
     for (first, name), *others in owners.values():
         for module, other in others:
-            _torch.register_parameter(module, other, _torch.parameter_of(first, name))
+            fsdp.register_parameter(module, other, fsdp.parameter_of(first, name))

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise import _torch
+from shardwise._torch import dtensor
 from shardwise.inspect.grid import Coordinate, Grid, grid_of, names_of, reachable, standings
 from shardwise.inspect.report import Kind, ParameterReport, Report
 from shardwise.inspect.tiling import Part, Tiling, cut, placed, shape_of, take, whole
@@ -49,7 +49,7 @@ class Found:
     def local(self) -> torch.Tensor:
         """This rank's elements of it."""
         stored = self.stored
-        return _torch.local_of(stored) if isinstance(stored, DTensor) else stored.detach()
+        return dtensor.local_of(stored) if isinstance(stored, DTensor) else stored.detach()
 
     def meshes(self) -> Iterator[DeviceMesh]:
         """The meshes that it lies on."""
@@ -132,7 +132,7 @@ class _Reader:
 
     def _key(self, found: Found) -> object:
         form, stored = found.form, found.stored
-        spec = _torch.spec_of(stored) if isinstance(stored, DTensor) else None
+        spec = dtensor.spec_of(stored) if isinstance(stored, DTensor) else None
         own = None if spec is None else (spec.mesh, spec.placements)
         if form is None:
             return tuple(stored.shape), own
@@ -143,7 +143,7 @@ class _Reader:
         form = found.form
         if form is None:
             stored = found.stored
-            spec = _torch.spec_of(stored) if isinstance(stored, DTensor) else None
+            spec = dtensor.spec_of(stored) if isinstance(stored, DTensor) else None
             parts = self._parts(tuple(stored.shape), spec)
             return {rank: (part, 0) for rank, part in parts.items()}
         shape = form.layout.shape if form.origin is None else form.origin.shape
@@ -154,7 +154,7 @@ class _Reader:
             if rank in places
         }
 
-    def _parts(self, shape: tuple[int, ...], spec: _torch.DTensorSpec | None) -> dict[int, Part]:
+    def _parts(self, shape: tuple[int, ...], spec: dtensor.DTensorSpec | None) -> dict[int, Part]:
         """What each rank has of a tensor before ``fully_shard`` cuts it."""
         if spec is None:
             return dict.fromkeys(self._grid.ranks, whole(shape))
@@ -217,7 +217,7 @@ def _placements(stored: torch.Tensor) -> Iterator[tuple[str, str]]:
         return
     mesh = stored.device_mesh
     for name, placement in zip(names_of(mesh), stored.placements, strict=True):
-        yield name, _torch.describe_placement(placement)
+        yield name, dtensor.describe_placement(placement)
 
 
 def _class_name(model: nn.Module) -> str:

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch.distributed.tensor import Placement
 
-from shardwise import _torch
+from shardwise._torch import dtensor
 from shardwise.sharding.layout import Layout
 
 Span = tuple[int, int]
@@ -115,9 +115,9 @@ def placed(
     """
     part = whole(shape)
     for placement, size, index in zip(placements, sizes, coordinate, strict=True):
-        dim = _torch.dim_cut_by(placement)
+        dim = dtensor.sharded_dim(placement)
         if dim is not None:
-            part = cut(part, dim, size, index, _torch.pieces_cut_before(placement))
+            part = cut(part, dim, size, index, dtensor.split_factor(placement))
     return part
 
 

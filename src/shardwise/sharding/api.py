@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 from torch.nn.parameter import UninitializedParameter
 
-from shardwise import _torch
-from shardwise._torch import DataParallelMeshDims, ShardPlacementResult
+from shardwise._torch import dtensor, fsdp
+from shardwise._torch.fsdp import DataParallelMeshDims, ShardPlacementResult
 from shardwise.errors import MisuseError
 from shardwise.sharding.collect import (
     form_of,
@@ -211,7 +211,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
             )
         if isinstance(top, torch.jit.ScriptModule):
             raise _scripted(top, "")
-        _torch.check_composable(top, "fully_shard")
+        fsdp.check_composable(top, "fully_shard")
         fsdp_class_of(type(top))
     return tops
 
@@ -293,14 +293,14 @@ def _scripted(module: nn.Module, where: str) -> MisuseError:
 
 def _check_parameter(param: nn.Parameter, fqn: str, owners: list[ParamOwner]) -> None:
     for owner in owners:
-        if _torch.is_scripted(owner.module):
+        if fsdp.is_scripted(owner.module):
             raise _scripted(owner.module, f"{fqn} on rank {dist.get_rank()}: ")
     if isinstance(param, UninitializedParameter):
         raise MisuseError(
             f"{fqn} on rank {dist.get_rank()}: found a parameter of a lazy module, which has no "
             "shape yet; run one forward of the model before fully_shard"
         )
-    check_extension(fqn, _torch.plain(param))
+    check_extension(fqn, dtensor.plain(param))
 
 
 def _check_wanted(wanted: Shard, param: nn.Parameter, fqn: str, mesh: DataMesh) -> None:
@@ -319,7 +319,7 @@ def _check_wanted(wanted: Shard, param: nn.Parameter, fqn: str, mesh: DataMesh) 
         raise MisuseError(
             f"shard_placement_fn returned {wanted!r} for {fqn} on rank {dist.get_rank()}: "
             f"tensor parallelism cut it unevenly, shape {tuple(param.shape)} with placements "
-            f"{_torch.spec_of(param).placements}, so that no placement says which of its "
+            f"{dtensor.spec_of(param).placements}, so that no placement says which of its "
             f"{mesh.shard.world_size} ranks holds which rows; expected another dimension, "
             "or None to let fully_shard choose one"
         )
@@ -342,7 +342,7 @@ def _become_managed(tops: tuple[nn.Module, ...], managed: Iterable[nn.Module]) -
         each.__dict__["_is_fsdp_managed_module"] = True
         each.__dict__["_fsdp_use_orig_params"] = True
     for top in tops:
-        _torch.mark_composable(top, "fully_shard")
+        fsdp.mark_composable(top, "fully_shard")
         become_fsdp_module(top)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwise import _torch
+from shardwise._torch import autograd
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.module_state import ModuleState
 from shardwise.sharding.passes import Pass
@@ -28,13 +28,15 @@ def mark_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Pass inputs through a function whose backward tells that the group's is over.
 
-    What a collective is still making is waited for on the way, see :func:`_torch.arrived`.
+    What a collective is still making is waited for on the way, see :func:`autograd.wait_in_graph`.
     """
     if not torch.is_grad_enabled():
         return args, kwargs
     begun = group.passes.begin(group.makes)
     inputs = [
-        _torch.arrived(tensor) for tensor in tensors_in((args, kwargs)) if tensor.requires_grad
+        autograd.wait_in_graph(tensor)
+        for tensor in tensors_in((args, kwargs))
+        if tensor.requires_grad
     ]
     if not inputs:
         return args, kwargs
@@ -57,7 +59,7 @@ def mark_outputs(state: ModuleState, output: Any) -> None:
     hook = functools.partial(_pre_backward, state, passes)
     for tensor in every_tensor_in(output):
         if tensor.requires_grad:
-            base = _torch.writable_base(tensor)
+            base = autograd.writable_base(tensor)
             if base is not None and base.grad_fn is not None:
                 base.grad_fn.register_prehook(functools.partial(_pre_base, state, passes))
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -69,11 +71,11 @@ def wait_for_inputs(
     """The inputs as marking them leaves them, for a forward that marks none."""
     if not torch.is_grad_enabled():
         return args, kwargs
-    new_args, new_kwargs = map_tensors(_torch.arrived, (args, kwargs))
+    new_args, new_kwargs = map_tensors(autograd.wait_in_graph, (args, kwargs))
     return new_args, new_kwargs
 
 
-@_torch.outside_graphs
+@autograd.disable_compile
 def _pre_backward(
     state: ModuleState, passes: tuple[Pass | None, ...], grad: torch.Tensor
 ) -> torch.Tensor:
@@ -139,7 +141,7 @@ class _EndOfBackward(torch.autograd.Function):
         return inputs
 
     @staticmethod
-    @_torch.outside_graphs
+    @autograd.disable_compile
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _refuse_graph_of_backward()
         state, group, begun = ctx.end

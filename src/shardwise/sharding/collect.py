@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import _torch
+from shardwise._torch import dtensor, fsdp
 from shardwise.errors import MisuseError
 from shardwise.sharding.form import ParamOwner, ShardedForm
 from shardwise.sharding.module_state import state_of
@@ -31,7 +31,7 @@ def managed_modules(tops: tuple[nn.Module, ...]) -> dict[nn.Module, str]:
 
     def visit(module: nn.Module, name: str) -> None:
         nested = module not in tops and state_of(module) is not None
-        if module in found or nested or _torch.is_replicated(module):
+        if module in found or nested or fsdp.is_replicated(module):
             return
         found[module] = name
         for child_name, child in module.named_children():
@@ -98,7 +98,7 @@ def note_group(owners: Iterable[ParamOwner], fqn: str, group: str) -> None:
         groups[owner.name] = group
         if len(groups) > 1:
             continue  # one parameter of a module is named
-        _torch.refuse_to_distribute(
+        fsdp.refuse_to_distribute(
             owner.module,
             MisuseError(
                 f"{fqn} of {type(owner.module).__name__} on rank {dist.get_rank()}: found tensor "
@@ -117,9 +117,9 @@ def move_to_device(
     for tensor in [*params, *buffers]:
         if tensor.device == device or tensor.is_meta or isinstance(tensor, DTensor):
             continue
-        if _torch.is_wrapper(tensor):
+        if dtensor.is_wrapper(tensor):
             # Its data cannot be set; the object stays the same for those who hold it.
             with torch.no_grad():
-                _torch.swap(tensor, nn.Parameter(tensor.to(device)))
+                fsdp.swap_tensors(tensor, nn.Parameter(tensor.to(device)))
         else:
             tensor.data = tensor.to(device)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardwise import _torch
+from shardwise._torch import dtensor
 from shardwise.errors import MisuseError
 from shardwise.transport.peers import made_together
 
@@ -183,7 +183,7 @@ def check_beside(param: nn.Parameter, fqn: str, mesh: DeviceMesh) -> None:
             f"with names on both: {advice}"
         )
     try:
-        _torch.join_meshes([mesh, other])
+        dtensor.join_meshes([mesh, other])
     except RuntimeError as error:
         raise ValueError(
             f"{where}: it lies on {other}, which is not a slice of the mesh that the one to shard "

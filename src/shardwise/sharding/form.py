@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardwise import _torch
+from shardwise._torch import autograd, dtensor, fsdp
 from shardwise.sharding.offload import Offload
 from shardwise.sharding.placing import Place
 
@@ -36,15 +36,15 @@ class ParamOwner:
     @property
     def registered(self) -> nn.Parameter:
         """The parameter that is there now."""
-        return _torch.parameter_of(self.module, self.name)
+        return fsdp.parameter_of(self.module, self.name)
 
     def holds(self, parameter: nn.Parameter | None) -> bool:
         """Whether ``parameter`` is the one that is there now."""
-        return _torch.holds_parameter(self.module, self.name, parameter)
+        return fsdp.holds_parameter(self.module, self.name, parameter)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` there."""
-        _torch.register_parameter(self.module, self.name, parameter)
+        fsdp.register_parameter(self.module, self.name, parameter)
 
 
 class _Steps:
@@ -108,13 +108,13 @@ class ShardedForm:
         self._grad_is_new = False
         self.lent: nn.Parameter | None = None
         self.offload = offload
-        whole = _torch.local_of(param) if isinstance(param, DTensor) else param.detach()
-        self.origin = _torch.spec_of(param) if isinstance(param, DTensor) else None
+        whole = dtensor.local_of(param) if isinstance(param, DTensor) else param.detach()
+        self.origin = dtensor.spec_of(param) if isinstance(param, DTensor) else None
         self.layout = place.layout
         self.spec = place.spec
         with torch.no_grad():
             self.parameter = nn.Parameter(
-                _torch.wrap_local(self._copy_of_shard(whole), self.spec),
+                dtensor.wrap_local(self._copy_of_shard(whole), self.spec),
                 requires_grad=param.requires_grad,
             )
         _steps.watch(self)
@@ -123,7 +123,7 @@ class ShardedForm:
         """Enter a copy of the parameter, on the same mesh and without gradient, into ``memo``."""
         if id(self.parameter) not in memo:
             with torch.no_grad():
-                copied = _torch.wrap_local(self.local.clone(), self.spec)
+                copied = dtensor.wrap_local(self.local.clone(), self.spec)
                 memo[id(self.parameter)] = nn.Parameter(
                     copied, requires_grad=self.parameter.requires_grad
                 )
@@ -143,7 +143,7 @@ class ShardedForm:
     @property
     def local(self) -> torch.Tensor:
         """This rank's rows."""
-        return _torch.local_of(self.parameter)
+        return dtensor.local_of(self.parameter)
 
     @property
     def is_tied(self) -> bool:
@@ -179,13 +179,13 @@ class ShardedForm:
             self.parameter = found  # the other places where it is tied have to follow
             _steps.watch(self)
         local = self.offload.place(self.local)
-        if not (_torch.is_wrapper(local) or local.is_meta or local.is_contiguous()):
+        if not (dtensor.is_wrapper(local) or local.is_meta or local.is_contiguous()):
             # Put into another memory format. Rows travel one after the other.
             local = local.contiguous()
         if local is not self.local:
             with torch.no_grad():
-                _torch.set_memory(self.parameter, local)
-        self.spec = _torch.spec_of(self.parameter)
+                dtensor.set_local_memory(self.parameter, local)
+        self.spec = dtensor.spec_of(self.parameter)
 
     def tie_again(self) -> None:
         """Put the parameter where another one in the same memory is, which a state dict left there.
@@ -199,8 +199,8 @@ class ShardedForm:
                     owner.register(self.parameter)
 
     def _has_same_memory(self, other: DTensor) -> bool:
-        mine, theirs = self.local, _torch.local_of(other)
-        if not (_torch.has_memory(mine) and _torch.has_memory(theirs)):
+        mine, theirs = self.local, dtensor.local_of(other)
+        if not (dtensor.has_memory(mine) and dtensor.has_memory(theirs)):
             return False
         return mine.data_ptr() == theirs.data_ptr() and mine.shape == theirs.shape
 
@@ -209,16 +209,16 @@ class ShardedForm:
         dtype = self.parameter.dtype
         whole = torch.empty(self.layout.shape, dtype=dtype, device=device)
         if self.origin is not None:
-            whole = _torch.wrap_local(whole, _torch.with_dtype(self.origin, dtype))
+            whole = dtensor.wrap_local(whole, dtensor.with_dtype(self.origin, dtype))
         return nn.Parameter(whole, requires_grad=self.parameter.requires_grad)
 
     def materialise(self, whole: torch.Tensor) -> None:
         """Fill a shard that is on the meta device from ``whole``, as the original was."""
         with torch.no_grad():
-            local = _torch.plain(whole)
+            local = dtensor.plain(whole)
             shard = self._copy_of_shard(local)
             made = nn.Parameter(
-                _torch.wrap_local(shard, self.spec), requires_grad=self.parameter.requires_grad
+                dtensor.wrap_local(shard, self.spec), requires_grad=self.parameter.requires_grad
             )
         self._register_everywhere(made)
 
@@ -235,12 +235,12 @@ class ShardedForm:
             self._grad_is_new = self.is_tied
             local = self.offload.grad_to_host(local, self.parameter)
             if local.dtype != self.parameter.dtype:
-                _torch.allow_grad_of_dtype(self.parameter, local.dtype)
-            spec = _torch.with_dtype(self.spec, local.dtype)
-            self.parameter.grad = _torch.wrap_local(local, spec)
+                autograd.set_grad_dtype(self.parameter, local.dtype)
+            spec = dtensor.with_dtype(self.spec, local.dtype)
+            self.parameter.grad = dtensor.wrap_local(local, spec)
         else:
             self.offload.wait()  # what another group made of it may be on its way there
-            into = _torch.local_of(grad)
+            into = dtensor.local_of(grad)
             into += local.to(into.device)
 
     def _through_hooks(self, local: torch.Tensor) -> torch.Tensor:
@@ -249,10 +249,10 @@ class ShardedForm:
         Raises:
             TypeError: one returned something else than a gradient like the one that it was given.
         """
-        hooks = _torch.gradient_hooks(self.parameter)
+        hooks = autograd.grad_hooks(self.parameter)
         if not hooks:
             return local
-        grad: torch.Tensor = _torch.wrap_local(local, _torch.with_dtype(self.spec, local.dtype))
+        grad: torch.Tensor = dtensor.wrap_local(local, dtensor.with_dtype(self.spec, local.dtype))
         for hook in hooks:
             made = hook(grad)
             if made is None:
@@ -264,7 +264,7 @@ class ShardedForm:
                     f"{self.spec.placements}, as it was given"
                 )
             grad = made
-        return _torch.wait_tensor(_torch.local_of(grad))
+        return dtensor.wait_tensor(dtensor.local_of(grad))
 
     def end_backward(self) -> None:
         """Settle what several groups, or several passes of one, have made of the gradient.
@@ -279,7 +279,7 @@ class ShardedForm:
     def run_hooks(self) -> None:
         """Run what a user registered to follow the gradient (an optimizer in backward, say)."""
         if self.parameter.grad is not None:
-            _torch.run_post_accumulate_hooks(self.parameter)
+            autograd.run_post_accumulate_hooks(self.parameter)
 
     def _copy_of_shard(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows in memory of their own, so that the whole can be freed."""

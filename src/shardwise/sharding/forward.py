@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise import _torch
+from shardwise._torch import autograd, dtensor
 from shardwise.errors import MisuseError
 from shardwise.sharding.backward import mark_inputs, mark_outputs, wait_for_inputs
 from shardwise.sharding.group import ParamGroup
@@ -31,7 +31,7 @@ def pre_forward(
     Returns:
         What ``forward()`` is to be called with.
     """
-    if state.phase is Phase.BACKWARD and not _torch.in_backward():
+    if state.phase is Phase.BACKWARD and not autograd.in_backward():
         state.root.reset()  # the last backward raised
     if state.phase is Phase.BACKWARD:
         # Activation checkpointing computes forward again; backward's hooks do the rest.
@@ -49,7 +49,7 @@ def pre_forward(
     if first:
         _prefetch(state)
         for group in state.groups:
-            if group.phase is Phase.REDUCED and not _torch.in_backward():
+            if group.phase is Phase.REDUCED and not autograd.in_backward():
                 group.phase = Phase.IDLE  # by a backward of its own; see backward.py
             args, kwargs = mark_inputs(state, group, args, kwargs)
     if not (first and state.groups):  # otherwise marking them has waited
@@ -65,7 +65,7 @@ def post_forward(state: ModuleState, output: Any) -> Any:
     """
     if state.phase is Phase.BACKWARD:
         return state.precision.cast_outputs(output)
-    recomputing = _torch.in_backward()
+    recomputing = autograd.in_backward()
     if not recomputing:
         output = outlive_parameters(state, output)
     for group in state.groups:
@@ -87,7 +87,7 @@ def hand_on(state: ModuleState, output: Any) -> Any:
     Returns:
         What the caller of the module's ``forward()`` is to get.
     """
-    if not _torch.in_backward():
+    if not autograd.in_backward():
         output = outlive_parameters(state, output)
     return state.precision.cast_outputs(output)
 
@@ -107,7 +107,7 @@ def outlive_parameters(state: ModuleState, output: Any) -> Any:
     fulls = {id(param.full) for group in state.groups for param in group.params}
 
     def is_lost(tensor: torch.Tensor) -> bool:
-        return _torch.storage_of(tensor) in freed
+        return dtensor.storage_of(tensor) in freed
 
     def loses() -> bool:
         found, inside = tensors_and_those_in_objects(output)
@@ -144,7 +144,7 @@ def _enter_root(
     state.lazy_init()
     if state.root.forward_root is not None:
         return args, kwargs
-    if not _torch.in_backward():  # there, activation checkpointing computes forward again
+    if not autograd.in_backward():  # there, activation checkpointing computes forward again
         state.root.begin_forward(state)
     event, state.root.post_optim_event = state.root.post_optim_event, None
     if state.device.type == "cpu":
@@ -182,7 +182,7 @@ def fail_forward(state: ModuleState, error: BaseException) -> None:
                 "resharded while its forward ran, as state_dict(), load_state_dict() and reshard() "
                 "do. Call those before or after the forward"
             )
-    if _torch.in_backward():
+    if autograd.in_backward():
         # Activation checkpointing raises as soon as it has computed again what backward needs,
         # and so does an error, after which the next forward resets everything.
         if state.phase is Phase.FORWARD:
@@ -203,7 +203,7 @@ def _prefetch(state: ModuleState) -> None:
 
     What is written to a group between its gather and its turn would be missed.
     """
-    if _torch.in_backward():
+    if autograd.in_backward():
         return  # activation checkpointing: the order of forward is not followed here
     for other in state.forward_prefetch:
         for group in other.groups:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwise import _torch
+from shardwise._torch import autograd, dtensor
 from shardwise.transport.peers import naming_lost_peer
 
 
@@ -52,12 +52,12 @@ def clip_grad_norm_(
             "error_if_nonfinite=False to go on"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    locals_ = [_torch.plain(param.grad) for param in params if param.grad is not None]
+    locals_ = [dtensor.plain(param.grad) for param in params if param.grad is not None]
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in locals_:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, _), grads in by_kind.items():
-        _torch.scale_(grads, scale.to(device))
+        autograd.foreach_mul_(grads, scale.to(device))
     return norm.to(dtype)
 
 
@@ -77,10 +77,10 @@ def _grad_norm(
     for param in parameters:
         grads = spread.setdefault(_sharding_groups(param), [])
         if param.grad is not None:
-            local = _torch.plain(param.grad)
+            local = dtensor.plain(param.grad)
             grads.append(local)
         elif isinstance(param, DTensor):
-            local = _torch.local_of(param)
+            local = dtensor.local_of(param)
         else:
             continue
         device = local.device
@@ -106,7 +106,9 @@ def _local_norm(
     grads = [grad for grad in grads if grad.numel() > 0]
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)
-    norms = torch.stack([norm.to(device, dtype) for norm in _torch.norms(grads, norm_type)])
+    norms = torch.stack(
+        [norm.to(device, dtype) for norm in autograd.foreach_norm(grads, norm_type)]
+    )
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
 
 

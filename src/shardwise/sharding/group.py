@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import _torch
+from shardwise._torch import autograd, dtensor
 from shardwise.errors import MisuseError
 from shardwise.sharding.form import COPIED
 from shardwise.sharding.group_state import MOVES, GroupState
@@ -329,7 +329,7 @@ class ParamGroup:
             return
         changed = [param.refresh() for param in self.params]
         if any(changed):
-            if self.phase is not Phase.IDLE and _torch.in_backward():
+            if self.phase is not Phase.IDLE and autograd.in_backward():
                 self.refuse_replaced()
             self._free()
             self._memory = self._label = None
@@ -354,7 +354,7 @@ class ParamGroup:
             if set_to_none:
                 param.sharded.grad = None
             elif grad is not None:
-                _torch.local_of(grad).detach().zero_()
+                dtensor.local_of(grad).detach().zero_()
         self._unreduced.drop()
 
     def change_mesh(self, mesh: DataMesh) -> None:

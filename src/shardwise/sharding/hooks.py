@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwise import _torch
+from shardwise._torch import autograd, fsdp
 from shardwise.sharding.forward import fail_forward, hand_on, post_forward, pre_forward
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.module_state import ModuleState
@@ -38,7 +38,7 @@ class FSDPState(ModuleState):
         # one by.
         self._handled: list[BaseException | None] = []
         for module in modules:
-            _torch.answer_torch(module, self)
+            fsdp.set_fsdp_state(module, self)
             module.register_forward_pre_hook(self._forward_pre_hook, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._forward_hook, always_call=True)
 
@@ -88,7 +88,7 @@ class FSDPState(ModuleState):
 
     # -- hooks ---------------------------------------------------------------------------------
 
-    @_torch.outside_graphs
+    @autograd.disable_compile
     def _forward_pre_hook(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -97,7 +97,7 @@ class FSDPState(ModuleState):
             self.modules_to_run.update(self.modules)
         return pre_forward(self, args, kwargs)
 
-    @_torch.outside_graphs
+    @autograd.disable_compile
     def _forward_hook(self, module: nn.Module, args: Any, output: Any) -> Any:
         raised = sys.exc_info()[1]
         handled = self._handled.pop() if self._handled else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise import _torch
+from shardwise._torch import fsdp
 from shardwise.sharding.form import ShardedForm
 from shardwise.sharding.module_state import ModuleState
 from shardwise.sharding.reach import states_of
@@ -78,7 +78,7 @@ def materialize(
                 visit.module.reset_parameters()  # type: ignore[operator]
             for name, form in visit.sharded.items():
                 visits_left[form] -= 1
-                _torch.register_parameter(visit.module, name, form.parameter)
+                fsdp.register_parameter(visit.module, name, form.parameter)
                 if visits_left[form] == 0:
                     form.materialise(whole.pop(form))
     for state in states:
@@ -126,13 +126,13 @@ def _make_whole(
     for name, form in visit.sharded.items():
         if form not in whole:
             whole[form] = form.empty_whole(device)
-        _torch.register_parameter(module, name, whole[form])
+        fsdp.register_parameter(module, name, whole[form])
     for name in visit.plain:
-        old = _torch.parameter_of(module, name)
+        old = fsdp.parameter_of(module, name)
         new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
-        _torch.register_parameter(module, name, new)
+        fsdp.register_parameter(module, name, new)
     for name in visit.buffers:
-        buffers = _torch.buffers_of(module)
+        buffers = fsdp.buffers_of(module)
         old_buffer = buffers[name]
         assert old_buffer is not None
         buffers[name] = torch.empty_like(old_buffer, device=device)

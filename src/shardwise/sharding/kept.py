@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import _torch
+from shardwise._torch import autograd, dtensor
 from shardwise.sharding.extension import has_extension
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
@@ -82,7 +82,7 @@ class KeptShards:
             for param, layout in self._layouts.items():
                 rows = layout.cut(param.full_data, self.mesh.shard.rank)
                 shard = rows.clone(memory_format=torch.contiguous_format)
-                spec = _torch.make_spec(
+                spec = dtensor.make_spec(
                     self.mesh.mesh,
                     self.mesh.placements(layout.dim),
                     layout.shape,
@@ -92,10 +92,10 @@ class KeptShards:
                 assert param.full is not None
                 param.follow_requires_grad(param.full)
                 kept = nn.Parameter(
-                    _torch.wrap_local(shard, spec), requires_grad=param.sharded.requires_grad
+                    dtensor.wrap_local(shard, spec), requires_grad=param.sharded.requires_grad
                 )
                 param.register(kept)
-                self._registered[param] = kept, _torch.version_with_local(kept)
+                self._registered[param] = kept, autograd.version_with_local(kept)
                 self._shards[param] = shard.view(-1)
 
     def release(self) -> None:
@@ -111,7 +111,7 @@ class KeptShards:
         return [
             p
             for p, (kept, before) in self._registered.items()
-            if _torch.version_with_local(kept) != before
+            if autograd.version_with_local(kept) != before
         ]
 
     def shard_of(self, param: ShardedParam) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwise import _torch
+from shardwise._torch import autograd, dtensor
 from shardwise.errors import MisuseError
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_state import GroupState
@@ -102,11 +102,11 @@ def whole_value(param: ShardedParam, sharded: torch.Tensor) -> torch.Tensor:
         A plain tensor; what this rank has of it, where tensor parallelism had cut it before.
     """
     assert isinstance(sharded, DTensor)
-    local = _torch.local_of(sharded)
+    local = dtensor.local_of(sharded)
     device = param.form.mesh.device
     if local.device != device:  # offloaded: collectives run where computing does
         local = local.to(device)
-        sharded = _torch.wrap_local(local, _torch.spec_of(sharded))
+        sharded = dtensor.wrap_local(local, dtensor.spec_of(sharded))
     origin = param.form.origin
     if origin is None:
         whole = sharded.full_tensor()
@@ -118,7 +118,7 @@ def whole_value(param: ShardedParam, sharded: torch.Tensor) -> torch.Tensor:
             for dim, placement in enumerate(sharded.placements)
         ]
         whole = sharded.redistribute(placements=wanted).to_local()
-    whole = _torch.wait_tensor(whole)
+    whole = dtensor.wait_tensor(whole)
     shared = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
     return whole.clone() if shared else whole
 
@@ -143,7 +143,7 @@ def _lendable(param: ShardedParam, sharded: torch.Tensor, loan: Loan) -> torch.T
     origin = param.form.origin
     if origin is None:
         return whole
-    return _torch.wrap_local(whole, _torch.with_dtype(origin, whole.dtype))
+    return dtensor.wrap_local(whole, dtensor.with_dtype(origin, whole.dtype))
 
 
 def _write_back(param: ShardedParam, full: nn.Parameter, *, with_grads: bool) -> None:
@@ -155,11 +155,11 @@ def _write_back(param: ShardedParam, full: nn.Parameter, *, with_grads: bool) ->
     elif param.sharded.grad is None:
         param.form.add_grad(_rows(param, full.grad).flatten().to(param.local.device))
     else:
-        _torch.local_of(param.sharded.grad).copy_(_rows(param, full.grad))
+        dtensor.local_of(param.sharded.grad).copy_(_rows(param, full.grad))
 
 
 def _rows(param: ShardedParam, full: torch.Tensor) -> torch.Tensor:
-    whole = _torch.plain(full)
+    whole = dtensor.plain(full)
     return param.layout.cut(whole.detach(), param.form.mesh.shard.rank).contiguous()
 
 
@@ -168,7 +168,7 @@ def _check_idle(state: ModuleState) -> None:
     if any(group.state is GroupState.LENT for group in state.groups):
         raise MisuseError(f"{where}: its whole parameters are lent already; do not nest")
     in_forward = state.phase is Phase.FORWARD or state.root.forward_root is not None
-    if in_forward or _torch.in_backward():
+    if in_forward or autograd.in_backward():
         raise MisuseError(
             f"{where} is in {'forward' if in_forward else 'backward'}; whole parameters can be "
             "lent between steps only"

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise import _torch
+from shardwise._torch import dtensor
 from shardwise.sharding.extension import Extension, is_extended
 from shardwise.sharding.kept import KeptShards
 from shardwise.sharding.mesh import DataMesh
@@ -96,7 +96,7 @@ class GroupMemory:
         self.storages = frozenset(
             storage
             for tensor in (*self._gathered.tensors, *self._owned.tensors)
-            if tensor.numel() and (storage := _torch.storage_of(tensor)) is not None
+            if tensor.numel() and (storage := dtensor.storage_of(tensor)) is not None
         )
 
     @property

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from shardwise import _torch
-from shardwise._torch import DataParallelMeshDims
+from shardwise._torch import dtensor
+from shardwise._torch.fsdp import DataParallelMeshDims
 from shardwise.sharding.device_mesh import check_member, check_mesh, default_device_type, make_mesh
 from shardwise.transport.base import Transport
 from shardwise.transport.custom import AllGather, CustomTransport, ReduceScatter, with_custom
@@ -197,7 +197,7 @@ def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
 
 def _data_parallel_part(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
     def part(names: tuple[str, ...]) -> DeviceMesh:
-        return mesh[names[0]] if len(names) == 1 else _torch.flatten_mesh(mesh, names)
+        return mesh[names[0]] if len(names) == 1 else dtensor.flatten_mesh(mesh, names)
 
     parts = [part(names) for names in (dims.replicate_names, dims.shard_names) if names]
-    return parts[0] if len(parts) == 1 else _torch.join_meshes(parts)
+    return parts[0] if len(parts) == 1 else dtensor.join_meshes(parts)

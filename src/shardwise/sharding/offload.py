@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from shardwise import _torch
+from shardwise._torch import autograd
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Offload:
         """
         if not self.enabled:
             return grad
-        overlap = self.pin_memory and not _torch.has_post_accumulate_hooks(sharded)
+        overlap = self.pin_memory and not autograd.has_post_accumulate_hooks(sharded)
         host = torch.empty_like(grad, device="cpu", pin_memory=self.pin_memory)
         # The source may be freed right after: its memory is reused on this stream only, behind
         # the copy.

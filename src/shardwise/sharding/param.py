@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import _torch
+from shardwise._torch import autograd, dtensor
 from shardwise.errors import MisuseError
 from shardwise.sharding.form import ParamOwner, ShardedForm, copy_owners
 from shardwise.sharding.layout import Layout
@@ -157,7 +157,7 @@ class ShardedParam:
         """Make ``whole`` (shape ``layout.shape``) the full parameter."""
         origin = self.form.origin
         if origin is not None:
-            whole = _torch.wrap_local(whole, _torch.with_dtype(origin, whole.dtype))
+            whole = dtensor.wrap_local(whole, dtensor.with_dtype(origin, whole.dtype))
         self._hold_grad_of_former_full()
         self._memory = whole
         self.full = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
@@ -168,7 +168,7 @@ class ShardedParam:
     def full_data(self) -> torch.Tensor:
         """The full parameter's values, as a plain tensor outside autograd's sight."""
         assert self.full is not None
-        return _torch.plain(self.full).data
+        return dtensor.plain(self.full).data
 
     def use_full(self) -> None:
         """Put the full form into the modules. Its memory must be filled by now."""
@@ -188,14 +188,14 @@ class ShardedParam:
         if self._is_sealed or self.full is None:
             return
         self.take_over_writes()
-        self._version = _torch.version_of(self.full)
-        _torch.set_version(self.full, self._version + _SEALED)
+        self._version = autograd.version_of(self.full)
+        autograd.set_version(self.full, self._version + _SEALED)
         self._is_sealed, self._is_filled = True, False
 
     def unseal(self) -> None:
         """End what :meth:`seal` began: the full parameter has its values again."""
         if self._is_sealed and self.full is not None:
-            _torch.set_version(self.full, self._version)
+            autograd.set_version(self.full, self._version)
         self._is_sealed, self._is_filled = False, True
         self.note_gathered()
 
@@ -210,14 +210,14 @@ class ShardedParam:
     @property
     def shard_version(self) -> int:
         """A number that grows when the shard is written to, as ``DTensor`` or as what is in it."""
-        return _torch.version_with_local(self.sharded) + self.form.steps
+        return autograd.version_with_local(self.sharded) + self.form.steps
 
     @property
     def shares_memory(self) -> bool:
         """Whether the full parameter has the memory of the shard, also after the last swap."""
         if self._memory is None:
             return True
-        return self.local.data_ptr() == _torch.plain(self._memory).data_ptr()
+        return self.local.data_ptr() == dtensor.plain(self._memory).data_ptr()
 
     def take_back_data(self) -> None:
         """Have a full parameter that shares the shard's memory do so again.
@@ -303,7 +303,7 @@ class ShardedParam:
     def _version_of_full(self) -> int:
         """A number that grows when it is written to, as ``DTensor`` or as what is in it."""
         assert self.full is not None
-        return _torch.version_with_local(self.full)
+        return autograd.version_with_local(self.full)
 
     def follow_requires_grad(self, parameter: nn.Parameter) -> None:
         """Have the shard need a gradient, or none, as ``parameter`` was told in its place."""
@@ -412,7 +412,7 @@ class ShardedParam:
         )
         if wanted != grad.placements:
             grad = grad.redistribute(placements=wanted)
-        return _torch.wait_tensor(_torch.local_of(grad))
+        return dtensor.wait_tensor(dtensor.local_of(grad))
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -420,7 +420,7 @@ class ShardedParam:
         """What the full form depends on."""
         form = self.form
         local = form.local
-        pointer = local.untyped_storage().data_ptr() if _torch.has_memory(local) else 0
+        pointer = local.untyped_storage().data_ptr() if dtensor.has_memory(local) else 0
         return id(form.parameter), id(form.spec), local.dtype, local.device, pointer
 
     def __repr__(self) -> str:

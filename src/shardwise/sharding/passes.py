@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from shardwise import _torch
+from shardwise._torch import autograd
 
 
 class Pass:
@@ -32,16 +32,16 @@ class Pass:
 
     def end_backward(self) -> None:
         """Note that this pass's backward is over."""
-        self._ended_in = _torch.backward_number()
+        self._ended_in = autograd.backward_id()
 
     def has_backward_to_come(self) -> bool:
         """Whether this pass has a backward, not yet over, in the backward that now runs."""
-        if self._ended_in == _torch.backward_number():
+        if self._ended_in == autograd.backward_id():
             return False
         if self.node is None:
             return True  # it may: its gradients are there when all is over
         node = self.node()
-        return node is not None and _torch.runs_in_this_backward(node)
+        return node is not None and autograd.runs_in_this_backward(node)
 
 
 class Passes:
@@ -72,6 +72,6 @@ class Passes:
 
     def has_backward_to_come(self) -> bool:
         """Whether the gradient of the group grows further in the backward that now runs."""
-        return _torch.in_backward() and any(
+        return autograd.in_backward() and any(
             each.has_backward_to_come() for each in list(self._passes)
         )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwise import _torch
+from shardwise._torch import dtensor
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
 
@@ -27,12 +27,12 @@ class Place:
 
     mesh: DataMesh
     layout: Layout
-    spec: _torch.DTensorSpec
+    spec: dtensor.DTensorSpec
 
     @classmethod
     def of(cls, param: torch.Tensor, fqn: str, mesh: DataMesh, wanted: Shard | None) -> Place:
         """Decide it, as :func:`dim_to_shard` and :func:`sharded_spec` do; changes nothing."""
-        shape = _torch.plain(param).shape
+        shape = dtensor.plain(param).shape
         layout = Layout(shape, dim_to_shard(param, mesh, wanted), mesh.shard.world_size)
         return cls(mesh, layout, sharded_spec(param, fqn, mesh, layout))
 
@@ -59,7 +59,7 @@ def can_shard(param: torch.Tensor, mesh: DataMesh, dim: int) -> bool:
     """Whether placements can say who holds which rows, once ``param`` is cut along ``dim``."""
     if not isinstance(param, DTensor):
         return True
-    origin = _torch.spec_of(param)
+    origin = dtensor.spec_of(param)
     first = 0
     if mesh.whole is not None and mesh.dims is not None:
         names = mesh.whole.mesh_dim_names or ()
@@ -92,7 +92,7 @@ def _lengths(rows: int, ranks: int) -> list[int]:
 
 def sharded_spec(
     param: torch.Tensor, fqn: str, mesh: DataMesh, layout: Layout
-) -> _torch.DTensorSpec:
+) -> dtensor.DTensorSpec:
     """Mesh, placements and global shape of ``param`` once it is sharded over ``mesh``.
 
     Three kinds of parameters come here:
@@ -117,15 +117,15 @@ def sharded_spec(
                 "whole mesh. Use distribute_module first"
             )
         strides = torch.empty(param.shape, device="meta").stride()
-        return _torch.make_spec(mesh.mesh, own, param.shape, strides, param.dtype)
-    origin = _torch.spec_of(param)
+        return dtensor.make_spec(mesh.mesh, own, param.shape, strides, param.dtype)
+    origin = dtensor.spec_of(param)
     if mesh.whole is None:
         strided = [_after(each, origin.placements, origin.mesh, 0) for each in own]
-        joined = _torch.join_meshes([mesh.mesh, origin.mesh])
+        joined = dtensor.join_meshes([mesh.mesh, origin.mesh])
         placements: tuple[Placement, ...] = (*strided, *origin.placements)
     else:
         joined, placements = _on_whole_mesh(origin, fqn, mesh, layout)
-    return _torch.make_spec(joined, placements, param.shape, param.stride(), param.dtype)
+    return dtensor.make_spec(joined, placements, param.shape, param.stride(), param.dtype)
 
 
 def _after(
@@ -135,7 +135,7 @@ def _after(
     if not isinstance(placement, Shard):
         return placement
     pieces = math.prod(_cuts_before(placement.dim, others, mesh, first))
-    return _torch.strided_shard(placement.dim, pieces) if pieces > 1 else placement
+    return dtensor.strided_shard(placement.dim, pieces) if pieces > 1 else placement
 
 
 def _cuts_before(
@@ -145,12 +145,12 @@ def _cuts_before(
     return [
         mesh.size(i)
         for i, other in enumerate(others)
-        if i >= first and mesh.size(i) > 1 and _torch.cuts(other, dim)
+        if i >= first and mesh.size(i) > 1 and dtensor.is_sharded_on(other, dim)
     ]
 
 
 def _on_whole_mesh(
-    origin: _torch.DTensorSpec, fqn: str, mesh: DataMesh, layout: Layout
+    origin: dtensor.DTensorSpec, fqn: str, mesh: DataMesh, layout: Layout
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     whole, dims = mesh.whole, mesh.dims
     assert whole is not None
@@ -188,4 +188,4 @@ def _on_whole_mesh(
         elif name not in (*dims.shard_names, *dims.replicate_names):
             joined.append(whole[name])
             result.append(placement)
-    return _torch.join_meshes(joined), tuple(result)
+    return dtensor.join_meshes(joined), tuple(result)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise import _torch
+from shardwise._torch import autograd
 from shardwise.sharding.form import ShardedForm
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.options import GroupOptions
@@ -127,7 +127,7 @@ class Reduction:
     def has_hooks(self) -> bool:
         """Whether hooks follow the gradients as soon as they are there, and may read or write."""
         return not self.stops_at_partial and any(
-            _torch.has_post_accumulate_hooks(form.parameter) for form in self._hooked
+            autograd.has_post_accumulate_hooks(form.parameter) for form in self._hooked
         )
 
     def advance(self) -> bool:

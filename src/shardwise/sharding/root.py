@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
-from shardwise import _torch
+from shardwise._torch import autograd
 from shardwise.sharding.form import ShardedForm
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_state import GroupState
@@ -105,7 +105,7 @@ class Root(Generic[State]):
         if self._end is None:
             end = _End(self)
             self._end = weakref.ref(end)
-            _torch.queue_after_backward(end)
+            autograd.queue_after_backward(end)
 
     def queue_delivery(self) -> None:
         """Have gradients complete when the backward that now runs is over.
@@ -113,7 +113,7 @@ class Root(Generic[State]):
         Unlike :meth:`queue_end_of_backward` this leaves the other groups as they are: theirs is
         still to come.
         """
-        _torch.queue_after_backward(self._deliver_or_reset)
+        autograd.queue_after_backward(self._deliver_or_reset)
 
     def post_backward(self, group: ParamGroup) -> None:
         """Start to reduce ``group``'s gradients, and move on those started before.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import _torch
+from shardwise._torch import dtensor
 from shardwise.sharding.state_dicts import sharded_state_dict
 
 FORMAT = "shardwise.rank"
@@ -68,7 +68,7 @@ def world_size() -> int:
 def _part_of(name: str, tensor: DTensor) -> dict[str, list[int]]:
     """Where this rank's part lies in the whole tensor."""
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    local = _torch.local_of(tensor)
+    local = dtensor.local_of(tensor)
     if len(chunks) != 1 or chunks[0].sizes != local.shape:
         raise NotImplementedError(
             f"{name} on rank {own_rank()}: found placements {tensor.placements}, expected one part "

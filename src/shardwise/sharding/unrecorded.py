@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
-from shardwise import _torch
+from shardwise._torch import autograd
 
 
 def unrecorded() -> AbstractContextManager[object]:
     """A context without gradients or transforms, in which no tensor is one of inference mode."""
     stack = ExitStack()
-    stack.enter_context(_torch.outside_transforms())
+    stack.enter_context(autograd.outside_transforms())
     if torch.is_inference_mode_enabled():
         stack.enter_context(torch.inference_mode(False))  # which enables gradients
     stack.enter_context(torch.no_grad())

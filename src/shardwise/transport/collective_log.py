@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise import _torch
+from shardwise._torch import c10d
 from shardwise.errors import RanksDivergedError
 from shardwise.transport.base import Label
 
@@ -125,7 +125,7 @@ class CollectiveLog:
 
     @property
     def _store(self) -> Any:
-        return _torch.store_of(self._group)
+        return c10d.store_of(self._group)
 
     def _key(self, rank: int) -> str:
         return f"shardwise/calls/{self._number}/{rank}"

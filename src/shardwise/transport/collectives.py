@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise._torch import launched_together
+from shardwise._torch.c10d import coalesced
 from shardwise.transport.base import NO_LABEL, FinishedWork, Label, PendingWork, Reduce, Work
 from shardwise.transport.buckets import (
     Bucket,
@@ -265,7 +265,7 @@ class NcclTransport(CollectivesTransport):
             by_dtype.setdefault(call.tensor.dtype, []).append(call)
         launched: list[Launched] = []
         for together in by_dtype.values():
-            with launched_together(self.group) as work:
+            with coalesced(self.group) as work:
                 for call in together:
                     call.start(async_op=False)
             launched.append(work)

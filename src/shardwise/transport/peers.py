@@ -41,7 +41,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise import _torch
+from shardwise._torch import c10d
 from shardwise.errors import PeerLostError, RanksDivergedError, ShardwiseError
 from shardwise.transport.collective_log import CollectiveLog
 
@@ -141,7 +141,7 @@ def hang_up(group: dist.ProcessGroup) -> None:
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     if others:
         with contextlib.suppress(RuntimeError):  # the store may be gone as well
-            _torch.store_of(group).set(_HUNG_UP, "1")
+            c10d.store_of(group).set(_HUNG_UP, "1")
     for peer in others:
         with contextlib.suppress(RuntimeError):
             probe = group.recv([torch.empty(1)], peer, PROBE_TAG)
@@ -151,7 +151,7 @@ def hang_up(group: dist.ProcessGroup) -> None:
 def was_hung_up(group: dist.ProcessGroup) -> bool:
     """Whether a rank closed its connections though it lives: then they tell nothing of who does."""
     try:
-        return bool(_torch.store_of(group).check([_HUNG_UP]))
+        return bool(c10d.store_of(group).check([_HUNG_UP]))
     except RuntimeError:
         return False
 
@@ -369,7 +369,7 @@ class PeerWatch:
         # The store is asked now: later, the one who waits may hold it.
         self._knows = _has_gloo(group) and not was_hung_up(group)
         self._began = self._looked = time.monotonic()
-        self._limit = _torch.timeout_of(group)
+        self._limit = c10d.timeout_of(group)
         self._found = 0
         self._patience = patience
 
@@ -541,7 +541,7 @@ def _arrive(
     number = counts[members]
     counts[members] += 1
     name = f"shardwise/arrival/{zlib.crc32(repr(members).encode()):08x}/{number}"
-    store = _torch.store_of(world)
+    store = c10d.store_of(world)
     store.set(f"{name}/{world.rank()}", what)
     watch = PeerWatch(world, f"the making of {what}", PATIENCE_SECONDS)
 

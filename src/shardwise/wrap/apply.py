@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from shardwise import _torch
+from shardwise._torch import fsdp
 from shardwise.wrap.blocks import is_bare, repeated_blocks
 from shardwise.wrap.plan import modules_of_plan
 from shardwise.wrap.policies import CustomPolicy
@@ -69,7 +69,7 @@ def apply_to(
     """
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
-        for name, child in _torch.children_of(parent):
+        for name, child in fsdp.children_of(parent):
             places.setdefault(child, []).append((parent, name))
     for module in _children_first(model):
         if module not in chosen or module is model:
@@ -113,8 +113,8 @@ def _ask(
     if isinstance(policy, CustomPolicy):
         answers = ((m, policy.arguments(m, name)) for name, m in model.named_modules())
         return {module: found for module, found in answers if found is not None}
-    if _torch.is_wrap_policy(policy):
-        return _torch.run_wrap_policy(policy, model, ignored)
+    if fsdp.is_wrap_policy(policy):
+        return fsdp.run_wrap_policy(policy, model, ignored)
     if not callable(policy):
         raise ValueError(
             f"wrap policy: expected a function, a policy, a dict of name patterns or {AUTO!r}, "

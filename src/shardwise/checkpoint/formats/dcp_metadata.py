@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwise import _torch
+from shardwise._torch import c10d
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.dtypes import dtype_name, torch_dtype
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
@@ -84,8 +84,8 @@ class Item:
     chunks: tuple[Chunk, ...]
 
 
-_CLASSES = _torch.metadata_classes()
-_PLACE = type(_torch.storage_info("", 0, 0))
+_CLASSES = c10d.metadata_classes()
+_PLACE = type(c10d.storage_info("", 0, 0))
 
 
 def _known(module: str, name: str) -> Any:
@@ -292,7 +292,7 @@ def write_metadata(folder: Path, items: Sequence[Item]) -> None:
         for number, chunk in enumerate(item.chunks):
             offsets = None if chunk.box is None else chunk.box.offsets
             index = MetadataIndex(item.key, offsets, None if offsets is None else number)
-            places[index] = _torch.storage_info(chunk.file, chunk.offset, chunk.length)
+            places[index] = c10d.storage_info(chunk.file, chunk.offset, chunk.length)
     metadata = Metadata(
         entries,
         planner_data={item.key: item.path for item in items},

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from shardwise import _torch
+from shardwise._torch import dtensor
 from shardwise.checkpoint.disk.dtypes import dtype_name, torch_dtype
 from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.disk.strict import (
@@ -476,7 +476,7 @@ def _with_tensors(value: Any, holes: dict[str, torch.Tensor]) -> Any:
     """The tree with tensors that have no memory in place of holes."""
     if isinstance(value, Hole):
         if value.name not in holes:
-            with _torch.without_memory():
+            with dtensor.fake_tensors():
                 holes[value.name] = torch.empty(
                     value.info.shape, dtype=torch_dtype(value.info.dtype)
                 )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise import _torch
+from shardwise._torch import c10d, dtensor
 from shardwise.checkpoint.ranks.state import local_of
 from shardwise.errors import CheckpointError
 from shardwise.transport.peers import new_group
@@ -124,7 +124,7 @@ def group_for(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if group not in _groups:
         _groups[group] = new_group(
             dist.get_process_group_ranks(group),
-            timeout=timedelta(seconds=_torch.timeout_of(group)),
+            timeout=timedelta(seconds=c10d.timeout_of(group)),
             backend="gloo",
         )
     return _groups[group]
@@ -146,8 +146,8 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             )
             if key not in made or not local.numel():
                 made[key] = _copy(local)
-            spec = _torch.spec_of(tensor) if isinstance(tensor, DTensor) else None
-            copied[name] = made[key] if spec is None else _torch.wrap_local(made[key], spec)
+            spec = dtensor.spec_of(tensor) if isinstance(tensor, DTensor) else None
+            copied[name] = made[key] if spec is None else dtensor.wrap_local(made[key], spec)
     if any(tensor.device.type == "cuda" for tensor in tensors.values()):
         torch.cuda.synchronize()
     return copied

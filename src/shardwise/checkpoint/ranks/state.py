@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from shardwise import _torch
+from shardwise._torch import dtensor
 from shardwise.checkpoint.disk.dtypes import dtype_name
 from shardwise.checkpoint.disk.entries import StatePath, Value
 from shardwise.checkpoint.disk.tree import leaves
@@ -102,7 +102,7 @@ def check_tensor(tensor: Tensor, name: str) -> Tensor:
 
 def local_of(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
-    return _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    return dtensor.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def origin_of(tensor: Tensor, path: StatePath) -> Origin:

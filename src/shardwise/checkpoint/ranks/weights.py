@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwise import _torch
+from shardwise._torch import dtensor
 from shardwise.checkpoint.disk.boxes import Box, whole
 from shardwise.checkpoint.disk.dtypes import dtype_name, torch_dtype
 from shardwise.checkpoint.disk.entries import TensorInfo
@@ -131,7 +131,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
     if not isinstance(tensor, DTensor):
         yield whole(tuple(tensor.shape)), tensor
         return
-    local = _torch.local_of(tensor)
+    local = dtensor.local_of(tensor)
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     yield Box(tuple(chunk.offsets), tuple(chunk.sizes)), local
 

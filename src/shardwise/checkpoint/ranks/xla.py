@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import _torch
+from shardwise._torch import dtensor
 from shardwise.checkpoint.disk.boxes import whole
 from shardwise.checkpoint.disk.dtypes import torch_dtype
 from shardwise.checkpoint.disk.strict import refuse, shorten
@@ -175,7 +175,7 @@ def _locals(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(map(_locals, tree))
     if isinstance(tree, torch.Tensor):
-        local = _torch.plain(tree)
+        local = dtensor.plain(tree)
         whole = local.untyped_storage().nbytes() == local.nbytes
         return local.detach() if whole else local.detach().clone()
     return tree
@@ -193,15 +193,15 @@ def _whole_of(local: Any, like: Any, part: Part | None = None) -> Any:
             f"found state of shape {list(part.shape)} for a parameter of shape {list(like.shape)}; "
             "consolidate the files to load it"
         )
-    if local.shape != _torch.local_of(like).shape:
+    if local.shape != dtensor.local_of(like).shape:
         if part is not None:
             raise CheckpointError(
                 f"found a part of sizes {list(local.shape)}, expected "
-                f"{list(_torch.local_of(like).shape)}, as the parameter has"
+                f"{list(dtensor.local_of(like).shape)}, as the parameter has"
             )
         return local
-    spec = _torch.with_dtype(_torch.spec_of(like), local.dtype)
-    return _torch.wrap_local(local.to(_torch.local_of(like).device), spec)
+    spec = dtensor.with_dtype(dtensor.spec_of(like), local.dtype)
+    return dtensor.wrap_local(local.to(dtensor.local_of(like).device), spec)
 
 
 def consolidate_sharded_model_checkpoints(

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from shardwise import _torch
+from shardwise._torch import c10d
 from shardwise.transport import peers
 from shardwise.transport.peers import PeerWatch, naming_lost_peer, pauses
 from shardwise.transport.shm import futex
@@ -159,7 +159,7 @@ class _Board:
     """The store of the group, under names of the meeting's own."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._store = _torch.store_of(group)
+        self._store = c10d.store_of(group)
         self._group = group
         self._prefix = "shardwise/meeting/"
 

@@ -24,7 +24,7 @@ import weakref
 
 import torch.distributed as dist
 
-from shardwise import _torch
+from shardwise._torch import c10d
 from shardwise.errors import RanksDivergedError
 from shardwise.transport.collective_log import Call, CollectiveLog
 from shardwise.transport.peers import peer_lost
@@ -211,7 +211,7 @@ class Posts:
             if now - compared > _COMPARE_SECONDS:
                 compared = now
                 self._log.compare_if_possible()
-            if now - start > _torch.timeout_of(self._group):
+            if now - start > c10d.timeout_of(self._group):
                 cause = RuntimeError("timed out")
                 raise peer_lost(self._group, doing, cause, self._furthest_behind())
 

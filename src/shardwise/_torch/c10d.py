@@ -1,0 +1,100 @@
+"""Private names of process groups and of ``torch.distributed.checkpoint``.
+
+Tried on torch 2.11, 2.12 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store over which the ranks of ``group`` found each other."""
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that a collective of ``group`` may take."""
+    types = group._device_types
+    cpu = torch.device("cpu")
+    options = group._get_backend(cpu if cpu in types else types[0]).options
+    return float(options._timeout.total_seconds())
+
+
+@contextmanager
+def coalesced(group: dist.ProcessGroup) -> Iterator[_CoalescingManager]:
+    """Launch the collectives called inside as one, at the end of the block.
+
+    They must be of one kind and one dtype, each called with ``async_op=False``. What is yielded
+    has a ``wait()`` for all of them.
+    """
+    with _coalescing_manager(group, async_ops=True) as manager:
+        yield manager
+
+
+@contextmanager
+def fake_world(world_size: int) -> Iterator[None]:
+    """Be rank 0 of a world that is not there: its collectives return at once and move nothing.
+
+    Raises:
+        RuntimeError: this process is part of a world.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"this process is rank {dist.get_rank()} of a world of {dist.get_world_size()}; "
+            "pretend another in a process of its own"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def offset_in_file(storage: torch.UntypedStorage) -> int | None:
+    """Where a storage lies in the file that it was loaded from, to the meta device, by torch."""
+    return getattr(storage, "_checkpoint_offset", None)
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """How the metadata of ``torch.distributed.checkpoint`` says where a chunk lies.
+
+    It has the attributes ``relative_path``, ``offset``, ``length`` and ``transform_descriptors``.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
+def metadata_classes() -> dict[tuple[str, str], Any]:
+    """What a pickle of that metadata may name, by module and name; none does more than hold values.
+
+    ``_get_layout`` looks a word up in a table. Dtypes are missing: they are ``torch``'s own.
+    """
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    names = (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+    classes: dict[tuple[str, str], Any] = {
+        (metadata.__name__, name): getattr(metadata, name) for name in names
+    }
+    classes[filesystem.__name__, "_StorageInfo"] = filesystem._StorageInfo
+    classes["torch.serialization", "_get_layout"] = torch.serialization._get_layout
+    classes["torch", "Size"] = torch.Size
+    return classes

@@ -1,0 +1,159 @@
+"""Private names by which a module passes for one that torch's FSDP2 manages.
+
+Tried on torch 2.11, 2.12 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    _CHECKPOINT_WRAPPED_MODULE,
+    ActivationWrapper,
+)
+from torch.distributed.fsdp import _fully_shard
+from torch.distributed.fsdp.wrap import _Policy
+from torch.jit._script import RecursiveScriptModule
+
+__all__ = ["DataParallelMeshDims", "ShardPlacementResult"]
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard import DataParallelMeshDims
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+else:
+
+    def _newer(home: Any, name: str) -> type:
+        """The class ``name``, or an empty one of that name where torch 2.11 does not have it."""
+        return getattr(home, name, None) or type(name, (), {})
+
+    DataParallelMeshDims = _newer(_fully_shard, "DataParallelMeshDims")
+    ShardPlacementResult = _newer(_fully_shard._fsdp_common, "ShardPlacementResult")
+
+# The function behind torch's own fully_shard, under which torch keeps a module's state; read now,
+# because patch_torch() may have changed the name when it is needed.
+_FULLY_SHARD: Any = vars(_fully_shard._fully_shard)["fully_shard"].__wrapped__
+
+
+def fsdp2_functions(names: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """Torch's own FSDP2 functions of those ``names`` that this torch has."""
+    home = _fully_shard._fully_shard
+    return {name: getattr(home, name) for name in names if hasattr(home, name)}
+
+
+def set_fsdp_state(module: nn.Module, state: object) -> None:
+    """Let torch's own ``fully_shard.state(module)`` return ``state``; pipelining asks for it."""
+    module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
+
+
+def check_composable(module: nn.Module, name: str) -> None:
+    """Check that torch's composable APIs, such as ``replicate``, leave room for ``name``.
+
+    Raises:
+        ValueError: ``name`` is already applied to ``module``, or an API is that excludes it.
+    """
+    registry: dict[str, Any] = module.__dict__.get(REGISTRY_KEY, {})
+    if name in registry:
+        raise ValueError(
+            f"{name} has already been applied to this {type(module).__name__}; apply it once"
+        )
+    if "replicate" in registry:
+        raise ValueError(
+            f"{name} cannot be applied to this {type(module).__name__}: torch's replicate() "
+            "already manages it"
+        )
+
+
+def mark_composable(module: nn.Module, name: str) -> None:
+    """Enter ``name`` into the registry that torch's composable APIs (``replicate``) look at."""
+    module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's ``replicate`` manages ``module``."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+
+
+class _Refusal:
+    """Stands where ``distribute_module`` notes that it has run, and raises when it is asked."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __bool__(self) -> bool:
+        raise self._error
+
+
+def refuse_to_distribute(module: nn.Module, error: Exception) -> None:
+    """Have ``distribute_module``, behind torch's tensor parallel plans, raise ``error``."""
+    module.__dict__["_distribute_module_applied"] = _Refusal(error)
+
+
+def is_wrap_policy(policy: object) -> bool:
+    """Whether ``policy`` is one of torch's policy objects, which choose modules all at once."""
+    return isinstance(policy, _Policy)
+
+
+def run_wrap_policy(
+    policy: object, model: nn.Module, ignored: set[nn.Module]
+) -> dict[nn.Module, dict[str, Any]]:
+    """The modules that a policy object of torch's chooses, with their keyword arguments."""
+    return cast(_Policy, policy)._run_policy(model, ignored, {})
+
+
+def module_classes_to_ignore(mixed_precision: object) -> tuple[type[nn.Module], ...]:
+    """The classes that a ``MixedPrecision`` leaves in full precision: batch norms, by default."""
+    return tuple(cast(Any, mixed_precision)._module_classes_to_ignore)
+
+
+def without_checkpointing(module: nn.Module) -> nn.Module:
+    """The module inside torch's activation checkpointing wrapper; any other as it is."""
+    while isinstance(module, ActivationWrapper):
+        module = module._checkpoint_wrapped_module
+    return module
+
+
+def without_checkpoint_prefix(name: str) -> str:
+    """A name without the parts that torch's activation checkpointing wrapper adds."""
+    return ".".join(part for part in name.split(".") if part != _CHECKPOINT_WRAPPED_MODULE)
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether ``torch.jit.script`` made ``module``; such ones take no hooks on state dicts."""
+    return isinstance(module, RecursiveScriptModule)
+
+
+def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put ``parameter`` under ``name``; skips ``nn.Module.__setattr__``'s checks where it can."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = parameter
+    else:
+        setattr(module, name, parameter)
+
+
+def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
+    """The parameter now registered under ``name``."""
+    return cast(nn.Parameter, module._parameters[name])
+
+
+def holds_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> bool:
+    """Whether ``parameter`` is what is registered under ``name``."""
+    return module._parameters.get(name) is parameter
+
+
+def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The module's own children by name, one that is registered twice twice."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The module's own buffers, by name, as the mutable dictionary that the module uses."""
+    return module._buffers
+
+
+def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two tensors change places, for all who hold them."""
+    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
