@@ -16,14 +16,14 @@ NAMES = [str(path.relative_to(SOURCE)) for path in FILES]
 # From the bottom up; what stands on one line may import what stands on the lines before, and
 # from itself.
 LAYERS = [
-    ["errors", "_torch", "units"],
+    ["_lazy", "_torch", "errors", "units"],
     ["transport"],
     ["sharding"],
     ["compat", "wrap"],
     ["frontends", "checkpoint"],
-    ["inspect"],
+    ["diloco", "inspect"],
     ["__init__"],
-    ["diloco", "launch"],
+    ["launch"],
     ["doctor"],
     ["recipes"],
     ["cli"],

@@ -2,61 +2,140 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
+import pytest
 import torch.distributed.fsdp
 
 import shardwise
 
-PUBLIC = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "DataParallelMeshDims",
-    "FSDPModule",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "PeerLostError",
-    "RanksDivergedError",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "ShardwiseError",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "UnshardHandle",
-    "XlaFullyShardedDataParallel",
-    "checkpoint_module",
-    "clip_grad_norm_",
-    "fully_shard",
-    "init_mesh",
-    "inspect",
-    "materialize",
-    "patch_torch",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-    "wrap",
-]
+PUBLIC = {
+    "shardwise": [
+        "BackwardPrefetch",
+        "CPUOffload",
+        "CPUOffloadPolicy",
+        "DataParallelMeshDims",
+        "FSDPModule",
+        "FullOptimStateDictConfig",
+        "FullStateDictConfig",
+        "FullyShardedDataParallel",
+        "LocalOptimStateDictConfig",
+        "LocalStateDictConfig",
+        "MixedPrecision",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "OptimStateDictConfig",
+        "OptimStateKeyType",
+        "PeerLostError",
+        "RanksDivergedError",
+        "ShardedOptimStateDictConfig",
+        "ShardedStateDictConfig",
+        "ShardingStrategy",
+        "ShardwiseError",
+        "StateDictConfig",
+        "StateDictSettings",
+        "StateDictType",
+        "UnshardHandle",
+        "XlaFullyShardedDataParallel",
+        "checkpoint",
+        "checkpoint_module",
+        "clip_grad_norm_",
+        "diloco",
+        "fully_shard",
+        "init_mesh",
+        "inspect",
+        "materialize",
+        "patch_torch",
+        "register_fsdp_forward_method",
+        "share_comm_ctx",
+        "wrap",
+    ],
+    "shardwise.checkpoint": [
+        "CheckpointError",
+        "Handle",
+        "async_save",
+        "consolidate_sharded_model_checkpoints",
+        "get_shard_metadata",
+        "is_complete",
+        "keep_last",
+        "latest",
+        "load",
+        "load_rank_checkpoint",
+        "load_weights",
+        "save",
+        "save_hf",
+        "save_rank_checkpoint",
+        "step_folder",
+        "steps",
+    ],
+    "shardwise.diloco": [
+        "DiLoCo",
+        "OuterSGD",
+        "Streaming",
+        "WireFormat",
+    ],
+    "shardwise.wrap": [
+        "CustomPolicy",
+        "ModuleWrapPolicy",
+        "Policy",
+        "WrapPolicy",
+        "always_wrap_policy",
+        "apply_to",
+        "apply_wrap",
+        "chosen_modules",
+        "enable_wrap",
+        "lambda_auto_wrap_policy",
+        "or_policy",
+        "repeated_blocks",
+        "size_based_auto_wrap_policy",
+        "transformer_auto_wrap_policy",
+        "wrap",
+    ],
+}
 
 
-def test_the_public_names_are_these() -> None:
-    assert shardwise.__all__ == PUBLIC
-    assert all(hasattr(shardwise, name) for name in PUBLIC)
+@pytest.mark.parametrize("package", PUBLIC)
+def test_the_public_names_are_these(package: str) -> None:
+    assert import_module(package).__all__ == PUBLIC[package]
 
 
-def test_every_public_name_is_documented() -> None:
-    undocumented = [name for name in PUBLIC if not getattr(shardwise, name).__doc__]
-    assert not undocumented
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_public_name_is_there_and_listed(package: str) -> None:
+    module = import_module(package)
+
+    assert all(hasattr(module, name) for name in module.__all__)
+    assert set(module.__all__) <= set(dir(module))
+
+
+@pytest.mark.parametrize("package", ["shardwise", "shardwise.checkpoint", "shardwise.diloco"])
+def test_type_checkers_see_the_names_that_are_imported_late(package: str) -> None:
+    module = import_module(package)
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    seen = {
+        alias.name
+        for block in tree.body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+    assert seen == set(module.__all__)
+
+
+def test_packages_are_there_after_importing_the_library() -> None:
+    code = "import shardwise; shardwise.checkpoint.latest('runs'); shardwise.diloco; shardwise.wrap"
+
+    assert "shardwise" in _packages_after(code)
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"'shardwise\.checkpoint' has no attribute 'lode'"):
+        _ = import_module("shardwise.checkpoint").lode
 
 
 def test_an_fsdp_module_is_torchs_too() -> None:

@@ -1,7 +1,8 @@
 """Fully Sharded Data Parallel for PyTorch that people can see into, predict and trust."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardwise._lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import (
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
         StateDictType,
     )
 
-    from shardwise import wrap
+    from shardwise import checkpoint, diloco, wrap
     from shardwise._torch.fsdp import DataParallelMeshDims
     from shardwise.compat.patch import patch_torch
     from shardwise.errors import PeerLostError, RanksDivergedError, ShardwiseError
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "BackwardPrefetch",
@@ -71,8 +74,10 @@ __all__ = [
     "StateDictType",
     "UnshardHandle",
     "XlaFullyShardedDataParallel",
+    "checkpoint",
     "checkpoint_module",
     "clip_grad_norm_",
+    "diloco",
     "fully_shard",
     "init_mesh",
     "inspect",
@@ -83,8 +88,6 @@ __all__ = [
     "wrap",
 ]
 
-# Importing torch takes seconds, and the command line answers `--help` without it: names are
-# fetched when they are first used.
 _HOME = {
     "BackwardPrefetch": "torch.distributed.fsdp",
     "CPUOffload": "torch.distributed.fsdp",
@@ -112,26 +115,20 @@ _HOME = {
     "StateDictType": "torch.distributed.fsdp",
     "UnshardHandle": "shardwise.sharding.module",
     "XlaFullyShardedDataParallel": "shardwise.frontends.xla",
+    "checkpoint": "shardwise.checkpoint",
     "checkpoint_module": "shardwise.frontends.activation",
     "clip_grad_norm_": "shardwise.sharding.grad",
+    "diloco": "shardwise.diloco",
     "fully_shard": "shardwise.sharding.api",
     "init_mesh": "shardwise.sharding.device_mesh",
+    "inspect": "shardwise.inspect",
     "materialize": "shardwise.sharding.init",
     "patch_torch": "shardwise.compat.patch",
     "register_fsdp_forward_method": "shardwise.sharding.module",
     "share_comm_ctx": "shardwise.sharding.module",
+    "wrap": "shardwise.wrap",
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("inspect", "wrap"):
-        return import_module(f"shardwise.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:  # else every misspelled name would have a type
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

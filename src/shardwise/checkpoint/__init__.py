@@ -1,7 +1,8 @@
 """Checkpoints that are whole or not there, never run code, and load on any mesh."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardwise._lazy import lazy_names
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.api import async_save, load, save
@@ -35,7 +36,6 @@ __all__ = [
     "steps",
 ]
 
-# As in the package above: importing torch takes seconds, and names are fetched when first used.
 _HOME = {
     "CheckpointError": "shardwise.errors",
     "Handle": "shardwise.checkpoint.ranks.background",
@@ -56,13 +56,5 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:  # else every misspelled name would have a type
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -6,7 +6,6 @@ load: manifest -> memory -> plan (torch's planner) -> every rank reads its parts
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.checkpoint.disk.commit import StrPath
 from shardwise.checkpoint.disk.pieces import CHUNK
 from shardwise.checkpoint.ranks import background
 from shardwise.checkpoint.ranks.agreement import Ranks
@@ -23,8 +23,6 @@ from shardwise.checkpoint.ranks.copied import Copied
 from shardwise.checkpoint.ranks.describe import facts_of
 from shardwise.checkpoint.ranks.loading import load_into
 from shardwise.checkpoint.ranks.saving import Saving, state_of
-
-StrPath = str | os.PathLike[str]
 
 
 def save(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import os
 import sys
-from importlib import metadata
 from typing import Annotated, NoReturn
 
 import typer
 
+from shardwise import __version__
 from shardwise.cli import (
     checkpoint,
     doctor,
@@ -55,7 +55,7 @@ cli.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"shardwise {metadata.version('shardwise')}")
+        typer.echo(f"shardwise {__version__}")
         raise typer.Exit
 
 

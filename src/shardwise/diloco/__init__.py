@@ -3,8 +3,9 @@
 After DiLoCo (Douillard et al., arXiv 2311.08105) and Streaming DiLoCo (arXiv 2501.18512).
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardwise._lazy import lazy_names
 
 if TYPE_CHECKING:
     from shardwise.diloco.api import DiLoCo
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DiLoCo", "OuterSGD", "Streaming", "WireFormat"]
 
-# As in the package above: importing torch takes seconds, and names are fetched when first used.
 _HOME = {
     "DiLoCo": "shardwise.diloco.api",
     "OuterSGD": "shardwise.diloco.settings",
@@ -21,13 +21,5 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:  # else every misspelled name would have a type
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -33,7 +33,7 @@ from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.hooks import FSDPState
 from shardwise.sharding.kept import KeptShards, check_can_keep
 from shardwise.sharding.mesh import DataMesh, default_mesh
-from shardwise.sharding.module import become_fsdp_module, fsdp_class_of
+from shardwise.sharding.module import FSDPModule, become_fsdp_module, fsdp_class_of
 from shardwise.sharding.module_state import state_of
 from shardwise.sharding.offload import Offload
 from shardwise.sharding.param import ShardedParam
@@ -41,7 +41,6 @@ from shardwise.sharding.placing import Place, can_shard
 from shardwise.sharding.precision import Precision
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
-_Module = TypeVar("_Module", bound=nn.Module)
 _Modules = TypeVar("_Modules", bound=Sequence[nn.Module])
 
 _NO_MIXED_PRECISION = MixedPrecisionPolicy()
@@ -50,7 +49,7 @@ _NO_OFFLOAD = OffloadPolicy()
 
 @overload
 def fully_shard(
-    module: _Module,
+    module: nn.Module,
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
@@ -60,7 +59,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     transport: str | None = ...,
-) -> _Module: ...
+) -> FSDPModule: ...
 
 
 @overload

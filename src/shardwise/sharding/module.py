@@ -7,7 +7,7 @@ import functools
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -39,7 +39,15 @@ class UnshardHandle(TorchUnshardHandle):
             self._groups.pop(0)
 
 
-class FSDPModule(Switches, Communication):
+if TYPE_CHECKING:
+    # Every FSDPModule is a module, by its original class, which no type checker can see.
+    class _Sharded(Switches, Communication, nn.Module): ...
+else:
+
+    class _Sharded(Switches, Communication): ...
+
+
+class FSDPModule(_Sharded):
     """What a module becomes under :func:`~shardwise.fully_shard`.
 
     Its class is made anew from this one and its original class, so ``isinstance`` holds for both,
@@ -95,7 +103,7 @@ class FSDPModule(Switches, Communication):
 
         Gradients that were accumulated without synchronization are dropped, too.
         """
-        super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
+        super(TorchFSDPModule, self).zero_grad(set_to_none)
         for group in groups_of(self, recurse=True):
             group.zero_grad(set_to_none=set_to_none)
 
@@ -122,10 +130,9 @@ class FSDPModule(Switches, Communication):
         ``set_reshard_after_backward(False)``), always those that forward ran with. Pipelines that
         split backward look them up in its graph, where sharded ones are not.
         """
-        # Past torch's own FSDPModule, which is no nn.Module.
-        found = super(TorchFSDPModule, self).parameters(recurse)  # type: ignore[misc]
+        found = super(TorchFSDPModule, self).parameters(recurse)
         if require_state(self).root.is_last_backward:
-            return cast(Iterator[nn.Parameter], found)
+            return found
         fulls: dict[nn.Parameter, list[nn.Parameter]] = {}
         for group in groups_of(self, recurse=True):
             if not group.options.reshard_after_backward:
@@ -144,7 +151,7 @@ class FSDPModule(Switches, Communication):
         """Behind ``to()``, ``cuda()``, ``to_empty()``, ...: they change the shards."""
         self.reshard()
         # Past torch's own FSDPModule, which would look for torch's state.
-        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         for group in require_state(self).groups:
             group.refresh()
         return result
@@ -158,7 +165,7 @@ class FSDPModule(Switches, Communication):
             group.reshard()
             for param in group.params:
                 param.form.copy_parameter(memo)
-        module = cast(nn.Module, self)
+        module = self
         memo.setdefault(COPIED, frozenset(module.modules()))
         made = object.__new__(type(self))
         memo[id(self)] = made
@@ -224,7 +231,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(method)
     def call(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
         bound = types.MethodType(method.__func__, self) if own else method
-        return require_state(self).run_as_forward(cast(nn.Module, self), bound, args, kwargs)
+        return require_state(self).run_as_forward(self, bound, args, kwargs)
 
     setattr(module, method_name, types.MethodType(call, module))
 

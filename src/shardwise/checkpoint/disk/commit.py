@@ -32,6 +32,9 @@ from shardwise.checkpoint.disk.entries import Manifest
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.errors import CheckpointError
 
+#: A path, as text or as an object.
+StrPath = str | os.PathLike[str]
+
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.partial", re.ASCII | re.DOTALL)
 _LOOKS = 50  # at a folder from which a run deletes what is looked at
@@ -39,17 +42,17 @@ _OURS = re.compile(r"shard-\d+-of-\d+\.safetensors|manifest\.json", re.ASCII)
 _LOOK_SECONDS, _MOST_SECONDS = 0.002, 60.0  # between looks at the lock on a root; all of them
 
 
-def step_folder(root: Path, step: int) -> Path:
+def step_folder(root: StrPath, step: int) -> Path:
     """Where the checkpoint of a step lies: ``root/step-00000040``."""
     return Path(root) / f"step-{step:08}"
 
 
-def steps(root: Path) -> list[int]:
+def steps(root: StrPath) -> list[int]:
     """The steps of which a folder has complete checkpoints, lowest first."""
     return [step for step, path in _step_folders(Path(root)) if is_complete(path)]
 
 
-def latest(root: Path) -> Path | None:
+def latest(root: StrPath) -> Path | None:
     """The complete checkpoint of the highest step in a folder, or ``None``."""
     for _ in range(_LOOKS):
         folders = _step_folders(Path(root))
@@ -78,7 +81,7 @@ def damage(root: Path) -> tuple[Path, str] | None:
     return None
 
 
-def is_complete(folder: Path) -> bool:
+def is_complete(folder: StrPath) -> bool:
     """Whether a checkpoint is whole: its manifest can be read, and its files have their sizes.
 
     It does not read the files: :meth:`.pieces.PieceReader.verify` does.
@@ -90,13 +93,13 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-def check_complete(folder: Path) -> None:
+def check_complete(folder: StrPath) -> None:
     """Check that a checkpoint is whole, as :func:`is_complete` does.
 
     Raises:
         CheckpointError: it is not; the message says what is missing.
     """
-    check_files(folder, read_manifest(folder))
+    check_files(Path(folder), read_manifest(Path(folder)))
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
@@ -115,7 +118,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             raise CheckpointError(f"{path}: found {status.st_size:,} bytes, expected {size:,}")
 
 
-def keep_last(root: Path, count: int, *, spare: Path | None = None) -> None:
+def keep_last(root: StrPath, count: int, *, spare: StrPath | None = None) -> None:
     """Delete all but the newest complete checkpoints of a folder.
 
     Args:
@@ -132,7 +135,8 @@ def keep_last(root: Path, count: int, *, spare: Path | None = None) -> None:
         raise ValueError(f"keep_last: found {count}, expected 1 or more")
     folders = [step_folder(root, step) for step in steps(root)]
     highest = folders[-1:]
-    folders.sort(key=lambda folder: folder == spare)
+    newest = None if spare is None else Path(spare)
+    folders.sort(key=lambda folder: folder == newest)
     for folder in folders[:-count]:
         if folder not in highest:
             delete(folder)
