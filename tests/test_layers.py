@@ -36,8 +36,9 @@ INNER_LAYERS = {
     "checkpoint": [
         ["disk"],
         ["formats"],
+        ["storage"],
         ["ranks", "tools"],
-        ["api", "consolidate", "storage"],
+        ["consolidate"],
         ["__init__"],
     ],
 }

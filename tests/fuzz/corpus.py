@@ -16,13 +16,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from shardwise.checkpoint.disk.boxes import whole
-from shardwise.checkpoint.disk.dtypes import torch_dtype
+from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.formats.dcp import DcpSource
-from shardwise.checkpoint.formats.hf import HfSource
-from shardwise.checkpoint.formats.hfconfig import find_config
-from shardwise.checkpoint.formats.ours import ShardwiseSource
+from shardwise.checkpoint.formats.hf import HfSource, find_config
+from shardwise.checkpoint.formats.native import ShardwiseSource
 from shardwise.checkpoint.formats.source import Source, Window
-from shardwise.checkpoint.formats.torchsource import TorchSource
+from shardwise.checkpoint.formats.torchfile import TorchSource
 from shardwise.checkpoint.formats.xla_files import RankFiles
 from shardwise.checkpoint.ranks.xla import load_rank_checkpoint, rank_file, save_rank_checkpoint
 from tests.checkpoint.small import SHARD, save_small

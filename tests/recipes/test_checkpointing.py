@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import checkpoint
+from shardwise.checkpoint import storage
 from shardwise.checkpoint.disk import commit
 from shardwise.checkpoint.disk.commit import steps
-from shardwise.checkpoint.ranks import writer
 from shardwise.errors import lost_peer_behind
 from shardwise.frontends.strategies import REPLICATE, SHARD
 from shardwise.launch.errors import UserError
@@ -49,7 +49,7 @@ def _lose_a_rank_while_saving(rank: int, world_size: int, folder: Path, how: str
     checkpoints = Checkpoints(folder)
     checkpoints.save(Position(1, 1), model, optimizer)
     if rank == 1:
-        writer.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        storage.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     save = checkpoints.save if how == "at once" else checkpoints.begin
     with pytest.raises(SaveError) as caught:
         _ = save(Position(2, 2), model, optimizer), checkpoints.settle()
@@ -135,7 +135,7 @@ def test_rank_0_decides_which_ranks_load_which_replica(ranks: Ranks, tmp_path: P
 
 
 def _die_in_the_first_save(rank: int, world_size: int, config: LmConfig) -> None:
-    writer.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    storage.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     train(rank, world_size, config)
 
 

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from shardwise._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.api import async_save, load, save
     from shardwise.checkpoint.disk.commit import is_complete, keep_last, latest, step_folder, steps
-    from shardwise.checkpoint.ranks.background import Handle
+    from shardwise.checkpoint.ranks.loading import load
+    from shardwise.checkpoint.ranks.saving import Handle, async_save, save
     from shardwise.checkpoint.ranks.weights import load_weights, save_hf
     from shardwise.checkpoint.ranks.xla import (
         consolidate_sharded_model_checkpoints,
@@ -38,17 +38,17 @@ __all__ = [
 
 _HOME = {
     "CheckpointError": "shardwise.errors",
-    "Handle": "shardwise.checkpoint.ranks.background",
-    "async_save": "shardwise.checkpoint.api",
+    "Handle": "shardwise.checkpoint.ranks.saving",
+    "async_save": "shardwise.checkpoint.ranks.saving",
     "consolidate_sharded_model_checkpoints": "shardwise.checkpoint.ranks.xla",
     "get_shard_metadata": "shardwise.sharding.shard_metadata",
     "is_complete": "shardwise.checkpoint.disk.commit",
     "keep_last": "shardwise.checkpoint.disk.commit",
     "latest": "shardwise.checkpoint.disk.commit",
-    "load": "shardwise.checkpoint.api",
+    "load": "shardwise.checkpoint.ranks.loading",
     "load_rank_checkpoint": "shardwise.checkpoint.ranks.xla",
     "load_weights": "shardwise.checkpoint.ranks.weights",
-    "save": "shardwise.checkpoint.api",
+    "save": "shardwise.checkpoint.ranks.saving",
     "save_hf": "shardwise.checkpoint.ranks.weights",
     "save_rank_checkpoint": "shardwise.checkpoint.ranks.xla",
     "step_folder": "shardwise.checkpoint.disk.commit",

@@ -1,6 +1,385 @@
-"""Our format under torch's own ``dcp.save`` and ``dcp.load``: the storage to hand to them."""
+"""Loading a checkpoint as ``torch.distributed.checkpoint`` does: our files, under its plans.
 
-from shardwise.checkpoint.ranks.reader import Reader
-from shardwise.checkpoint.ranks.writer import Writer
+Torch's planners decide who needs which part of what was written. It works under plain ``dcp.load``
+as well.
+
+Saving a checkpoint as ``torch.distributed.checkpoint`` does: our files, under its plans.
+
+Torch's planners decide which rank writes what. It works under plain ``dcp.save`` as well, for state
+that is all tensors: what is not a tensor would be pickled there, and is refused.
+
+Our format under torch's own ``dcp.save`` and ``dcp.load``: the storage to hand to them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardwise.checkpoint.disk.boxes import Box
+from shardwise.checkpoint.disk.commit import Commit
+from shardwise.checkpoint.disk.entries import (
+    SECTIONS,
+    Manifest,
+    ModelFacts,
+    Origin,
+    Piece,
+    StatePath,
+    TensorEntry,
+    Value,
+    dtype_name,
+    shard_name,
+    torch_dtype,
+)
+from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest
+from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader
+from shardwise.checkpoint.disk.safetensors import BLOCK, Part, write_shard
+from shardwise.errors import CheckpointError
+
+
+class Reader(StorageReader):
+    """Reads one checkpoint.
+
+    Args:
+        path: its folder.
+        manifest: what is in it, where that is known already.
+        buffer: bytes that reading may hold beside what is read into.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        manifest: Manifest | None = None,
+        *,
+        buffer: int = CHUNK,
+    ) -> None:
+        self._path = Path(path)
+        self._manifest = manifest
+        self._buffer = buffer
+        self._entries: dict[str, TensorEntry] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin with another checkpoint."""
+        if checkpoint_id is not None and Path(checkpoint_id) != self._path:
+            self._path, self._manifest = Path(checkpoint_id), None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The manifest, as torch's planners understand it.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        manifest = self._read_manifest()
+        return Metadata(
+            state_dict_metadata={entry.fqn: _metadata(entry) for entry in manifest.tensors},
+            planner_data={entry.fqn: entry.path for entry in manifest.tensors},
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Find entries by name."""
+        self._entries = {entry.fqn: entry for entry in self._read_manifest().tensors}
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Read in the order of files, as far as nothing speaks against it."""
+        return replace(plan, items=sorted(plan.items, key=self._place))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Every rank reads by itself."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan says into where the planner says.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        with PieceReader(self._path, self._read_manifest(), buffer=self._buffer) as reader:
+            for item in plan.items:
+                entry, piece = self._find(item.storage_index)
+                target = planner.resolve_tensor(item)
+                offsets = zip(item.storage_offsets, piece.box.offsets, strict=True)
+                box = Box(tuple(a + b for a, b in offsets), tuple(item.lengths))
+                reader.read_into(entry, piece, box, target)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_manifest(self) -> Manifest:
+        if self._manifest is None:
+            self._manifest = read_manifest(self._path)
+        return self._manifest
+
+    def _find(self, index: MetadataIndex) -> tuple[TensorEntry, Piece]:
+        entry = self._entries[index.fqn]
+        assert index.index is not None
+        return entry, entry.pieces[index.index]
+
+    def _place(self, item: ReadItem) -> tuple[str, int]:
+        if item.type != LoadItemType.TENSOR:
+            raise TypeError(f"{item.dest_index.fqn}: is not a tensor in {self._path}")
+        _, piece = self._find(item.storage_index)
+        return piece.file, piece.offset
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this could be a path."""
+        return bool(str(checkpoint_id))
+
+
+def _metadata(entry: TensorEntry) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        TensorProperties(dtype=torch_dtype(entry.dtype)),
+        torch.Size(entry.shape),
+        [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in (piece.box for piece in entry.pieces)
+        ],
+    )
+
+
+class Writer(StorageWriter):
+    """Writes one checkpoint, and commits it.
+
+    Args:
+        path: the folder that it becomes; there must be nothing of that name.
+        facts: what the checkpoint tells of the model.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, facts: ModelFacts | None = None) -> None:
+        self._path = Path(path)
+        self._origins: dict[str, Origin] = {}
+        self._values: list[Value] = []
+        self._facts = facts or ModelFacts()
+        self._world_size = 1
+        self._commit: Commit | None = None
+
+    def describe(self, origins: Mapping[str, Origin], values: Sequence[Value]) -> None:
+        """Add what a plan does not tell.
+
+        Args:
+            origins: of this rank's tensors, by their names in the plan.
+            values: what this rank adds that is not a tensor. Of those that several ranks have
+                under one path, the first rank's is kept.
+        """
+        self._origins.update(origins)
+        self._values.extend(values)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another checkpoint."""
+        if checkpoint_id is not None:
+            self._path = Path(checkpoint_id)
+        self._commit = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do before there is a plan."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Tell the rank that coordinates what only this one knows.
+
+        Raises:
+            TypeError: the plan holds something that is not a tensor.
+        """
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                raise TypeError(
+                    f"{item.index.fqn}: is not a tensor; save it with shardwise.checkpoint.save, "
+                    "which pickles nothing"
+                )
+        return replace(plan, storage_data=(self._origins, self._values))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the folder, and say which rank writes which file. Called by one rank."""
+        self._world_size = len(plans)
+        values: dict[StatePath, Value] = {}
+        for plan in reversed(plans):
+            self._origins |= _origins_of_mappings(plan)
+            self._origins |= plan.storage_data[0]
+        for plan in plans:
+            for value in plan.storage_data[1]:
+                values.setdefault(value.path, value)
+        self._values = list(values.values())
+        for name in (item.index.fqn for plan in plans for item in plan.items):
+            if name not in self._origins or self._origins[name].path[0] not in SECTIONS:
+                raise ValueError(
+                    f"{name}: expected state under {', '.join(SECTIONS)}, such as "
+                    '{"model": model.state_dict()}'
+                )
+        self._commit = Commit(self._path)
+        names = [shard_name(rank, len(plans)) for rank in range(len(plans))]
+        return [
+            replace(plan, storage_data=str(self._commit.partial / name))
+            for plan, name in zip(plans, names, strict=True)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file, and see it onto the disk.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        path = Path(plan.storage_data)
+        results: Future[list[WriteResult]] = Future()
+        items = {item.index: item for item in plan.items if _chunk(item).sizes.numel()}
+        parts = {index: _part(item, planner) for index, item in items.items()}
+        written = write_shard(path, list(parts.values())) if parts else {}
+        results.set_result(
+            [
+                WriteResult(
+                    index,
+                    part.nbytes,
+                    Piece(
+                        path.name,
+                        written[part.key].offset,
+                        _box(_chunk(items[index])),
+                        written[part.key].checksums,
+                    ),
+                )
+                for index, part in parts.items()
+            ]
+        )
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the manifest and commit. Called by one rank, when all files are on the disk.
+
+        Raises:
+            CheckpointError: what was written would not be a checkpoint.
+            OSError: the disk is full, say.
+        """
+        assert self._commit is not None
+        partial = self._commit.partial
+        pieces: dict[str, list[Piece]] = {}
+        for result in (each for of_rank in results for each in of_rank):
+            pieces.setdefault(result.index.fqn, []).append(result.storage_data)
+        entries = tuple(
+            self._entry(fqn, found, pieces.get(fqn, []))
+            for fqn, found in metadata.state_dict_metadata.items()
+        )
+        files = sorted({piece.file for each in pieces.values() for piece in each})
+        manifest = Manifest(
+            tensors=entries,
+            values=tuple(self._values),
+            files={name: (partial / name).stat().st_size for name in files},
+            block=BLOCK,
+            world_size=self._world_size,
+            mesh=next((entry.mesh for entry in entries if entry.mesh), ""),
+            facts=self._facts_of(entries),
+            versions={"shardwise": _own_version(), "torch": str(torch.__version__)},
+        )
+        write_manifest(partial, manifest)
+        read_manifest(partial)  # what could not be read again must not get a name
+        self._commit.publish()
+        self._commit = None
+
+    def _facts_of(self, entries: Sequence[TensorEntry]) -> ModelFacts:
+        """What is told, as far as it is of what was saved: hooks may have renamed or changed it."""
+        model = {
+            entry.name: (entry.dtype, entry.shape) for entry in entries if entry.section == "model"
+        }
+        tied = {
+            name: other
+            for name, other in self._facts.tied.items()
+            if name in model and model[name] == model.get(other)
+        }
+        return replace(self._facts, tied=tied)
+
+    def abandon(self) -> None:
+        """Delete what was written, where this rank is the one that made the folder."""
+        if self._commit is not None:
+            self._commit.abandon()
+            self._commit = None
+
+    def _entry(
+        self, fqn: str, found: TensorStorageMetadata | BytesStorageMetadata, pieces: list[Piece]
+    ) -> TensorEntry:
+        assert isinstance(found, TensorStorageMetadata)
+        origin = self._origins[fqn]
+        return TensorEntry(
+            path=origin.path,
+            shape=tuple(found.size),
+            dtype=dtype_name(found.properties.dtype),
+            placements=origin.placements,
+            mesh=origin.mesh,
+            pieces=tuple(pieces),
+        )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this could be a path."""
+        return bool(str(checkpoint_id))
+
+
+def _origins_of_mappings(plan: SavePlan) -> dict[str, Origin]:
+    """Where tensors were in a nested state, as torch's planner tells."""
+    mappings = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+    return {fqn: Origin(tuple(path)) for fqn, path in mappings.items() if len(path) > 1}
+
+
+def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk
+
+
+def _box(chunk: ChunkStorageMetadata) -> Box:
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _part(item: WriteItem, planner: SavePlanner) -> Part:
+    """What a file has to take for an item of a plan."""
+    data = item.tensor_data
+    assert data is not None
+
+    def resolve() -> Tensor:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, Tensor)
+        if tuple(tensor.shape) != tuple(data.chunk.sizes):
+            raise CheckpointError(
+                f"{item.index.fqn}: found a shard of {list(tensor.shape)}, expected "
+                f"{list(data.chunk.sizes)}"
+            )
+        return tensor
+
+    piece = Piece("", 0, _box(data.chunk), ())
+    dtype = dtype_name(data.properties.dtype)
+    entry = TensorEntry((item.index.fqn,), tuple(data.size), dtype, "", "", ())
+    return Part(entry.key(piece), dtype, tuple(data.chunk.sizes), resolve)
+
+
+def _own_version() -> str:
+    try:
+        return version("shardwise")
+    except PackageNotFoundError:
+        return "unknown"
+
 
 __all__ = ["Reader", "Writer"]

@@ -219,7 +219,7 @@ def differences(first: Path, second: Path, found: Sequence[Difference], *, json:
 def written(path: Path) -> None:
     """What was made, and what it lacks for ``from_pretrained``."""
     from shardwise.checkpoint.formats.detect import Format, format_of
-    from shardwise.checkpoint.formats.hfconfig import CONFIG
+    from shardwise.checkpoint.formats.hf import CONFIG
 
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
     size = sum(file.stat().st_size for file in files)

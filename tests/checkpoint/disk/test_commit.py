@@ -20,13 +20,12 @@ import pytest
 import torch
 
 from shardwise import checkpoint
-from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.disk import commit, shardfile
+from shardwise.checkpoint import CheckpointError, storage
+from shardwise.checkpoint.disk import commit, safetensors
 from shardwise.checkpoint.disk.entries import ModelFacts
 from shardwise.checkpoint.disk.manifest import NAME, Manifest, read_manifest, write_manifest
 from shardwise.checkpoint.disk.pieces import PieceReader
-from shardwise.checkpoint.disk.shardfile import BLOCK
-from shardwise.checkpoint.ranks import writer
+from shardwise.checkpoint.disk.safetensors import BLOCK
 from shardwise.errors import PeerLostError, lost_peer_behind
 from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
 from tests.checkpoint.small import SHARD, make, same, save_small, train
@@ -81,7 +80,7 @@ def test_the_last_are_kept_and_nothing_else_is_touched(tmp_path: Path) -> None:
 def test_leftovers_of_dead_processes_are_deleted_at_the_next_save(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:  # dies between writing and renaming
-        writer.Commit.publish = lambda self: os._exit(0)  # type: ignore[method-assign]
+        storage.Commit.publish = lambda self: os._exit(0)  # type: ignore[method-assign]
         save_small(tmp_path / "a")
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
@@ -217,11 +216,11 @@ def _save_with_a_failing_rank(rank: int, world_size: int, folder: Path) -> list[
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "shard")
 
     places: list[tuple[Any, str, int]] = [
-        (writer.Writer, "prepare_local_plan", 1),
-        (writer, "Commit", 0),
-        (writer, "write_shard", world_size - 1),
-        (shardfile.os, "fsync", 0),
-        (writer, "write_manifest", 0),
+        (storage.Writer, "prepare_local_plan", 1),
+        (storage, "Commit", 0),
+        (storage, "write_shard", world_size - 1),
+        (safetensors.os, "fsync", 0),
+        (storage, "write_manifest", 0),
         (commit.Commit, "publish", 0),
     ]
     for place, name, failing in places:
@@ -259,7 +258,7 @@ def _save_while_a_rank_dies(
     model, optimizer = build(Setup("mlp", (world_size,)), seed=0)
     checkpoint.save(folder / "first", model, optimizer)
     if rank == dying:
-        writer.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        storage.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     try:
         checkpoint.save(folder / "second", model, optimizer)
     except CheckpointError as error:

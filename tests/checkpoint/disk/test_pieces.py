@@ -13,11 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, fill, whole
-from shardwise.checkpoint.disk.dtypes import dtype_name
-from shardwise.checkpoint.disk.entries import Manifest, Piece, TensorEntry
+from shardwise.checkpoint.disk.entries import Manifest, Piece, TensorEntry, dtype_name
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader, read_box, read_tensor
-from shardwise.checkpoint.disk.shardfile import Part, write_shard
+from shardwise.checkpoint.disk.safetensors import Part, write_shard
 
 FILE = "shard-00000-of-00001.safetensors"
 _QUICK = settings(

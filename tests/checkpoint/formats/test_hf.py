@@ -292,7 +292,7 @@ def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
-    from shardwise.checkpoint.formats.safefile import write_safetensors
+    from shardwise.checkpoint.disk.safetensors import write_safetensors
 
     tensors = {
         "bool": torch.tensor([True, False, True]),

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from shardwise.checkpoint.formats.archive import Archive
-from shardwise.checkpoint.formats.dcp_metadata import read_metadata
+from shardwise.checkpoint.formats.dcp import read_metadata
 from shardwise.checkpoint.formats.pickles import Maker, PickleError, load
-from shardwise.checkpoint.formats.torchfile import read_tree
-from shardwise.checkpoint.formats.torchsource import TorchSource
+from shardwise.checkpoint.formats.torchfile import TorchSource, read_tree
 from shardwise.errors import CheckpointError
 from tests.fuzz.mutations import archive_of
 

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import checkpoint
-from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.ranks import writer
+from shardwise.checkpoint import CheckpointError, storage
 from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
 from tests.checkpoint.small import make, same, train
 
@@ -24,17 +23,17 @@ class Gate:
     """Holds writing back until it is opened."""
 
     def __init__(self) -> None:
-        self._original = writer.write_shard
+        self._original = storage.write_shard
         self._open = threading.Event()
         self.reached = threading.Event()
 
     def __enter__(self) -> Gate:
-        writer.write_shard = self._write  # type: ignore[assignment]
+        storage.write_shard = self._write  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
         self.open()
-        writer.write_shard = self._original
+        storage.write_shard = self._original
 
     def open(self) -> None:
         self._open.set()

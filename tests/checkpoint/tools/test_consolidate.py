@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shardwise import checkpoint
+from shardwise.checkpoint.disk.commit import DestinationError
 from shardwise.checkpoint.disk.entries import TensorInfo
-from shardwise.checkpoint.formats.destination import DestinationError
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.formats.hf import INDEX
 from shardwise.checkpoint.formats.source import LEAST_BUFFER
-from shardwise.checkpoint.formats.torchfile import Hole, read_tree, write_tree
+from shardwise.checkpoint.formats.torchfile import read_tree
+from shardwise.checkpoint.formats.torchwrite import Hole, write_tree
 from shardwise.checkpoint.tools.consolidate import consolidate
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.errors import CheckpointError

@@ -20,8 +20,7 @@ from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.formats.detect import Format, find_checkpoint, open_source
-from shardwise.checkpoint.formats.extents import Extent, ExtentReader
-from shardwise.checkpoint.formats.source import LEAST_BUFFER, Opened, Window
+from shardwise.checkpoint.formats.source import LEAST_BUFFER, Extent, ExtentReader, Opened, Window
 from shardwise.checkpoint.tools.consolidate import consolidate
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.checkpoint.tools.diff import Difference, differences

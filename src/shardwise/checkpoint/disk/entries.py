@@ -1,6 +1,10 @@
 """What a checkpoint holds, as values: tensors, the pieces they are made of, plain values.
 
 No torch here.
+
+How dtypes are called in safetensors files, and how large their elements are. No torch here.
+
+Source: the table of dtypes in the safetensors format.
 """
 
 from __future__ import annotations
@@ -8,10 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from shardwise.checkpoint.disk.boxes import Box
-from shardwise.checkpoint.disk.dtypes import itemsize
+
+if TYPE_CHECKING:
+    import torch
+
 
 #: What the state of a training is made of; the first key of every path.
 SECTIONS = ("model", "optimizer", "extra")
@@ -185,3 +194,68 @@ class Manifest:
     def section(self, name: str) -> list[TensorEntry]:
         """The tensors of ``model``, ``optimizer`` or ``extra``."""
         return [entry for entry in self.tensors if entry.section == name]
+
+
+# name in files -> name in torch, bytes per element
+_DTYPES = {
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "U16": ("uint16", 2),
+    "I16": ("int16", 2),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "U32": ("uint32", 4),
+    "I32": ("int32", 4),
+    "F32": ("float32", 4),
+    "U64": ("uint64", 8),
+    "I64": ("int64", 8),
+    "F64": ("float64", 8),
+    "C64": ("complex64", 8),
+}
+NAMES = frozenset(_DTYPES)
+_BY_TORCH_NAME = {torch_name: name for name, (torch_name, _) in _DTYPES.items()}
+
+
+def itemsize(name: str) -> int:
+    """Bytes per element of a dtype, by its name in files."""
+    return _DTYPES[name][1]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that files have for a dtype.
+
+    Raises:
+        ValueError: the format has none.
+    """
+    short = str(dtype).removeprefix("torch.")
+    if short not in _BY_TORCH_NAME:
+        raise ValueError(f"found dtype {short}, expected one of {sorted(_BY_TORCH_NAME)}")
+    return _BY_TORCH_NAME[short]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that has this name in files."""
+    import torch
+
+    dtype = getattr(torch, _DTYPES[name][0])
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a manifest says of a tensor beside its shape.
+
+    Attributes:
+        path: the keys that lead to it.
+        placements: how it was cut, in words; empty for a plain tensor.
+        mesh: over what, in words; empty for a plain tensor.
+    """
+
+    path: StatePath
+    placements: str = ""
+    mesh: str = ""

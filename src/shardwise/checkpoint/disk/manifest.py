@@ -27,8 +27,8 @@ from typing import Any
 import xxhash
 
 from shardwise.checkpoint.disk.boxes import Box, fill
-from shardwise.checkpoint.disk.dtypes import NAMES, itemsize
 from shardwise.checkpoint.disk.entries import (
+    NAMES,
     SECTIONS,
     Manifest,
     ModelFacts,
@@ -37,14 +37,15 @@ from shardwise.checkpoint.disk.entries import (
     StatePath,
     TensorEntry,
     Value,
+    itemsize,
 )
+from shardwise.checkpoint.disk.files import read_small
 from shardwise.checkpoint.disk.strict import (
     Fields,
     check_number,
     check_shape,
     check_text,
     parse,
-    read_small,
     refuse,
 )
 from shardwise.checkpoint.disk.values import decode, encode

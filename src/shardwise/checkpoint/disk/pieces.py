@@ -17,11 +17,10 @@ import xxhash
 from torch import Tensor
 
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, whole
-from shardwise.checkpoint.disk.dtypes import torch_dtype
-from shardwise.checkpoint.disk.entries import Manifest, Piece, TensorEntry
-from shardwise.checkpoint.disk.headers import read_fields
-from shardwise.checkpoint.disk.reading import Closing, read_exactly
-from shardwise.checkpoint.disk.strict import open_file, refuse
+from shardwise.checkpoint.disk.entries import Manifest, Piece, TensorEntry, torch_dtype
+from shardwise.checkpoint.disk.files import Closing, open_file, read_exactly
+from shardwise.checkpoint.disk.safetensors import read_fields
+from shardwise.checkpoint.disk.strict import refuse
 from shardwise.errors import CheckpointError
 
 CHUNK = 1 << 20  # bytes that are read and hashed at a time: what a core's own cache holds

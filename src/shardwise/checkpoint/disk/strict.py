@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import stat
 from collections.abc import Sequence
-from enum import Enum
-from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwise.errors import CheckpointError
@@ -22,53 +18,6 @@ MAX_DEPTH = 200  # containers within containers; values of ours, which nest 64 d
 _FEW = 1 << 20  # lists and objects that any file may hold; more of them take a longer file
 _ALIKE = 16  # keys of a dict that have the same hash; by chance there are no two
 _BYTES_EACH = 8  # of a longer file, for each of its lists and objects
-
-
-class Links(Enum):
-    """What to do where a file is a symbolic link."""
-
-    REFUSE = os.O_NOFOLLOW
-    FOLLOW = 0
-
-
-def open_file(path: Path, links: Links = Links.REFUSE) -> tuple[int, int]:
-    """Open a regular file to read; its descriptor and its size.
-
-    Raises:
-        CheckpointError: there is none, or it is a device, a pipe, or a link that is not followed.
-    """
-    try:
-        # Without O_NONBLOCK, opening a pipe would wait for its other end.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links.value)
-    except OSError as error:
-        no_link = ", no link" if links is Links.REFUSE else ""
-        raise CheckpointError(
-            f"{path}: cannot be opened ({error.strerror}); expected a regular file{no_link}"
-        ) from None
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(handle)
-        raise CheckpointError(f"{path}: found {stat.filemode(status.st_mode)}, expected a file")
-    return handle, status.st_size
-
-
-def read_small(path: Path, most: int, links: Links = Links.REFUSE) -> bytes:
-    """All bytes of a regular file that holds no more than ``most``.
-
-    Raises:
-        CheckpointError: it is larger, cannot be read, or is no regular file.
-    """
-    handle, size = open_file(path, links)
-    with os.fdopen(handle, "rb") as file:
-        if size > most:
-            refuse(str(path), f"{size:,} bytes", f"{most:,} at most")
-        try:
-            text = file.read(size + 1)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    if len(text) > size:
-        refuse(str(path), "more bytes than it had when it was opened", f"{size:,}")
-    return text
 
 
 def parse(text: bytes, where: str) -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.disk.reading import read_exactly
+from shardwise.checkpoint.disk.files import read_exactly
 from shardwise.checkpoint.disk.strict import refuse
 from shardwise.errors import CheckpointError
 

@@ -5,31 +5,52 @@
 
 This is the one place where a pickle other than ``torch.save``'s own is read, since the format has
 one: :mod:`.dcp_metadata` does it, and runs no code from it. Our own format has none.
+
+The ``.metadata`` of ``torch.distributed.checkpoint``: a pickle that is read without trusting it.
+
+:mod:`.pickles` reads it, which runs nothing and makes no object of a class. Known are the names of
+the dozen classes that such metadata consists of; every other is refused. What they hold is then
+checked like any stranger's numbers.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import torch
-
-from shardwise.checkpoint.disk.boxes import Box, whole
-from shardwise.checkpoint.disk.dtypes import torch_dtype
-from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
-from shardwise.checkpoint.formats.dcp_metadata import (
-    METADATA,
-    Chunk,
-    Item,
-    read_metadata,
-    write_metadata,
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
 )
-from shardwise.checkpoint.formats.extents import Extent, ExtentReader
-from shardwise.checkpoint.formats.source import Opened, Source, Window, dotted
-from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree, save
+
+from shardwise._torch import c10d
+from shardwise.checkpoint.disk.boxes import Box, whole
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dtype_name, torch_dtype
+from shardwise.checkpoint.disk.files import Links, open_file, read_small
+from shardwise.checkpoint.disk.strict import check_number, check_shape, check_text, refuse
+from shardwise.checkpoint.formats.pickles import Maker, PickleError, Record, load, record_maker
+from shardwise.checkpoint.formats.source import (
+    Extent,
+    ExtentReader,
+    Opened,
+    Source,
+    Window,
+    check_boxes,
+    dotted,
+)
+from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree
+from shardwise.checkpoint.formats.torchwrite import save
 from shardwise.errors import CheckpointError
 
 _MAX_VALUE = 1 << 24
@@ -228,3 +249,267 @@ def _write_tensor(files: _Files, path: StatePath, source: Source, window: Window
         empty = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
         chunks = [Chunk(*files.append(empty), whole(info.shape))]
     return Item(dotted(path), path, info, tuple(chunks))
+
+
+METADATA = ".metadata"
+_VERSION = "1.0.0"
+_MAX_BYTES = 1 << 28
+_MAX_STEPS = 1 << 24  # of the pickle: a chunk takes about 60
+_MAX_DIMS = 64
+_FEW = 1 << 16
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Where a part of a tensor, or a value, lies.
+
+    Attributes:
+        file: the file's name, inside the folder.
+        offset: the byte at which it begins.
+        length: its bytes, header included.
+        box: which part of the tensor it is; ``None`` for a value.
+    """
+
+    file: str
+    offset: int
+    length: int
+    box: Box | None
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor or value.
+
+    Attributes:
+        key: its name in the checkpoint.
+        path: the keys that led to it in the state that was saved.
+        info: what the tensor is; ``None`` for a value.
+        chunks: what a tensor is made of; one for a value.
+    """
+
+    key: str
+    path: StatePath
+    info: TensorInfo | None
+    chunks: tuple[Chunk, ...]
+
+
+_CLASSES = c10d.metadata_classes()
+_PLACE = type(c10d.storage_info("", 0, 0))
+
+
+def _known(module: str, name: str) -> Any:
+    """What a pickle may name: what the metadata consists of, and nothing else."""
+    if (module, name) == ("torch", "Size"):
+        return Maker(name, _size)
+    if (module, name) in _CLASSES:
+        return record_maker(name, _CLASSES[module, name])
+    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        return getattr(torch, name)
+    if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
+        return record_maker(name, PurePosixPath)  # where it was saved: only shown, never opened
+    return None
+
+
+def _size(args: tuple[Any, ...]) -> torch.Size:
+    (sizes,) = args
+    if not isinstance(sizes, tuple) or not all(type(size) is int for size in sizes):
+        raise TypeError("found a size of other things than numbers")
+    return torch.Size(sizes)
+
+
+def read_metadata(folder: Path) -> list[Item]:
+    """Every tensor and value of a checkpoint of torch. No code from the file is run.
+
+    Raises:
+        CheckpointError: there is no metadata, it is damaged, or it is no such thing.
+    """
+    file = folder / METADATA
+    data = read_small(file, _MAX_BYTES, Links.FOLLOW)
+    try:
+        found = load(data, _known, _MAX_STEPS)
+    except PickleError as error:
+        raise CheckpointError(
+            f"{file}: is no metadata of torch.distributed.checkpoint that can be read without "
+            f"running code from it ({error})"
+        ) from None
+    return _items(found, file, len(data))
+
+
+def _items(found: Any, file: Path, nbytes: int) -> list[Item]:
+    if not _is_a(found, Metadata):
+        refuse(str(file), _kind(found), "Metadata")
+    entries, stored = found.get("state_dict_metadata"), found.get("storage_data")
+    paths = found.get("planner_data")
+    if not isinstance(entries, dict) or not isinstance(stored, dict):
+        refuse(str(file), "other than dicts", "what is stored, and where")
+    _check_shared(entries, nbytes, str(file))
+    places = _places(stored, str(file))
+    sizes: dict[str, int] = {}
+    items = []
+    for key, entry in entries.items():
+        if not isinstance(key, str):
+            refuse(f"{file}, name", key, "a string")
+        where = f"{file}, {check_text(key, f'{file}, name')}"
+        path = _path(paths.get(key, (key,)) if isinstance(paths, dict) else (key,), where)
+        info, boxes = (None, [None]) if _is_value(entry) else _tensor(entry, where)
+        chunks = []
+        for box in boxes:
+            # A value has no offset; older releases gave it an empty one.
+            place = places.get((key, None if box is None else _text(box.offsets)))
+            if place is None and box is None:
+                place = places.get((key, _text(())))
+            chunks.append(_chunk(place, box, where, file.parent, sizes))
+        items.append(Item(key, path, info, tuple(chunks)))
+    held, needed = sum(sizes.values()), sum(each.length for item in items for each in item.chunks)
+    if needed > held:
+        refuse(f"{file}, chunks", f"{needed:,} bytes in all", f"the {held:,} that its files have")
+    return items
+
+
+def _check_shared(entries: Mapping[Any, Any], nbytes: int, where: str) -> None:
+    """One list of chunks that many tensors share would be checked for each of them."""
+    most = _FEW + nbytes
+    for entry in entries.values():
+        chunks = entry.get("chunks") if isinstance(entry, Record) else None
+        most -= len(chunks) if isinstance(chunks, list) else 0
+        if most < 0:
+            refuse(where, "chunks that tensors share", "fewer chunks than it has bytes")
+
+
+def _places(stored: Mapping[Any, Any], where: str) -> dict[tuple[str, str | None], Any]:
+    """Where chunks lie, by name and offsets."""
+    found = {}
+    for index, place in stored.items():
+        name = index.get("fqn") if _is_a(index, MetadataIndex) else None
+        if not isinstance(name, str):
+            refuse(f"{where}, where chunks lie", _kind(index), "the index of a chunk")
+        offset = index.get("offset")
+        numbers = None if offset is None else _numbers(offset, f"{where}, {name!r}, offsets")
+        found[name, None if numbers is None else _text(numbers)] = place
+    return found
+
+
+def _text(offsets: tuple[int, ...]) -> str:
+    """Offsets as a key; as numbers, thousands could be made to have one hash."""
+    return ",".join(map(str, offsets))
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    return isinstance(value, Record) and value.kind is kind
+
+
+def _kind(value: Any) -> str:
+    kind = value.kind if isinstance(value, Record) else type(value)
+    return getattr(kind, "__name__", "an object")
+
+
+def _is_value(entry: Any) -> bool:
+    return _is_a(entry, BytesStorageMetadata)
+
+
+def _path(path: Any, where: str) -> StatePath:
+    if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_DIMS:
+        refuse(f"{where}, path", path, "the keys that led to it")
+    for key in path:
+        if isinstance(key, str):
+            check_text(key, f"{where}, path")
+        else:
+            check_number(key, f"{where}, path", most=10**6)
+    return path
+
+
+def _tensor(entry: Any, where: str) -> tuple[TensorInfo, list[Box]]:
+    if not _is_a(entry, TensorStorageMetadata):
+        refuse(where, _kind(entry), "a tensor or a value")
+    try:
+        dtype = dtype_name(_dtype(entry.get("properties"), where))
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    info = TensorInfo(dtype, _numbers(entry.get("size"), f"{where}, size"))
+    check_shape(info.shape, info.itemsize, where)
+    chunks = entry.get("chunks")
+    if not isinstance(chunks, list):
+        refuse(f"{where}, chunks", _kind(chunks), "a list")
+    boxes = [
+        Box(
+            _numbers(chunk.get("offsets"), f"{where}, offsets"),
+            _numbers(chunk.get("sizes"), f"{where}, sizes"),
+        )
+        for chunk in chunks
+        if _is_a(chunk, ChunkStorageMetadata)
+    ]
+    if any(len(box.offsets) != len(box.sizes) for box in boxes):
+        refuse(f"{where}, chunks", "offsets and sizes of different length", "as many")
+    boxes = [box for box in boxes if box.numel]
+    check_boxes(where, info, boxes)
+    return info, boxes
+
+
+def _dtype(properties: Any, where: str) -> torch.dtype:
+    state = properties.state if _is_a(properties, TensorProperties) else None
+    found = state[0] if isinstance(state, tuple) and state else properties
+    if not isinstance(found, torch.dtype):
+        refuse(f"{where}, properties", _kind(found), "a dtype")
+    return found
+
+
+def _numbers(values: Any, where: str) -> tuple[int, ...]:
+    if not isinstance(values, torch.Size) or len(values) > _MAX_DIMS:
+        refuse(where, values, f"at most {_MAX_DIMS} numbers")
+    return tuple(check_number(value, where) for value in values)
+
+
+def _chunk(place: Any, box: Box | None, where: str, folder: Path, sizes: dict[str, int]) -> Chunk:
+    if place is None:
+        at = "" if box is None else f" at {list(box.offsets)}"
+        raise CheckpointError(f"{where}: the metadata does not say where its chunk{at} lies")
+    if not _is_a(place, _PLACE):
+        refuse(f"{where}, where it lies", _kind(place), "a file and a span of bytes")
+    name = place.get("relative_path")
+    if not isinstance(name, str) or "/" in name or "\\" in name or name in ("", ".", ".."):
+        refuse(f"{where}, file", name, "the name of a file in the folder")
+    check_text(name, f"{where}, file")
+    if transforms := place.get("transform_descriptors"):
+        refuse(f"{where}, {name}", transforms, "chunks that are plain")
+    if name not in sizes:
+        handle, sizes[name] = open_file(folder / name, Links.FOLLOW)
+        os.close(handle)
+    offset = check_number(place.get("offset"), f"{where}, offset")
+    length = check_number(place.get("length"), f"{where}, length")
+    if offset + length > sizes[name]:
+        refuse(f"{where}, bytes in {name}", f"{offset} .. {offset + length}", f"{sizes[name]:,}")
+    return Chunk(name, offset, length, box)
+
+
+def write_metadata(folder: Path, items: Sequence[Item]) -> None:
+    """Write the metadata of chunks that are in the folder already."""
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for item in items:
+        if item.info is None:
+            entries[item.key] = BytesStorageMetadata()
+        else:
+            entries[item.key] = TensorStorageMetadata(
+                TensorProperties(dtype=torch_dtype(item.info.dtype)),
+                torch.Size(item.info.shape),
+                [
+                    ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                    for box in (chunk.box for chunk in item.chunks)
+                    if box is not None
+                ],
+            )
+        for number, chunk in enumerate(item.chunks):
+            offsets = None if chunk.box is None else chunk.box.offsets
+            index = MetadataIndex(item.key, offsets, None if offsets is None else number)
+            places[index] = c10d.storage_info(chunk.file, chunk.offset, chunk.length)
+    metadata = Metadata(
+        entries,
+        planner_data={item.key: item.path for item in items},
+        storage_data=places,
+        storage_meta=StorageMeta(),
+        version=_VERSION,
+    )
+    with (folder / METADATA).open("xb") as file:
+        pickle.dump(metadata, file)
+        file.flush()
+        os.fsync(file.fileno())

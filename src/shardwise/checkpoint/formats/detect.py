@@ -76,7 +76,7 @@ def open_source(path: Path) -> Source:
     path = find_checkpoint(path)
     match format_of(path):
         case Format.SHARDWISE:
-            from shardwise.checkpoint.formats.ours import ShardwiseSource
+            from shardwise.checkpoint.formats.native import ShardwiseSource
 
             return ShardwiseSource(path)
         case Format.DCP:
@@ -84,7 +84,7 @@ def open_source(path: Path) -> Source:
 
             return DcpSource(path)
         case Format.TORCH:
-            from shardwise.checkpoint.formats.torchsource import TorchSource
+            from shardwise.checkpoint.formats.torchfile import TorchSource
 
             return TorchSource(path)
         case _:

@@ -4,43 +4,31 @@ Such a file is a zip archive: a pickle that says what there is, and one record, 
 for each memory that tensors are views of. :mod:`.archive` and :mod:`.pickles` read them; what
 torch's functions in the pickle would do is told here. Writing lets torch lay out the file with
 holes where the memory belongs, and fills the holes.
+
+A plain file of ``torch.save`` as a source: a state dict, or a dict of state dicts.
 """
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import struct
 import sys
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
 
-from shardwise._torch import dtensor
-from shardwise.checkpoint.disk.dtypes import dtype_name, torch_dtype
-from shardwise.checkpoint.disk.entries import TensorInfo
-from shardwise.checkpoint.disk.strict import (
-    Collisions,
-    Links,
-    check_number,
-    check_shape,
-    open_file,
-    refuse,
-)
+from shardwise.checkpoint.disk.boxes import Box, whole
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dtype_name, torch_dtype
+from shardwise.checkpoint.disk.files import Links, open_file
+from shardwise.checkpoint.disk.strict import Collisions, check_number, check_shape, refuse
 from shardwise.checkpoint.formats.archive import Archive, Record
 from shardwise.checkpoint.formats.pickles import Maker, PickleError, load, record_maker
+from shardwise.checkpoint.formats.source import Extent, ExtentReader, Opened
 from shardwise.errors import CheckpointError
 
-_LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of what follows it
-_CENTRAL = struct.Struct("<28xHHH12x")  # lengths of the name, what follows, and a comment
-_CENTRAL_CRC = 16
-_DESCRIPTOR = b"PK\x07\x08"
 _PICKLE = "data.pkl"
 _MOST_PICKLE = 1 << 26  # bytes; of a tensor it has about 150
 _MOST_STEPS = 1 << 23  # of a tensor it takes about 40
@@ -417,106 +405,56 @@ _PLAIN: Mapping[tuple[str, str], Maker] = {
 }
 
 
-@dataclass(frozen=True)
-class Hole:
-    """Stands for a tensor in what :func:`write_tree` writes; same name, same memory.
-
-    Attributes:
-        name: under which its bytes are asked for.
-        info: its dtype and shape.
-    """
-
-    name: str
-    info: TensorInfo
+_MODEL = ("model", "state_dict", "model_state_dict")
 
 
-def write_tree(path: Path, tree: Any, windows: Callable[[str], Iterator[memoryview]]) -> None:
-    """Write what ``torch.save`` would, but the bytes of tensors come a few at a time.
+class TorchSource(Opened):
+    """The model in a file of ``torch.save``: what it holds under ``model``, or else all of it.
 
     Args:
-        path: the file to make.
-        tree: plain values, and a :class:`Hole` for every tensor.
-        windows: the bytes of a tensor, by its hole's name, in order.
-    """
-    holes: dict[str, torch.Tensor] = {}
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        save(_with_tensors(tree, holes), path)
-    places = dict(_places(tree, read_tree(path)))
-    sums: dict[int, int] = {}
-    with path.open("r+b") as file:
-        for name, stored in places.items():
-            file.seek(stored.start)
-            crc = 0
-            for window in windows(name):
-                file.write(window)
-                crc = zlib.crc32(window, crc)
-            assert file.tell() == stored.end, f"{name}: found other bytes than were announced"
-            sums[stored.start] = crc
-        _write_sums(file, sums)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def save(value: Any, file: Path | BinaryIO) -> None:
-    """``torch.save``, which says of a full disk that an assertion of its own failed.
+        where: the file.
 
     Raises:
-        OSError: it cannot be written.
+        CheckpointError: it is none, or there is code in it, or no model.
     """
-    try:
-        torch.save(value, file)
-    except RuntimeError as error:
-        name = str(file if isinstance(file, Path) else file.name)
-        reason = " ".join(str(error).split())[:80]
-        message = f"torch.save could not write it; is the disk full? ({reason})"
-        raise OSError(errno.EIO, message, name) from error
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self._reader = ExtentReader()
+        tree = read_tree(where)
+        if not isinstance(tree, Mapping):
+            raise CheckpointError(f"{where}: found a {type(tree).__name__}, expected a state dict")
+        model = next((tree[key] for key in _MODEL if isinstance(tree.get(key), Mapping)), tree)
+        self._stored = dict(_tensors(("model",), model, str(where)))
+        if not self._stored:
+            raise CheckpointError(f"{where}: holds no tensors by name, expected a state dict")
+        self.tensors: Mapping[StatePath, TensorInfo] = {
+            path: stored.info for path, stored in self._stored.items()
+        }
+        self.values: Mapping[StatePath, Any] = {}
+
+    def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
+        """Read a part of a tensor; see :class:`.Source`."""
+        stored = self._stored[path]
+        extent = Extent(whole(stored.info.shape), self.where, stored.start, stored.strides)
+        self._reader.read([extent], box, into)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._reader.close()
 
 
-def _with_tensors(value: Any, holes: dict[str, torch.Tensor]) -> Any:
-    """The tree with tensors that have no memory in place of holes."""
-    if isinstance(value, Hole):
-        if value.name not in holes:
-            with dtensor.fake_tensors():
-                holes[value.name] = torch.empty(
-                    value.info.shape, dtype=torch_dtype(value.info.dtype)
-                )
-        return holes[value.name]
-    if isinstance(value, dict):
-        return {key: _with_tensors(item, holes) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_with_tensors(item, holes) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
-
-
-def _places(tree: Any, stored: Any) -> Iterator[tuple[str, StoredTensor]]:
-    """The name of every hole, and where the file has it."""
-    if isinstance(tree, Hole):
-        yield tree.name, stored
-    elif isinstance(tree, dict):
+def _tensors(path: StatePath, tree: Any, where: str) -> Iterator[tuple[StatePath, StoredTensor]]:
+    """The tensors of a state dict, by their keys; what else is in it is left out."""
+    if isinstance(tree, Mapping):
         for key, item in tree.items():
-            yield from _places(item, stored[key])
-    elif isinstance(tree, list | tuple):
-        for item, there in zip(tree, stored, strict=True):
-            yield from _places(item, there)
-
-
-def _write_sums(file: BinaryIO, sums: Mapping[int, int]) -> None:
-    """Enter the checksums of filled holes, without which other zip programs refuse the file."""
-    with zipfile.ZipFile(file) as archive:
-        items = archive.infolist()
-        directory = archive.start_dir
-    for item in items:
-        file.seek(item.header_offset)
-        name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-        first = item.header_offset + _LOCAL_HEADER.size + name + extra
-        file.seek(directory)
-        name, extra, comment = _CENTRAL.unpack(file.read(_CENTRAL.size))
-        if first in sums:
-            crc = sums[first].to_bytes(4, "little")
-            file.seek(directory + _CENTRAL_CRC)
-            file.write(crc)
-            file.seek(first + item.file_size)
-            if file.read(4) == _DESCRIPTOR:
-                file.write(crc)
-        directory += _CENTRAL.size + name + extra + comment
+            if not isinstance(key, str) or not key.isprintable():
+                raise CheckpointError(f"{where}: found the key {key!r}, expected a name")
+            yield from _tensors((*path, key), item, where)
+    elif isinstance(tree, StoredTensor):
+        yield path, tree
+    elif isinstance(tree, StoredShard):
+        raise CheckpointError(
+            f"{where}: {'.'.join(map(str, path[1:]))} is a rank's part of a sharded tensor; "
+            "consolidate the files of all ranks with python -m shardwise.checkpoint.consolidate"
+        )

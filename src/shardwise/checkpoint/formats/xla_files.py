@@ -12,9 +12,16 @@ import torch
 from shardwise.checkpoint.disk.boxes import Box, whole
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.strict import Fields, check_shape, check_text, refuse, shorten
-from shardwise.checkpoint.formats.extents import Extent, ExtentReader, check_extents
-from shardwise.checkpoint.formats.source import Opened, Window, dotted
-from shardwise.checkpoint.formats.torchfile import Hole, StoredShard, StoredTensor, read_tree
+from shardwise.checkpoint.formats.source import (
+    Extent,
+    ExtentReader,
+    Opened,
+    Window,
+    check_extents,
+    dotted,
+)
+from shardwise.checkpoint.formats.torchfile import StoredShard, StoredTensor, read_tree
+from shardwise.checkpoint.formats.torchwrite import Hole
 from shardwise.errors import CheckpointError
 from shardwise.sharding.shard_metadata import FORMAT, VERSION
 

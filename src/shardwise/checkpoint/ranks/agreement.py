@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from shardwise._torch import c10d
 from shardwise.errors import CheckpointError, PeerLostError, lost_peer_behind
-from shardwise.transport.peers import attended
+from shardwise.transport.peers import attended, new_group
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -175,3 +178,29 @@ def _reason(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+# Of each group, the one beside it that checkpoints have to themselves. It goes with the group.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def group_for(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A group of the same ranks, on gloo, that training does not use. All ranks call it alike.
+
+    Args:
+        group: the default one if there is none.
+
+    Returns:
+        ``None`` where there are no process groups.
+    """
+    if not dist.is_initialized():
+        return None
+    group = group or dist.group.WORLD
+    assert group is not None
+    if group not in _groups:
+        _groups[group] = new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timedelta(seconds=c10d.timeout_of(group)),
+            backend="gloo",
+        )
+    return _groups[group]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -15,14 +16,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from shardwise.checkpoint.disk.commit import check_files
+from shardwise.checkpoint.disk.commit import StrPath, check_files
 from shardwise.checkpoint.disk.entries import Manifest, TensorEntry
 from shardwise.checkpoint.disk.manifest import read_manifest
-from shardwise.checkpoint.disk.pieces import PieceReader, read_tensor
-from shardwise.checkpoint.disk.tree import leaves, unflatten
+from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, read_tensor
+from shardwise.checkpoint.disk.values import leaves, unflatten
+from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.optimizer import destinations, load_optimizer_tree, parameter_names
-from shardwise.checkpoint.ranks.reader import Reader
+from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import check_tensor, local_of
+from shardwise.checkpoint.storage import Reader
 from shardwise.errors import CheckpointError
 from shardwise.sharding.state_dicts import sharded_state_dicts
 
@@ -157,3 +160,43 @@ def _read_extra(path: Path, manifest: Manifest, buffer: int) -> dict[str, Any]:
     extra = unflatten(found, str(path)).get("extra", {})
     assert isinstance(extra, dict)
     return extra
+
+
+def load(
+    path: StrPath,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+    buffer: int = CHUNK,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint into a model, sharded as it is now. Every rank calls it.
+
+    The mesh, the strategy and the number of ranks may be others than those that saved. Each rank
+    reads what it needs, straight into its shards, and verifies the checksums of what it reads. No
+    code from the checkpoint is run, and no file outside of its folder is opened.
+
+    If it raises, on all ranks alike, the model may hold some of what was read.
+
+    Args:
+        path: the checkpoint.
+        model: with memory, not on the meta device.
+        optimizer: over the model's parameters; new, or with a state, which is replaced.
+        strict: whether the model must have exactly the names that were saved.
+        buffer: bytes that reading may hold beside the shards.
+        group: the ranks that load together; all of the default process group, if there is one.
+
+    Returns:
+        ``extra``, as it was saved; tensors on the CPU.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model or optimizer; the message names the
+            rank, the file and the tensor. Or a parameter is on the meta device.
+    """
+    wait_for_save()
+    ranks = Ranks(group_for(group))
+    return ranks.all(
+        f"loading {path}",
+        lambda: load_into(Path(path), model, optimizer, strict=strict, buffer=buffer),
+    )

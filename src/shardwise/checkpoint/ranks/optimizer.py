@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 
-from shardwise.checkpoint.disk.dtypes import torch_dtype
-from shardwise.checkpoint.disk.entries import Manifest, TensorEntry
+from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, torch_dtype
 from shardwise.errors import CheckpointError
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"

@@ -4,39 +4,30 @@
 
 becomes tensors ``model.a.weight`` and ``optimizer.state.a.weight.exp_avg``, each with the path that
 leads to it, and values that are JSON.
+
+What a checkpoint tells of a model beside its tensors.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from shardwise._torch import dtensor
-from shardwise.checkpoint.disk.dtypes import dtype_name
-from shardwise.checkpoint.disk.entries import StatePath, Value
-from shardwise.checkpoint.disk.tree import leaves
-from shardwise.checkpoint.disk.values import encode
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What a manifest says of a tensor beside its shape.
-
-    Attributes:
-        path: the keys that lead to it.
-        placements: how it was cut, in words; empty for a plain tensor.
-        mesh: over what, in words; empty for a plain tensor.
-    """
-
-    path: StatePath
-    placements: str = ""
-    mesh: str = ""
+from shardwise.checkpoint.disk.entries import ModelFacts, Origin, StatePath, Value, dtype_name
+from shardwise.checkpoint.disk.values import encode, leaves
+from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
+from shardwise.sharding.reach import groups_of
+from shardwise.sharding.state_dicts import sharded_state_dicts
 
 
 @dataclass
@@ -119,3 +110,73 @@ def _placement(placement: Placement) -> str:
     if isinstance(placement, Shard):
         return f"Shard({placement.dim})"
     return type(placement).__name__.lstrip("_") if placement.is_replicate() else str(placement)
+
+
+def facts_of(model: nn.Module) -> ModelFacts:
+    """How it is sharded, which of its tensors are one, and what transformers knows it by."""
+    tied = {name: names[0] for name, names in ties(model).items() if name != names[0]}
+    return ModelFacts(strategy_of(model), tied, _config_of(model))
+
+
+def ties(model: nn.Module) -> dict[str, list[str]]:
+    """The names of every tensor that has several, by each of them, in the order of the model."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in itertools.chain(
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
+        names.setdefault(id(tensor), []).append(name)
+    return {name: group for group in names.values() if len(group) > 1 for name in group}
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """The ``config.json`` of a model of transformers, or of what looks like one."""
+    config = getattr(model, "config", None)
+    try:
+        said = json.loads(config.to_json_string())  # type: ignore[union-attr]
+        json.dumps(said, allow_nan=False)
+    except Exception:  # whatever it is, a checkpoint does without
+        return {}
+    named = isinstance(said, dict) and isinstance(said.get("model_type"), str)
+    return said if named else {}
+
+
+def strategy_of(model: nn.Module) -> str:
+    """``full``, ``grad-op``, ``hybrid``, ...: the names that the command line knows.
+
+    ZeRO-1 holds parameters as ZeRO-2 does, ``grad-op``: it differs by what a step does with
+    gradients, of which the model knows nothing.
+
+    Returns:
+        Empty, where Shardwise does not shard the model.
+    """
+    groups = list(groups_of(model))
+    if not groups:
+        return ""
+    # Groups that end a forward may be kept; a model reshards if any of its groups does.
+    frees = any(group.options.reshard_after_forward for group in groups)
+    mesh = groups[0].mesh
+    if not mesh.shards or mesh.shard.world_size == 1:
+        return "no-shard"
+    if mesh.replicate is not None:
+        return "hybrid" if frees else "hybrid-zero2"
+    return "full" if frees else "grad-op"
+
+
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
+) -> State:
+    """What this rank has to save; the memory is still the model's and the optimizer's own.
+
+    Raises:
+        TypeError: something is neither a tensor nor a plain value.
+        ValueError: something is on the meta device, or has the name of another.
+    """
+    state = State()
+    with sharded_state_dicts(model):
+        saved = get_model_state_dict(model)
+    state.add("model", saved)
+    if optimizer is not None:
+        state.add("optimizer", optimizer_tree(optimizer, parameter_names(model, saved)))
+    state.add("extra", extra or {})
+    return state

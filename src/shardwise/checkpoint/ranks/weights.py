@@ -18,14 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch import dtensor
 from shardwise.checkpoint.disk.boxes import Box, whole
-from shardwise.checkpoint.disk.dtypes import dtype_name, torch_dtype
-from shardwise.checkpoint.disk.entries import TensorInfo
-from shardwise.checkpoint.disk.headers import make_header
+from shardwise.checkpoint.disk.commit import written_beside
+from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.pieces import narrow
-from shardwise.checkpoint.formats.destination import written_beside
+from shardwise.checkpoint.disk.safetensors import METADATA, in_order, make_header
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.hf import DEFAULT_SHARD, HfFile, plan_files, write_index
-from shardwise.checkpoint.formats.safefile import METADATA, in_order
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
     Source,
@@ -33,10 +31,10 @@ from shardwise.checkpoint.formats.source import (
     as_bytes,
     model_tensors,
 )
-from shardwise.checkpoint.ranks import background
-from shardwise.checkpoint.ranks.agreement import Ranks
-from shardwise.checkpoint.ranks.describe import ties as ties_of
+from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import check_tensor
+from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.errors import CheckpointError
 from shardwise.sharding.state_dicts import sharded_state_dict
 
@@ -66,8 +64,8 @@ def load_weights(
     Raises:
         CheckpointError: it is damaged or of another model, on all ranks alike.
     """
-    background.wait()
-    ranks = Ranks(background.group_for(group))
+    wait_for_save()
+    ranks = Ranks(group_for(group))
     ranks.all(f"loading {path}", lambda: _load(Path(path), model, strict=strict, buffer=buffer))
 
 
@@ -160,8 +158,8 @@ def save_hf(
     Raises:
         CheckpointError: it could not be written, or there is something of that name.
     """
-    background.wait()
-    ranks = Ranks(background.group_for(group))
+    wait_for_save()
+    ranks = Ranks(group_for(group))
     doing, target = f"saving {path}", Path(path)
     with contextlib.ExitStack() as stack:
 

@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.checkpoint.disk.boxes import whole
-from shardwise.checkpoint.disk.dtypes import torch_dtype
+from shardwise.checkpoint.disk.commit import written_beside
+from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.disk.strict import refuse, shorten
-from shardwise.checkpoint.formats.destination import written_beside
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Watch, Window, unwatched
-from shardwise.checkpoint.formats.torchfile import map_tensors, write_tree
+from shardwise.checkpoint.formats.torchfile import map_tensors
+from shardwise.checkpoint.formats.torchwrite import write_tree
 from shardwise.checkpoint.formats.xla_files import Part, RankFile, RankFiles, read_rank_file
 from shardwise.checkpoint.ranks.optimizer import (
     load_optimizer_tree,

@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.disk.tree import unflatten
-from shardwise.checkpoint.formats.destination import check_destination, written_beside
+from shardwise.checkpoint.disk.commit import check_destination, written_beside
+from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.formats.detect import TORCH_SUFFIXES, find_checkpoint, open_source
 from shardwise.checkpoint.formats.hf import DEFAULT_SHARD, write_hf, write_single
 from shardwise.checkpoint.formats.source import (
@@ -23,7 +23,7 @@ from shardwise.checkpoint.formats.source import (
     model_tensors,
     unwatched,
 )
-from shardwise.checkpoint.formats.torchfile import Hole, write_tree
+from shardwise.checkpoint.formats.torchwrite import Hole, write_tree
 
 # What ends so is meant to be a file: .txt, .ckpt, .h5. A version number is no such ending: lm-0.1b.
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w*")

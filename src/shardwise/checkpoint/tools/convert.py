@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shardwise.checkpoint.disk.commit import check_destination, written_beside
 from shardwise.checkpoint.formats.dcp import write_dcp
-from shardwise.checkpoint.formats.destination import check_destination, written_beside
 from shardwise.checkpoint.formats.detect import Format, find_checkpoint, open_source
 from shardwise.checkpoint.formats.hf import DEFAULT_SHARD, write_hf
-from shardwise.checkpoint.formats.ours import write_shardwise
+from shardwise.checkpoint.formats.native import write_shardwise
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
     Watch,

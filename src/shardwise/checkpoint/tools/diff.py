@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.checkpoint.disk.dtypes import torch_dtype
-from shardwise.checkpoint.disk.entries import StatePath
+from shardwise.checkpoint.disk.entries import StatePath, torch_dtype
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
     Source,

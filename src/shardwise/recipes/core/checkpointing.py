@@ -148,7 +148,7 @@ class Checkpoints:
         Raises:
             SaveError: a rank could not write the one before; every rank raises it.
         """
-        from shardwise.checkpoint.ranks.background import start
+        from shardwise.checkpoint.ranks.saving import start
 
         self.settle()
         if self._is_saved(position.step):
@@ -190,7 +190,7 @@ class Checkpoints:
         Raises:
             CheckpointError: what is in the way of it cannot be deleted; on every rank.
         """
-        from shardwise.checkpoint.ranks.copied import Copied
+        from shardwise.checkpoint.ranks.saving import Copied
 
         target, extra = self._prepared(position)
         keep, group = self._keep_last, self._group
@@ -258,8 +258,7 @@ class Checkpoints:
 
     def _ranks(self) -> Ranks:
         """Whose checkpoints they are; while none is being saved in the background."""
-        from shardwise.checkpoint.ranks.agreement import Ranks
-        from shardwise.checkpoint.ranks.background import group_for
+        from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 
         return Ranks(group_for(self._group))
 

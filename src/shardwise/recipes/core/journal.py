@@ -17,7 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from shardwise.checkpoint.disk.strict import Fields, open_file, parse, refuse
+from shardwise.checkpoint.disk.files import open_file
+from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.errors import CheckpointError
 from shardwise.launch.errors import UserError
 from shardwise.launch.world import job_id

@@ -27,8 +27,7 @@ from typing import TypeVar
 
 import torch
 
-from shardwise.checkpoint.ranks.agreement import Ranks
-from shardwise.checkpoint.ranks.background import group_for
+from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
 from shardwise.recipes.core.config import Device, OptionError

@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpoint.disk.commit import delete, step_folder, steps
-from shardwise.checkpoint.ranks.agreement import Ranks
-from shardwise.checkpoint.ranks.background import group_for
+from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.diloco import DiLoCo
 from shardwise.errors import CheckpointError
 from shardwise.frontends.strategies import REPLICATE, SHARD

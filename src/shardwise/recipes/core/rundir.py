@@ -40,7 +40,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.disk.commit import is_partial
-from shardwise.checkpoint.disk.strict import Fields, open_file, parse, refuse
+from shardwise.checkpoint.disk.files import open_file
+from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.errors import CheckpointError
 from shardwise.launch.console import say
 from shardwise.launch.errors import UserError
