@@ -10,6 +10,7 @@ import torch
 
 from shardwise.launch.importing import importing
 from tests.harness import run_ranks
+from tests.threads import run_threads
 
 
 @pytest.hookimpl(wrapper=True)
@@ -29,3 +30,9 @@ def _one_thread() -> None:
 def ranks() -> Callable[..., list[Any]]:
     """``ranks(fn, world_size, *args)``: see :func:`tests.harness.run_ranks`."""
     return run_ranks
+
+
+@pytest.fixture
+def threads() -> Callable[..., list[Any]]:
+    """``threads(fn, world_size, *args)``: see :func:`tests.threads.run_threads`."""
+    return run_threads

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -145,7 +146,7 @@ def run_ranks(
     Raises:
         RanksFailedError: a rank raised, died or hung.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _store(0, is_master=True)
     call = pickle.dumps((fn, args, kwargs))
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         jobs = [
@@ -289,6 +290,12 @@ class _World:
         return "\n".join(parts)
 
 
+def _store(port: int, *, is_master: bool) -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, is_master=is_master, wait_for_workers=False
+    )
+
+
 def start_server() -> multiprocessing.context.ForkServerContext:
     """Return the context whose server has imported torch; start the server the first time.
 
@@ -352,7 +359,7 @@ def _call(job: _Job) -> Any:
             torch.cuda.set_device(job.rank % torch.cuda.device_count())
         dist.init_process_group(
             job.backend,
-            store=dist.TCPStore("127.0.0.1", job.port, is_master=False),
+            store=_store(job.port, is_master=False),
             rank=job.rank,
             world_size=job.world_size,
             timeout=timedelta(seconds=job.pg_timeout),

@@ -7,25 +7,156 @@
 
     results = FakeWorld(2).run(each_rank)
 
-Stricter than a real transport: what a call will write holds no sensible value until the wait, and
-what it reads may not change before it.
+Ranks take turns: one runs until it has to wait for another. So nothing depends on timing, and where
+every rank waits, all of them fail at once instead of after a timeout. Each rank has a random number
+generator of its own, as a process has.
+
+Stricter than a real transport: what a call will write holds no sensible value until the wait, what
+a reduction reads may not change before it, and ranks that call different collectives, or allocate
+and free in different orders, fail as soon as they differ.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
-from shardwise.errors import PeerLostError
-from shardwise.transport.base import Reduce
-from shardwise.transport.memory import OwnMemory
+from shardwise.errors import PeerLostError, RanksDivergedError
+from shardwise.transport.base import NO_LABEL, Label, Reduce
+from shardwise.transport.memory import HeapBuffers
 
 T = TypeVar("T")
 Copies = list[torch.Tensor]
+
+
+class Turns:
+    """Threads of which one runs at a time, until it waits for what another one does.
+
+    Args:
+        world_size: number of ranks, each of which is a thread.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._turn = threading.Condition()
+        self._running: set[int] = set()
+        self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+        self._stuck: dict[int, str] = {}
+        self._rank = threading.local()
+
+    def run(self, function: Callable[[int], T]) -> list[T]:
+        """Call ``function(rank)`` for every rank.
+
+        Raises:
+            Exception: what the first rank raised that did not only miss another one.
+        """
+        results: dict[int, T] = {}
+        failures: list[BaseException] = []
+
+        def be(rank: int) -> None:
+            with self._turn:
+                self._rank.number = rank
+                torch.set_num_threads(1)  # a setting of each thread
+                torch.manual_seed(0)
+                try:
+                    results[rank] = function(rank)
+                except BaseException as error:
+                    error.add_note(f"(on rank {rank} of {self.world_size})")
+                    failures.append(error)
+                finally:
+                    self._running.discard(rank)
+                    self._find_stuck()
+
+        state = torch.get_rng_state()
+        self._running.update(range(self.world_size))
+        threads = [
+            threading.Thread(target=be, args=(rank,), daemon=True, name=f"rank-{rank}")
+            for rank in range(self.world_size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.set_rng_state(state)
+        # A rank that misses another one only echoes the other's error: show the other's.
+        for error in sorted(failures, key=lambda each: isinstance(each, PeerLostError)):
+            raise error
+        return [results[rank] for rank in range(self.world_size)]
+
+    @property
+    def rank(self) -> int:
+        """The rank that runs now, which is the one that asks."""
+        number: int = self._rank.number
+        return number
+
+    def wait_for(self, is_over: Callable[[], bool], doing: str) -> None:
+        """Let other ranks run until ``is_over()``.
+
+        Args:
+            is_over: asked whenever another rank waits or ends.
+            doing: what the rank waits in, for messages.
+
+        Raises:
+            PeerLostError: nobody is left who could change it.
+        """
+        if is_over():
+            return
+        rank, state = self.rank, torch.get_rng_state()
+        self._waiting[rank] = (is_over, doing)
+        self._find_stuck()
+        self._turn.wait_for(lambda: rank in self._stuck or is_over())
+        self._waiting.pop(rank, None)
+        torch.set_rng_state(state)
+        stuck = self._stuck.pop(rank, None)
+        if stuck is not None:
+            raise PeerLostError(f"rank {rank} waits forever in {doing}: {stuck}")
+
+    def _find_stuck(self) -> None:
+        self._turn.notify_all()
+        waiting = set(self._waiting) - set(self._stuck)
+        if not waiting or self._running - waiting:
+            return
+        if not any(self._waiting[rank][0]() for rank in waiting):
+            each = [f"rank {rank} waits in {self._waiting[rank][1]}" for rank in sorted(waiting)]
+            ended = sorted(set(range(self.world_size)) - self._running)
+            each += [f"rank {rank} has ended" for rank in ended]
+            self._stuck.update(dict.fromkeys(waiting, ", ".join(each)))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective as a rank calls it: equal on all ranks, or they have diverged."""
+
+    kind: str
+    label: Label
+    tensors: tuple[tuple[int, torch.dtype], ...]
+
+    @classmethod
+    def of(cls, kind: str, tensors: Sequence[torch.Tensor], label: Label) -> Call:
+        """Describe a call by the tensors whose sizes all ranks have in common."""
+        return cls(kind, label, tuple((each.numel(), each.dtype) for each in tensors))
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.label.name}".rstrip()
+
+
+@dataclass
+class Channel:
+    """What the ranks of one group have in common.
+
+    Attributes:
+        posted: what each rank has called, by number of the call, with copies of what it reads.
+        memory: what each rank did to full buffers, in order.
+    """
+
+    members: tuple[int, ...]
+    posted: dict[int, dict[int, tuple[Call, Copies]]] = field(default_factory=dict)
+    memory: dict[int, list[str]] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
 
 
 class FakeWorld:
@@ -33,81 +164,169 @@ class FakeWorld:
 
     Args:
         world_size: number of ranks.
-        timeout: seconds that a rank waits for the others.
     """
 
-    def __init__(self, world_size: int, timeout: float = 10) -> None:
-        self.timeout = timeout
-        self.changed = threading.Condition()
-        self.calls: dict[int, dict[int, tuple[str, Copies]]] = {}
-        self.transports = [FakeTransport(self, rank, world_size) for rank in range(world_size)]
+    def __init__(self, world_size: int) -> None:
+        self.turns = Turns(world_size)
+        self._channels: dict[Hashable, Channel] = {}
 
     def run(self, function: Callable[[FakeTransport], T]) -> list[T]:
         """Call ``function`` with every rank's transport, each in a thread of its own."""
-        with ThreadPoolExecutor(len(self.transports)) as threads:
-            futures = [threads.submit(function, transport) for transport in self.transports]
-            failures = [error for future in futures if (error := future.exception()) is not None]
-            # A rank that gives up waiting echoes another's error: show the other's.
-            for error in sorted(failures, key=lambda e: isinstance(e, PeerLostError)):
-                raise error
-            return [future.result() for future in futures]
+        everybody = range(self.turns.world_size)
+        return self.turns.run(lambda rank: function(self.transport(everybody)))
+
+    def transport(
+        self, members: Sequence[int], key: Hashable = None, *, runs_behind: bool = False
+    ) -> FakeTransport:
+        """Make the transport of the rank that asks, over ``members``.
+
+        Args:
+            members: all ranks of the group, in its order.
+            key: tells this group from others of the same ranks.
+            runs_behind: what the transport says of itself.
+        """
+        key = (tuple(members), key)
+        channel = self._channels.setdefault(key, Channel(tuple(members)))
+        return FakeTransport(self.turns, channel, runs_behind=runs_behind)
 
 
-class FakeTransport(OwnMemory):
-    """One rank of a :class:`FakeWorld`."""
+class FakeTransport:
+    """One rank of a :class:`FakeWorld`.
+
+    Attributes:
+        log: the collectives of this rank, in order.
+    """
 
     name = "fake"
 
-    def __init__(self, world: FakeWorld, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.log: list[str] = []  # the collectives of this rank, in order
-        self._world = world
+    def __init__(self, turns: Turns, channel: Channel, *, runs_behind: bool) -> None:
+        self.rank = channel.members.index(turns.rank)
+        self.world_size = len(channel.members)
+        self.runs_behind = runs_behind
+        self.log: list[Call] = []
+        self._turns = turns
+        self._channel = channel
 
-    def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> FakeWork:
+    def full_buffers(
+        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> FakeBuffers:
+        """Make (not yet allocated) memory to gather into."""
+        return FakeBuffers(self, numels, dtypes, device)
+
+    def all_gather(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
+    ) -> FakeWork:
+        """Gather when it is waited for, from copies made now."""
+
         def finish(ranks: list[Copies]) -> None:
             for i, full in enumerate(fulls):
                 for chunk, shards in zip(full.chunk(self.world_size), ranks, strict=False):
                     chunk[: shards[i].numel()].copy_(shards[i])
 
-        return FakeWork(self, "all_gather", shards, fulls, finish)
+        call = Call.of("all_gather", fulls, label)
+        return FakeWork(self, call, shards, fulls, finish, reads_are_free=True)
 
     def reduce_scatter(
-        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], op: Reduce
+        self,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label = NO_LABEL,
     ) -> FakeWork:
+        """Reduce in the order of ranks when it is waited for."""
+
         def finish(ranks: list[Copies]) -> None:
             for i, shard in enumerate(shards):
                 start = self.rank * shard.numel()
                 parts = [fulls[i][start : start + shard.numel()] for fulls in ranks]
                 shard[: parts[0].numel()].copy_(_reduce(parts, shard.dtype, op))
 
-        return FakeWork(self, f"reduce_scatter {op.name}", fulls, shards, finish)
+        call = Call.of(f"reduce_scatter {op.name}", shards, label)
+        return FakeWork(self, call, fulls, shards, finish)
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: Reduce) -> FakeWork:
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
+    ) -> FakeWork:
+        """Reduce in place, in the order of ranks, when it is waited for."""
+
         def finish(ranks: list[Copies]) -> None:
             for i, tensor in enumerate(tensors):
                 tensor.copy_(_reduce([each[i] for each in ranks], tensor.dtype, op))
 
-        return FakeWork(self, f"all_reduce {op.name}", tensors, (), finish)
+        return FakeWork(self, Call.of(f"all_reduce {op.name}", tensors, label), tensors, (), finish)
 
-    def post(self, what: str, reads: Copies) -> int:
-        world, number = self._world, len(self.log)
-        with world.changed:
-            self.log.append(what)
-            world.calls.setdefault(number, {})[self.rank] = (what, reads)
-            world.changed.notify_all()
+    def post(self, call: Call, reads: Copies) -> int:
+        """Say what this rank calls, and return the number of the call."""
+        channel = self._channel
+        number = channel.counts[self.rank] = channel.counts.get(self.rank, -1) + 1
+        channel.posted.setdefault(number, {})[self.rank] = (call, reads)
+        self.log.append(call)
         return number
 
     def collect(self, number: int) -> list[Copies]:
-        world, what = self._world, self.log[number]
-        with world.changed:
-            posted = world.calls[number]
-            if not world.changed.wait_for(lambda: len(posted) == self.world_size, world.timeout):
-                missing = sorted(set(range(self.world_size)) - set(posted))
-                raise PeerLostError(f"rank {self.rank}: ranks {missing} never came to {what}")
-        names = {rank: posted[rank][0] for rank in sorted(posted)}
-        assert set(names.values()) == {what}, f"ranks diverged at call {number}: {names}"
+        """Wait until all ranks have made call ``number``, and return what each of them reads.
+
+        Raises:
+            RanksDivergedError: another rank calls something else.
+            PeerLostError: another rank never calls.
+        """
+        posted = self._channel.posted[number]
+        call, _ = posted[self.rank]
+
+        def differs() -> bool:
+            return any(theirs != call for theirs, _ in posted.values())
+
+        self._turns.wait_for(lambda: differs() or len(posted) == self.world_size, f"{call}")
+        if differs():
+            names = {self._channel.members[each]: str(posted[each][0]) for each in sorted(posted)}
+            raise RanksDivergedError(f"ranks have diverged at collective number {number}: {names}")
         return [posted[rank][1] for rank in sorted(posted)]
+
+    def note_memory(self, what: str) -> None:
+        """Compare with the other ranks what is done to memory that might be shared.
+
+        Raises:
+            RanksDivergedError: another rank did something else.
+        """
+        memory = self._channel.memory
+        mine = memory.setdefault(self.rank, [])
+        mine.append(what)
+        for rank, theirs in memory.items():
+            if len(theirs) >= len(mine) and theirs[len(mine) - 1] != what:
+                raise RanksDivergedError(
+                    f"rank {self.rank} had memory for {mine} and rank {rank} for {theirs}"
+                )
+
+
+class FakeBuffers(HeapBuffers):
+    """Full tensors in memory of each rank's own, which hold no sensible value when allocated."""
+
+    def __init__(
+        self,
+        transport: FakeTransport,
+        numels: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+    ) -> None:
+        super().__init__(numels, dtypes, device)
+        self._transport = transport
+        self._is_allocated = False
+
+    def allocate(self) -> None:
+        """Give every tensor its memory, with undefined contents; keep what is there already."""
+        if not self._is_allocated:
+            self._is_allocated = True
+            self._transport.note_memory("allocate")
+            super().allocate()
+            for tensor in self.tensors:
+                tensor.data.view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
+
+    def free(self) -> None:
+        """Give the memory of every tensor back."""
+        if self._is_allocated:
+            self._is_allocated = False
+            self._transport.note_memory("free")
+            super().free()
 
 
 class FakeWork:
@@ -116,26 +335,42 @@ class FakeWork:
     def __init__(
         self,
         transport: FakeTransport,
-        what: str,
+        call: Call,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
-        finish: Callable[[list[Copies]], Any],
+        finish: Callable[[list[Copies]], None],
+        *,
+        reads_are_free: bool = False,
     ) -> None:
-        self._reads = reads
+        self._reads = () if reads_are_free else reads
         self._copies = [tensor.detach().clone() for tensor in reads]
         for tensor in writes:
-            tensor.view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
-        self._number = transport.post(f"{what} of {len(reads)}", self._copies)
+            tensor.view(torch.uint8).fill_(0xFF)
+        self._number = transport.post(call, self._copies)
         self._transport = transport
-        self._finish: Callable[[list[Copies]], Any] | None = finish
+        self._finish: Callable[[list[Copies]], None] | None = finish
+        self._failure: BaseException | None = None
 
     def wait(self) -> None:
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            for tensor, copy in zip(self._reads, self._copies, strict=True):
+        """Complete the collective, the first time.
+
+        Raises:
+            RanksDivergedError: another rank calls something else.
+            PeerLostError: another rank never calls.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._finish is None:
+            return
+        try:
+            for tensor, copy in zip(self._reads, self._copies, strict=False):
                 same = torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8))
                 assert same, "a tensor of a collective changed before the wait"
-            finish(self._transport.collect(self._number))
+            self._finish(self._transport.collect(self._number))
+        except BaseException as error:
+            self._failure = error
+            raise
+        self._finish = None
 
 
 def _reduce(parts: Copies, dtype: torch.dtype, op: Reduce) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +17,31 @@ from shardwise.transport.gloo import GlooTransport
 from shardwise.transport.local import LocalTransport
 from shardwise.transport.select import c10d_transport, select_transport
 from tests.harness import run_ranks
+from tests.threads import run_threads
 from tests.transport.conformance import Checks, Item, check_all, fuzz
-from tests.transport.fake import FakeWorld
+from tests.transport.fake import FakeTransport, FakeWorld
 
 CPU = torch.device("cpu")
 WORLD_SIZES = [1, 2, 3, 4]
+Run = Callable[..., list[Any]]
+
+#: Over the real transports, and over the fake one.
+each_kind = pytest.mark.parametrize("run", [run_ranks, run_threads], ids=["processes", "threads"])
 
 
 def _world_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def _transports() -> list[Transport]:
+    """Those there are for the ranks that ask: processes, or threads."""
+    group = _world_group()
+    found = select_transport(group, CPU, "auto")
+    if isinstance(found, FakeTransport):
+        return [found]
+    return [found, GlooTransport(group), CollectivesTransport(group, "gloo")]
 
 
 def _check_all_transports(rank: int, world_size: int) -> None:
@@ -117,34 +133,32 @@ def test_a_repeated_reduction_gives_the_same_bits() -> None:
     assert run_ranks(_reduce_repeatedly, 3) == [True, True, True]
 
 
-def _gather_into_a_view(rank: int, world_size: int) -> list[float]:
+def _gather_into_a_view(rank: int, world_size: int) -> list[list[float]]:
     """Autograd saves views of full parameters: memory that comes and goes must serve them."""
-    transport: Transport = c10d_transport(_world_group(), CPU)
-    buffers = transport.full_buffers([200_000 * world_size], [torch.float32], CPU)
-    buffers.allocate()
-    view = buffers.tensors[0].view(world_size, -1).t()
-    for step in range(3):
+    results = []
+    for transport in _transports():
+        buffers = transport.full_buffers([200_000 * world_size], [torch.float32], CPU)
         buffers.allocate()
-        shard = torch.full((200_000,), float(10 * step + rank))
-        transport.all_gather([shard], buffers.tensors).wait()
-        result = view[0].tolist()
-        buffers.free()
-    return result
+        view = buffers.tensors[0].view(world_size, -1).t()
+        for step in range(3):
+            buffers.allocate()
+            shard = torch.full((200_000,), float(10 * step + rank))
+            transport.all_gather([shard], buffers.tensors).wait()
+            result = view[0].tolist()
+            buffers.free()
+        results.append(result)
+    return results
 
 
-def test_views_of_full_tensors_see_what_is_gathered_later() -> None:
-    assert run_ranks(_gather_into_a_view, 2) == [[20.0, 21.0]] * 2
+@each_kind
+def test_views_of_full_tensors_see_what_is_gathered_later(run: Run) -> None:
+    for each in run(_gather_into_a_view, 2):
+        assert all(row == [20.0, 21.0] for row in each)
 
 
 def _write_while_it_travels(rank: int, world_size: int) -> None:
     """A shard is written to before its peer, which is late, has received it."""
-    group = _world_group()
-    transports: list[Transport] = [
-        GlooTransport(group),
-        CollectivesTransport(group, "gloo"),
-        select_transport(group, CPU, "shm"),
-    ]
-    for transport in transports:
+    for transport in _transports():
         shard = torch.full((1_000_000,), float(rank))
         buffers = transport.full_buffers([world_size * shard.numel()], [shard.dtype], CPU)
         buffers.allocate()
@@ -157,13 +171,13 @@ def _write_while_it_travels(rank: int, world_size: int) -> None:
         assert [row.unique().tolist() for row in rows] == [[0.0], [1.0]], transport.name
 
 
-def test_what_is_gathered_is_what_shards_held_at_the_call() -> None:
-    run_ranks(_write_while_it_travels, 2)
+@each_kind
+def test_what_is_gathered_is_what_shards_held_at_the_call(run: Run) -> None:
+    run(_write_while_it_travels, 2)
 
 
 def _gather_exotic_dtypes(rank: int, world_size: int) -> None:
-    group = _world_group()
-    for transport in (GlooTransport(group), CollectivesTransport(group, "gloo")):
+    for transport in _transports():
         for dtype in (torch.float8_e4m3fn, torch.int16, torch.bool, torch.int64):
             shard = torch.arange(rank, rank + 3).to(dtype)
             full = torch.empty(3 * world_size, dtype=dtype)
@@ -172,8 +186,9 @@ def _gather_exotic_dtypes(rank: int, world_size: int) -> None:
             assert torch.equal(full.view(torch.uint8), expected.view(torch.uint8)), dtype
 
 
-def test_any_dtype_can_be_gathered() -> None:
-    run_ranks(_gather_exotic_dtypes, 2)
+@each_kind
+def test_any_dtype_can_be_gathered(run: Run) -> None:
+    run(_gather_exotic_dtypes, 2)
 
 
 def _two_transports_of_one_group(rank: int, world_size: int) -> None:
