@@ -171,7 +171,7 @@ class OursAhead(Ours):
     title = "shardwise, ahead"
 
     def __init__(self, case: Case) -> None:
-        from shardwise.sharding.reach import gather_in_order
+        from shardwise.sharding.state import gather_in_order
 
         super().__init__(case)
         gather_in_order(self.model)

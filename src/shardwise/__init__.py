@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from shardwise.frontends.xla import XlaFullyShardedDataParallel
     from shardwise.inspect.api import inspect
     from shardwise.sharding.api import fully_shard
-    from shardwise.sharding.device_mesh import init_mesh
     from shardwise.sharding.grad import clip_grad_norm_
     from shardwise.sharding.init import materialize
+    from shardwise.sharding.mesh import init_mesh
     from shardwise.sharding.module import (
         FSDPModule,
         UnshardHandle,
@@ -120,7 +120,7 @@ _HOME = {
     "clip_grad_norm_": "shardwise.sharding.grad",
     "diloco": "shardwise.diloco",
     "fully_shard": "shardwise.sharding.api",
-    "init_mesh": "shardwise.sharding.device_mesh",
+    "init_mesh": "shardwise.sharding.mesh",
     "inspect": "shardwise.inspect",
     "materialize": "shardwise.sharding.init",
     "patch_torch": "shardwise.compat.patch",

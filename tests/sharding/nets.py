@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import FSDPModule, fully_shard
 from shardwise.sharding.group import ParamGroup
-from shardwise.sharding.module_state import state_of
+from shardwise.sharding.state import state_of
 
 WIDTH = 6
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import clip_grad_norm_, fully_shard, register_fsdp_forward_method
 from shardwise.errors import MisuseError, ShardwiseError
-from shardwise.sharding.group_state import GroupState
+from shardwise.sharding.states import GroupState
 from tests.sharding.nets import (
     WIDTH,
     Block,

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.sharding.group_state import GroupState
-from shardwise.sharding.module_state import state_of
+from shardwise.sharding.state import state_of
+from shardwise.sharding.states import GroupState
 from tests.sharding.nets import WIDTH, Block, group_of, seeded, shard_blocks, train_alike
 
 Ranks = Callable[..., list[Any]]

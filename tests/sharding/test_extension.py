@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.sharding.group_state import GroupState
-from shardwise.sharding.module_state import state_of
+from shardwise.sharding.state import state_of
+from shardwise.sharding.states import GroupState
 from tests.sharding.nets import (
     assert_same_gradients,
     average_backward,

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwise
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
-from shardwise.sharding.group_state import GroupState
-from shardwise.sharding.module_state import state_of
+from shardwise.sharding.state import state_of
+from shardwise.sharding.states import GroupState
 from tests.sharding.nets import Block, Net, group_of, sharded_net
 
 Ranks = Callable[..., list[Any]]

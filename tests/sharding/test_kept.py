@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.sharding.group_state import GroupState
+from shardwise.sharding.states import GroupState
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,
@@ -41,7 +41,7 @@ def _parity(rank: int, world_size: int, k: int, dim: int) -> None:
         x = batches(world_size, step)
         loss = loss_of(net, x[rank])
         up = net.blocks[1].up
-        assert group_of(net.blocks[1]).state is GroupState.KEPT
+        assert group_of(net.blocks[1]).state is GroupState.SHARDED_POST_FORWARD
         assert isinstance(up.weight, DTensor)
         wanted = Shard(1) if dim else Shard(0)
         assert up.weight.placements == (Replicate(), wanted)
@@ -148,7 +148,7 @@ def _outdated(rank: int, world_size: int) -> None:
     for grads in (False, True):
         with torch.set_grad_enabled(grads):
             net(x[rank])
-        left = GroupState.KEPT if grads else GroupState.SHARDED
+        left = GroupState.SHARDED_POST_FORWARD if grads else GroupState.SHARDED
         assert group_of(net.blocks[1]).state is left
         for optimizer in optimizers:
             optimizer.step()

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, register_fsdp_forward_method, share_comm_ctx
-from shardwise.sharding.group_state import GroupState
 from shardwise.sharding.module import disable_fsdp_module_new_init, get_cls_to_fsdp_cls
+from shardwise.sharding.states import GroupState
 from tests.sharding.nets import (
     WIDTH,
     Block,
@@ -112,7 +112,7 @@ def _classes(rank: int, world_size: int) -> None:
     with disable_fsdp_module_new_init():
         bare = type(net)()
         assert type(bare) is Net
-        assert not bare.__dict__, "nothing was initialised"
+        assert not bare.__dict__, "nothing was initialized"
     assert len(type(net)(blocks=1).blocks) == 1
     with pytest.raises(ArithmeticError), disable_fsdp_module_new_init():
         raise ArithmeticError

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from shardwise import fully_shard
-from shardwise.sharding.module_state import state_of
-from shardwise.sharding.offload import Offload
+from shardwise.sharding.policy import Offload
+from shardwise.sharding.state import state_of
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from shardwise.sharding.group import ParamGroup
-from shardwise.sharding.order import RunOrder
+from shardwise.sharding.state import RunOrder
 
 
 class _Named:

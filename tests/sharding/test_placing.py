@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from shardwise.sharding.placing import can_be_told
+from shardwise.sharding.placement import can_be_told
 
 
 def _chunks(rows: torch.Tensor, ranks: int) -> list[list[int]]:

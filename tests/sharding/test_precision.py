@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwise.sharding.precision import Precision, cast_floating
+from shardwise.sharding.policy import Precision, cast_floating
 
 BF16, FP32, INT = torch.bfloat16, torch.float32, torch.int64
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise import fully_shard
-from shardwise.sharding.group_state import GroupState
+from shardwise.sharding.states import GroupState
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,

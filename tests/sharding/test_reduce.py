@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.options import GroupOptions
-from shardwise.sharding.param import ShardedParam
-from shardwise.sharding.precision import Precision
-from shardwise.sharding.reduce import Reduction, Scaling
-from shardwise.sharding.unreduced import Partial
+from shardwise.sharding.policy import GroupOptions, Precision
+from shardwise.sharding.reduce import PendingAllReduce, Reduction, Scaling
 from shardwise.transport.base import NO_LABEL, Reduce, Transport
 from shardwise.transport.local import LocalTransport
 
@@ -72,12 +70,12 @@ def _under_way(replicate: Transport, home: str) -> Reduction:
     )
     reduction = Reduction(
         NO_LABEL,
-        [cast(ShardedParam, param)],
+        [cast(GroupParam, param)],
         [torch.ones(3)],
         cast(DataMesh, mesh),
         Precision(MixedPrecisionPolicy()),
         GroupOptions(),
-        Partial(),
+        PendingAllReduce(),
     )
     assert not reduction.can_be_left, "the reduce-scatter holds full gradients"
     assert not reduction.advance()

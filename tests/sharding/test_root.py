@@ -9,8 +9,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.sharding.group import ParamGroup
-from shardwise.sharding.module_state import state_of
-from shardwise.sharding.root import Root
+from shardwise.sharding.state import Root, state_of
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard, materialize
-from shardwise.sharding.module_state import state_of
+from shardwise.sharding.state import state_of
 from shardwise.transport.shm import futex
 from tests.sharding.nets import (
     Net,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwise import clip_grad_norm_
-from shardwise.sharding.module_state import state_of
+from shardwise.sharding.state import state_of
 from tests.harness import run_ranks
 from tests.sharding.nets import Net, batches, loss_of, sharded_net
 

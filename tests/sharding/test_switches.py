@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise import fully_shard
-from shardwise.sharding.group_state import GroupState
+from shardwise.sharding.states import GroupState
 from tests.sharding.nets import (
     WIDTH,
     Net,
@@ -72,7 +72,7 @@ def _no_longer_kept(rank: int, world_size: int, between: bool) -> None:
     x = batches(world_size)
     net, whole = sharded_net(reshard_after_forward=2), seeded(Net)
     loss = loss_of(net, x[rank])
-    assert _states(net) == [GroupState.KEPT] * 3
+    assert _states(net) == [GroupState.SHARDED_POST_FORWARD] * 3
     if not between:
         loss.backward()
         loss = torch.zeros(())

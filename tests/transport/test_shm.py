@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
-from shardwise.sharding.module_state import state_of
+from shardwise.sharding.state import state_of
 from shardwise.transport import select_transport
 from shardwise.transport.base import Label, Reduce, Transport
 from shardwise.transport.shm import futex, handshake, sync

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         save_rank_checkpoint,
     )
     from shardwise.errors import CheckpointError
-    from shardwise.sharding.shard_metadata import get_shard_metadata
+    from shardwise.sharding.state_dict import get_shard_metadata
 
 __all__ = [
     "CheckpointError",
@@ -41,7 +41,7 @@ _HOME = {
     "Handle": "shardwise.checkpoint.ranks.saving",
     "async_save": "shardwise.checkpoint.ranks.saving",
     "consolidate_sharded_model_checkpoints": "shardwise.checkpoint.ranks.xla",
-    "get_shard_metadata": "shardwise.sharding.shard_metadata",
+    "get_shard_metadata": "shardwise.sharding.state_dict",
     "is_complete": "shardwise.checkpoint.disk.commit",
     "keep_last": "shardwise.checkpoint.disk.commit",
     "latest": "shardwise.checkpoint.disk.commit",

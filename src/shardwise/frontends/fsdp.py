@@ -28,10 +28,10 @@ from shardwise.frontends.settings import (
 from shardwise.frontends.strategies import Strategy
 from shardwise.frontends.unit import Ignored, ShardedUnit, auto_wrap
 from shardwise.sharding.grad import clip_grad_norm_
-from shardwise.sharding.lending import Loan, lent_whole
 from shardwise.sharding.module import FSDPModule
-from shardwise.sharding.reach import gather_in_order, states_of
-from shardwise.sharding.shard_metadata import get_shard_metadata
+from shardwise.sharding.state import gather_in_order, states_of
+from shardwise.sharding.state_dict import get_shard_metadata
+from shardwise.sharding.summon import SummonOptions, summoned
 from shardwise.wrap import Policy
 
 _NO_MIXED_PRECISION = MixedPrecision()
@@ -252,13 +252,13 @@ class FullyShardedDataParallel(ShardedUnit):
                 "parameters do not learn of changes; pass writeback=False, or rank0_only=False"
             )
         own = [module.sharding_state] if isinstance(module, ShardedUnit) else []
-        loan = Loan(
+        loan = SummonOptions(
             writeback=writeback,
             first_rank_only=rank0_only,
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
         )
-        with lent_whole(states_of(module) if recurse else own, loan):
+        with summoned(states_of(module) if recurse else own, loan):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:

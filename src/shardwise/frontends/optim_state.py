@@ -35,7 +35,7 @@ from shardwise.frontends.state_dict import (
     state_dict_settings,
     wrappers_in,
 )
-from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.group_param import GroupParam
 
 
 class OptimSavingModule(SavingModule):
@@ -390,7 +390,7 @@ def _name_of(key: Any, names: Mapping[int, str]) -> str:
     return key if isinstance(key, str) else names[key]
 
 
-def _place(what: str, value: Any, param: ShardedParam | None, settings: StateDictSettings) -> Any:
+def _place(what: str, value: Any, param: GroupParam | None, settings: StateDictSettings) -> Any:
     """A value of a state dict as the optimizer is to have it, which will write to it."""
     if not isinstance(value, torch.Tensor):
         return value

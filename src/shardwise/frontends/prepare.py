@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import fsdp
-from shardwise.sharding.collect import form_of, managed_modules
+from shardwise.sharding.api import form_of, managed_modules
 from shardwise.transport.peers import naming_lost_peer
 
 #: Small tensors are broadcast together, up to so many bytes.

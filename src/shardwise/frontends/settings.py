@@ -23,8 +23,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from shardwise.errors import MisuseError
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy, resolve
-from shardwise.sharding.device_mesh import check_member, default_device_type
-from shardwise.sharding.mesh import device_of
+from shardwise.sharding.mesh import check_member, default_device_type, device_of
 from shardwise.transport.peers import gather_objects, new_group
 
 

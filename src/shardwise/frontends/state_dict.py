@@ -34,9 +34,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardwise._torch import dtensor
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.transparent import TransparentModule
-from shardwise.sharding.param import ShardedParam
-from shardwise.sharding.reach import groups_of
-from shardwise.sharding.state_dicts import HasStateDictKinds
+from shardwise.sharding.group_param import GroupParam
+from shardwise.sharding.state import groups_of
+from shardwise.sharding.state_dict import HasStateDictKinds
 
 
 class SavingModule(TransparentModule, HasStateDictKinds):
@@ -154,7 +154,7 @@ class SavingModule(TransparentModule, HasStateDictKinds):
         """Cut what is to be loaded as this unit's parameters are cut."""
         for name, param in self._own_params().items():
             key = f"{prefix}{name}"
-            if key not in state_dict or param.form.lent is not None:
+            if key not in state_dict or param.form.summoned is not None:
                 continue
             try:
                 value = convert_loaded(key, state_dict[key], param, self._settings_of_state_dicts)
@@ -163,7 +163,7 @@ class SavingModule(TransparentModule, HasStateDictKinds):
                 value = param.sharded  # load_state_dict raises in the end
             state_dict[key] = value
 
-    def _own_params(self) -> dict[str, ShardedParam]:
+    def _own_params(self) -> dict[str, GroupParam]:
         names = self._own_state_names()
         return {name: param for name, param in sharded_params(self.module).items() if name in names}
 
@@ -263,7 +263,7 @@ def exported(value: Any, kind: StateDictType, *, to_host: bool) -> Any:
 def convert_saved(
     state: dict[str, Any],
     keys: list[str],
-    params: Mapping[str, ShardedParam],
+    params: Mapping[str, GroupParam],
     settings: StateDictSettings,
     *,
     keeps: bool,
@@ -291,7 +291,7 @@ def convert_saved(
 
 
 def convert_loaded(
-    fqn: str, value: Any, param: ShardedParam, settings: StateDictSettings
+    fqn: str, value: Any, param: GroupParam, settings: StateDictSettings
 ) -> torch.Tensor:
     """What to load into a sharded parameter: a ``DTensor`` that lies as it does. No communication.
 
@@ -318,7 +318,7 @@ def convert_loaded(
     return cut(param, value)
 
 
-def cut(param: ShardedParam, whole: torch.Tensor) -> DTensor:
+def cut(param: GroupParam, whole: torch.Tensor) -> DTensor:
     """This rank's rows of ``whole`` as a ``DTensor``, without communication."""
     origin = param.form.origin
     if origin is not None:
@@ -327,7 +327,7 @@ def cut(param: ShardedParam, whole: torch.Tensor) -> DTensor:
     return as_shard(param, param.layout.cut(whole, param.form.mesh.shard.rank))
 
 
-def as_shard(param: ShardedParam, rows: torch.Tensor) -> DTensor:
+def as_shard(param: GroupParam, rows: torch.Tensor) -> DTensor:
     """``rows``, copied to where ``param`` keeps its own, as a ``DTensor`` like it."""
     rows = rows.detach().to(param.local.device, copy=True).contiguous()
     return dtensor.wrap_local(rows, dtensor.with_dtype(dtensor.spec_of(param.sharded), rows.dtype))
@@ -348,13 +348,13 @@ def _check_shape(
         )
 
 
-def sharded_params(model: nn.Module) -> dict[str, ShardedParam]:
+def sharded_params(model: nn.Module) -> dict[str, GroupParam]:
     """The sharded parameters of ``model`` by all names that they have."""
-    places: dict[tuple[nn.Module, str], ShardedParam] = {}
+    places: dict[tuple[nn.Module, str], GroupParam] = {}
     for group in groups_of(model):
         for param in group.params:
             places.update(((owner.module, owner.name), param) for owner in param.owners)
-    found: dict[str, ShardedParam] = {}
+    found: dict[str, GroupParam] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
             if (module, name) in places:

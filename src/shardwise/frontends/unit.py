@@ -33,8 +33,8 @@ from shardwise.frontends.state_dict import state_dict_settings
 from shardwise.frontends.transparent import TransparentModule
 from shardwise.sharding.api import fully_shard
 from shardwise.sharding.module import FSDPModule
-from shardwise.sharding.module_state import ModuleState, state_of
-from shardwise.sharding.precision import cast_floating
+from shardwise.sharding.policy import cast_floating
+from shardwise.sharding.state import FSDPState, state_of
 from shardwise.wrap import Policy, apply_to, chosen_modules
 
 
@@ -111,7 +111,7 @@ class ShardedUnit(OptimSavingModule):
         return not self._has_parent
 
     @property
-    def sharding_state(self) -> ModuleState:
+    def sharding_state(self) -> FSDPState:
         """What ``fully_shard`` knows of it."""
         state = state_of(self.module)
         assert state is not None

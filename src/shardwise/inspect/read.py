@@ -17,9 +17,9 @@ from shardwise._torch import dtensor
 from shardwise.inspect.grid import Coordinate, Grid, grid_of, names_of, reachable, standings
 from shardwise.inspect.report import Kind, ParameterReport, Report
 from shardwise.inspect.tiling import Part, Tiling, cut, placed, shape_of, take, whole
-from shardwise.sharding.form import ShardedForm
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.module_state import state_of
+from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.state import state_of
 
 Held = dict[int, tuple[Part, int]]
 
@@ -36,7 +36,7 @@ class Found:
     """
 
     parameter: torch.Tensor
-    form: ShardedForm | None
+    form: ShardedParam | None
     group: str | None
     names: list[str] = field(default_factory=list)
 
@@ -84,14 +84,14 @@ def parameters_of(model: nn.Module) -> list[Found]:
     return list(found.values())
 
 
-def _forms(model: nn.Module) -> dict[int, tuple[ShardedForm, str]]:
+def _forms(model: nn.Module) -> dict[int, tuple[ShardedParam, str]]:
     """The sharded form and the group of what modules hold, by the object they hold."""
-    forms: dict[int, tuple[ShardedForm, str]] = {}
+    forms: dict[int, tuple[ShardedParam, str]] = {}
     for name, module in model.named_modules():
         state = state_of(module)
         for group in state.groups if state is not None else ():
             for param in group.params:
-                for held in (param.form.parameter, param.full, param.form.lent):
+                for held in (param.form.parameter, param.full, param.form.summoned):
                     if held is not None:
                         forms.setdefault(id(held), (param.form, name))
     return forms

@@ -1,4 +1,7 @@
-"""``fully_shard``: the front door that is a drop-in for torch's FSDP2."""
+"""``fully_shard``: the front door that is a drop-in for torch's FSDP2.
+
+Which parameters a ``fully_shard`` call takes, and where they are registered.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +14,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from shardwise._torch import dtensor, fsdp
 from shardwise._torch.fsdp import DataParallelMeshDims, ShardPlacementResult
 from shardwise.errors import MisuseError
-from shardwise.sharding.collect import (
-    form_of,
-    managed_modules,
-    mark_taken,
-    move_to_device,
-    note_group,
-    outermost,
-    parameters_of,
-)
-from shardwise.sharding.device_mesh import check_beside
+from shardwise.sharding import hooks
 from shardwise.sharding.extension import check_extension
-from shardwise.sharding.form import ParamOwner, ShardedForm
+from shardwise.sharding.full_params import PostForwardShards, check_can_shard_post_forward
 from shardwise.sharding.group import ParamGroup
-from shardwise.sharding.hooks import FSDPState
-from shardwise.sharding.kept import KeptShards, check_can_keep
-from shardwise.sharding.mesh import DataMesh, default_mesh
+from shardwise.sharding.group_param import GroupParam
+from shardwise.sharding.mesh import DataMesh, check_beside, default_mesh
 from shardwise.sharding.module import FSDPModule, become_fsdp_module, fsdp_class_of
-from shardwise.sharding.module_state import state_of
-from shardwise.sharding.offload import Offload
-from shardwise.sharding.param import ShardedParam
-from shardwise.sharding.placing import Place, can_shard
-from shardwise.sharding.precision import Precision
+from shardwise.sharding.param import ParamOwner, ShardedParam
+from shardwise.sharding.placement import Place, can_shard
+from shardwise.sharding.policy import Offload, Precision
+from shardwise.sharding.state import FSDPState, state_of
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 _Modules = TypeVar("_Modules", bound=Sequence[nn.Module])
@@ -147,9 +139,9 @@ def fully_shard(
         if its_mesh not in sizes:
             sizes[its_mesh] = _check_reshard_after_forward(reshard_after_forward, its_mesh, fqn)
         if not isinstance(sizes[its_mesh], bool):
-            check_can_keep(param, fqn)
+            check_can_shard_post_forward(param, fqn)
     used = {places[param].mesh: None for param in found}
-    kept_over = {
+    post_forward_over = {
         its_mesh: its_mesh.of_groups_of(sizes[its_mesh])
         for its_mesh in used
         if not isinstance(sizes[its_mesh], bool)
@@ -158,20 +150,23 @@ def fully_shard(
     move_to_device(found, managed, data_mesh.device)
     offload = Offload.of(offload_policy, data_mesh.device)
     forms = {
-        param: form_of(param) or ShardedForm(param, fqn, places[param], offload)
+        param: form_of(param) or ShardedParam(param, fqn, places[param], offload)
         for param, (fqn, _) in found.items()
     }
     groups = []
     for its_mesh in used:
         params = [
-            ShardedParam(forms[param], owners)
+            GroupParam(forms[param], owners)
             for param, (_, owners) in found.items()
             if places[param].mesh == its_mesh
         ]
-        kept = KeptShards(params, kept_over[its_mesh]) if its_mesh in kept_over else None
+        smaller = post_forward_over.get(its_mesh)
+        post_forward = None if smaller is None else PostForwardShards(params, smaller)
         reshards = bool(sizes[its_mesh])
         precision = Precision(mp_policy)
-        groups.append(ParamGroup(params, tops, its_mesh, precision, offload, reshards, kept))
+        groups.append(
+            ParamGroup(params, tops, its_mesh, precision, offload, reshards, post_forward)
+        )
 
     for param, (fqn, owners) in found.items():
         mark_taken(param, forms[param])
@@ -179,7 +174,10 @@ def fully_shard(
     for group in groups:
         for each in group.params:
             each.install()
-    FSDPState(tops, groups, data_mesh.device, mp_policy, keep_if_root=reshard_after_forward is None)
+    state = FSDPState(
+        tops, groups, data_mesh.device, mp_policy, keep_if_root=reshard_after_forward is None
+    )
+    hooks.install(state)
     _keep_state_dicts_sharded(groups)
     _become_managed(tops, managed)
     return module
@@ -346,3 +344,114 @@ def _become_managed(tops: tuple[nn.Module, ...], managed: Iterable[nn.Module]) -
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+_TAKEN = "_shardwise_form"
+_GROUPS = "_shardwise_groups"
+
+
+def outermost(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    """``modules`` without those that another of them contains, in order, each once."""
+    unique = list(dict.fromkeys(modules))
+    inside = {child for module in unique for child in module.modules() if child is not module}
+    return tuple(module for module in unique if module not in inside)
+
+
+def managed_modules(tops: tuple[nn.Module, ...]) -> dict[nn.Module, str]:
+    """The modules under ``tops`` that no nested call has taken, with their names from there."""
+    found: dict[nn.Module, str] = {}
+
+    def visit(module: nn.Module, name: str) -> None:
+        nested = module not in tops and state_of(module) is not None
+        if module in found or nested or fsdp.is_replicated(module):
+            return
+        found[module] = name
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name)
+
+    for top in tops:
+        visit(top, "")
+    return found
+
+
+def parameters_of(
+    managed: dict[nn.Module, str], ignored: set[nn.Parameter]
+) -> dict[nn.Parameter, tuple[str, list[ParamOwner]]]:
+    """Every parameter to shard, with its name and all its owners, in module order.
+
+    Raises:
+        MisuseError: one is in the group of an earlier call, on a module around this one.
+    """
+    found: dict[nn.Parameter, tuple[str, list[ParamOwner]]] = {}
+    for module, prefix in managed.items():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param in ignored:
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            group = module.__dict__.get(_GROUPS, {}).get(name)
+            if group is not None and isinstance(param, DTensor):
+                raise MisuseError(
+                    f"{fqn} of {type(module).__name__} on rank {dist.get_rank()} is in the group "
+                    f"of {group} already, which fully_shard was applied to earlier; expected each "
+                    "parameter in one group. Apply fully_shard from the inside out: first to this "
+                    "module, then to the one around it"
+                )
+            if param not in found:
+                found[param] = (fqn, [])
+            found[param][1].append(ParamOwner(module, name))
+    return found
+
+
+def form_of(param: nn.Parameter) -> ShardedParam | None:
+    """The sharded form of an original parameter that an earlier call has taken.
+
+    A parameter that is tied is still registered, as it was, in modules of other calls.
+    """
+    return getattr(param, _TAKEN, None)
+
+
+def mark_taken(param: nn.Parameter, form: ShardedParam) -> None:
+    """Note the sharded form on an original parameter, for modules that still hold it."""
+    setattr(param, _TAKEN, form)
+
+
+def note_group(owners: Iterable[ParamOwner], fqn: str, group: str) -> None:
+    """Note on the modules of a sharded parameter in which group it is.
+
+    From then on neither another call takes it, nor torch's tensor parallelism, which comes first.
+
+    Args:
+        owners: where the parameter is registered.
+        fqn: its fully qualified name.
+        group: the classes of the modules that were sharded together.
+    """
+    for owner in owners:
+        groups = owner.module.__dict__.setdefault(_GROUPS, {})
+        groups[owner.name] = group
+        if len(groups) > 1:
+            continue  # one parameter of a module is named
+        fsdp.refuse_to_distribute(
+            owner.module,
+            MisuseError(
+                f"{fqn} of {type(owner.module).__name__} on rank {dist.get_rank()}: found tensor "
+                f"parallelism applied after sharding, to the group of {group}; expected it before. "
+                'Call parallelize_module(model, mesh["tp"], plan) first, then fully_shard(..., '
+                'mesh=mesh["dp"])'
+            ),
+        )
+
+
+def move_to_device(
+    params: Iterable[nn.Parameter], managed: Iterable[nn.Module], device: torch.device
+) -> None:
+    """Move parameters and buffers to ``device``; what is on the meta device stays there."""
+    buffers = [buffer for module in managed for buffer in module.buffers(recurse=False)]
+    for tensor in [*params, *buffers]:
+        if tensor.device == device or tensor.is_meta or isinstance(tensor, DTensor):
+            continue
+        if dtensor.is_wrapper(tensor):
+            # Its data cannot be set; the object stays the same for those who hold it.
+            with torch.no_grad():
+                fsdp.swap_tensors(tensor, nn.Parameter(tensor.to(device)))
+        else:
+            tensor.data = tensor.to(device)

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import MisuseError
+from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.param import ShardedParam
-from shardwise.sharding.precision import Precision
+from shardwise.sharding.policy import Precision
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
-def is_extended(param: ShardedParam) -> bool:
+def is_extended(param: GroupParam) -> bool:
     """Whether the shard is a tensor subclass with an all-gather of its own."""
     return has_extension(param.local)
 
@@ -51,7 +51,7 @@ def check_extension(fqn: str, tensor: torch.Tensor) -> None:
 class Extension:
     """The gathers of one such parameter."""
 
-    def __init__(self, param: ShardedParam, mesh: DataMesh, precision: Precision) -> None:
+    def __init__(self, param: GroupParam, mesh: DataMesh, precision: Precision) -> None:
         self._param = param
         self._mesh = mesh
         self._policy = precision.policy

@@ -1,8 +1,7 @@
-"""A group's life: the parameters that travel together in one set of collectives.
+"""A parameter group: parameters that are gathered and reduced together.
 
-It is in one of the states of ``group_state.py``. Its gradients leave it as a
-:class:`~shardwise.sharding.reduce.Reduction`, which runs on while the group is already sharded
-again.
+``states.py`` lists the states of a group and the moves between them. Gradients leave a group as a
+:class:`~shardwise.sharding.reduce.Reduction`, which continues after the group is sharded again.
 """
 
 from __future__ import annotations
@@ -18,56 +17,51 @@ from torch import nn
 
 from shardwise._torch import autograd, dtensor
 from shardwise.errors import MisuseError
-from shardwise.sharding.form import COPIED
-from shardwise.sharding.group_state import MOVES, GroupState
-from shardwise.sharding.kept import KeptShards
-from shardwise.sharding.memory import GroupMemory, check_home
+from shardwise.sharding.full_params import GroupMemory, PostForwardShards, check_home
+from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.offload import Offload
-from shardwise.sharding.options import GroupOptions
-from shardwise.sharding.param import ShardedParam
-from shardwise.sharding.passes import Passes
-from shardwise.sharding.phase import Phase
-from shardwise.sharding.precision import Precision
-from shardwise.sharding.reduce import Reduction
+from shardwise.sharding.param import COPIED
+from shardwise.sharding.policy import GroupOptions, Offload, Precision
+from shardwise.sharding.reduce import Reduction, UnreducedGrads
+from shardwise.sharding.states import MOVES, Freshness, GroupState, Passes, Phase
 from shardwise.sharding.unrecorded import unrecorded
-from shardwise.sharding.unreduced import Unreduced
 from shardwise.transport.base import Label
 
 
 def _no_root_yet() -> NoReturn:
-    raise RuntimeError("the model has not run forward yet: there is nothing to reduce")
+    raise RuntimeError("the model has not run forward yet, so there is nothing to reduce")
 
 
 class ParamGroup:
     """The parameters of one ``fully_shard`` call.
 
     Attributes:
-        params: its parameters, in the order in which every rank gathers and reduces them.
+        params: the parameters, in the order in which every rank gathers and reduces them.
         modules: the modules that were sharded together.
-        mesh: over which ranks, and what carries the bytes between them.
-        fqn: fully qualified name of the modules from the root, for messages and profiles.
-        phase: where in a backward it is.
-        passes: its forwards whose backward may come.
-        options: what a user may switch.
-        kept: the shards between forward and backward, if those are kept on fewer ranks.
-        makes: how often its full parameters had to be made anew, as the shards were replaced.
+        mesh: the ranks to shard over, and the transports between them.
+        fqn: fully qualified names of the modules, from the root; for messages and profiles.
+        phase: where the group is in a backward.
+        passes: forwards whose backward may still come.
+        options: what the user can set with the methods of ``FSDPModule``.
+        post_forward: the shards between forward and backward, under an integer
+            ``reshard_after_forward``.
+        makes: how often the full parameters were made anew because the shards were replaced.
     """
 
     def __init__(
         self,
-        params: Sequence[ShardedParam],
+        params: Sequence[GroupParam],
         modules: tuple[nn.Module, ...],
         mesh: DataMesh,
         precision: Precision,
         offload: Offload,
         reshard_after_forward: bool,
-        kept: KeptShards | None = None,
+        post_forward: PostForwardShards | None = None,
     ) -> None:
         self.params = list(params)
         self.modules = modules
         self.mesh = mesh
-        self.kept = kept
+        self.post_forward = post_forward
         self.fqn = ""
         self.phase = Phase.IDLE
         self.passes = Passes()
@@ -77,25 +71,23 @@ class ParamGroup:
         self.makes = 0
         self._memory: GroupMemory | None = None
         self._label: tuple[str, Label] | None = None
-        # The versions of the shards that the last gather took, and whether a forward or backward
-        # left what came of it in memory.
+        # The versions of the shards at the last gather, and what came of its result.
         self._gathered: list[int] = []
-        self._is_left = False
-        # The outermost forward in which it ran last, and whether its gradients were reduced since.
+        self._freshness = Freshness.CURRENT
+        # The outermost forward in which the group last ran, and the one whose gradients were
+        # last reduced.
         self._forward = 0
-        self._is_reduced = False
-        # Whether a user has unsharded it for the forward to come.
-        self._is_ahead = False
-        self._unreduced = Unreduced(self.params, precision)
+        self._reduced_forward: int | None = None
+        self._unreduced = UnreducedGrads(self.params, precision)
         self._state = GroupState.SHARDED
-        #: Reduces the gradients by way of the root; ``torch.distributed.pipelining`` calls it.
+        #: Reduces the gradients through the root. ``torch.distributed.pipelining`` calls this.
         self.post_backward: Callable[[], None] = _no_root_yet
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> ParamGroup:
-        """Copy for copied modules, sharded, without gradients that are on their way."""
+        """Copy the group for copied modules: sharded, without gradients that are being reduced."""
         copied = memo[COPIED]
         made = ParamGroup.__new__(ParamGroup)
-        # Before the modules are copied, whose hooks on state dicts call the group.
+        # Before the modules are copied: their state dict hooks call the group.
         memo[id(self)] = made
         ParamGroup.__init__(
             made,
@@ -108,58 +100,62 @@ class ParamGroup:
         )
         made.fqn = self.fqn
         made.options = dataclasses.replace(self.options)
-        if self.kept is not None:
-            made.kept = KeptShards(made.params, self.kept.mesh)
+        if self.post_forward is not None:
+            made.post_forward = PostForwardShards(made.params, self.post_forward.mesh)
         return made
 
     def reshard_for_state_dict(self, *_: Any) -> None:
-        """Reshard, as a hook on state dicts: those are of the sharded form."""
+        """Reshard before a state dict is made; a hook. State dicts hold sharded parameters."""
         self.reshard()
 
     def refresh_from_state_dict(self, *_: Any) -> None:
-        """Take over what was loaded, as a hook on state dicts."""
+        """Adopt the parameters that a state dict loaded; a hook."""
         self.refresh()
 
     @property
     def state(self) -> GroupState:
-        """Where in its life the group is."""
+        """The state of the group."""
         return self._state
 
     # -- forms ---------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Start to gather. Does nothing if that has begun or is done.
+        """Start the all-gather. Does nothing if it was started before.
 
         Raises:
-            RuntimeError: the parameters are lent, or on the meta device.
+            RuntimeError: the parameters are summoned, or on the meta device.
         """
-        if self._state is GroupState.LENT:
+        if self._state is GroupState.SUMMONED:
             raise RuntimeError(
-                f"rank {dist.get_rank()}: the whole parameters of group {self.fqn!r} are lent; run "
-                "forward and backward outside of summon_full_params"
+                f"rank {dist.get_rank()}: the parameters of group {self.fqn!r} are inside "
+                "summon_full_params; run forward and backward outside of it"
             )
-        if self._state is not GroupState.SHARDED and self._state is not GroupState.KEPT:
-            return
         if self._state is GroupState.SHARDED:
+            source = None
             self._take_over_replaced()
-        elif self.kept is not None and self.kept.written:
-            self.reshard()  # which raises
+        elif self._state is GroupState.SHARDED_POST_FORWARD:
+            source = self.post_forward
+            if source is not None and source.written:
+                self.reshard()  # this raises
+        else:
+            return
         self._take_over_from_ties()
         with unrecorded():
             if self._memory is None:
                 check_home(self.params, self._offload.home)
-                self._memory = GroupMemory(self.params, self.mesh, self._precision, self.kept)
-            source = self.kept if self._state is GroupState.KEPT else None
+                self._memory = GroupMemory(
+                    self.params, self.mesh, self._precision, self.post_forward
+                )
             if source is None:
                 self._gathered = self._versions()
             self._memory.start(self.label, source)
-            self._move(GroupState.UNSHARDING)  # unless that raised
+            self._move(GroupState.UNSHARDING)  # unless start() raised
 
     def wait_for_unshard(self) -> None:
-        """Wait for the gather; then the modules hold full parameters.
+        """Wait for the all-gather. Afterwards the modules hold full parameters.
 
         Raises:
-            PeerLostError: a peer died or stalled; the message names this group.
+            PeerLostError: a peer died or stalled; the message names the group.
         """
         if self._state is not GroupState.UNSHARDING:
             return
@@ -168,17 +164,17 @@ class ParamGroup:
             with unrecorded():
                 self._memory.finish()
         except BaseException:
-            # Its memory stays: messages that are on their way may still be written to it.
+            # The memory stays: messages in flight may still be written to it.
             self._use_sharded()
             raise
-        if self.kept is not None:
-            self.kept.release()
+        if self.post_forward is not None:
+            self.post_forward.release()
         for param in self.params:
             param.use_full()
         self._move(GroupState.UNSHARDED)
 
     def enter_backward(self) -> None:
-        """Unshard for a backward, in which those have gradients that need them by now.
+        """Unshard for a backward. Only parameters that require gradients now will get them.
 
         Raises:
             PeerLostError: a peer died or stalled.
@@ -190,18 +186,18 @@ class ParamGroup:
             param.enter_backward()
 
     def reshard(self) -> None:
-        """Put the shards back into the modules and free the full parameters.
+        """Put the shards back into the modules, and free the full parameters.
 
-        Parameters that are lent stay so: whoever lent them takes them back.
+        Does nothing inside ``summon_full_params``, which puts the shards back itself.
 
         Raises:
             MisuseError: a module replaced a full parameter, or wrote to it and to its shard.
         """
-        if self._state is GroupState.LENT:
+        if self._state is GroupState.SUMMONED:
             return
         self.wait_for_unshard()
         replaced = []
-        written = [] if self.kept is None else self.kept.written
+        written = [] if self.post_forward is None else self.post_forward.written
         if self._state is GroupState.UNSHARDED:
             replaced = [param for param in self.params if param.is_replaced]
         if self._state is not GroupState.SHARDED:
@@ -210,9 +206,9 @@ class ParamGroup:
         for param in written:
             raise MisuseError(
                 f"{param.fqn} on rank {dist.get_rank()}: it was written to between forward and "
-                "backward, when its modules held what is kept of it on fewer ranks, and the write "
-                "is lost. Call reshard() on the module first, on every rank, "
-                "or shard it with reshard_after_forward=True"
+                "backward, while its modules held its post-forward shards, and the write is lost. "
+                "Call reshard() on the module first, on every rank, or shard it with "
+                "reshard_after_forward=True"
             )
         for param in replaced:
             raise MisuseError(
@@ -221,91 +217,95 @@ class ParamGroup:
                 "Write to the parameter in place, or replace it between steps"
             )
 
-    def lend(self) -> None:
-        """Let the modules hold what the parameters' forms say is lent, until :meth:`take_back`."""
+    def summon(self) -> None:
+        """Put the summoned full parameters into the modules, until :meth:`end_summon`."""
         self.reshard()
         for param in self.params:
-            assert param.form.lent is not None
-            param.register(param.form.lent)
-        self._move(GroupState.LENT)
+            assert param.form.summoned is not None
+            param.register(param.form.summoned)
+        self._move(GroupState.SUMMONED)
 
-    def take_back(self) -> None:
-        """End what :meth:`lend` began."""
+    def end_summon(self) -> None:
+        """Put the shards back into the modules."""
         self._use_sharded()
 
     def reshard_after_forward(self) -> None:
-        """Free the full parameters until backward, if that is what was asked for."""
+        """Free the full parameters until backward, if the options say so."""
         if self._state is not GroupState.UNSHARDED:
             return
         if not self.frees_after_forward:
             for param in self.params:
                 if param.form.is_tied:
                     param.deliver_writes()
-            self.note_left()
+            self.mark_stale()
             return
         assert self._memory is not None
-        if self.kept is not None:
+        if self.post_forward is not None:
             with torch.no_grad():
-                self.kept.keep()
+                self.post_forward.keep()
             self._memory.free()
-            self._move(GroupState.KEPT)
-            self.note_left()
+            self._move(GroupState.SHARDED_POST_FORWARD)
+            self.mark_stale()
             return
         self.reshard()
 
     @property
     def frees_after_forward(self) -> bool:
-        """Whether :meth:`reshard_after_forward` gives the memory of full parameters back."""
+        """Whether :meth:`reshard_after_forward` frees the full parameters."""
         options = self.options
         asked = options.reshard_after_forward and not options.keep_unsharded
         return asked and self._state is GroupState.UNSHARDED
 
     @property
     def full_storages(self) -> frozenset[int]:
-        """The storages of full parameters that have memory of their own, as long as it lasts."""
+        """The storages of the full parameters whose memory is freed when the group reshards."""
         return frozenset() if self._memory is None else self._memory.storages
 
-    def note_left(self) -> None:
-        """Note that a forward or backward leaves the full parameters, or kept ones, in memory."""
-        self._is_left = True
+    def mark_stale(self) -> None:
+        """Note that full parameters, or post-forward shards, stay in memory beyond their use.
+
+        The shards may be written to from now on.
+        """
+        if self._freshness is Freshness.CURRENT:
+            self._freshness = Freshness.STALE
 
     def unshard_for_user(self) -> None:
-        """Start to gather ahead of the forward to come, which sees that nothing was written since.
+        """Start the all-gather for the next forward, which checks that nothing was written since.
 
         Raises:
-            RuntimeError: the parameters are lent, or on the meta device.
+            RuntimeError: the parameters are summoned, or on the meta device.
         """
-        self.free_left()
+        self.reshard_if_stale()
         self.unshard()
-        self.note_left()
-        self._is_ahead = True
+        self._freshness = Freshness.AHEAD
 
-    def free_left(self) -> None:
-        """Free what an earlier forward or backward has left, unless a user asked to keep it.
+    def reshard_if_stale(self) -> None:
+        """Free what an earlier forward or backward left in memory, unless it is to be kept.
 
-        The shards may have changed since. Which of them have, a rank can tell of its own at best.
-        So it does not ask, and all ranks gather again.
+        The shards may have changed since then. A rank can see that of its own shards at best, so
+        every rank gathers again without asking.
         """
-        if self._is_left and not self._is_kept_for_forward:
+        if self._freshness is not Freshness.CURRENT and not self._stays_for_next_forward:
             self.reshard()
 
     def enter_forward(self, number: int) -> None:
-        """Unshard for a forward of the group's modules, with what the shards hold now.
+        """Unshard for a forward of the modules, with the values that the shards have now.
 
         Args:
-            number: of the outermost forward. Within one, a group that runs again is not gathered
-                again where it is left unsharded.
+            number: the number of the outermost forward. A group that runs twice in it and is left
+                unsharded in between is gathered once.
 
         Raises:
-            MisuseError: full parameters were to be kept, and a shard was written to since.
+            MisuseError: the full parameters were kept, and a shard was written to since.
             PeerLostError: a peer died or stalled.
         """
         if number != self._forward:
-            if not self._is_ahead:
-                self.free_left()
+            if self._freshness is Freshness.AHEAD:
+                self._freshness = Freshness.STALE
+            else:
+                self.reshard_if_stale()
             self._forward = number
-            self._is_reduced = self._is_ahead = False
-        if self._is_left and self._gathered != self._versions():
+        if self._freshness is not Freshness.CURRENT and self._gathered != self._versions():
             raise MisuseError(
                 f"group {self.fqn!r} on rank {dist.get_rank()}: its parameters were written to "
                 "while it was kept unsharded for another forward, so its full parameters are out "
@@ -317,13 +317,13 @@ class ParamGroup:
         self._take_over_from_ties()
 
     def refresh(self) -> None:
-        """Take over what ``to()``, ``to_empty()`` or a loaded state dict did to the shards.
+        """Adopt the shards that ``to()``, ``to_empty()`` or a loaded state dict made.
 
-        Does nothing unless the modules hold those: full parameters were made of them as they are.
+        Does nothing unless the modules hold the shards.
 
         Raises:
-            MisuseError: something was replaced in a backward of the group.
-            ValueError: by what is no ``DTensor`` of the same global shape and placements.
+            MisuseError: a parameter was replaced during a backward of the group.
+            ValueError: the replacement is not a ``DTensor`` of the same shape and placements.
         """
         if self._state is not GroupState.SHARDED:
             return
@@ -332,11 +332,11 @@ class ParamGroup:
             if self.phase is not Phase.IDLE and autograd.in_backward():
                 self.refuse_replaced()
             self._free()
-            self._memory = self._label = None
-            self.makes += 1
+            self._label = None
+            self._discard_memory()
 
     def refuse_replaced(self) -> NoReturn:
-        """Raise: gradients of a forward have no parameter any more that they belong to.
+        """Raise an error: the parameters that the gradients of a forward belong to are gone.
 
         Raises:
             MisuseError: always.
@@ -348,7 +348,7 @@ class ParamGroup:
         )
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Clear the gradients of the shards, and drop those that are not reduced yet."""
+        """Clear the gradients of the shards, and drop unreduced ones."""
         for param in self.params:
             grad = param.sharded.grad
             if set_to_none:
@@ -358,15 +358,14 @@ class ParamGroup:
         self._unreduced.drop()
 
     def change_mesh(self, mesh: DataMesh) -> None:
-        """Let other transports carry this group from now on."""
+        """Use the transports of ``mesh`` from now on."""
         self.reshard()
         self.mesh = mesh
-        self._memory = None
-        self.makes += 1
+        self._discard_memory()
 
     @property
     def label(self) -> Label:
-        """What messages call the group, and what ranks have to agree on."""
+        """The name of the group in messages, and the parameters that ranks must agree on."""
         if self._label is None or self._label[0] != self.fqn:
             lines = [
                 f"{param.fqn}: {tuple(param.layout.shape)} {param.dtype}".replace("torch.", "")
@@ -378,55 +377,61 @@ class ParamGroup:
     # -- gradients -----------------------------------------------------------------------------
 
     def reduce_grads(self) -> Reduction | None:
-        """Take the full gradients and start to reduce them; reshards if it should.
+        """Start to reduce the full gradients, and reshard if the options say so.
 
         Returns:
-            The reduction under way, or ``None`` if no parameter has a gradient, or if
-            synchronisation is off: then gradients stay here, unreduced.
+            The reduction, or ``None`` if no parameter has a gradient, or if synchronization is
+            off: then the gradients stay here, unreduced.
         """
         params, grads = self._unreduced.take(self.options)
         if self.options.reshard_after_backward:
             self.reshard()
-        self._is_reduced = self.options.requires_gradient_sync
+        self._reduced_forward = self._forward if self.options.requires_gradient_sync else None
         if not params:
             return None
-        partial = self._unreduced.partial
         return Reduction(
-            self.label, params, grads, self.mesh, self._precision, self.options, partial
+            self.label,
+            params,
+            grads,
+            self.mesh,
+            self._precision,
+            self.options,
+            self._unreduced.pending_all_reduce,
         )
 
     def wait_for_offload(self) -> None:
-        """Block until reduced gradients that are copied to the host have arrived."""
-        for param in self.params:  # one that is tied to another call's has that one's offload
+        """Block until reduced gradients have been copied to the host, where they are offloaded."""
+        for param in self.params:  # a parameter tied to another group has that group's offload
             param.form.offload.wait()
 
     def forget(self) -> None:
-        """Drop gradients that are not yet reduced and go back to the shards, without waiting."""
+        """Drop unreduced gradients and go back to the shards, without waiting for peers."""
         if self._state is GroupState.UNSHARDING:
             assert self._memory is not None
-            self._memory.abandon()  # a peer that raised has not come to it
+            self._memory.abandon()  # a peer that raised never started this gather
             self._use_sharded()
         else:
-            if self.kept is not None:
-                self.kept.release()  # whatever was written to it
+            if self.post_forward is not None:
+                self.post_forward.release()  # also if it was written to
             self.reshard()
         self._unreduced.drop()
 
     # -- inside --------------------------------------------------------------------------------
 
     @property
-    def _is_kept_for_forward(self) -> bool:
-        """Whether forwards go on with full parameters that earlier ones, or backwards, have left.
+    def _stays_for_next_forward(self) -> bool:
+        """Whether the next forward uses full parameters that are still in memory.
 
-        A user asks for it: with :meth:`FSDPModule.keep_unsharded`, or by accumulating gradients
+        A user asks for that with :meth:`FSDPModule.keep_unsharded`, or by accumulating gradients
         without synchronization and without resharding.
         """
         options = self.options
         accumulates = not (options.reshard_after_backward or options.requires_gradient_sync)
-        return options.keep_unsharded or (accumulates and not self._is_reduced)
+        is_reduced = self._reduced_forward == self._forward
+        return options.keep_unsharded or (accumulates and not is_reduced)
 
     def _take_over_from_ties(self) -> None:
-        """Have this group's tied parameters hold what modules of other groups wrote to them."""
+        """Give tied parameters the values that modules of other groups wrote to them."""
         for param in self.params:
             if param.form.is_tied:
                 param.take_over_from_ties()
@@ -435,16 +440,16 @@ class ParamGroup:
         return [param.shard_version for param in self.params]
 
     def _take_over_replaced(self) -> None:
-        """Take over parameters that a user has put in the place of the sharded ones.
+        """Adopt the parameters by which a user replaced the sharded ones.
 
         Raises:
-            MisuseError: one was deleted.
-            ValueError: it is no ``DTensor`` like the one before, or one place of several where it
-                is tied was given other values.
+            MisuseError: a parameter was deleted.
+            ValueError: the new one is not a ``DTensor`` like the old one, or a tied parameter was
+                replaced in only some of its modules.
         """
         places = [(param, owner) for param in self.params for owner in param.owners]
         if all(owner.holds(param.sharded) for param, owner in places):
-            if self._memory is not None and self._memory.is_outdated:  # by swap_tensors, say
+            if self._memory is not None and self._memory.is_outdated:  # after swap_tensors, say
                 self.refresh()
             return
         for param, owner in places:
@@ -456,7 +461,7 @@ class ParamGroup:
                 )
         self.refresh()
         for param, owner in places:
-            param.form.take_over(owner)  # in the other places where it is tied
+            param.form.take_over(owner)  # in the other modules that it is tied to
 
     def _use_sharded(self) -> None:
         for param in self.params:
@@ -464,12 +469,17 @@ class ParamGroup:
         self._move(GroupState.SHARDED)
 
     def _free(self) -> None:
-        """Free the full parameters, and what is kept of them."""
-        self._is_left = self._is_ahead = False
-        if self.kept is not None:
-            self.kept.release()
+        """Free the full parameters and the post-forward shards."""
+        self._freshness = Freshness.CURRENT
+        if self.post_forward is not None:
+            self.post_forward.release()
         if self._memory is not None:
             self._memory.free()
+
+    def _discard_memory(self) -> None:
+        """Forget the full parameters; the next gather makes new ones."""
+        self._memory = None
+        self.makes += 1
 
     def _move(self, to: GroupState) -> None:
         if (self._state, to) not in MOVES:

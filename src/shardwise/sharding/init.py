@@ -1,4 +1,4 @@
-"""Materialising a sharded model that was built on the meta device, module by module."""
+"""Materializing a sharded model that was built on the meta device, module by module."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from shardwise._torch import fsdp
-from shardwise.sharding.form import ShardedForm
-from shardwise.sharding.module_state import ModuleState
-from shardwise.sharding.reach import states_of
+from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.state import FSDPState, states_of
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class _Visit:
 
     module: nn.Module
     fqn: str
-    sharded: dict[str, ShardedForm]
+    sharded: dict[str, ShardedParam]
     plain: list[str]
     buffers: list[str]
 
@@ -38,14 +37,14 @@ def materialize(
     """Give a model on the meta device its memory and initial values, one module at a time.
 
     No rank ever holds more than its shards and the parameters of one module. Modules are visited
-    children first, as ``model.apply(init)`` visits them, and each is initialised whole before it
+    children first, as ``model.apply(init)`` visits them, and each is initialized whole before it
     is cut: with the same random seed on every rank the values are those of the unsharded model
     after ``model.to_empty(...)`` and ``model.apply(init)``.
 
     Args:
         model: the model, after all ``fully_shard`` calls. What is not on the meta device keeps its
             values.
-        device: where whole parameters are initialised, and where parameters that are not sharded,
+        device: where whole parameters are initialized, and where parameters that are not sharded,
             and buffers, go; by default where the shards compute.
         init: called with every module to set its parameters and buffers. By default
             ``module.reset_parameters()`` of every module that has parameters or buffers on the
@@ -64,14 +63,14 @@ def materialize(
     visits = list(_visits(model, states))
     if init is None:
         _check_resettable(visits)
-    visits_left: dict[ShardedForm, int] = {}
+    visits_left: dict[ShardedParam, int] = {}
     for visit in visits:
         for form in visit.sharded.values():
             visits_left[form] = visits_left.get(form, 0) + 1
-    whole: dict[ShardedForm, nn.Parameter] = {}  # a tied one stays whole until its last module
+    whole: dict[ShardedParam, nn.Parameter] = {}  # a tied one stays whole until its last module
     with torch.no_grad():
         for visit in visits:
-            _make_whole(visit, whole, torch.device(device))
+            _make_full(visit, whole, torch.device(device))
             if init is not None:
                 init(visit.module)
             elif not visit.is_empty:
@@ -80,16 +79,16 @@ def materialize(
                 visits_left[form] -= 1
                 fsdp.register_parameter(visit.module, name, form.parameter)
                 if visits_left[form] == 0:
-                    form.materialise(whole.pop(form))
+                    form.materialize(whole.pop(form))
     for state in states:
         for group in state.groups:
             group.refresh()
     return model
 
 
-def _visits(model: nn.Module, states: list[ModuleState]) -> Iterator[_Visit]:
+def _visits(model: nn.Module, states: list[FSDPState]) -> Iterator[_Visit]:
     """Every module, children first, each once."""
-    owned: dict[nn.Module, dict[str, ShardedForm]] = {}
+    owned: dict[nn.Module, dict[str, ShardedParam]] = {}
     for state in states:
         for group in state.groups:
             group.reshard()
@@ -118,14 +117,14 @@ def _visits(model: nn.Module, states: list[ModuleState]) -> Iterator[_Visit]:
     yield from visit(model)
 
 
-def _make_whole(
-    visit: _Visit, whole: dict[ShardedForm, nn.Parameter], device: torch.device
+def _make_full(
+    visit: _Visit, whole: dict[ShardedParam, nn.Parameter], device: torch.device
 ) -> None:
-    """Put whole, uninitialised tensors in the place of those on the meta device."""
+    """Put whole, uninitialized tensors in the place of those on the meta device."""
     module = visit.module
     for name, form in visit.sharded.items():
         if form not in whole:
-            whole[form] = form.empty_whole(device)
+            whole[form] = form.empty_full(device)
         fsdp.register_parameter(module, name, whole[form])
     for name in visit.plain:
         old = fsdp.parameter_of(module, name)
@@ -145,5 +144,5 @@ def _check_resettable(visits: list[_Visit]) -> None:
             raise ValueError(
                 f"{visit.fqn or 'the root'} ({type(visit.module).__name__}) has "
                 f"{', '.join(names)} on the meta device and no reset_parameters(); pass init=, a "
-                "function that initialises a module"
+                "function that initializes a module"
             )

@@ -1,25 +1,33 @@
-"""``FSDPModule``: what a module becomes under ``fully_shard``."""
+"""What a user may switch while training: methods of a sharded module.
+
+What carries a group's bytes: methods of a sharded module.
+
+``FSDPModule``: what a module becomes under ``fully_shard``.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+from typing_extensions import deprecated
 
-from shardwise.sharding.communication import Communication
-from shardwise.sharding.form import COPIED
 from shardwise.sharding.group import ParamGroup
-from shardwise.sharding.hooks import FSDPState
-from shardwise.sharding.phase import Phase
-from shardwise.sharding.reach import groups_of, require_state
-from shardwise.sharding.switches import Switches
+from shardwise.sharding.hooks import run_as_forward
+from shardwise.sharding.param import COPIED
+from shardwise.sharding.state import FSDPState, groups_of, require_state, states_of
+from shardwise.sharding.states import GroupState, Phase
+from shardwise.transport.custom import AllGather, ReduceScatter
+from shardwise.transport.peers import new_group
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -41,17 +49,16 @@ class UnshardHandle(TorchUnshardHandle):
 
 if TYPE_CHECKING:
     # Every FSDPModule is a module, by its original class, which no type checker can see.
-    class _Sharded(Switches, Communication, nn.Module): ...
+    class _Sharded(TorchFSDPModule, nn.Module): ...
 else:
-
-    class _Sharded(Switches, Communication): ...
+    _Sharded = TorchFSDPModule
 
 
 class FSDPModule(_Sharded):
     """What a module becomes under :func:`~shardwise.fully_shard`.
 
     Its class is made anew from this one and its original class, so ``isinstance`` holds for both,
-    and for torch's ``FSDPModule``, by which other libraries recognise sharded modules. Names and
+    and for torch's ``FSDPModule``, by which other libraries recognize sharded modules. Names and
     meanings of the methods are torch's.
     """
 
@@ -59,7 +66,7 @@ class FSDPModule(_Sharded):
         """Make an object of the original class: indexing a sharded container makes plain ones."""
         original = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
         made = original.__new__(original, *args, **kwargs)
-        if _initialise_new:
+        if _initialize_new:
             made.__init__(*args, **kwargs)
         return made
 
@@ -110,7 +117,7 @@ class FSDPModule(_Sharded):
     def reset_iter_state(self) -> None:
         """Make the model able to train again after an exception in forward or backward.
 
-        Gradients of the failed step are lost, those accumulated without synchronisation too.
+        Gradients of the failed step are lost, those accumulated without synchronization too.
 
         Raises:
             RuntimeError: this module is not the root.
@@ -141,7 +148,280 @@ class FSDPModule(_Sharded):
                         fulls.setdefault(param.owners[0].registered, []).append(param.full)
         return iter(dict.fromkeys(each for one in found for each in fulls.get(one, [one])))
 
+    # -- parameters ----------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Set whether parameters are freed between forward and backward.
+
+        Raises:
+            ValueError: ``reshard_after_forward`` is not a ``bool``.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                "reshard_after_forward: expected a bool, found "
+                f"{type(reshard_after_forward).__name__} {reshard_after_forward!r}"
+            )
+        for state in states_of(self, recurse):
+            state.settle_reshard_after_forward(reshard_after_forward)
+            for group in state.groups:
+                if group.state is GroupState.SHARDED_POST_FORWARD:
+                    group.reshard()
+                group.post_forward = None
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether parameters are freed after backward; keeping them saves a gather."""
+        for group in groups_of(self, recurse):
+            group.options.reshard_after_backward = reshard_after_backward
+
+    @contextmanager
+    def keep_unsharded(self, recurse: bool = True) -> Iterator[None]:
+        """Gather parameters once, and keep them unsharded until the end of the ``with`` block.
+
+        For loops of forwards without a backward (evaluating, generating), which gather again in
+        every forward otherwise. It takes the memory of the unsharded model. Inside, parameters
+        must not be written to; a forward after such a write raises where it is seen (writes by way
+        of ``.data``, or of ``torch._foreach_mul_`` and the like, are not). A backward frees
+        parameters as elsewhere. All ranks enter and leave.
+
+        Args:
+            recurse: those of sharded modules inside this one, too.
+
+        Raises:
+            MisuseError: in a forward, parameters were written to since they were gathered.
+            PeerLostError: a peer died or stalled.
+        """
+        groups = list(groups_of(self, recurse))
+        before = [group.options.keep_unsharded for group in groups]
+        try:
+            for group in groups:
+                group.refresh()
+                group.reshard_if_stale()
+                group.options.keep_unsharded = True
+                group.unshard()
+            for group in groups:
+                group.wait_for_unshard()
+                group.mark_stale()
+            yield
+        finally:
+            for group, kept in zip(groups, before, strict=True):
+                group.options.keep_unsharded = kept
+                if not kept:
+                    group.reshard()
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether backward needs this module's own parameters (an embedding does not)."""
+        for group in groups_of(self, recurse=False):
+            group.options.unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
+        """Unshard ``modules`` when this module's forward begins.
+
+        By default forward gathers nothing ahead. What is written to the parameters of ``modules``
+        after that, and before their own forward, is missed.
+
+        Raises:
+            ValueError: one of ``modules`` is not sharded by Shardwise.
+        """
+        require_state(self).forward_prefetch = [require_state(module) for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
+        """Unshard ``modules`` when this module's backward begins, instead of the one expected.
+
+        Raises:
+            ValueError: one of ``modules`` is not sharded by Shardwise.
+        """
+        require_state(self).backward_prefetch = [require_state(module) for module in modules]
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward reduces gradients, for accumulation without communication.
+
+        Until the next backward with synchronization, every rank keeps full gradients of the group,
+        in the reduction dtype.
+        """
+        for group in groups_of(self, recurse):
+            group.options.requires_gradient_sync = requires_gradient_sync
+            group.options.requires_all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether backward also reduces over the replicate dimension of a 2-D mesh.
+
+        Without it gradients are reduce-scattered and added up until the next backward with it.
+        """
+        for group in groups_of(self, recurse):
+            group.options.requires_all_reduce = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether the next backward completes all reductions at its end."""
+        require_state(self).root.is_last_backward = is_last_backward
+
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Divide the sum of gradients by ``factor`` instead of the number of ranks.
+
+        ``None`` goes back to the number of ranks.
+
+        Raises:
+            ValueError: ``factor`` is not positive.
+        """
+        if factor is not None and not factor > 0:
+            raise ValueError(f"gradient divide factor: expected a positive number, found {factor}")
+        for group in groups_of(self, recurse=False):
+            group.options.gradient_divide_factor = factor
+
+    @deprecated("Use `set_gradient_divide_factor` instead")
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Set whether the ranks only ever add gradients, and the division comes afterwards."""
+        for group in groups_of(self, recurse=False):
+            group.options.force_sum_reduction = enable
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether parameters that a backward did not reach are reduced as zeros.
+
+        Needed where ranks use different parameters in one step (a mixture of experts, say), which
+        is an error otherwise.
+        """
+        for group in groups_of(self, recurse):
+            group.options.reduce_scatter_unused_params = reduce_scatter_unused_params
+
+    # -- communication -------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Have ``comm`` gather this module's own group, from and into flat buffers that it makes.
+
+        Args:
+            comm: has ``allocate(size, *, dtype, device) -> Tensor`` and is called as
+                ``comm(output_tensor, input_tensor, group, async_op)``, where it returns a work to
+                wait for, or ``None`` once the result is there.
+        """
+        for group in groups_of(self, recurse=False):
+            if group.mesh.shards:
+                group.change_mesh(group.mesh.with_all_gather(comm))
+                if group.post_forward is not None:
+                    group.post_forward.mesh = group.post_forward.mesh.with_all_gather(comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Have ``comm`` reduce-scatter the gradients of this module's own group.
+
+        Args:
+            comm: as for :meth:`set_custom_all_gather`, called as
+                ``comm(output_tensor, input_tensor, group, op, async_op)``.
+        """
+        for group in groups_of(self, recurse=False):
+            if group.mesh.shards:
+                group.change_mesh(group.mesh.with_reduce_scatter(comm))
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call ``hook`` with the reduced gradients of this module's own group, side by side.
+
+        Args:
+            hook: is given a 1-D tensor in the dtype of the reduction, after the reduce-scatter
+                (and the all-reduce of a 2-D mesh), which it may change in place.
+            stream: must be ``None``.
+
+        Raises:
+            ValueError: a ``stream`` on a 2-D mesh.
+            NotImplementedError: any other ``stream``.
+        """
+        for group in groups_of(self, recurse=False):
+            if stream is not None:
+                if group.mesh.replicate is not None:
+                    raise ValueError("set_all_reduce_hook: a 2-D mesh takes no stream")
+                raise NotImplementedError(
+                    "set_all_reduce_hook(stream=...): reductions end on the stream that backward "
+                    "runs on; let the hook itself enter another stream, and wait for it"
+                )
+            group.options.all_reduce_hook = hook
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the first gather of the next forward wait for ``event``, once.
+
+        Nothing runs ahead of the optimizer without it: this only orders further. On CPU devices
+        there is nothing to wait for.
+        """
+        require_state(self).root.post_optim_event = event
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Set how many groups' full gradients may be on their way at once (by default one).
+
+        More hide a slow network behind backward, at the cost of that memory.
+
+        Raises:
+            TypeError: ``max_input_buffers`` is not an ``int``.
+            ValueError: it is less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"max_input_buffers: expected an int, found {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers: expected at least 1, found {max_input_buffers}")
+        for group in groups_of(self, recurse):
+            group.options.reduce_scatter_max_input_buffers = max_input_buffers
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Set whether gradients are reduced over a process group of their own.
+
+        On NCCL, collectives of one process group run one after the other; of two, side by side.
+        Every rank of the mesh makes this call.
+        """
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for group in groups_of(self, recurse):
+            if not group.mesh.shards:
+                continue
+            if not enable:
+                group.change_mesh(group.mesh.with_scatter_group(None))
+            elif group.mesh.scatter_group is None:
+                ranks = tuple(dist.get_process_group_ranks(group.mesh.shard_group))
+                if ranks not in made:
+                    made[ranks] = new_group(ranks)
+                group.change_mesh(group.mesh.with_scatter_group(made[ranks]))
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refuse: there are no staging buffers whose memory could come from elsewhere.
+
+        Raises:
+            NotImplementedError: ``enable`` is true.
+        """
+        if enable:
+            raise NotImplementedError(
+                "set_allocate_memory_from_process_group_for_comm: parameters are gathered in place "
+                "and gradients sent from where they lie, so there are no staging buffers to "
+                "allocate; make them with set_custom_all_gather"
+            )
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Refuse: there are no staging buffers that could be symmetric memory.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "set_symm_mem_for_comm: parameters are gathered in place and gradients sent from where "
+            "they lie, so there are no staging buffers that could be symmetric memory; make them "
+            "with set_custom_all_gather"
+        )
+
     # -- inside --------------------------------------------------------------------------------
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Do nothing: here every gather is asynchronous and allocates on the current stream."""
 
     def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]
         """The name under which torch's own code asks for the state."""
@@ -174,7 +454,7 @@ class FSDPModule(_Sharded):
 
 
 _CLASSES: dict[type, type] = {}
-_initialise_new = True
+_initialize_new = True
 
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:
@@ -185,12 +465,12 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
 @contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
     """Inside, constructing the class of a sharded module makes an object without ``__init__``."""
-    global _initialise_new
-    before, _initialise_new = _initialise_new, False
+    global _initialize_new
+    before, _initialize_new = _initialize_new, False
     try:
         yield
     finally:
-        _initialise_new = before
+        _initialize_new = before
 
 
 def fsdp_class_of(original: type[nn.Module]) -> type:
@@ -231,7 +511,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(method)
     def call(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
         bound = types.MethodType(method.__func__, self) if own else method
-        return require_state(self).run_as_forward(self, bound, args, kwargs)
+        return run_as_forward(require_state(self), self, bound, args, kwargs)
 
     setattr(module, method_name, types.MethodType(call, module))
 

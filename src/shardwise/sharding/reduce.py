@@ -5,6 +5,8 @@ A reduction runs behind the backward of the groups that follow, in steps:
     reduce-scatter over the shard dimension        (always; uncut parameters are all-reduced)
     all-reduce over the replicate dimension        (2-D meshes only)
     scale, convert to the stored dtype, add to the sharded gradient
+
+Gradients of a group that are on no way yet: full ones, and those that are reduced in part.
 """
 
 from __future__ import annotations
@@ -15,12 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from shardwise._torch import autograd
-from shardwise.sharding.form import ShardedForm
+from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.options import GroupOptions
 from shardwise.sharding.param import ShardedParam
-from shardwise.sharding.precision import Precision
-from shardwise.sharding.unreduced import Partial
+from shardwise.sharding.policy import GroupOptions, Precision
 from shardwise.transport.base import Label, Reduce, Work
 
 
@@ -71,18 +71,18 @@ class Reduction:
         mesh: over which to reduce.
         precision: in which dtypes.
         options: of the group, as they are now: what is switched later is not for this one.
-        partial: what waits for the all-reduce, to be added to, or to be taken along.
+        pending_all_reduce: what waits for the all-reduce, to be added to, or to be taken along.
     """
 
     def __init__(
         self,
         label: Label,
-        params: Sequence[ShardedParam],
+        params: Sequence[GroupParam],
         grads: Sequence[torch.Tensor],
         mesh: DataMesh,
         precision: Precision,
         options: GroupOptions,
-        partial: Partial,
+        pending_all_reduce: PendingAllReduce,
     ) -> None:
         self._label = label
         self._hook = options.all_reduce_hook
@@ -90,8 +90,8 @@ class Reduction:
         self._params = list(params)
         self._mesh = mesh
         self._all_reduce = options.requires_all_reduce and mesh.replicate is not None
-        self.stops_at_partial = mesh.replicate is not None and not options.requires_all_reduce
-        self._partial = partial
+        self.awaits_all_reduce = mesh.replicate is not None and not options.requires_all_reduce
+        self._pending_all_reduce = pending_all_reduce
         factor, force_sum = options.gradient_divide_factor, options.force_sum_reduction
         dtypes = [precision.reduce_dtype(param.dtype) for param in params]
         scalings = {
@@ -119,14 +119,14 @@ class Reduction:
             return False
         return all(param.local.device == self._mesh.device for param in self._params)
 
-    def leave_hooks(self, forms: Iterable[ShardedForm]) -> None:
+    def leave_hooks(self, forms: Iterable[ShardedParam]) -> None:
         """Leave hooks on the gradients of ``forms`` to the caller: these gradients may grow."""
         self._hooked.difference_update(forms)
 
     @property
     def has_hooks(self) -> bool:
         """Whether hooks follow the gradients as soon as they are there, and may read or write."""
-        return not self.stops_at_partial and any(
+        return not self.awaits_all_reduce and any(
             autograd.has_post_accumulate_hooks(form.parameter) for form in self._hooked
         )
 
@@ -141,9 +141,9 @@ class Reduction:
                 work.wait()
             self._works.clear()
             self._alive.clear()
-            if self.stops_at_partial:
+            if self.awaits_all_reduce:
                 for param, shard in zip(self._params, self._shards, strict=True):
-                    self._partial.add(param, shard)
+                    self._pending_all_reduce.add(param, shard)
                 return True
             if self._all_reduce and not self._is_over_replicate:
                 self._is_over_replicate = True
@@ -198,7 +198,7 @@ class Reduction:
         assert replicate is not None
         by_op: dict[Reduce, list[torch.Tensor]] = {}
         for param, shard, scaling in zip(self._params, self._shards, self._scalings, strict=True):
-            held = self._partial.take(param)
+            held = self._pending_all_reduce.take(param)
             if held is not None:
                 shard += held
             by_op.setdefault(scaling.op, []).append(shard)
@@ -209,7 +209,7 @@ class Reduction:
         self, dtypes: list[torch.dtype], device: torch.device
     ) -> list[torch.Tensor | None]:
         """Where reduced gradients arrive: side by side for a hook, else wherever they like."""
-        if self._hook is None or self.stops_at_partial:
+        if self._hook is None or self.awaits_all_reduce:
             return [None] * len(dtypes)
         sizes: dict[torch.dtype, list[int]] = {}
         for param, dtype in zip(self._params, dtypes, strict=True):
@@ -234,3 +234,77 @@ class Reduction:
             param.form.add_grad(shard if self._keep_dtype else shard.to(param.dtype))
             if param.form in self._hooked:
                 param.form.run_hooks()
+
+
+class PendingAllReduce:
+    """Gradients that are reduced over the shard dimension only, waiting for the all-reduce."""
+
+    def __init__(self) -> None:
+        self._shards: dict[GroupParam, torch.Tensor] = {}
+
+    def add(self, param: GroupParam, shard: torch.Tensor) -> None:
+        """Add ``shard`` to what ``param`` has."""
+        if param in self._shards:
+            self._shards[param] += shard
+        else:
+            self._shards[param] = shard
+
+    def __contains__(self, param: GroupParam) -> bool:
+        return param in self._shards
+
+    def take(self, param: GroupParam) -> torch.Tensor | None:
+        """What ``param`` has, once."""
+        return self._shards.pop(param, None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._shards.clear()
+
+
+class UnreducedGrads:
+    """What backwards have left of gradients, until a reduction takes them.
+
+    Args:
+        params: the parameters of the group.
+        precision: in which dtypes gradients add up.
+
+    Attributes:
+        pending_all_reduce: those that have been reduced over the shard dimension only.
+    """
+
+    def __init__(self, params: Sequence[GroupParam], precision: Precision) -> None:
+        self.pending_all_reduce = PendingAllReduce()
+        self._params = params
+        self._precision = precision
+
+    def take(self, options: GroupOptions) -> tuple[list[GroupParam], list[torch.Tensor]]:
+        """Take the full gradients, once; with synchronization off, none: they add up here.
+
+        Returns:
+            The parameters that have one, or are to have zeros, and those gradients.
+        """
+        params: list[GroupParam] = []
+        grads: list[torch.Tensor] = []
+        if not options.requires_gradient_sync:
+            for param in self._params:
+                param.accumulate_grad(self._precision.reduce_dtype(param.dtype))
+            return params, grads
+        for param in self._params:
+            grad = param.take_grad()
+            # What earlier backwards reduce-scattered only is completed also where this one adds
+            # none.
+            completes = options.requires_all_reduce and param in self.pending_all_reduce
+            if grad is None and (completes or options.reduce_scatter_unused_params):
+                grad = param.zero_grad(of_frozen=completes)  # frozen since, maybe
+            if grad is not None:
+                params.append(param)
+                grads.append(grad)
+        return params, grads
+
+    def drop(self) -> None:
+        """Forget them all."""
+        self.pending_all_reduce.clear()
+        for param in self._params:
+            param.accumulated_grad = None
+            if param.full is not None:
+                param.full.grad = None

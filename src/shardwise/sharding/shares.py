@@ -67,7 +67,7 @@ class Shares:
         return sum(layout.shard_shape(rank).numel() for layout in self.layouts.values())
 
     def ranges(self) -> list[RankRange]:
-        """All ranks, joined where neighbours hold equally much."""
+        """All ranks, joined where neighbors hold equally much."""
         ranges = []
         for numel, ranks in groupby(range(self.world_size), key=self.held_by):
             first, *rest = ranks

@@ -125,10 +125,10 @@ class Scratch:
     def __init__(self) -> None:
         self._block = _block(0)
 
-    def borrow(self) -> Loan:
+    def borrow(self) -> SummonOptions:
         """Lend the block."""
         block, self._block = self._block, _block(0)
-        return Loan(self, block)
+        return SummonOptions(self, block)
 
     def give_back(self, block: torch.Tensor) -> None:
         """Take a block back, and keep it if it is the largest that may be kept."""
@@ -136,7 +136,7 @@ class Scratch:
             self._block = block
 
 
-class Loan:
+class SummonOptions:
     """Tensors cut from a block."""
 
     def __init__(self, scratch: Scratch, block: torch.Tensor) -> None:

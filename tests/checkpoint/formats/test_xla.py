@@ -24,7 +24,7 @@ from shardwise.checkpoint.ranks.xla import (
     save_rank_checkpoint,
 )
 from shardwise.errors import CheckpointError
-from shardwise.sharding.shard_metadata import get_shard_metadata
+from shardwise.sharding.state_dict import get_shard_metadata
 from tests.checkpoint.meshes import Setup, build, expected, fill, give_state, wrong
 from tests.parity.models import make_model
 

@@ -23,7 +23,7 @@ from shardwise.checkpoint.formats.source import (
 from shardwise.checkpoint.formats.torchfile import StoredShard, StoredTensor, read_tree
 from shardwise.checkpoint.formats.torchwrite import Hole
 from shardwise.errors import CheckpointError
-from shardwise.sharding.shard_metadata import FORMAT, VERSION
+from shardwise.sharding.state_dict import FORMAT, VERSION
 
 _MAX_DIMS = 64
 _MAX_RANKS = 10**6

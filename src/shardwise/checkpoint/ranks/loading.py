@@ -27,7 +27,7 @@ from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import check_tensor, local_of
 from shardwise.checkpoint.storage import Reader
 from shardwise.errors import CheckpointError
-from shardwise.sharding.state_dicts import sharded_state_dicts
+from shardwise.sharding.state_dict import sharded_state_dicts
 
 
 def load_into(

@@ -26,8 +26,8 @@ from shardwise._torch import dtensor
 from shardwise.checkpoint.disk.entries import ModelFacts, Origin, StatePath, Value, dtype_name
 from shardwise.checkpoint.disk.values import encode, leaves
 from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
-from shardwise.sharding.reach import groups_of
-from shardwise.sharding.state_dicts import sharded_state_dicts
+from shardwise.sharding.state import groups_of
+from shardwise.sharding.state_dict import sharded_state_dicts
 
 
 @dataclass

@@ -36,7 +36,7 @@ from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import check_tensor
 from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.errors import CheckpointError
-from shardwise.sharding.state_dicts import sharded_state_dict
+from shardwise.sharding.state_dict import sharded_state_dict
 
 
 def load_weights(

@@ -35,13 +35,14 @@ from shardwise.checkpoint.ranks.optimizer import (
     parameter_names,
 )
 from shardwise.errors import CheckpointError
-from shardwise.sharding.shard_metadata import (
+from shardwise.sharding.state_dict import (
     get_shard_metadata,
     own_rank,
     parts_of,
+    sharded_state_dict,
+    sharded_state_dicts,
     world_size,
 )
-from shardwise.sharding.state_dicts import sharded_state_dict, sharded_state_dicts
 from shardwise.units import printable
 
 SUFFIX = "_rank-*-of-*.pth"

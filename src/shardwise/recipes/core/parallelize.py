@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise.recipes.core.config import Precision, ShardingConfig
 from shardwise.recipes.core.task import Place
-from shardwise.sharding.reach import gather_in_order, groups_of, states_of
+from shardwise.sharding.state import gather_in_order, groups_of, states_of
 from shardwise.transport.peers import naming_lost_peer
 
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}

@@ -1,6 +1,6 @@
 """Lending modules their whole parameters, for a user to look at and to change between steps.
 
-What is lent is made for the loan, in the dtype and of the values that are stored, and is not the
+What is lent is made for the options, in the dtype and of the values that are stored, and is not the
 full form that forward computes with: that one may have another dtype, and its memory is shared.
 """
 
@@ -18,19 +18,18 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise._torch import autograd, dtensor
 from shardwise.errors import MisuseError
 from shardwise.sharding.group import ParamGroup
-from shardwise.sharding.group_state import GroupState
-from shardwise.sharding.module_state import ModuleState
-from shardwise.sharding.param import ShardedParam
-from shardwise.sharding.phase import Phase
+from shardwise.sharding.group_param import GroupParam
+from shardwise.sharding.state import FSDPState
+from shardwise.sharding.states import GroupState, Phase
 from shardwise.sharding.unrecorded import unrecorded
 
 
 @dataclass(frozen=True)
-class Loan:
+class SummonOptions:
     """How parameters are lent.
 
     Attributes:
-        writeback: whether what was changed is kept when the loan ends.
+        writeback: whether what was changed is kept when the options ends.
         first_rank_only: whether only the first rank of the mesh gets whole parameters; the others
             take part in gathering them, and hold their shards meanwhile.
         offload_to_cpu: whether they are put on the host.
@@ -44,7 +43,7 @@ class Loan:
 
 
 @contextmanager
-def lent_whole(states: Iterable[ModuleState], loan: Loan) -> Iterator[None]:
+def summoned(states: Iterable[FSDPState], options: SummonOptions) -> Iterator[None]:
     """Let the modules of ``states`` hold whole parameters inside. Every rank enters.
 
     Raises:
@@ -57,33 +56,33 @@ def lent_whole(states: Iterable[ModuleState], loan: Loan) -> Iterator[None]:
     with ExitStack() as stack:
         for state in states:
             for group in state.groups:
-                stack.enter_context(_lent(group, loan))
+                stack.enter_context(_summoned(group, options))
         yield
 
 
 @contextmanager
-def _lent(group: ParamGroup, loan: Loan) -> Iterator[None]:
+def _summoned(group: ParamGroup, options: SummonOptions) -> Iterator[None]:
     group.refresh()
     group.reshard()
-    own = [param for param in group.params if param.form.lent is None]  # others are tied
+    own = [param for param in group.params if param.form.summoned is None]  # others are tied
     with unrecorded():
-        fulls = [_whole_parameter(param, loan) for param in own]
-    if loan.first_rank_only and not is_first(group):
+        fulls = [_full_parameter(param, options) for param in own]
+    if options.first_rank_only and not is_first(group):
         yield
         return
     for param, full in zip(own, fulls, strict=True):
-        param.form.lent = full
-    group.lend()
+        param.form.summoned = full
+    group.summon()
     try:
         yield
     finally:
-        group.take_back()
+        group.end_summon()
         for param in own:
-            param.form.lent = None
-        if loan.writeback:
+            param.form.summoned = None
+        if options.writeback:
             with unrecorded():
                 for param, full in zip(own, fulls, strict=True):
-                    _write_back(param, full, with_grads=loan.with_grads)
+                    _write_back(param, full, with_grads=options.with_grads)
 
 
 def is_first(group: ParamGroup) -> bool:
@@ -91,7 +90,7 @@ def is_first(group: ParamGroup) -> bool:
     return dist.get_rank() == int(group.mesh.mesh.mesh.flatten()[0])
 
 
-def whole_value(param: ShardedParam, sharded: torch.Tensor) -> torch.Tensor:
+def full_value(param: GroupParam, sharded: torch.Tensor) -> torch.Tensor:
     """The whole of ``sharded``, cut as ``param`` is: in memory of its own, on every rank.
 
     Args:
@@ -123,22 +122,24 @@ def whole_value(param: ShardedParam, sharded: torch.Tensor) -> torch.Tensor:
     return whole.clone() if shared else whole
 
 
-def _whole_parameter(param: ShardedParam, loan: Loan) -> nn.Parameter:
+def _full_parameter(param: GroupParam, options: SummonOptions) -> nn.Parameter:
     if param.local.is_meta:
         raise RuntimeError(
             f"rank {dist.get_rank()}: {param.fqn} is on the meta device and has no values to lend; "
-            "materialise it first, with shardwise.materialize(model)"
+            "materialize it first, with shardwise.materialize(model)"
         )
-    full = _lendable(param, param.sharded, loan)
+    full = _full_for_user(param, param.sharded, options)
     parameter = nn.Parameter(full, requires_grad=param.sharded.requires_grad)
-    if loan.with_grads and param.sharded.grad is not None:
-        parameter.grad = _lendable(param, param.sharded.grad, loan)
+    if options.with_grads and param.sharded.grad is not None:
+        parameter.grad = _full_for_user(param, param.sharded.grad, options)
     return parameter
 
 
-def _lendable(param: ShardedParam, sharded: torch.Tensor, loan: Loan) -> torch.Tensor:
-    whole = whole_value(param, sharded)
-    if loan.offload_to_cpu:
+def _full_for_user(
+    param: GroupParam, sharded: torch.Tensor, options: SummonOptions
+) -> torch.Tensor:
+    whole = full_value(param, sharded)
+    if options.offload_to_cpu:
         whole = whole.cpu()
     origin = param.form.origin
     if origin is None:
@@ -146,7 +147,7 @@ def _lendable(param: ShardedParam, sharded: torch.Tensor, loan: Loan) -> torch.T
     return dtensor.wrap_local(whole, dtensor.with_dtype(origin, whole.dtype))
 
 
-def _write_back(param: ShardedParam, full: nn.Parameter, *, with_grads: bool) -> None:
+def _write_back(param: GroupParam, full: nn.Parameter, *, with_grads: bool) -> None:
     param.local.copy_(_rows(param, full))
     if not with_grads:
         return
@@ -158,14 +159,14 @@ def _write_back(param: ShardedParam, full: nn.Parameter, *, with_grads: bool) ->
         dtensor.local_of(param.sharded.grad).copy_(_rows(param, full.grad))
 
 
-def _rows(param: ShardedParam, full: torch.Tensor) -> torch.Tensor:
+def _rows(param: GroupParam, full: torch.Tensor) -> torch.Tensor:
     whole = dtensor.plain(full)
     return param.layout.cut(whole.detach(), param.form.mesh.shard.rank).contiguous()
 
 
-def _check_idle(state: ModuleState) -> None:
+def _check_idle(state: FSDPState) -> None:
     where = f"{type(state.modules[0]).__name__} on rank {dist.get_rank()}"
-    if any(group.state is GroupState.LENT for group in state.groups):
+    if any(group.state is GroupState.SUMMONED for group in state.groups):
         raise MisuseError(f"{where}: its whole parameters are lent already; do not nest")
     in_forward = state.phase is Phase.FORWARD or state.root.forward_root is not None
     if in_forward or autograd.in_backward():

@@ -17,6 +17,15 @@ staged     cut along another dimension              the gather, then one copy th
 extended   the shard is a tensor subclass with      the gather of what the subclass sends, and
            ``fsdp_pre_all_gather``                  what it makes of it
 =========  =======================================  ============================================
+
+What stays of full parameters between forward and backward, on fewer ranks than they have.
+
+``reshard_after_forward=k`` cuts the full parameters anew, over every k ranks that follow each other
+(say those of one host), so that backward gathers among those only:
+
+    sharded over 4      rank 0: a   rank 1: b   rank 2: c   rank 3: d
+    full                abcd        abcd        abcd        abcd
+    kept over 2         ab          cd          ab          cd
 """
 
 from __future__ import annotations
@@ -25,14 +34,17 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from shardwise._torch import dtensor
-from shardwise.sharding.extension import Extension, is_extended
-from shardwise.sharding.kept import KeptShards
+from shardwise._torch import autograd, dtensor
+from shardwise.sharding.extension import Extension, has_extension, is_extended
+from shardwise.sharding.group_param import GroupParam
+from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.param import ShardedParam
-from shardwise.sharding.precision import Precision
-from shardwise.transport.base import FullBuffers, Label, Work
+from shardwise.sharding.policy import Precision
+from shardwise.sharding.unrecorded import unrecorded
+from shardwise.transport.base import FullBuffers, Label, Transport, Work
 from shardwise.transport.memory import HeapBuffers
 
 
@@ -50,19 +62,19 @@ class GroupMemory:
 
     def __init__(
         self,
-        params: Sequence[ShardedParam],
+        params: Sequence[GroupParam],
         mesh: DataMesh,
         precision: Precision,
-        kept: KeptShards | None = None,
+        kept: PostForwardShards | None = None,
     ) -> None:
         self._transport = mesh.shard
-        self._kept = kept
+        self._post_forward = kept
         self._works: list[Work] = []
-        self._source: KeptShards | None = None
-        self._direct: list[ShardedParam] = []
-        self._staged: list[ShardedParam] = []
-        self._copied: list[ShardedParam] = []
-        self._aliased: list[ShardedParam] = []
+        self._source: PostForwardShards | None = None
+        self._direct: list[GroupParam] = []
+        self._staged: list[GroupParam] = []
+        self._copied: list[GroupParam] = []
+        self._aliased: list[GroupParam] = []
         self._extended: list[Extension] = []
         for param in params:
             alone = mesh.shard.world_size == 1
@@ -104,7 +116,7 @@ class GroupMemory:
         """Whether a full parameter that shares its shard's memory no longer does."""
         return not all(param.shares_memory for param in self._aliased)
 
-    def start(self, label: Label, source: KeptShards | None = None) -> None:
+    def start(self, label: Label, source: PostForwardShards | None = None) -> None:
         """Allocate, and start to gather. Shards must not change until :meth:`finish`.
 
         Args:
@@ -171,9 +183,9 @@ class GroupMemory:
             extension.free()
 
     def _gather_buffers(
-        self, params: Sequence[ShardedParam], mesh: DataMesh, precision: Precision
+        self, params: Sequence[GroupParam], mesh: DataMesh, precision: Precision
     ) -> FullBuffers:
-        make = self._transport.full_buffers if self._kept is None else HeapBuffers
+        make = self._transport.full_buffers if self._post_forward is None else HeapBuffers
         return make(
             [param.layout.padded_numel for param in params],
             [precision.compute_dtype(param.dtype) for param in params],
@@ -181,7 +193,7 @@ class GroupMemory:
         )
 
 
-def check_home(params: Sequence[ShardedParam], home: torch.device) -> None:
+def check_home(params: Sequence[GroupParam], home: torch.device) -> None:
     """Raise unless all shards are on ``home``.
 
     Raises:
@@ -191,8 +203,8 @@ def check_home(params: Sequence[ShardedParam], home: torch.device) -> None:
     if on_meta:
         raise RuntimeError(
             f"rank {dist.get_rank()}: parameters {', '.join(on_meta)} are on the meta device; "
-            "materialise them first, with shardwise.materialize(model), or with "
-            "model.to_empty(device=...) followed by an initialisation"
+            "materialize them first, with shardwise.materialize(model), or with "
+            "model.to_empty(device=...) followed by an initialization"
         )
     elsewhere = [param for param in params if param.local.device != home]
     if elsewhere:
@@ -201,3 +213,100 @@ def check_home(params: Sequence[ShardedParam], home: torch.device) -> None:
             f"rank {dist.get_rank()}: expected shards on {home}, found {found}; move the model "
             "there, or shard it on a mesh of the device it is on"
         )
+
+
+def check_can_shard_post_forward(param: nn.Parameter, fqn: str) -> None:
+    """Check that a parameter that is to be sharded can be kept on fewer ranks.
+
+    Raises:
+        NotImplementedError: it is a ``DTensor`` of tensor parallelism, or a tensor subclass with an
+            all-gather of its own.
+    """
+    if isinstance(param, DTensor):
+        found = f"a DTensor with placements {param.placements}"
+    elif has_extension(param):
+        found = f"a {type(param).__name__} with fsdp_pre_all_gather"
+    else:
+        return
+    raise NotImplementedError(
+        f"{fqn} on rank {dist.get_rank()}: an integer reshard_after_forward is not available for "
+        f"DTensor parameters and for tensor subclasses with fsdp_pre_all_gather, found {found}; "
+        "pass True or False"
+    )
+
+
+class PostForwardShards:
+    """The shards of one group over the smaller mesh.
+
+    Args:
+        params: the parameters of the group.
+        mesh: ``(replicate, shard)``, as :meth:`DataMesh.of_groups_of` makes it.
+
+    Attributes:
+        mesh: the smaller mesh.
+    """
+
+    def __init__(self, params: Sequence[GroupParam], mesh: DataMesh) -> None:
+        self.mesh = mesh
+        self._layouts: dict[GroupParam, Layout] = {}
+        self._shards: dict[GroupParam, torch.Tensor] = {}
+        self._registered: dict[GroupParam, tuple[nn.Parameter, int]] = {}
+        self._uncut = [param for param in params if param.layout.dim is None]
+        for param in params:
+            if param.layout.dim is not None:
+                self._layouts[param] = Layout(
+                    param.layout.shape, param.layout.dim, mesh.shard.world_size
+                )
+
+    @property
+    def transport(self) -> Transport:
+        """What gathers them."""
+        return self.mesh.shard
+
+    def keep(self) -> None:
+        """Copy this rank's shards out of the full parameters, and put them into the modules."""
+        for param in self._uncut:
+            param.use_sharded()  # every rank has the whole of it
+        with unrecorded():
+            for param, layout in self._layouts.items():
+                rows = layout.cut(param.full_data, self.mesh.shard.rank)
+                shard = rows.clone(memory_format=torch.contiguous_format)
+                spec = dtensor.make_spec(
+                    self.mesh.mesh,
+                    self.mesh.placements(layout.dim),
+                    layout.shape,
+                    layout.strides,
+                    shard.dtype,
+                )
+                assert param.full is not None
+                param.follow_requires_grad(param.full)
+                kept = nn.Parameter(
+                    dtensor.wrap_local(shard, spec), requires_grad=param.sharded.requires_grad
+                )
+                param.register(kept)
+                self._registered[param] = kept, autograd.version_with_local(kept)
+                self._shards[param] = shard.view(-1)
+
+    def release(self) -> None:
+        """Let the shards go."""
+        for param, (kept, _) in self._registered.items():
+            param.follow_requires_grad(kept)
+        self._registered.clear()
+        self._shards.clear()
+
+    @property
+    def written(self) -> list[GroupParam]:
+        """The parameters whose kept shards were written to, which nothing else would learn of."""
+        return [
+            p
+            for p, (kept, before) in self._registered.items()
+            if autograd.version_with_local(kept) != before
+        ]
+
+    def shard_of(self, param: GroupParam) -> torch.Tensor:
+        """The shard that is kept of ``param``, 1-D."""
+        return self._shards[param]
+
+    def layout_of(self, param: GroupParam) -> Layout:
+        """How ``param`` is cut over the smaller mesh."""
+        return self._layouts[param]

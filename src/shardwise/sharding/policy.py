@@ -1,4 +1,8 @@
-"""Shards that live on the host while computing happens on a device.
+"""Dtypes: in which a group computes, in which it reduces, and the casts at module borders.
+
+What a user may switch for one group while training.
+
+Shards that live on the host while computing happens on a device.
 
 On a mesh of CPUs there is nothing to offload: shards are on the host already, and the policy
 changes nothing.
@@ -7,14 +11,77 @@ changes nothing.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise._torch import autograd
+from shardwise.sharding.tree import map_tensors
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A :class:`MixedPrecisionPolicy`, answered parameter by parameter."""
+
+    policy: MixedPrecisionPolicy
+
+    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """Dtype of the full parameter whose shard has dtype ``stored``."""
+        wanted = self.policy.param_dtype
+        return stored if wanted is None or not stored.is_floating_point else wanted
+
+    def reduce_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """Dtype in which gradients of such a parameter are added up and reduced."""
+        wanted = self.policy.reduce_dtype
+        computed = self.compute_dtype(stored)
+        return computed if wanted is None or not computed.is_floating_point else wanted
+
+    def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Forward inputs, floating-point tensors cast to ``param_dtype`` if the policy says so."""
+        dtype = self.policy.param_dtype
+        if dtype is None or not self.policy.cast_forward_inputs:
+            return args, kwargs
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+    def cast_outputs(self, output: Any) -> Any:
+        """Forward outputs, floating-point tensors cast to ``output_dtype`` if there is one."""
+        dtype = self.policy.output_dtype
+        return output if dtype is None else cast_floating(output, dtype)
+
+
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """``tree`` with its real floating-point tensors in ``dtype``."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(cast, tree)
+
+
+#: Called with the reduced gradients of a group side by side, 1-D, before they are divided.
+AllReduceHook = Callable[[torch.Tensor], object]
+
+
+@dataclass
+class GroupOptions:
+    """Each is described where it is set: at the ``FSDPModule`` method of its name."""
+
+    reshard_after_forward: bool = True
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    keep_unsharded: bool = False
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    gradient_divide_factor: float | None = None
+    force_sum_reduction: bool = False
+    reduce_scatter_unused_params: bool = False
+    reduce_scatter_max_input_buffers: int = 1
+    all_reduce_hook: AllReduceHook | None = None
+    keep_low_precision_grads: bool = False
 
 
 @dataclass

@@ -1,0 +1,517 @@
+"""In which order groups run, and so which one to unshard ahead of time in backward.
+
+Backward follows the reverse of the forward that it belongs to. Every rank runs the same model, so
+every rank looks ahead in the same way and issues its collectives in the same order. Forward does
+not look ahead by itself: what a program writes to the next group before that group's turn would be
+missed.
+
+What all groups under one root share: their order, and the reductions under way.
+
+What one ``fully_shard`` call adds to its modules, and how the outermost call is found.
+
+The outermost module that runs is the root. It is found at its first forward, when all nested calls
+have been made.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Self, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardwise._torch import autograd
+from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.param import COPIED, ShardedParam
+from shardwise.sharding.policy import Precision
+from shardwise.sharding.reduce import Reduction
+from shardwise.sharding.states import GroupState, Phase
+
+
+class RunOrder:
+    """The order of groups in forward, and in backward."""
+
+    def __init__(self) -> None:
+        # Forwards that are over and whose backward has not come, in order, with multiplicity: a
+        # group that ran twice has two backwards.
+        self._finished: list[ParamGroup] = []
+        self._positions: dict[ParamGroup, list[int]] = {}
+        # Of those, how many were there when the forward now running began.
+        self._finished_before = 0
+
+    def begin_forward(self) -> None:
+        """Note that the outermost module's forward begins."""
+        self._finished_before = len(self._finished)
+
+    def abort_forward(self) -> None:
+        """Forget the forward now running: it raised, and no backward follows it."""
+        while len(self._finished) > self._finished_before:
+            self._positions[self._finished.pop()].pop()
+
+    def leave_forward(self, group: ParamGroup) -> None:
+        """Note that ``group``'s forward is over and that its backward may come."""
+        self._positions.setdefault(group, []).append(len(self._finished))
+        self._finished.append(group)
+
+    def enter_backward(self, group: ParamGroup) -> ParamGroup | None:
+        """Note that ``group`` begins its backward.
+
+        Returns:
+            The group whose backward is expected next.
+        """
+        positions = self._positions.get(group)
+        if not positions:
+            return None  # a second backward through the same forward
+        position = positions.pop()
+        return self._finished[position - 1] if position > 0 else None
+
+    def end_backward(self) -> None:
+        """Forget the forwards whose backward is now over."""
+        self._finished.clear()
+        self._positions.clear()
+        self._finished_before = 0
+
+
+class _End:
+    """Ends a backward of a root, when it is called."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+
+    def __call__(self) -> None:
+        self._root.end_backward()
+
+
+class Root:
+    """Shared by the states of a module tree; belongs to the outermost one that runs.
+
+    Attributes:
+        states: all states of the tree, in ``named_modules()`` order.
+        forward_root: the state whose forward is the outermost one now running.
+        forward_number: how many outermost forwards have begun.
+        order: order of groups, for prefetching.
+        is_last_backward: whether the end of a backward completes all reductions.
+        post_optim_event: what the first gather of the next forward waits for, instead of all that
+            the current stream holds.
+    """
+
+    def __init__(self) -> None:
+        self.states: list[FSDPState] = []
+        self.forward_root: FSDPState | None = None
+        self.forward_number = 0
+        self.order = RunOrder()
+        self.is_last_backward = True
+        self.post_optim_event: torch.Event | None = None
+        self._pending: list[Reduction] = []
+        # Reductions whose all-reduce over replicas goes on while backward computes.
+        self._left_alone: list[Reduction] = []
+        # What ends the backward under way. The backward has it; where it raised, nobody does.
+        self._end: weakref.ref[_End] | None = None
+        # Parameters whose gradient may grow until this backward is over; an optimizer in backward
+        # waits so long.
+        self._growing: dict[ShardedParam, None] = {}
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Root:
+        """A copied model finds its root anew."""
+        return Root()
+
+    @property
+    def all_states(self) -> list[FSDPState]:
+        """The name under which ``torch.distributed.pipelining`` asks for :attr:`states`."""
+        return self.states
+
+    def begin_forward(self, state: FSDPState) -> None:
+        """The outermost forward begins."""
+        self._forget_failed_backward()
+        self.forward_root = state
+        self.order.begin_forward()
+        self.forward_number += 1
+
+    def abort_forward(self) -> None:
+        """The outermost forward raised."""
+        self.forward_root = None
+        self.order.abort_forward()
+        self._reshard_unused()
+
+    def end_forward(self) -> None:
+        """The outermost forward is over."""
+        self.forward_root = None
+        self._reshard_unused()
+        if not torch.is_grad_enabled():
+            # No backward needs them, and users shall find shards: to step, to freeze, to clear.
+            for group in self._groups():
+                group.reshard_if_stale()
+
+    def queue_end_of_backward(self) -> None:
+        """Have :meth:`end_backward` called when the backward that now runs is over."""
+        self._forget_failed_backward()
+        if self._end is None:
+            end = _End(self)
+            self._end = weakref.ref(end)
+            autograd.queue_after_backward(end)
+
+    def queue_delivery(self) -> None:
+        """Have gradients complete when the backward that now runs is over.
+
+        Unlike :meth:`queue_end_of_backward` this leaves the other groups as they are: theirs is
+        still to come.
+        """
+        autograd.queue_after_backward(self._deliver_or_reset)
+
+    def post_backward(self, group: ParamGroup) -> None:
+        """Start to reduce ``group``'s gradients, and move on those started before.
+
+        Moving on first bounds what is in flight: the full gradients of one group (or of as many
+        as its ``reduce_scatter_max_input_buffers``), beside those that backward is making. An
+        all-reduce over a network holds shards only: backward does not wait for it.
+        """
+        group.phase = Phase.REDUCED
+        due = max(0, len(self._pending) - (group.options.reduce_scatter_max_input_buffers - 1))
+        moving, self._pending = self._pending[:due], self._pending[due:]
+        self._pending[:0] = [each for each in moving if not self._move_on(each)]
+        reduction = group.reduce_grads()
+        if reduction is not None:
+            grows = group.passes.has_backward_to_come()
+            for param in group.params:
+                if grows or param.form.is_tied:
+                    self._growing[param.form] = None
+                else:
+                    self._growing.pop(param.form, None)
+            reduction.leave_hooks(self._growing)
+            self._pending.append(reduction)
+            if reduction.has_hooks:
+                # An optimizer in backward steps before the backward of what comes next, with the
+                # whole gradient: also with what earlier backwards of the group have under way.
+                self._finish_reductions()
+
+    def end_backward(self) -> None:
+        """Reduce what no hook has reduced, and complete everything.
+
+        What raises here (a hook, a lost peer, Ctrl-C) loses the step's gradients, as anywhere in
+        backward: none of them may reach the next step.
+        """
+        try:
+            self._end_backward()
+        except BaseException:
+            self.reset()
+            raise
+
+    def _end_backward(self) -> None:
+        self._end = None
+        for state in self.states:
+            if self._is_in_forward(state):
+                continue  # it took a gradient in its forward (forces, say), which goes on
+            state.modules_to_run.clear()
+            for group in reversed(state.groups):
+                if group.phase is not Phase.REDUCED:
+                    # Its forward inputs needed no gradient, so no hook saw its backward end.
+                    group.passes.end_backward()
+                    self.post_backward(group)
+                group.phase = Phase.IDLE
+            state.phase = Phase.IDLE
+        if not any(self._is_in_forward(state) for state in self.states):
+            self.forward_root = None
+        if self.is_last_backward:
+            self._complete()
+        else:
+            # What waits for a later all-reduce has to be where that looks for it.
+            self._pending = [
+                each for each in self._pending if not (each.awaits_all_reduce and each.advance())
+            ]
+
+    def reset(self) -> None:
+        """Go back to the state between steps after an exception; that step's gradients are lost."""
+        self._pending.clear()
+        self._left_alone.clear()
+        self._growing.clear()
+        self._end = None
+        self.forward_root = None
+        self.is_last_backward = True
+        self.order.end_backward()
+        for state in self.states:
+            state.modules_to_run.clear()
+            state.phase = Phase.IDLE
+            for group in state.groups:
+                group.phase = Phase.IDLE
+                group.forget()
+
+    def _forget_failed_backward(self) -> None:
+        """Reset, if the last backward raised: then what was to end it is gone, and has not run."""
+        if self._end is not None and self._end() is None:
+            self.reset()
+
+    def _is_in_forward(self, state: FSDPState) -> bool:
+        """Whether the forward of ``state`` is under way around the backward that now ends."""
+        return self.forward_root is not None and state.phase is Phase.FORWARD
+
+    def _groups(self) -> Iterator[ParamGroup]:
+        return (group for state in self.states for group in state.groups)
+
+    def _move_on(self, reduction: Reduction) -> bool:
+        """Wait for what ``reduction`` has under way, and start its next collective.
+
+        Returns:
+            Whether it needs no further move: it is complete, or left alone until backward is over.
+        """
+        if reduction.advance():
+            return True
+        if not reduction.can_be_left:
+            return False
+        self._left_alone.append(reduction)
+        # No more than one gradient of every group, however many backwards leave theirs.
+        if len(self._left_alone) > sum(1 for _ in self._groups()):
+            self._left_alone.pop(0).finish()
+        return True
+
+    def _finish_reductions(self) -> None:
+        while self._pending:
+            reduction = self._pending.pop(0)
+            if not self._move_on(reduction):
+                reduction.finish()
+        while self._left_alone:
+            self._left_alone.pop(0).finish()
+
+    def _deliver_or_reset(self) -> None:
+        try:
+            self._deliver()
+        except BaseException:
+            self.reset()
+            raise
+
+    def _deliver(self) -> None:
+        if not self.is_last_backward:
+            return
+        self._finish_reductions()
+        growing, self._growing = self._growing, {}
+        for form in growing:
+            form.end_backward()
+        for state in self.states:
+            for group in state.groups:
+                group.wait_for_offload()
+
+    def _complete(self) -> None:
+        self._deliver()
+        for state in self.states:
+            for group in state.groups:
+                asked = group.options.reshard_after_backward and not group.options.keep_unsharded
+                if group.state is GroupState.SHARDED or (asked and not self._is_in_forward(state)):
+                    # Frees what a backward that did not come was to use, and what a forward in a
+                    # hook of this backward has left.
+                    group.reshard()
+        self._reshard_unused()
+        self.order.end_backward()
+
+    def _reshard_unused(self) -> None:
+        """Free groups that were unsharded ahead of time and then did not run."""
+        for state in self.states:
+            for group in state.groups:
+                if group.state is GroupState.UNSHARDING:
+                    group.reshard()
+                elif group.state is not GroupState.SHARDED:
+                    group.mark_stale()
+
+
+_STATE = "_shardwise_state"
+
+
+class FSDPState:
+    """What one ``fully_shard`` call added to its module(s).
+
+    Attributes:
+        modules: the modules that were sharded together.
+        groups: their parameter groups: one, or none if they had no parameters left.
+        device: where they compute.
+        precision: in which dtypes.
+        phase: where in a step they are.
+        root: what they share with the other states of the tree.
+        modules_to_run: those of several modules whose forward has still to run in this pass.
+        forward_prefetch: states to unshard when this one's forward begins.
+        backward_prefetch: states to unshard when this one's backward begins; empty means the
+            one that ran before it.
+        handled: for each forward that is running, the exception that was being handled when it
+            began; a new exception is one that the forward raised.
+        before_forward: the hook before forward, called with a module, its args and kwargs.
+        after_forward: the hook after forward, called with a module, its args and its output.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        groups: list[ParamGroup],
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        *,
+        keep_if_root: bool,
+    ) -> None:
+        self.modules = modules
+        self.groups = groups
+        self.device = device
+        self.phase = Phase.IDLE
+        self.root: Root = Root()
+        self.modules_to_run: set[nn.Module] = set()
+        self.forward_prefetch: list[FSDPState] = []
+        self.backward_prefetch: list[FSDPState] = []
+        self.handled: list[BaseException | None] = []
+        self.before_forward: Callable[..., Any]
+        self.after_forward: Callable[..., Any]
+        self.precision = Precision(mp_policy)
+        self._keep_if_root = keep_if_root
+        self._is_root: bool | None = None
+        for module in modules:
+            module.__dict__[_STATE] = self
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Self:
+        """Copy for copied modules, to be given a root anew."""
+        made = copy.copy(self)
+        memo[id(self)] = made
+        copied: frozenset[nn.Module] = memo[COPIED]
+        made.modules = tuple(copy.deepcopy(m, memo) for m in self.modules if m in copied)
+        made.groups = copy.deepcopy(self.groups, memo)
+        made.phase = Phase.IDLE
+        made.root = copy.deepcopy(self.root, memo)
+        made.modules_to_run = set()
+        for name in ("forward_prefetch", "backward_prefetch"):
+            wanted = [s for s in getattr(self, name) if copied.issuperset(s.modules)]
+            setattr(made, name, [copy.deepcopy(state, memo) for state in wanted])
+        made.handled = []
+        made.before_forward = copy.deepcopy(self.before_forward, memo)
+        made.after_forward = copy.deepcopy(self.after_forward, memo)
+        made._is_root = None
+        return made
+
+    @property
+    def is_root(self) -> bool | None:
+        """Whether this is the outermost state; ``None`` before the first forward."""
+        return self._is_root
+
+    def settle_reshard_after_forward(self, value: bool) -> None:
+        """Set it for all groups, also if this is or becomes the root."""
+        self._keep_if_root = False
+        for group in self.groups:
+            group.options.reshard_after_forward = value
+
+    def lazy_init(self) -> None:
+        """Make this state the root of its tree, unless that is settled.
+
+        Raises:
+            RuntimeError: a nested state has already run as a root of its own, or several modules
+                sharded together would be the root.
+        """
+        if self._is_root is not None:
+            return
+        if len(self.modules) > 1:
+            names = ", ".join(type(module).__name__ for module in self.modules)
+            raise RuntimeError(
+                f"fully_shard([{names}]) cannot be the root: expected one module that contains all "
+                "others. Apply fully_shard to the whole model last, and run its forward"
+            )
+        top = self.modules[0]
+        for name, module in top.named_modules():
+            state = state_of(module)
+            if state is None or state in self.root.states:
+                continue
+            if state is not self and state._is_root is not None:
+                raise RuntimeError(
+                    f"{name} has already run forward as a root of its own, before the module that "
+                    "contains it. Run the forward of the outermost fully_shard module first"
+                )
+            self.root.states.append(state)
+        self._name_everything(top)
+        for state in self.root.states:
+            state._is_root = state is self
+            state.root = self.root
+            for group in state.groups:
+                group.refresh()
+                group.post_backward = functools.partial(state.root.post_backward, group)
+        if self._keep_if_root:
+            # Its parameters are needed again as soon as backward begins.
+            for group in self.groups:
+                group.options.reshard_after_forward = False
+
+    def _name_everything(self, top: nn.Module) -> None:
+        names = {module: name for name, module in top.named_modules()}
+        for state in self.root.states:
+            fqn = ", ".join(names[module] for module in state.modules if module in names)
+            for group in state.groups:
+                group.fqn = fqn
+                for param in group.params:
+                    owner = param.form.owners[0]
+                    prefix = names.get(owner.module)
+                    if prefix is not None:
+                        param.form.fqn = f"{prefix}.{owner.name}" if prefix else owner.name
+
+    # -- the names under which torch's own code asks (pipelining, activation checkpointing) --------
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParamGroup]:
+        return self.groups
+
+    @property
+    def _fsdp_param_group(self) -> ParamGroup | None:
+        return self.groups[0] if self.groups else None
+
+    @property
+    def _state_ctx(self) -> Root:
+        return self.root
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.root.end_backward()
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        new: tuple[tuple[Any, ...], dict[str, Any]] = self.before_forward(module, args, kwargs)
+        return new
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.after_forward(module, args, output)
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The state that ``fully_shard`` put on ``module``, if it did."""
+    return module.__dict__.get(_STATE)
+
+
+def require_state(module: object) -> FSDPState:
+    """The state of ``module``.
+
+    Raises:
+        ValueError: ``fully_shard`` was not applied to it.
+    """
+    state = state_of(module) if isinstance(module, nn.Module) else None
+    if state is None:
+        raise ValueError(
+            f"expected a module that shardwise.fully_shard was applied to, found "
+            f"{type(module).__name__}"
+        )
+    return state
+
+
+def states_of(module: object, recurse: bool = True) -> Iterator[FSDPState]:
+    """The state of ``module``, and with ``recurse`` those of the modules in it; each once."""
+    top = cast(nn.Module, module)
+    found = (state_of(each) for each in (top.modules() if recurse else [top]))
+    return iter(dict.fromkeys(state for state in found if state is not None))
+
+
+def groups_of(module: object, recurse: bool = True) -> Iterator[ParamGroup]:
+    """The groups of those states."""
+    for state in states_of(module, recurse):
+        yield from state.groups
+
+
+def gather_in_order(module: object) -> None:
+    """Have every forward gather the next group ahead, in the order in which modules are registered.
+
+    For models that run their modules in that order, and loops that write to parameters between
+    steps only: what is written to a group after the forward of the one before it began is missed.
+    """
+    states = [state for state in states_of(module) if state.groups]
+    for state, following in itertools.pairwise(states):
+        state.forward_prefetch = [following]
