@@ -87,9 +87,9 @@ def _choice(name: str) -> Callable[[dist.ProcessGroup, torch.device], FakeTransp
     """What stands for the transport called ``name``."""
 
     def choose(group: dist.ProcessGroup, device: torch.device) -> FakeTransport:
-        behind = name in ("c10d", "collectives")
+        overlaps = name in ("c10d", "collectives")
         members = dist.get_process_group_ranks(group)
-        return _worlds[-1].transport(members, (group.group_name, name), runs_behind=behind)
+        return _worlds[-1].transport(members, (group.group_name, name), overlaps=overlaps)
 
     return choose
 

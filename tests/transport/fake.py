@@ -176,18 +176,18 @@ class FakeWorld:
         return self.turns.run(lambda rank: function(self.transport(everybody)))
 
     def transport(
-        self, members: Sequence[int], key: Hashable = None, *, runs_behind: bool = False
+        self, members: Sequence[int], key: Hashable = None, *, overlaps: bool = False
     ) -> FakeTransport:
         """Make the transport of the rank that asks, over ``members``.
 
         Args:
             members: all ranks of the group, in its order.
             key: tells this group from others of the same ranks.
-            runs_behind: what the transport says of itself.
+            overlaps: what the transport decides in ``overlaps_compute``.
         """
         key = (tuple(members), key)
         channel = self._channels.setdefault(key, Channel(tuple(members)))
-        return FakeTransport(self.turns, channel, runs_behind=runs_behind)
+        return FakeTransport(self.turns, channel, overlaps=overlaps)
 
 
 class FakeTransport:
@@ -199,13 +199,17 @@ class FakeTransport:
 
     name = "fake"
 
-    def __init__(self, turns: Turns, channel: Channel, *, runs_behind: bool) -> None:
+    def __init__(self, turns: Turns, channel: Channel, *, overlaps: bool) -> None:
         self.rank = channel.members.index(turns.rank)
         self.world_size = len(channel.members)
-        self.runs_behind = runs_behind
+        self._overlaps = overlaps
         self.log: list[Call] = []
         self._turns = turns
         self._channel = channel
+
+    def overlaps_compute(self) -> bool:
+        """Return what the world was asked to make it decide."""
+        return self._overlaps
 
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device

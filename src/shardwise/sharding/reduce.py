@@ -115,7 +115,7 @@ class Reduction:
         Where those live on the host it holds memory of the device, so it is not left there.
         """
         replicate = self._mesh.replicate
-        if replicate is None or not (replicate.runs_behind and self._is_over_replicate):
+        if replicate is None or not (self._is_over_replicate and replicate.overlaps_compute()):
             return False
         return all(param.local.device == self._mesh.device for param in self._params)
 

@@ -1,21 +1,19 @@
-"""The seam between sharding and the wire: lists of tensors in, lists of tensors out.
+"""The contract between sharding and the wire: lists of tensors in, lists of tensors out.
 
-A transport belongs to one dimension of a mesh. It knows tensors and ranks, nothing of modules.
-How bytes travel (one launch or many, packed or from where they lie, over a socket or through
-memory) is its own business.
+A transport serves one dimension of a device mesh. It knows tensors and ranks, and nothing about
+modules. How the bytes travel (in one launch or many, packed or in place, through a socket or
+through memory) is its own business.
 
-All tensors that cross the seam are one-dimensional and contiguous. *Full* tensors are cut into
-``world_size`` equal *chunks*; only the tail of the last non-empty chunks may be padding:
+All tensors that cross this seam are one-dimensional and contiguous. A *full* tensor consists of
+``world_size`` *chunks* of equal size, one per rank. Only the tail may be padding:
 
     7 elements over 3 ranks, chunk = 3
 
-        full    | 0 1 2 | 3 4 5 | 6 . . |        3 chunks = 9 elements, two of them padding
-        shard     rank 0   rank 1  rank 2         3, 3 and 1 elements hold data
+        full    | 0 1 2 | 3 4 5 | 6 . . |        3 chunks = 9 elements, 2 of them padding
+        shard     rank 0   rank 1  rank 2         3, 3, and 1 elements of data
 
-Two dtypes may meet at one call: what is stored, and what is asked for. The transport converts
-where it is cheapest, so that what travels need not be what is stored.
-
-The two kinds of work that transports hand out.
+A call may involve two dtypes: the one that is stored and the one that is asked for. The transport
+converts where that is cheapest, so the dtype on the wire need not be the stored one.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import torch
 
 
 class Reduce(enum.Enum):
-    """How the contributions of the ranks become one value."""
+    """How the contributions of all ranks become one value."""
 
     SUM = "sum"
     AVG = "avg"
@@ -37,11 +35,11 @@ class Reduce(enum.Enum):
 
 @dataclass(frozen=True)
 class Label:
-    """What the caller of a collective calls it, for messages and to compare ranks by.
+    """The caller's name for a collective, for error messages and for comparing ranks.
 
     Attributes:
-        name: such as ``"model.layers.3"``.
-        detail: one line for each tensor, such as ``"model.layers.3.weight: (4, 4) float32"``.
+        name: the name of the parameter group, such as ``"model.layers.3"``.
+        detail: one line per tensor, such as ``"model.layers.3.weight: (4, 4) float32"``.
     """
 
     name: str = ""
@@ -51,77 +49,58 @@ class Label:
 NO_LABEL = Label()
 
 
-class Work(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> None:
-        """Return once the results may be used (on CUDA: by the current stream).
-
-        Until then the caller keeps every tensor of the call alive, unchanged and in its memory
-        (a storage that is resized meanwhile is written to where it was). Waiting a second time
-        does nothing, or raises the same error again.
-
-        Raises:
-            PeerLostError: a peer died, or did not answer in time.
-        """
-
-
-class FullBuffers(Protocol):
-    """Memory for the full parameters of one group, allocated and freed many times.
-
-    ``tensors`` are the same objects for life, and views of them stay valid (autograd saves such
-    views for backward). Between :meth:`free` and the next :meth:`allocate` they have no memory:
-    reading them ends the process, as with any memory that is gone. Their contents are undefined
-    after :meth:`allocate`. All ranks allocate and free in the same order, as the memory may be
-    shared.
-    """
-
-    tensors: list[torch.Tensor]
-
-    def allocate(self) -> None:
-        """Give every tensor its memory. Does nothing where it has it already."""
-
-    def free(self) -> None:
-        """Give the memory back. Does nothing where it is already given back."""
-
-    def abandon(self) -> None:
-        """As :meth:`free`, after a gather that was not waited for: unless it may still write."""
-
-
 @runtime_checkable
 class Transport(Protocol):
-    """Moves bytes between the ranks of one mesh dimension.
+    """Collectives between the ranks of one mesh dimension.
 
-    Every rank of the dimension makes the same calls in the same order, with lists of the same
-    length, equal dtypes, and fulls and chunks of equal sizes. Calls return before the bytes have
-    moved. Writing to a tensor bumps its autograd version counter, as any write does.
+    Every rank makes the same calls in the same order, with lists of equal length, tensors of equal
+    dtypes, and fulls and chunks of equal sizes. A call returns before its bytes have moved. Writing
+    to a tensor increments its autograd version counter, as any write does.
+
+    Attributes:
+        name: the name of the transport, for reports.
+        rank: this process's rank in the mesh dimension.
+        world_size: the number of ranks in the mesh dimension.
     """
 
     name: str
     rank: int
     world_size: int
-    #: Whether collectives go on while nobody waits for them, as they do over a network.
-    runs_behind: bool
+
+    def overlaps_compute(self) -> bool:
+        """Decide whether to issue collectives early and to wait for them late.
+
+        Returns:
+            True if bytes move while nobody waits (asynchronous progress, as over a network): a
+            collective that is under way then costs nothing but its memory. False if the thread that
+            waits does the work: waiting later hides nothing, so wait as soon as the call allows.
+        """
 
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> FullBuffers:
-        """Make (not yet allocated) memory that :meth:`all_gather` can gather into."""
+        """Reserve memory that :meth:`all_gather` can gather into. It is not yet allocated.
+
+        Args:
+            numels: the number of elements of each tensor, padding included.
+            dtypes: the dtype of each tensor.
+            device: the device of all tensors.
+        """
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
     ) -> Work:
-        """Gather ``shards[i]`` of every rank into ``fulls[i]``, with the values of now.
+        """Gather ``shards[i]`` of every rank into ``fulls[i]``, as they are when it is called.
 
-        What is written to a shard after the wait, on any rank, does not reach ``fulls``.
+        A write to a shard after the wait, on any rank, does not reach ``fulls``.
 
         Args:
-            shards: 1-D, at most ``chunk_i`` elements (fewer, or none, where rows ran out); of any
-                dtype: values are converted to the dtype of ``fulls[i]``. May be host tensors
-                where ``fulls`` are device tensors.
-            fulls: 1-D, ``world_size * chunk_i`` elements, allocated. After the wait, the first
-                elements of chunk ``r`` are rank ``r``'s shard; padding is undefined.
-            label: what the caller calls it; equal on all ranks, or they have diverged.
+            shards: 1-D, at most ``chunk_i`` elements (fewer, or none, on the last ranks), of any
+                dtype: values are converted to the dtype of ``fulls[i]``. May be host tensors even
+                if ``fulls`` are device tensors.
+            fulls: 1-D, ``world_size * chunk_i`` elements, allocated. After the wait, chunk ``r``
+                begins with rank ``r``'s shard; its padding is undefined.
+            label: the caller's name for the call. If it differs between ranks, they have diverged.
         """
 
     def reduce_scatter(
@@ -134,11 +113,11 @@ class Transport(Protocol):
         """Reduce chunk ``r`` of ``fulls[i]`` over all ranks into rank ``r``'s ``shards[i]``.
 
         Args:
-            fulls: 1-D, at most ``world_size * chunk_i`` elements: a missing tail is padding. Read
-                only; must stay alive until the wait.
+            fulls: 1-D, at most ``world_size * chunk_i`` elements: a missing tail is padding. They
+                are only read, and must stay alive until the wait.
             shards: 1-D, exactly ``chunk_i`` elements. Their dtype is the dtype of the reduction:
-                contributions are converted to it before they are added, in the order of ranks.
-                Elements past the end of ``fulls[i]`` are undefined.
+                contributions are converted to it before they are added, in rank order. Elements
+                past the end of ``fulls[i]`` are undefined.
             op: ``SUM``, or ``AVG`` (the sum divided by ``world_size``).
             label: as in :meth:`all_gather`.
         """
@@ -146,38 +125,85 @@ class Transport(Protocol):
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
     ) -> Work:
-        """Reduce every tensor over all ranks, in place, in its own dtype."""
+        """Reduce every tensor over all ranks, in place and in its own dtype.
+
+        Args:
+            tensors: 1-D.
+            op: as in :meth:`reduce_scatter`.
+            label: as in :meth:`all_gather`.
+        """
+
+
+class FullBuffers(Protocol):
+    """Memory for the full parameters of one group, allocated and freed many times.
+
+    Every rank gathers into the same buffers in the same order. Each may free them when it likes.
+
+    Attributes:
+        tensors: the same objects for life. Views of them stay valid (autograd saves such views for
+            backward). Between :meth:`free` and the next :meth:`allocate` they have no memory, and
+            reading them ends the process. Their contents are undefined after :meth:`allocate`.
+    """
+
+    tensors: list[torch.Tensor]
+
+    def allocate(self) -> None:
+        """Give every tensor its memory. Does nothing if it has memory already."""
+
+    def free(self) -> None:
+        """Release the memory. Does nothing if it is already released."""
+
+    def abandon(self) -> None:
+        """Release the memory after a gather that nobody waited for.
+
+        The gather may still write to it, so a transport may release it later, or never.
+        """
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Return once the results may be used (on CUDA: by the current stream).
+
+        Until then the caller keeps every tensor of the call alive, unchanged, and in its memory (if
+        a storage is resized meanwhile, the write still goes to its old memory). A second wait does
+        nothing, or raises the same error again.
+
+        Raises:
+            PeerLostError: a peer died, left, or did not answer in time.
+            RanksDivergedError: a peer made another call.
+        """
 
 
 class FinishedWork:
-    """A collective that was over when its call returned."""
+    """A collective that was complete when its call returned."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 class PendingWork:
-    """A collective that ``finish`` completes in the thread that waits.
+    """A collective that the waiting thread completes by calling ``finish``.
 
-    ``finish`` holds every tensor of the call, so that the memory lives as long as messages read
-    or write it. It is let go once it has succeeded, and never called again: a work that failed
-    stays failed.
+    ``finish`` holds every tensor of the call, so their memory lives as long as messages read or
+    write it. It is released once it has succeeded, and never called again: a work that failed stays
+    failed.
+
+    Args:
+        finish: completes the collective.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
         self._failure: BaseException | None = None
-        self._then: Callable[[], object] | None = None
-
-    def then(self, callback: Callable[[], object]) -> None:
-        """Have ``callback`` called once this has succeeded."""
-        self._then = callback
 
     def wait(self) -> None:
         """Complete the collective, the first time.
 
         Raises:
-            PeerLostError: a peer died, or did not answer in time.
+            PeerLostError: a peer died, left, or did not answer in time.
+            RanksDivergedError: a peer made another call.
         """
         if self._failure is not None:
             raise self._failure
@@ -188,5 +214,3 @@ class PendingWork:
                 self._failure = error
                 raise
             self._finish = None
-            if self._then is not None:
-                self._then()

@@ -89,7 +89,6 @@ class CollectivesTransport(OwnMemory):
     """
 
     name = "collectives"
-    runs_behind = True
 
     def __init__(
         self,
@@ -106,6 +105,10 @@ class CollectivesTransport(OwnMemory):
         self._packs_all = alone_bytes == sys.maxsize
         self._log = CollectiveLog(group) if log is None else log
         self._waiter = Waiter(group, self._log) if backend == "gloo" else None
+
+    def overlaps_compute(self) -> bool:
+        """Return True: the backend moves bytes by itself."""
+        return True
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
@@ -254,7 +257,6 @@ class NcclTransport(CollectivesTransport):
     """
 
     name = "nccl"
-    runs_behind = True
 
     def __init__(self, group: dist.ProcessGroup, backend: str = "nccl") -> None:
         super().__init__(group, backend, SMALL_BYTES)

@@ -84,12 +84,15 @@ class CustomTransport:
     ) -> None:
         self.rank = inner.rank
         self.world_size = inner.world_size
-        self.runs_behind = inner.runs_behind
         self._inner = inner
         self._group = group
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
         self._stream: torch.Stream | None = None
+
+    def overlaps_compute(self) -> bool:
+        """Decide as the inner transport does."""
+        return self._inner.overlaps_compute()
 
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device

@@ -47,7 +47,6 @@ class GlooTransport(OwnMemory):
     """
 
     name = "gloo"
-    runs_behind = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
@@ -60,6 +59,10 @@ class GlooTransport(OwnMemory):
         self._scratch = Scratch()
         self._under_way: list[tuple[weakref.ref[PendingWork], Messages]] = []
         self._collectives = CollectivesTransport(group, "gloo", SMALL_ALL_REDUCE_BYTES, self._log)
+
+    def overlaps_compute(self) -> bool:
+        """Return True: gloo's thread sends and receives messages by itself."""
+        return True
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL

@@ -14,9 +14,12 @@ class LocalTransport(OwnMemory):
     """World size 1. Needs no process group; works on any device."""
 
     name = "local"
-    runs_behind = False
     rank = 0
     world_size = 1
+
+    def overlaps_compute(self) -> bool:
+        """Return False: the call itself does the work."""
+        return False
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL

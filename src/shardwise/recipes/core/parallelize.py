@@ -75,9 +75,8 @@ def shard(
                 transport=transport,
             )
     assert isinstance(model, FSDPModule)
-    if any(group.mesh.shard.runs_behind for group in groups_of(model)):
-        # Over a network, what is gathered ahead travels while something else computes. Trainings
-        # write to parameters between steps only.
+    if any(group.mesh.shard.overlaps_compute() for group in groups_of(model)):
+        # Trainings write to parameters between steps only, so gathering early is safe.
         gather_in_order(model)
     return model
 

@@ -166,11 +166,16 @@ class LaidOut:
 
     def until(self, finish: Callable[[], None]) -> Work:
         """Make the work that ``finish`` completes; when it is over, all this has been read here."""
-        work = PendingWork(finish)
         part = self._part
-        if part is not None:
-            # Over once it is finished, or dropped without a wait.
-            over = weakref.finalize(work, self._exchange.finish, part.use, part)
-            over.atexit = False
-            work.then(over)
+        if part is None:
+            return PendingWork(finish)
+
+        def finish_and_release() -> None:
+            finish()
+            release()
+
+        work = PendingWork(finish_and_release)
+        # The part is released when the work is over, and also when it is dropped without a wait.
+        release = weakref.finalize(work, self._exchange.finish, part.use, part)
+        release.atexit = False
         return work

@@ -38,7 +38,6 @@ class ShmTransport:
     """
 
     name = "shm"
-    runs_behind = False
 
     def __init__(self, group: dist.ProcessGroup, meeting: Meeting) -> None:
         self.rank = group.rank()
@@ -64,6 +63,10 @@ class ShmTransport:
             if tensor.numel():
                 self._shared[tensor.data_ptr()] = buffers
         return buffers
+
+    def overlaps_compute(self) -> bool:
+        """Return False: the thread that waits does the work."""
+        return False
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
