@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.launch.importing import importing
+from shardwise.launch.rank import importing
 from tests.harness import run_ranks
 from tests.threads import run_threads
 

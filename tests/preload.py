@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from shardwise.launch.importing import importing
+from shardwise.launch.rank import importing
 
 with importing():
     import pytest

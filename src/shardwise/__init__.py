@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from shardwise import checkpoint, diloco, wrap
     from shardwise._torch.fsdp import DataParallelMeshDims
-    from shardwise.compat.patch import patch_torch
+    from shardwise.compat import patch_torch
     from shardwise.errors import PeerLostError, RanksDivergedError, ShardwiseError
     from shardwise.frontends.activation import checkpoint_module
     from shardwise.frontends.fsdp import FullyShardedDataParallel
@@ -123,7 +123,7 @@ _HOME = {
     "init_mesh": "shardwise.sharding.mesh",
     "inspect": "shardwise.inspect",
     "materialize": "shardwise.sharding.init",
-    "patch_torch": "shardwise.compat.patch",
+    "patch_torch": "shardwise.compat",
     "register_fsdp_forward_method": "shardwise.sharding.module",
     "share_comm_ctx": "shardwise.sharding.module",
     "wrap": "shardwise.wrap",

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from shardwise.cli import main
 from shardwise.cli import run as cli_run
 from shardwise.cli.names import read_name, read_path
-from shardwise.launch.addresses import split
+from shardwise.launch.network import split
 
 Capture = pytest.CaptureFixture[str]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.diloco import WireFormat
-from shardwise.diloco.wire import BLOCK, codec_of
+from shardwise.diloco.average import BLOCK, codec_of
 
 #: The largest error, of the value itself, and of the largest of its block.
 BOUNDS = {

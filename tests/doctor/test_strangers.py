@@ -14,16 +14,21 @@ from typing import Any
 import pytest
 
 from shardwise.doctor import table
+from shardwise.doctor.checks import (
+    Finding,
+    Level,
+    Link,
+    check_interfaces,
+    check_ranks,
+    check_versions,
+    check_world,
+    good,
+)
 from shardwise.doctor.facts import Facts, look
-from shardwise.doctor.finding import Finding, Level, good
-from shardwise.doctor.interfaces import check_interfaces
-from shardwise.doctor.links import Link
-from shardwise.doctor.roster import check_ranks, check_world
 from shardwise.doctor.table import RendezvousError, Table
-from shardwise.doctor.versions import check_versions
 from shardwise.doctor.visit import visit
 from shardwise.launch.hosts import Nodes
-from shardwise.launch.wire import reach
+from shardwise.launch.network import reach
 
 ESCAPES = "\x1b[2J\x1b]0;mine\x07\r\n\u202eok   ranks"
 FACTS = look(Nodes(2, 1, "127.0.0.1", 1), 1)

@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from shardwise.launch.addresses import listening
-from shardwise.launch.attendance import Attendance
 from shardwise.launch.errors import UserError
 from shardwise.launch.hosts import Nodes
+from shardwise.launch.network import listening
+from shardwise.launch.rendezvous import Attendance
 
 
 @pytest.mark.parametrize(

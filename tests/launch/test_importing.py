@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from shardwise.launch.importing import importing
+from shardwise.launch.rank import importing
 
 
 def test_what_is_imported_is_not_looked_through_for_garbage() -> None:

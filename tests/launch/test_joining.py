@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
+from shardwise.launch import generation as one_round
 from shardwise.launch import rendezvous
-from shardwise.launch import round as one_round
-from shardwise.launch.addresses import listening
-from shardwise.launch.attendance import Attendance, Verdict
 from shardwise.launch.errors import UserError
 from shardwise.launch.hosts import UNNUMBERED, Nodes, Share, Terms
-from shardwise.launch.rendezvous import Meeting
+from shardwise.launch.network import listening
+from shardwise.launch.rendezvous import Attendance, Meeting, Verdict
 
 WAIT = 30.0  # seconds that anything may take on a busy machine
 OPTIONS = {"--lr": 0.1}

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from shardwise.launch.errors import UserError
-from shardwise.launch.report import MAX_TEXT, Ending, Report
+from shardwise.launch.rank import MAX_TEXT, Ending, Report
 from shardwise.launch.world import JOB, PARENT_PID, World, find_world, job_id
 
 TORCHRUN = {

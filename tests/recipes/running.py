@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.launch.errors import Stopped
-from shardwise.launch.signals import StopSignals
+from shardwise.launch.rank import StopSignals
 from shardwise.launch.world import World
 from shardwise.recipes.core.begin import Recipe, check_folder
 from shardwise.recipes.core.checkpointing import SaveError

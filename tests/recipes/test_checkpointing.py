@@ -23,7 +23,7 @@ from shardwise.checkpoint.disk.commit import steps
 from shardwise.errors import lost_peer_behind
 from shardwise.frontends.strategies import REPLICATE, SHARD
 from shardwise.launch.errors import UserError
-from shardwise.launch.signals import StopSignals
+from shardwise.launch.rank import StopSignals
 from shardwise.launch.world import World
 from shardwise.recipes.core.begin import newest_step
 from shardwise.recipes.core.checkpointing import Checkpoints, SaveError

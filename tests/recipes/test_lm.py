@@ -21,7 +21,7 @@ import torch
 
 from shardwise.checkpoint.ranks.saving import Saving
 from shardwise.frontends.strategies import Strategy
-from shardwise.launch.signals import StopSignals
+from shardwise.launch.rank import StopSignals
 from shardwise.launch.world import World
 from shardwise.recipes import lm
 from shardwise.recipes.core.begin import check_folder

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.signals import StopSignals
+from shardwise.launch.rank import StopSignals
 from shardwise.launch.world import PARENT_PID, World
 from shardwise.recipes.core import rundir, training
 from shardwise.recipes.core.config import OptionError

@@ -39,7 +39,7 @@ def doctor(
     run.
     """
     # Here, and not before: other commands start without it.
-    from shardwise.doctor.finding import Finding
+    from shardwise.doctor.checks import Finding
     from shardwise.doctor.visit import visit
     from shardwise.recipes.core.config import require
 

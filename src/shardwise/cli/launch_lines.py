@@ -9,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from shardwise.launch.errors import UserError
-from shardwise.launch.lines import Layout, own_lines, slurm_script, torchrun_lines
+from shardwise.launch.hosts import Layout, own_lines, slurm_script, torchrun_lines
 
 EXAMPLES = """
 [bold]Examples[/bold]

@@ -10,9 +10,8 @@ from typing import Any, NoReturn, Protocol
 from shardwise.launch.errors import UserError
 from shardwise.launch.hosts import Nodes, Terms
 from shardwise.launch.launcher import usable_cores
-from shardwise.launch.rank import run_rank
+from shardwise.launch.rank import StopSignals, run_rank
 from shardwise.launch.restarts import run_here, run_over_hosts
-from shardwise.launch.signals import StopSignals
 from shardwise.launch.world import World, find_world, launched_here
 from shardwise.recipes.core.config import check_nproc, require
 

@@ -1,4 +1,4 @@
-"""``DiLoCo``: an optimizer around an optimizer, that meets other replicas once in many steps.
+"""``DiLoCo``: an optimizer around an optimizer, which synchronizes replicas once in many steps.
 
 What happens after inner step t, for a fragment whose exchange is due every H steps:
 
@@ -20,18 +20,67 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardwise.diloco import members, state
-from shardwise.diloco.around import AroundOptimizer
-from shardwise.diloco.average import Average
-from shardwise.diloco.checks import checked_group, trained_parameters
+from shardwise.diloco.average import Average, codec_of
 from shardwise.diloco.fragment import Fragment, Pending, deal_out, local_of
 from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat
-from shardwise.diloco.wire import codec_of
 from shardwise.errors import PeerLostError
 from shardwise.sharding.module import FSDPModule
 from shardwise.transport.all_to_all import AllToAll
-from shardwise.wrap.blocks import repeated_blocks
+from shardwise.wrap.policies import repeated_blocks
+
+
+class AroundOptimizer(torch.optim.Optimizer):
+    """Has the parameters, settings and state of another optimizer.
+
+    Args:
+        inner: the other one.
+
+    Attributes:
+        inner: the other one.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self._made = False
+        super().__init__(inner.param_groups, inner.defaults)
+        self._made = True
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        """The base class begins with none of its own, and adds the inner optimizer's to them."""
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's; the outer state is in :meth:`state_dict`."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """The base class begins with an empty one of its own."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not after construction.
+
+        Raises:
+            NotImplementedError: always; the base class does not add any either.
+        """
+        if self._made:
+            raise NotImplementedError(
+                "DiLoCo: parameters cannot be added; add them to the inner optimizer and make "
+                "DiLoCo again"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as the inner optimizer does."""
+        self.inner.zero_grad(set_to_none)
 
 
 class DiLoCo(AroundOptimizer):
@@ -326,3 +375,62 @@ class DiLoCo(AroundOptimizer):
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def trained_parameters(model: nn.Module, inner: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer moves, by fully qualified name, in the model's order.
+
+    Raises:
+        ValueError: one is none of the model's.
+    """
+    held = {id(each) for group in inner.param_groups for each in group["params"]}
+    found = {fqn: each for fqn, each in model.named_parameters() if id(each) in held}
+    if len(found) < len(held):
+        known = {id(each) for each in found.values()}
+        place, missing = next(
+            ((i, j), each)
+            for i, group in enumerate(inner.param_groups)
+            for j, each in enumerate(group["params"])
+            if id(each) not in known
+        )
+        raise ValueError(
+            f"inner optimizer: parameter {place[1]} of group {place[0]}, of shape "
+            f"{list(missing.shape)}, is no parameter of the model; make the optimizer after "
+            "sharding the model, and DiLoCo after the optimizer"
+        )
+    if not found:
+        raise ValueError("inner optimizer: found no parameters, expected those of the model")
+    return found
+
+
+def checked_group(
+    group: dist.ProcessGroup | DeviceMesh | None, fragments: list[Fragment]
+) -> dist.ProcessGroup | None:
+    """The process group of the replicas.
+
+    Raises:
+        ValueError: a mesh of several dimensions, or ranks that share a parameter of one replica.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: found a mesh of {group.ndim} dimensions {group.mesh_dim_names}, expected "
+                'the one that replicates, such as mesh["replicate"]'
+            )
+        group = group.get_group()
+    if group is None:
+        return None
+    ranks = set(dist.get_process_group_ranks(group))
+    me = dist.get_rank()
+    for fragment in fragments:
+        for fqn, parameter in fragment.parameters.items():
+            if not isinstance(parameter, DTensor):
+                continue
+            shared = ranks & set(parameter.device_mesh.mesh.flatten().tolist())
+            if shared - {me}:
+                raise ValueError(
+                    f"group: rank {me} found ranks {sorted(ranks)}, expected one rank of each "
+                    f"replica; but {fqn} is sharded over ranks {sorted(shared)} of them. Shard the "
+                    'model over mesh["shard"] only, and pass group=mesh["replicate"]'
+                )
+    return group

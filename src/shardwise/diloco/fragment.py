@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
-from shardwise.diloco.average import Average
+from shardwise.diloco.average import BLOCK, Average
 from shardwise.diloco.settings import OuterSGD
-from shardwise.diloco.wire import BLOCK
 
 _INNER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,11 +1,10 @@
-"""Before a job over several hosts: what goes wrong, looked for one by one.
+"""Checks to run before a job over several hosts.
 
-    table.py       the hosts come together, and each learns what all others say
-    facts.py       what a host says of itself
-    memory.py      ranks of one host hand each other memory, and measure
-    exchange.py    pairs of hosts connect, and measure
-    visit.py       all of it, in order
-    every other    one kind of check: facts in, findings out
+    table.py     the hosts connect to host 0 and exchange what each of them found
+    facts.py     the facts about one host
+    measure.py   how fast ranks of one host, and pairs of hosts, exchange data
+    checks.py    facts and measurements in, findings out
+    visit.py     all of the above in order
 
-Nothing here imports torch, and nothing waits without a limit: see :data:`visit.SECONDS`.
+Nothing here imports torch, and every wait has a time limit: see :data:`visit.SECONDS`.
 """

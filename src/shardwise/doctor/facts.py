@@ -12,10 +12,10 @@ from importlib import metadata
 from typing import Any
 
 from shardwise.checkpoint.disk.strict import Fields, check_text, refuse
-from shardwise.doctor.memory import Memory, measure_memory
+from shardwise.doctor.measure import Memory, measure_memory
 from shardwise.errors import CheckpointError
-from shardwise.launch.addresses import addresses, interface_of, own_address
 from shardwise.launch.hosts import Nodes
+from shardwise.launch.network import addresses, interface_of, own_address
 
 _VERSIONS = ("python", "torch", "shardwise")
 _SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

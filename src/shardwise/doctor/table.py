@@ -13,10 +13,17 @@ import socket
 import time
 from typing import Any
 
-from shardwise.doctor.finding import Finding, fail
-from shardwise.launch.addresses import addresses, is_number, listening, reach_of
+from shardwise.doctor.checks import Finding, fail
 from shardwise.launch.hosts import Nodes
-from shardwise.launch.wire import ClosedError, Line, reach
+from shardwise.launch.network import (
+    ClosedError,
+    Line,
+    addresses,
+    is_number,
+    listening,
+    reach,
+    reach_of,
+)
 from shardwise.units import printable
 
 RENDEZVOUS = "rendezvous"

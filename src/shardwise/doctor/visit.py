@@ -6,26 +6,25 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
-from shardwise.doctor import clocks, interfaces, limits, links, roster, table, versions
-from shardwise.doctor.exchange import CONNECT, DRAIN, STREAM, Echo, measure
+from shardwise.doctor import checks, table
+from shardwise.doctor.checks import Finding, Level, fail, good
 from shardwise.doctor.facts import Facts, look
-from shardwise.doctor.finding import Finding, Level, fail, good
-from shardwise.doctor.links import Link
+from shardwise.doctor.measure import CONNECT, DRAIN, STREAM, Echo, Link, measure
 from shardwise.doctor.table import RendezvousError, Table
 from shardwise.launch.hosts import Nodes
 
 #: Every check by name, in the order in which it is made.
 CHECKS = (
     table.RENDEZVOUS,
-    roster.RANKS,
-    roster.WORLD,
-    versions.VERSIONS,
-    clocks.CLOCKS,
-    interfaces.INTERFACES,
-    limits.LIMITS,
-    links.PORTS,
-    links.LINKS,
-    links.INSIDE,
+    checks.RANKS,
+    checks.WORLD,
+    checks.VERSIONS,
+    checks.CLOCKS,
+    checks.INTERFACES,
+    checks.LIMITS,
+    checks.PORTS,
+    checks.LINKS,
+    checks.INSIDE,
 )
 
 #: The longest that each part of a visit takes, in seconds, beside ``--timeout`` for all to come.
@@ -59,7 +58,7 @@ def visit(nodes: Nodes, nproc: int, least_gbit: float, say: Callable[[Finding], 
     except RendezvousError as error:
         tell([error.finding])
         # What can be told of this host alone.
-        tell([*interfaces.check_interfaces([mine]), *limits.check_limits([mine])])
+        tell([*checks.check_interfaces([mine]), *checks.check_limits([mine])])
     return healthy
 
 
@@ -76,22 +75,22 @@ def _examine(
         text = f"{gone} came and said nothing that can be read here"
         advice = "is another version of shardwise there, or does something else use the port?"
         tell([fail(table.RENDEZVOUS, text, advice)])
-    tell(roster.check_ranks(hosts, hosts[0].nnodes))
-    tell(roster.check_world(hosts))
-    tell(versions.check_versions(hosts))
+    tell(checks.check_ranks(hosts, hosts[0].nnodes))
+    tell(checks.check_world(hosts))
+    tell(checks.check_versions(hosts))
     ahead = seats.clocks(SECONDS["clocks"])
-    tell(clocks.check_clocks(hosts, {places.index(p): s for p, s in ahead.items() if p in places}))
-    tell(interfaces.check_interfaces(hosts))
-    tell(limits.check_limits(hosts))
+    tell(checks.check_clocks(hosts, {places.index(p): s for p, s in ahead.items() if p in places}))
+    tell(checks.check_interfaces(hosts))
+    tell(checks.check_limits(hosts))
     ways = _measure(seats, mine, [each is not None for each in told])
     kept = {
         (places.index(a), places.index(b)): link
         for (a, b), link in ways.items()
         if a in places and b in places
     }
-    tell(links.check_ports(hosts, kept))
-    tell(links.check_links(hosts, kept, least_gbit))
-    tell(links.check_inside(hosts, kept))
+    tell(checks.check_ports(hosts, kept))
+    tell(checks.check_links(hosts, kept, least_gbit))
+    tell(checks.check_inside(hosts, kept))
 
 
 def _measure(seats: Table, mine: Facts, readable: Sequence[bool]) -> dict[tuple[int, int], Link]:

@@ -1,8 +1,10 @@
-"""How a rank may end other than by returning."""
+"""Errors of a command, and the lines that it writes for its user."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sys
 
 
 class UserError(Exception):
@@ -44,3 +46,9 @@ def signal_name(signum: int) -> str:
         return signal.Signals(signum).name
     except ValueError:
         return f"signal {signum}"
+
+
+def say(text: str) -> None:
+    """Write a line to standard error."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

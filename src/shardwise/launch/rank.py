@@ -1,23 +1,36 @@
-"""The life of one rank: tied to its launcher, connected to its peers, reporting how it ends."""
+"""The life of one rank: tied to its launcher, connected to its peers, reporting how it ends.
+
+SIGINT and SIGTERM leave at once, or let the step finish first. Before training and after it there
+is nothing to save: a signal raises :class:`Stopped` wherever the rank is. Inside
+``with signals.deferred():`` it is only noted, and the training loop reads it between steps.
+
+A rank reports over a pipe of its own: one line for every :class:`Stage`, then one JSON object, the
+:class:`Report`. The time in it is from the machine's monotonic clock, which all processes of a host
+share, so the launcher can tell which rank failed first.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import errno
 import faulthandler
+import gc
+import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from types import FrameType
 from typing import NoReturn
 
 from shardwise.errors import PeerLostError, lost_peer_behind
-from shardwise.launch.errors import Stopped, UserError
-from shardwise.launch.report import Ending, Report, Stage
-from shardwise.launch.signals import StopSignals
+from shardwise.launch.errors import Stopped, UserError, signal_name
 from shardwise.launch.world import PARENT_PID, REPORT_FD, STORE_FD, World, launched_here
 
 # A disk that takes no more: nothing that a traceback would help with.
@@ -165,3 +178,151 @@ def _leave(code: int) -> NoReturn:
         # Skips destructors that could wait for peers which are gone.
         os._exit(code)
     sys.exit(0)
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """The stop signals of this process. Make one, in the main thread.
+
+    Args:
+        tell: tells the launcher when it may send one and lose nothing.
+    """
+
+    def __init__(self, tell: Callable[[Stage], None] | None = None) -> None:
+        self._noted = 0
+        self._deferred = False
+        self._tell = tell
+        self._stage: Stage | None = None
+
+    def install(self) -> None:
+        """Take over the signals, and unblock them where a launcher blocked them."""
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    @property
+    def noted(self) -> int:
+        """The first stop signal that came while deferred, or 0."""
+        return self._noted
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Note signals instead of raising."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._reach(Stage.ENDING)
+            self._deferred = False
+
+    def stepped(self) -> None:
+        """A step was made: whoever asks to stop from here on finds all of it saved."""
+        self._reach(Stage.TRAINING)
+
+    def _reach(self, stage: Stage) -> None:
+        if self._tell is not None and stage is not self._stage:
+            self._tell(stage)
+        self._stage = stage
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        del frame
+        # A terminal sends Ctrl-C to every process of the job and the launcher forwards it too:
+        # only the first counts.
+        if self._noted:
+            return
+        self._noted = signum
+        if not self._deferred:
+            raise Stopped(signum, f"Stopped by {signal_name(signum)}; there was nothing to save.")
+
+
+# Characters. Long enough for a traceback; short enough, at four bytes each, for the buffer of a
+# pipe, so that a rank which dies never waits for its launcher.
+MAX_TEXT = 14 * 1024
+
+
+class Stage(enum.Enum):
+    """How far a rank is, for a launcher that may want it to stop and go on later."""
+
+    TRAINING = "training"  # it has made a step; asked to stop, it saves
+    ENDING = "ending"  # it makes no more steps; what there was to save is saved
+
+    @staticmethod
+    def from_line(line: bytes) -> Stage | None:
+        """The stage that a line names, if it is none of a report."""
+        return next((stage for stage in Stage if stage.value.encode() == line), None)
+
+    def send(self, fd: int) -> None:
+        """Write to the launcher's pipe."""
+        _send(fd, self.value)
+
+
+class Ending(enum.Enum):
+    """Why a rank ended."""
+
+    STOPPED = "stopped"  # asked to, by a signal
+    USER = "user"  # an error its user can put right
+    FAILED = "failed"  # any other error
+    PEER = "peer"  # another rank went first
+
+
+@dataclass(frozen=True)
+class Report:
+    """How one rank ended.
+
+    Attributes:
+        rank: the global rank.
+        ending: why.
+        exit_code: the status that the process is about to exit with.
+        text: one line for ``USER`` and ``STOPPED``, a traceback otherwise.
+        time: seconds on the host's monotonic clock.
+    """
+
+    rank: int
+    ending: Ending
+    exit_code: int
+    text: str
+    time: float = field(default_factory=time.monotonic)
+
+    def to_json(self) -> str:
+        """One line of JSON; the middle of a text that is too long is left out."""
+        text = self.text
+        if len(text) > MAX_TEXT:
+            half = MAX_TEXT // 2
+            text = f"{text[:half]}\n  [...]\n{text[-half:]}"
+        fields = {**asdict(self), "ending": self.ending.value, "text": text}
+        return json.dumps(fields, ensure_ascii=False)
+
+    @staticmethod
+    def from_json(line: str | bytes) -> Report:
+        """Read back what :meth:`to_json` wrote."""
+        fields = json.loads(line)
+        return Report(**{**fields, "ending": Ending(fields["ending"])})
+
+    def send(self, fd: int) -> None:
+        """Write to the launcher's pipe."""
+        _send(fd, self.to_json())
+
+
+def _send(fd: int, line: str) -> None:
+    with contextlib.suppress(OSError):  # a launcher that is gone is not an error
+        os.write(fd, line.encode() + b"\n")
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Around the imports of a process that begins: what is alive afterwards is taken to stay.
+
+    Python looks for garbage while torch and transformers make a million objects, and among them
+    again each time it looks later, and when the process ends. There is none: without looking, a
+    rank that starts and ends takes 2.4 seconds of a processor instead of 4.
+    """
+    looks = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if looks:
+            gc.enable()

@@ -7,14 +7,13 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
-from shardwise.launch.addresses import listening
-from shardwise.launch.admission import counted
-from shardwise.launch.attendance import Attendance
-from shardwise.launch.console import say
+from shardwise.launch.errors import say
+from shardwise.launch.generation import counted
 from shardwise.launch.hosts import Nodes, Share, Terms
 from shardwise.launch.launcher import Launcher
-from shardwise.launch.rendezvous import Meeting
-from shardwise.launch.signals import STOP_SIGNALS
+from shardwise.launch.network import listening
+from shardwise.launch.rank import STOP_SIGNALS
+from shardwise.launch.rendezvous import Attendance, Meeting
 
 Command = Callable[[int], Sequence[str]]
 

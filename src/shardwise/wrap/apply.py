@@ -1,16 +1,23 @@
-"""Choosing the modules that a policy means, and applying a function to each of them."""
+"""Wrapping: apply a function to every module that a policy chooses, or to modules one by one.
+
+A model that no host could hold in full is wrapped while it is built:
+
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, mixed_precision=bf16):
+        blocks = nn.Sequential(*[wrap(Block()) for _ in range(1000)])
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
 
 from shardwise._torch import fsdp
-from shardwise.wrap.blocks import is_bare, repeated_blocks
-from shardwise.wrap.plan import modules_of_plan
-from shardwise.wrap.policies import CustomPolicy
+from shardwise.wrap.policies import CustomPolicy, is_bare, modules_of_plan, repeated_blocks
 
 AUTO = "auto"
 
@@ -171,3 +178,45 @@ def _children_first(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     return list(found)
+
+
+@dataclass(frozen=True)
+class _Wrapping:
+    wrapper_cls: Callable[..., nn.Module | None]
+    arguments: dict[str, Any]
+
+
+_CURRENT: ContextVar[_Wrapping | None] = ContextVar("shardwise_wrapping", default=None)
+
+
+@contextmanager
+def enable_wrap(
+    *, wrapper_cls: Callable[..., nn.Module | None], **arguments: Any
+) -> Iterator[None]:
+    """Let :func:`wrap`, called inside, apply ``wrapper_cls(module, **arguments)``.
+
+    Of two nested contexts the inner one counts alone.
+
+    Args:
+        wrapper_cls: ``FullyShardedDataParallel``, ``fully_shard``, or anything called alike.
+        arguments: its keyword arguments.
+    """
+    token = _CURRENT.set(_Wrapping(wrapper_cls, arguments))
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
+    """Wrap ``module`` as :func:`enable_wrap` says; outside of it return it as it is.
+
+    Args:
+        module: the module, which is sharded before the next one is built.
+        overrides: keyword arguments in place of those of :func:`enable_wrap`.
+    """
+    current = _CURRENT.get()
+    if current is None:
+        return module
+    made = current.wrapper_cls(module, **{**current.arguments, **overrides})
+    return module if made is None else made

@@ -1,18 +1,38 @@
-"""Policies: which modules become units of their own, decided one module at a time.
+"""Policies: which modules of a model become groups of their own.
 
-A policy is anything that can be called as torch's and PyTorch/XLA's are:
+A function is asked about one module at a time, in the way of torch and PyTorch/XLA:
 
-    policy(module=m, recurse=True,  nonwrapped_numel=n) -> go on into its children?
-    policy(module=m, recurse=False, nonwrapped_numel=n) -> make it a unit?
+    policy(module=m, recurse=True,  nonwrapped_numel=n) -> visit its children?
+    policy(module=m, recurse=False, nonwrapped_numel=n) -> make it a group?
 
-``n`` counts the parameters of ``m`` that no unit has yet: all of them on the way down, what the
-children have left on the way up. The policies here can also be given their options first, and be
-joined: ``size_based_auto_wrap_policy(min_num_params=10**6) | always_wrap_policy``.
+``n`` counts the parameters of ``m`` that belong to no group yet: all of them on the way down, what
+the children have left on the way up. The functions here can also be given their options first, and
+be combined: ``size_based_auto_wrap_policy(min_num_params=10**6) | always_wrap_policy``.
+
+A plan names modules by patterns, in the words of ``transformers``' ``fsdp_plan``:
+
+    {"model.layers.*": "free_full_weight", "lm_head": "keep_full_weight"}
+
+A ``*`` stands for one part of a name between dots. The values say what happens to a group's full
+parameters between forward and backward: they are *freed*, as far as the strategy frees any, or
+*kept*.
+
+``"auto"`` finds the repeated blocks of a model by its shape alone. A *block* is one of several
+modules of a class that stand in one list: the layers of a transformer, the bottlenecks of a ResNet.
+
+- Nested blocks: where most parameters of a repeated module are in repeated modules of its own (a
+  stage of a ResNet or of a Swin transformer, an encoder beside a decoder), the inner ones are the
+  blocks.
+- Experts are not blocks. The data decides which of them run, and ranks would gather different ones.
+- Plain layers (one ``nn.Linear`` or convolution, perhaps with its norm) count as blocks only in a
+  model that has no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import fnmatch
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -183,3 +203,122 @@ class CustomPolicy:
                 f"arguments for {fqn}, found {type(answer).__name__} {answer!r}"
             )
         return {} if answer else None
+
+
+FREE = "free_full_weight"
+KEEP = "keep_full_weight"
+
+_ARGUMENTS: dict[str, dict[str, Any]] = {FREE: {}, KEEP: {"reshard_after_forward": False}}
+
+
+def modules_of_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Module, dict[str, Any]]:
+    """The modules that ``plan`` makes units, with the keyword arguments it means.
+
+    A module that is shared goes by each of its names; the first pattern that matches counts.
+
+    Raises:
+        ValueError: a value is neither of the two words, or no pattern matches any module.
+    """
+    wrong = {pattern: value for pattern, value in plan.items() if value not in _ARGUMENTS}
+    if wrong:
+        raise ValueError(f"wrap plan: expected {FREE!r} or {KEEP!r} as values, found {wrong}")
+    found: dict[nn.Module, dict[str, Any]] = {}
+    unmatched = list(plan)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not name:
+            continue
+        for pattern, value in plan.items():
+            if _matches(name, pattern):
+                found.setdefault(module, dict(_ARGUMENTS[value]))
+                if pattern in unmatched:
+                    unmatched.remove(pattern)
+                break
+    if not found:
+        raise ValueError(
+            f"wrap plan: none of {list(plan)} matches a module of {type(model).__name__}, whose "
+            f"children are {[name for name, _ in model.named_children()]}; write patterns as "
+            "model.named_modules() names modules, with * for one part between dots"
+        )
+    if unmatched:
+        warnings.warn(
+            f"wrap plan: {unmatched} match no module of {type(model).__name__}", stacklevel=2
+        )
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+#: Share of the parts of a repeated module that its own repeated modules are, if they are blocks.
+_MOSTLY = 0.5
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of ``model``, in module order, none inside another; the model itself is none."""
+    return list(_blocks_in(model, composite=True) or _blocks_in(model, composite=False))
+
+
+def _blocks_in(module: nn.Module, *, composite: bool) -> dict[nn.Module, bool]:
+    """The blocks in ``module``, and whether they stand in a list."""
+    found: dict[nn.Module, bool] = {}
+    members = dict(_members(module))
+    for member, in_list in members.items():
+        alike = sum(type(other) is type(member) for other in members)
+        inner = _blocks_in(member, composite=composite)
+        # Inside a layer, what repeats without a list is its attention to this and to that.
+        own = [block for block, listed in inner.items() if listed or not in_list]
+        is_block = (
+            alike > 1
+            and _can_be_block(member, in_list=in_list, composite=composite)
+            and _numel(own) < _MOSTLY * _numel(_parts(member))
+        )
+        found.update({member: in_list} if is_block else inner)
+    return found
+
+
+def _members(module: nn.Module, in_list: bool | None = None) -> Iterator[tuple[nn.Module, bool]]:
+    """The modules that stand side by side in ``module``, and whether they do so in a list.
+
+    What lies in bare lists (which have no forward of their own) stands beside the list.
+    """
+    if in_list is None:
+        in_list = isinstance(module, nn.Sequential) or is_bare(module)
+    for name, child in module.named_children():
+        if "expert" in name.lower():
+            continue
+        if is_bare(child):
+            yield from _members(child, True)
+        else:
+            yield child, in_list
+
+
+def _can_be_block(module: nn.Module, *, in_list: bool, composite: bool) -> bool:
+    if type(module) is nn.Sequential and not in_list:
+        return False  # the name of a part of the model, like layer1 and layer2 of a ResNet
+    if composite:
+        return _is_composite(module)
+    return in_list and not _is_composite(module) and _numel([module]) > 0
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """Its children that are more than a plain layer: embeddings of a decoder do not count."""
+    return [child for child in module.children() if _is_composite(child)] or [module]
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Whether it is more than one layer, with its norm and its activation perhaps."""
+    return sum(parameter.ndim > 1 for parameter in module.parameters()) > 1
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Whether it only holds modules: its class has no forward."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and (
+        type(module).forward is nn.Module.forward
+    )
+
+
+def _numel(modules: list[nn.Module]) -> int:
+    parameters = {parameter for module in modules for parameter in module.parameters()}
+    return sum(parameter.numel() for parameter in parameters)

@@ -6,8 +6,7 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
-from shardwise.launch.importing import importing
-from shardwise.launch.signals import StopSignals
+from shardwise.launch.rank import StopSignals, importing
 from shardwise.launch.world import World
 from shardwise.recipes.core.begin import Inputs, Recipe, check_folder, compared
 from shardwise.recipes.core.rundir import RunDir, locked

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import clip_grad_norm_
 from shardwise.launch.errors import Stopped, UserError, signal_name
-from shardwise.launch.signals import StopSignals
+from shardwise.launch.rank import StopSignals
 from shardwise.recipes.core.checkpointing import Checkpoints, SaveError
 from shardwise.recipes.core.config import TrainConfig
 from shardwise.recipes.core.journal import Journal, StepMetrics

@@ -43,8 +43,7 @@ from shardwise.checkpoint.disk.commit import is_partial
 from shardwise.checkpoint.disk.files import open_file
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.errors import CheckpointError
-from shardwise.launch.console import say
-from shardwise.launch.errors import UserError
+from shardwise.launch.errors import UserError, say
 from shardwise.recipes.core.config import Existing, OptionError, OutputConfig, flatten
 
 #: In the folder of checkpoints: those of all replicas but the first, where replicas train apart.

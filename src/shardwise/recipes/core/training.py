@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.launch.errors import Stopped, UserError
-from shardwise.launch.rank import connected
-from shardwise.launch.signals import StopSignals
+from shardwise.launch.rank import StopSignals, connected
 from shardwise.launch.world import World, launched_here
 from shardwise.recipes.assembly import assemble
 from shardwise.recipes.core import journal
