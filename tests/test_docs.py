@@ -1,5 +1,7 @@
 """What the documents show is true: their Python runs, their links lead somewhere.
 
+And the reference has every public name; what it says of each, tests/test_public_api.py checks.
+
 A fenced ``python`` block is preceded by a comment that says how it is run:
 
     <!-- run on 2 ranks -->     as a program of its own
@@ -10,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,7 @@ import pytest
 Ranks = Callable[..., list[Any]]
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 BLOCK = re.compile(
     r"^(?:<!-- (?P<how>run on (?P<ranks>\d) ranks?|continued) -->\n)?```python\n(?P<code>.*?)^```$",
@@ -67,6 +71,27 @@ def _run(rank: int, world_size: int, program: Program) -> None:
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_programs_run(ranks: Ranks, program: Program) -> None:
     ranks(_run, program.ranks, program, backend=None)
+
+
+@pytest.mark.parametrize(
+    "package", ["shardwise", "shardwise.wrap", "shardwise.checkpoint", "shardwise.diloco"]
+)
+def test_every_public_name_is_in_the_reference(package: str) -> None:
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    shown = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
+    torchs = set(re.findall(r"^\| `(\w+)` \|", pages, re.MULTILINE))
+    missing = []
+    for name in import_module(package).__all__:
+        value = getattr(import_module(package), name)
+        if isinstance(value, types.ModuleType) and name != "inspect":
+            found = any(each.startswith(f"{package}.{name}.") for each in shown)
+        elif value.__module__.startswith("torch."):
+            found = name in torchs
+        else:
+            found = f"{package}.{name}" in shown
+        if not found:
+            missing.append(f"{package}.{name}")
+    assert not missing, "add these to a page of docs/reference/"
 
 
 def test_the_readme_shows_a_program() -> None:

@@ -120,7 +120,7 @@ def fully_shard(
         TypeError: an argument of another type.
         NotImplementedError: an integer ``reshard_after_forward`` for ``DTensor`` parameters.
 
-        No module has been changed then.
+    A call that raises has changed no module.
     """
     # First whatever can be refused, then everything new, and only then the modules: a call that
     # raises has changed none of them.
