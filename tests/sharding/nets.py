@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from shardwise import FSDPModule, fully_shard
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.state import state_of
+from tests.harness import run_ranks
+from tests.threads import run_threads
 
 WIDTH = 6
 
@@ -54,6 +56,18 @@ class Stack(nn.ModuleList):
         for block in self:
             x = block(x)
         return x
+
+
+def run_over(
+    transport: str, fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any
+) -> list[Any]:
+    """Call ``fn(rank, world_size, transport, *args, **kwargs)`` on every rank of a new world.
+
+    Where parameters are gathered into memory that ranks share, ranks are processes. Elsewhere each
+    has memory of its own, and they are threads.
+    """
+    run = run_ranks if transport == "shm" else run_threads
+    return run(fn, world_size, transport, *args, **kwargs)
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:

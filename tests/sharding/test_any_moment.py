@@ -31,6 +31,7 @@ from tests.sharding.nets import (
     batches,
     group_of,
     loss_of,
+    run_over,
     seeded,
     shard_blocks,
     sharded_net,
@@ -166,10 +167,8 @@ def _write_in_the_middle(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_is_written_in_the_middle_of_a_forward_is_used_from_then_on(
-    ranks: Ranks, transport: str
-) -> None:
-    ranks(_write_in_the_middle, 2, transport)
+def test_what_is_written_in_the_middle_of_a_forward_is_used_from_then_on(transport: str) -> None:
+    run_over(transport, _write_in_the_middle, 2)
 
 
 # -- writes between forwards -------------------------------------------------------------------
@@ -199,8 +198,8 @@ def _write_between(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_forward_uses_what_was_written_since_the_last_one(ranks: Ranks, transport: str) -> None:
-    ranks(_write_between, 2, transport)
+def test_a_forward_uses_what_was_written_since_the_last_one(transport: str) -> None:
+    run_over(transport, _write_between, 2)
 
 
 def _one_rank_writes(rank: int, world_size: int, transport: str) -> None:
@@ -223,8 +222,8 @@ def _one_rank_writes(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_write_that_one_rank_alone_makes_reaches_all(ranks: Ranks, transport: str) -> None:
-    ranks(_one_rank_writes, 2, transport)
+def test_a_write_that_one_rank_alone_makes_reaches_all(transport: str) -> None:
+    run_over(transport, _one_rank_writes, 2)
 
 
 # -- memory of the user's ----------------------------------------------------------------------
@@ -271,9 +270,9 @@ def _swapped_there_and_back(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_a_user_put_aside_is_not_written_to(ranks: Ranks, transport: str) -> None:
-    ranks(_assigned_there_and_back, 2, transport)
-    ranks(_swapped_there_and_back, 2, transport)
+def test_what_a_user_put_aside_is_not_written_to(transport: str) -> None:
+    run_over(transport, _assigned_there_and_back, 2)
+    run_over(transport, _swapped_there_and_back, 2)
 
 
 class Learned(nn.Module):
@@ -327,11 +326,9 @@ def _returns_a_view_of_a_common_group(rank: int, world_size: int, transport: str
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_view_of_a_parameter_that_is_returned_keeps_its_values(
-    ranks: Ranks, transport: str
-) -> None:
-    ranks(_returns_a_view, 2, transport)
-    ranks(_returns_a_view_of_a_common_group, 2, transport)
+def test_a_view_of_a_parameter_that_is_returned_keeps_its_values(transport: str) -> None:
+    run_over(transport, _returns_a_view, 2)
+    run_over(transport, _returns_a_view_of_a_common_group, 2)
 
 
 class Box:
@@ -394,8 +391,8 @@ def _as_is(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_outputs_inside_objects_of_any_class_are_found(ranks: Ranks, transport: str) -> None:
-    ranks(_boxed, 2, transport)
+def test_outputs_inside_objects_of_any_class_are_found(transport: str) -> None:
+    run_over(transport, _boxed, 2)
 
 
 class Aside(nn.Module):
@@ -419,8 +416,8 @@ def _unseen(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_backward_that_begins_unseen_raises(ranks: Ranks, transport: str) -> None:
-    ranks(_unseen, 2, transport)
+def test_a_backward_that_begins_unseen_raises(transport: str) -> None:
+    run_over(transport, _unseen, 2)
 
 
 def _view_in_a_box(rank: int, world_size: int) -> None:
@@ -434,8 +431,8 @@ def _view_in_a_box(rank: int, world_size: int) -> None:
             net(3)
 
 
-def test_a_view_of_a_parameter_inside_an_object_raises(ranks: Ranks) -> None:
-    ranks(_view_in_a_box, 2)
+def test_a_view_of_a_parameter_inside_an_object_raises(threads: Ranks) -> None:
+    threads(_view_in_a_box, 2)
 
 
 # -- exceptions --------------------------------------------------------------------------------
@@ -472,10 +469,8 @@ def _catch(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_weights_may_be_written_to_after_a_forward_that_raised(
-    ranks: Ranks, transport: str
-) -> None:
-    ranks(_catch, 2, transport)
+def test_weights_may_be_written_to_after_a_forward_that_raised(transport: str) -> None:
+    run_over(transport, _catch, 2)
 
 
 def _goes_on_alone(rank: int, world_size: int, transport: str) -> float:
@@ -545,9 +540,9 @@ def _steps_in_backward(rank: int, world_size: int, transport: str, reshard: bool
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_optimizer_in_backward_steps_once_with_the_whole_gradient(
-    ranks: Ranks, transport: str, reshard: bool
+    transport: str, reshard: bool
 ) -> None:
-    ranks(_steps_in_backward, 2, transport, reshard)
+    run_over(transport, _steps_in_backward, 2, reshard)
 
 
 def _step_then_write(block: nn.Module, before: nn.Module) -> None:
@@ -590,10 +585,10 @@ def _writes_after_a_step_in_backward(
 @pytest.mark.parametrize("other", ["dropped", "left to another backward"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_optimizer_in_backward_steps_before_the_backward_of_what_comes_next(
-    ranks: Ranks, transport: str, other: str
+    transport: str, other: str
 ) -> None:
     """Also where the output of another forward was dropped, or has its backward later."""
-    ranks(_writes_after_a_step_in_backward, 2, transport, other)
+    run_over(transport, _writes_after_a_step_in_backward, 2, other)
 
 
 def _writes_after_both_backwards(rank: int, world_size: int) -> None:
@@ -611,9 +606,9 @@ def _writes_after_both_backwards(rank: int, world_size: int) -> None:
 
 
 def test_an_optimizer_in_backward_steps_when_the_last_of_several_backwards_is_over(
-    ranks: Ranks,
+    threads: Ranks,
 ) -> None:
-    ranks(_writes_after_both_backwards, 2)
+    threads(_writes_after_both_backwards, 2)
 
 
 def _order_of_steps(model: nn.Module, x: torch.Tensor) -> list[str]:
@@ -640,9 +635,9 @@ def _steps_after_an_unused_forward(rank: int, world_size: int, transport: str) -
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_forward_that_nobody_goes_back_through_delays_no_optimizer_in_backward(
-    ranks: Ranks, transport: str
+    transport: str,
 ) -> None:
-    ranks(_steps_after_an_unused_forward, 2, transport)
+    run_over(transport, _steps_after_an_unused_forward, 2)
 
 
 def _reshards_the_root_in_forward(rank: int, world_size: int) -> None:
@@ -652,8 +647,8 @@ def _reshards_the_root_in_forward(rank: int, world_size: int) -> None:
     torch.testing.assert_close(net(x), whole(x))
 
 
-def test_what_is_kept_after_forward_is_kept_in_it(ranks: Ranks) -> None:
-    ranks(_reshards_the_root_in_forward, 2)
+def test_what_is_kept_after_forward_is_kept_in_it(threads: Ranks) -> None:
+    threads(_reshards_the_root_in_forward, 2)
 
 
 # -- keeping parameters unsharded --------------------------------------------------------------
@@ -677,36 +672,26 @@ def _keeps(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_parameters_are_kept_for_many_forwards_where_asked_for(
-    ranks: Ranks, transport: str
-) -> None:
-    ranks(_keeps, 2, transport)
+def test_parameters_are_kept_for_many_forwards_where_asked_for(transport: str) -> None:
+    run_over(transport, _keeps, 2)
 
 
 def _gathered_once(rank: int, world_size: int) -> None:
-    net = sharded_net(transport="collectives")
-    transport = group_of(net).mesh.shard
-    calls: list[str] = []
-    gather = type(transport).all_gather
-
-    def count(self: Any, shards: Any, fulls: Any, label: Any) -> Any:
-        calls.append(label.name)
-        return gather(self, shards, fulls, label)
-
-    type(transport).all_gather = count  # type: ignore[method-assign]
+    net = sharded_net()
+    log = group_of(net).mesh.shard.log  # of the fake transport
     x = batches(world_size)[rank]
     with torch.no_grad(), net.keep_unsharded():
         for _ in range(3):
             net(x)
-    assert len(calls) == 4
+    assert [call.kind for call in log] == ["all_gather"] * 4
     with torch.no_grad():
         net(x)
         net(x)
-    assert len(calls) == 4 + 2 * 4, "else every forward gathers, also what the last one has left"
+    assert len(log) == 4 + 2 * 4, "else every forward gathers, also what the last one has left"
 
 
-def test_kept_parameters_are_gathered_once(ranks: Ranks) -> None:
-    ranks(_gathered_once, 2)
+def test_kept_parameters_are_gathered_once(threads: Ranks) -> None:
+    threads(_gathered_once, 2)
 
 
 # -- memory formats ----------------------------------------------------------------------------
@@ -729,8 +714,8 @@ def _channels_last(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_shards_may_be_put_into_another_memory_format(ranks: Ranks, transport: str) -> None:
-    ranks(_channels_last, 2, transport)
+def test_shards_may_be_put_into_another_memory_format(transport: str) -> None:
+    run_over(transport, _channels_last, 2)
 
 
 # -- one rank does more ------------------------------------------------------------------------
@@ -783,9 +768,9 @@ def _exchanges(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_data_that_a_module_gives_its_parameter_stays(ranks: Ranks, transport: str) -> None:
-    ranks(_exchanges, 2, transport)
-    ranks(_exchanges, 1, transport)
+def test_data_that_a_module_gives_its_parameter_stays(transport: str) -> None:
+    run_over(transport, _exchanges, 2)
+    run_over(transport, _exchanges, 1)
 
 
 class Replacing(Exchanging):
@@ -801,8 +786,10 @@ def _replaces(rank: int, world_size: int) -> None:
     assert isinstance(net.weight, DTensor)
 
 
-def test_a_parameter_that_a_module_replaces_in_forward_is_not_lost_in_silence(ranks: Ranks) -> None:
-    ranks(_replaces, 2)
+def test_a_parameter_that_a_module_replaces_in_forward_is_not_lost_in_silence(
+    threads: Ranks,
+) -> None:
+    threads(_replaces, 2)
 
 
 def _writes_to_both(rank: int, world_size: int) -> None:
@@ -819,8 +806,8 @@ def _writes_to_both(rank: int, world_size: int) -> None:
         net(batches(world_size)[rank])
 
 
-def test_writes_to_a_shard_and_to_its_full_parameter_at_once_raise(ranks: Ranks) -> None:
-    ranks(_writes_to_both, 2)
+def test_writes_to_a_shard_and_to_its_full_parameter_at_once_raise(threads: Ranks) -> None:
+    threads(_writes_to_both, 2)
 
 
 # -- too few addresses -------------------------------------------------------------------------
@@ -887,8 +874,8 @@ def _between_steps(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_users_find_shards_after_an_evaluation(ranks: Ranks, transport: str) -> None:
-    ranks(_between_steps, 2, transport)
+def test_users_find_shards_after_an_evaluation(transport: str) -> None:
+    run_over(transport, _between_steps, 2)
 
 
 def _masks_gradients(rank: int, world_size: int) -> None:
@@ -902,8 +889,8 @@ def _masks_gradients(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_hooks_on_gradients_change_them(ranks: Ranks) -> None:
-    ranks(_masks_gradients, 2)
+def test_hooks_on_gradients_change_them(threads: Ranks) -> None:
+    threads(_masks_gradients, 2)
 
 
 def _replaces_between_steps(rank: int, world_size: int) -> None:
@@ -927,8 +914,8 @@ def _replaces_between_steps(rank: int, world_size: int) -> None:
         net(x)
 
 
-def test_parameters_that_are_replaced_between_steps_are_used_or_refused(ranks: Ranks) -> None:
-    ranks(_replaces_between_steps, 2)
+def test_parameters_that_are_replaced_between_steps_are_used_or_refused(threads: Ranks) -> None:
+    threads(_replaces_between_steps, 2)
 
 
 def _frozen_before_its_backward(rank: int, world_size: int, transport: str) -> None:
@@ -979,12 +966,10 @@ def _frozen_after_it_accumulated(rank: int, world_size: int, transport: str) -> 
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(
-    ranks: Ranks, transport: str
-) -> None:
-    ranks(_frozen_before_its_backward, 2, transport)
-    ranks(_frozen_by_a_hook_of_its_backward, 2, transport)
-    ranks(_frozen_after_it_accumulated, 2, transport)
+def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(transport: str) -> None:
+    run_over(transport, _frozen_before_its_backward, 2)
+    run_over(transport, _frozen_by_a_hook_of_its_backward, 2)
+    run_over(transport, _frozen_after_it_accumulated, 2)
 
 
 def _replaced_before_its_backward(rank: int, world_size: int, transport: str) -> None:
@@ -1019,10 +1004,10 @@ def _replaced_in_its_backward(rank: int, world_size: int, transport: str) -> Non
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_parameters_that_are_replaced_between_forward_and_backward_are_refused(
-    ranks: Ranks, transport: str
+    transport: str,
 ) -> None:
-    ranks(_replaced_before_its_backward, 2, transport)
-    ranks(_replaced_in_its_backward, 2, transport)
+    run_over(transport, _replaced_before_its_backward, 2)
+    run_over(transport, _replaced_in_its_backward, 2)
 
 
 class Gain(nn.Module):
@@ -1050,8 +1035,8 @@ def _writes_to_a_scalar_whose_turn_has_come(rank: int, world_size: int) -> None:
     assert gain.item() == 6.0
 
 
-def test_what_is_written_to_a_scalar_after_its_gather_is_for_the_next(ranks: Ranks) -> None:
-    ranks(_writes_to_a_scalar_whose_turn_has_come, 2)
+def test_what_is_written_to_a_scalar_after_its_gather_is_for_the_next(threads: Ranks) -> None:
+    threads(_writes_to_a_scalar_whose_turn_has_come, 2)
 
 
 def _ties_stay(rank: int, world_size: int) -> None:
@@ -1070,8 +1055,8 @@ def _ties_stay(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_ties_that_are_loosened_are_refused_until_they_are_tied_again(ranks: Ranks) -> None:
-    ranks(_ties_stay, 2)
+def test_ties_that_are_loosened_are_refused_until_they_are_tied_again(threads: Ranks) -> None:
+    threads(_ties_stay, 2)
 
 
 def _swaps_scalars(rank: int, world_size: int) -> None:
@@ -1090,8 +1075,8 @@ def _swaps_scalars(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_parameters_that_are_swapped_are_used(ranks: Ranks, world_size: int) -> None:
-    ranks(_swaps_scalars, world_size)
+def test_parameters_that_are_swapped_are_used(threads: Ranks, world_size: int) -> None:
+    threads(_swaps_scalars, world_size)
 
 
 def _accumulates_and_keeps(rank: int, world_size: int, transport: str) -> None:
@@ -1126,9 +1111,9 @@ def _steps_while_kept(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_steps_of_optimizers_are_noticed_however_they_write(ranks: Ranks, transport: str) -> None:
-    ranks(_accumulates_and_keeps, 2, transport)
-    ranks(_steps_while_kept, 2, transport)
+def test_steps_of_optimizers_are_noticed_however_they_write(transport: str) -> None:
+    run_over(transport, _accumulates_and_keeps, 2)
+    run_over(transport, _steps_while_kept, 2)
 
 
 def _writes_after_unshard(rank: int, world_size: int) -> None:
@@ -1146,8 +1131,8 @@ def _writes_after_unshard(rank: int, world_size: int) -> None:
         net(x)
 
 
-def test_a_write_between_unshard_and_forward_is_noticed(ranks: Ranks) -> None:
-    ranks(_writes_after_unshard, 2)
+def test_a_write_between_unshard_and_forward_is_noticed(threads: Ranks) -> None:
+    threads(_writes_after_unshard, 2)
 
 
 def _writes_in_a_forward_that_keeps(rank: int, world_size: int, transport: str) -> None:
@@ -1181,9 +1166,9 @@ def _writes_before_the_first_forward(rank: int, world_size: int, transport: str)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_write_after_the_gather_of_what_is_kept_is_noticed(ranks: Ranks, transport: str) -> None:
-    ranks(_writes_in_a_forward_that_keeps, 2, transport)
-    ranks(_writes_before_the_first_forward, 2, transport)
+def test_a_write_after_the_gather_of_what_is_kept_is_noticed(transport: str) -> None:
+    run_over(transport, _writes_in_a_forward_that_keeps, 2)
+    run_over(transport, _writes_before_the_first_forward, 2)
 
 
 class Recursive(nn.Module):
@@ -1211,9 +1196,9 @@ def _generates_while_handling(rank: int, world_size: int) -> None:
 
 
 def test_methods_that_run_as_forward_may_call_it_while_an_exception_is_handled(
-    ranks: Ranks,
+    threads: Ranks,
 ) -> None:
-    ranks(_generates_while_handling, 2)
+    threads(_generates_while_handling, 2)
 
 
 def _reads_itself_in_forward(rank: int, world_size: int) -> None:
@@ -1225,8 +1210,8 @@ def _reads_itself_in_forward(rank: int, world_size: int) -> None:
     assert note.startswith(f"blocks.1 on rank {rank}: its parameters were resharded while")
 
 
-def test_a_module_that_is_resharded_in_its_own_forward_is_named(ranks: Ranks) -> None:
-    ranks(_reads_itself_in_forward, 2)
+def test_a_module_that_is_resharded_in_its_own_forward_is_named(threads: Ranks) -> None:
+    threads(_reads_itself_in_forward, 2)
 
 
 class Gate(nn.Module):
@@ -1263,7 +1248,5 @@ def _writes_to_two_views(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_module_that_runs_twice_may_have_its_views_written_to(
-    ranks: Ranks, transport: str
-) -> None:
-    ranks(_writes_to_two_views, 2, transport)
+def test_a_module_that_runs_twice_may_have_its_views_written_to(transport: str) -> None:
+    run_over(transport, _writes_to_two_views, 2)

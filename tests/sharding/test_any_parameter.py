@@ -18,7 +18,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardwise import clip_grad_norm_, fully_shard
 from shardwise.errors import MisuseError
-from tests.sharding.nets import WIDTH, Block, Net, batches, hybrid_mesh, seeded, sharded_net
+from tests.sharding.nets import (
+    WIDTH,
+    Block,
+    Net,
+    batches,
+    hybrid_mesh,
+    run_over,
+    seeded,
+    sharded_net,
+)
 
 Ranks = Callable[..., list[Any]]
 TRANSPORTS = ["shm", "c10d"]
@@ -79,10 +88,8 @@ def _ties_written_to(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_one_group_writes_to_a_tied_parameter_the_others_use(
-    ranks: Ranks, transport: str
-) -> None:
-    ranks(_ties_written_to, 2, transport)
+def test_what_one_group_writes_to_a_tied_parameter_the_others_use(transport: str) -> None:
+    run_over(transport, _ties_written_to, 2)
 
 
 # -- requires_grad ------------------------------------------------------------------------------
@@ -127,8 +134,8 @@ def _flips(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_parameters_may_be_frozen_and_thawed_at_any_moment(ranks: Ranks, transport: str) -> None:
-    ranks(_flips, 4, transport)
+def test_parameters_may_be_frozen_and_thawed_at_any_moment(transport: str) -> None:
+    run_over(transport, _flips, 4)
 
 
 def _freeze_a_tie_in_backward(rank: int, world_size: int) -> None:
@@ -148,11 +155,11 @@ def _freeze_a_tie_in_backward(rank: int, world_size: int) -> None:
     _same(_grads(net), _grads(whole), "gradients")
 
 
-def test_a_tied_parameter_that_is_frozen_in_its_backward_gets_no_gradient(ranks: Ranks) -> None:
-    ranks(_freeze_a_tie_in_backward, 2)
+def test_a_tied_parameter_that_is_frozen_in_its_backward_gets_no_gradient(threads: Ranks) -> None:
+    threads(_freeze_a_tie_in_backward, 2)
 
 
-# -- shards kept on fewer ranks -----------------------------------------------------------------
+# -- shards kept on fewer threads -----------------------------------------------------------------
 
 
 def _write_to_kept(rank: int, world_size: int) -> None:
@@ -169,8 +176,8 @@ def _write_to_kept(rank: int, world_size: int) -> None:
         net(x).sum().backward()
 
 
-def test_a_write_to_what_is_kept_on_fewer_ranks_raises(ranks: Ranks) -> None:
-    ranks(_write_to_kept, 4)
+def test_a_write_to_what_is_kept_on_fewer_ranks_raises(threads: Ranks) -> None:
+    threads(_write_to_kept, 4)
 
 
 # -- forwards in backward, backwards in forward -------------------------------------------------
@@ -221,8 +228,8 @@ def _inside_out(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_forwards_in_backward_and_backwards_in_forward(ranks: Ranks, transport: str) -> None:
-    ranks(_inside_out, 3, transport)
+def test_forwards_in_backward_and_backwards_in_forward(transport: str) -> None:
+    run_over(transport, _inside_out, 3)
 
 
 # -- tensor parallelism, hybrid ------------------------------------------------------------------
@@ -261,10 +268,8 @@ def _tensor_parallel(rank: int, world_size: int, transport: str, dp: int) -> Non
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("dp", [1, 2])
-def test_tensor_parallel_parameters_are_written_to_and_swapped(
-    ranks: Ranks, transport: str, dp: int
-) -> None:
-    ranks(_tensor_parallel, 2 * dp, transport, dp)
+def test_tensor_parallel_parameters_are_written_to_and_swapped(transport: str, dp: int) -> None:
+    run_over(transport, _tensor_parallel, 2 * dp, dp)
 
 
 def _frozen_before_the_all_reduce(rank: int, world_size: int) -> None:
@@ -278,5 +283,5 @@ def _frozen_before_the_all_reduce(rank: int, world_size: int) -> None:
     _same(_grads(net), _grads(whole), "gradients")
 
 
-def test_what_was_reduced_in_part_arrives_though_frozen_since(ranks: Ranks) -> None:
-    ranks(_frozen_before_the_all_reduce, 4)
+def test_what_was_reduced_in_part_arrives_though_frozen_since(threads: Ranks) -> None:
+    threads(_frozen_before_the_all_reduce, 4)

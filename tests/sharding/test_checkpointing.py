@@ -91,5 +91,5 @@ class _Whole(nn.Module):
 @pytest.mark.parametrize("k", [True, False], ids=["freed", "kept"])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("where", ["each", "all", "inside", "whole"])
-def test_activation_checkpointing(ranks: Ranks, where: str, reentrant: bool, k: Any) -> None:
-    ranks(_checkpointed, 2, where, reentrant, k)
+def test_activation_checkpointing(threads: Ranks, where: str, reentrant: bool, k: Any) -> None:
+    threads(_checkpointed, 2, where, reentrant, k)

@@ -67,9 +67,9 @@ def _hooked(rank: int, world_size: int, replicates: bool, force_sum: bool) -> No
     ("world_size", "replicates"), [(1, False), (2, False), (2, True), (4, True)]
 )
 def test_a_hook_sees_the_reduced_gradients_before_they_are_divided(
-    ranks: Ranks, world_size: int, replicates: bool, force_sum: bool
+    threads: Ranks, world_size: int, replicates: bool, force_sum: bool
 ) -> None:
-    ranks(_hooked, world_size, replicates, force_sum)
+    threads(_hooked, world_size, replicates, force_sum)
 
 
 class TwoDtypes(nn.Module):
@@ -104,8 +104,8 @@ def _changed_by_hook(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_a_hook_may_change_the_gradients(ranks: Ranks) -> None:
-    ranks(_changed_by_hook, 2)
+def test_a_hook_may_change_the_gradients(threads: Ranks) -> None:
+    threads(_changed_by_hook, 2)
 
 
 def _stream(rank: int, world_size: int) -> None:
@@ -119,8 +119,8 @@ def _stream(rank: int, world_size: int) -> None:
     assert group_of(net).options.all_reduce_hook is None, "what was refused does not stay"
 
 
-def test_a_stream_for_the_hook_is_refused(ranks: Ranks) -> None:
-    ranks(_stream, 2)
+def test_a_stream_for_the_hook_is_refused(threads: Ranks) -> None:
+    threads(_stream, 2)
 
 
 # -- collectives of the user's -----------------------------------------------------------------
@@ -204,9 +204,9 @@ def _train_custom(rank: int, world_size: int, make: Any, returns_work: bool, **k
 @pytest.mark.parametrize("returns_work", [True, False], ids=["work", "none"])
 @pytest.mark.parametrize("make", [Net, TwoDtypes])
 def test_custom_collectives_carry_every_byte_of_their_group(
-    ranks: Ranks, make: Any, returns_work: bool
+    threads: Ranks, make: Any, returns_work: bool
 ) -> None:
-    ranks(_train_custom, 2, make, returns_work)
+    threads(_train_custom, 2, make, returns_work)
 
 
 def _custom_combinations(rank: int, world_size: int) -> None:
@@ -289,9 +289,9 @@ def _separate_group(rank: int, world_size: int, custom: bool) -> None:
 
 @pytest.mark.parametrize("custom", [False, True], ids=["own transport", "custom collectives"])
 def test_a_separate_group_to_reduce_in_can_be_switched_on_and_off(
-    ranks: Ranks, custom: bool
+    threads: Ranks, custom: bool
 ) -> None:
-    ranks(_separate_group, 2, custom)
+    threads(_separate_group, 2, custom)
 
 
 def _switched_while_accumulating(rank: int, world_size: int) -> None:
@@ -307,8 +307,8 @@ def _switched_while_accumulating(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_gradients_not_yet_reduced_survive_a_change_of_transport(ranks: Ranks) -> None:
-    ranks(_switched_while_accumulating, 2)
+def test_gradients_not_yet_reduced_survive_a_change_of_transport(threads: Ranks) -> None:
+    threads(_switched_while_accumulating, 2)
 
 
 def _refuses_memory(rank: int, world_size: int) -> None:
@@ -320,5 +320,5 @@ def _refuses_memory(rank: int, world_size: int) -> None:
         net.set_symm_mem_for_comm()
 
 
-def test_memory_for_staging_buffers_is_refused_as_there_are_none(ranks: Ranks) -> None:
-    ranks(_refuses_memory, 1)
+def test_memory_for_staging_buffers_is_refused_as_there_are_none(threads: Ranks) -> None:
+    threads(_refuses_memory, 1)

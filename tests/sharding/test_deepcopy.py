@@ -65,8 +65,8 @@ def _independent(rank: int, world_size: int, when: str, k: bool | int) -> None:
 
 @pytest.mark.parametrize("k", [True, False, 2])
 @pytest.mark.parametrize("when", ["new", "later", "between"])
-def test_the_copy_trains_by_itself(ranks: Ranks, when: str, k: bool | int) -> None:
-    ranks(_independent, 4 if k == 2 and k is not True else 2, when, k)
+def test_the_copy_trains_by_itself(threads: Ranks, when: str, k: bool | int) -> None:
+    threads(_independent, 4 if k == 2 and k is not True else 2, when, k)
 
 
 def _part(rank: int, world_size: int) -> None:
@@ -85,8 +85,8 @@ def _part(rank: int, world_size: int) -> None:
     assert prefetched == [fully_shard.state(every.blocks[1])], "to the copy, not the original"
 
 
-def test_a_part_can_be_copied_alone(ranks: Ranks) -> None:
-    ranks(_part, 2)
+def test_a_part_can_be_copied_alone(threads: Ranks) -> None:
+    threads(_part, 2)
 
 
 def _tied(rank: int, world_size: int) -> None:
@@ -103,5 +103,5 @@ def _tied(rank: int, world_size: int) -> None:
     assert model[0].weight.grad is None
 
 
-def test_ties_stay_ties(ranks: Ranks) -> None:
-    ranks(_tied, 2)
+def test_ties_stay_ties(threads: Ranks) -> None:
+    threads(_tied, 2)

@@ -75,8 +75,8 @@ def _mixed(rank: int, world_size: int) -> None:
         torch.testing.assert_close(grad.full_tensor(), wanted, atol=0.05, rtol=0.05)
 
 
-def test_mixed_precision_and_accumulation(ranks: Ranks) -> None:
-    ranks(_mixed, 4)
+def test_mixed_precision_and_accumulation(threads: Ranks) -> None:
+    threads(_mixed, 4)
 
 
 # -- dp_mesh_dims: all parameters on one mesh --------------------------------------------------
@@ -131,9 +131,9 @@ def _on_whole_mesh(
     ids=["shard", "replicate", "hybrid", "two that shard"],
 )
 def test_data_parallel_dimensions_of_one_mesh(
-    ranks: Ranks, shape: tuple[int, ...], names: str, dims: dict[str, Any]
+    threads: Ranks, shape: tuple[int, ...], names: str, dims: dict[str, Any]
 ) -> None:
-    ranks(_on_whole_mesh, 4, shape, names, dims)
+    threads(_on_whole_mesh, 4, shape, names, dims)
 
 
 def _refusals(rank: int, world_size: int) -> None:
@@ -152,5 +152,5 @@ def _refusals(rank: int, world_size: int) -> None:
         fully_shard(net, mesh=mesh["dp"], reshard_after_forward=3)
 
 
-def test_what_does_not_fit_is_refused(ranks: Ranks) -> None:
-    ranks(_refusals, 4)
+def test_what_does_not_fit_is_refused(threads: Ranks) -> None:
+    threads(_refusals, 4)

@@ -76,8 +76,8 @@ def _no_rounding(rank: int, world_size: int) -> None:
     assert torch.equal(net.weight.grad.full_tensor(), torch.full((4,), expected))
 
 
-def test_gradients_accumulate_in_reduce_dtype_without_rounding(ranks: Ranks) -> None:
-    ranks(_no_rounding, 2)
+def test_gradients_accumulate_in_reduce_dtype_without_rounding(threads: Ranks) -> None:
+    threads(_no_rounding, 2)
 
 
 class _Overflowing(Net):
@@ -111,8 +111,8 @@ def _overflows(rank: int, world_size: int) -> None:
     assert scales == [16.0, 8.0, 8.0, 16.0]
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Ranks) -> None:
-    ranks(_overflows, 2)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(threads: Ranks) -> None:
+    threads(_overflows, 2)
 
 
 class _OneOverflows(nn.Module):
@@ -140,5 +140,5 @@ def _one_shard_overflows(rank: int, world_size: int) -> None:
     assert scaler.get_scale() == 2.0
 
 
-def test_an_overflow_in_one_shard_skips_the_step_on_all(ranks: Ranks) -> None:
-    ranks(_one_shard_overflows, 2)
+def test_an_overflow_in_one_shard_skips_the_step_on_all(threads: Ranks) -> None:
+    threads(_one_shard_overflows, 2)

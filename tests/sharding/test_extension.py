@@ -267,8 +267,8 @@ def _mixed(rank: int, world_size: int, kind: type[Wrapper]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Halved, HighLow])
-def test_mixed_precision_computes_in_param_dtype(ranks: Ranks, kind: type[Wrapper]) -> None:
-    ranks(_mixed, 2, kind)
+def test_mixed_precision_computes_in_param_dtype(threads: Ranks, kind: type[Wrapper]) -> None:
+    threads(_mixed, 2, kind)
 
 
 def _freed(rank: int, world_size: int) -> None:
@@ -281,8 +281,8 @@ def _freed(rank: int, world_size: int) -> None:
             assert param.full.untyped_storage().size() == 0, param.fqn
 
 
-def test_nothing_whole_is_left_after_a_step(ranks: Ranks) -> None:
-    ranks(_freed, 2)
+def test_nothing_whole_is_left_after_a_step(threads: Ranks) -> None:
+    threads(_freed, 2)
 
 
 def _made_anew(rank: int, world_size: int) -> None:
@@ -300,8 +300,8 @@ def _made_anew(rank: int, world_size: int) -> None:
         assert torch.equal(param.grad.full_tensor(), twin.grad.full_tensor())
 
 
-def test_the_full_form_is_made_anew_after_loading(ranks: Ranks) -> None:
-    ranks(_made_anew, 2)
+def test_the_full_form_is_made_anew_after_loading(threads: Ranks) -> None:
+    threads(_made_anew, 2)
 
 
 class Fragile(Halved):
@@ -379,5 +379,5 @@ def _refuses(rank: int, world_size: int) -> None:
             net.unshard()
 
 
-def test_wrong_extensions_are_refused_by_name(ranks: Ranks) -> None:
-    ranks(_refuses, 4)
+def test_wrong_extensions_are_refused_by_name(threads: Ranks) -> None:
+    threads(_refuses, 4)

@@ -64,8 +64,8 @@ def _forms(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_parameters_become_dtensors_under_their_names(ranks: Ranks, world_size: int) -> None:
-    ranks(_forms, world_size)
+def test_parameters_become_dtensors_under_their_names(threads: Ranks, world_size: int) -> None:
+    threads(_forms, world_size)
 
 
 def _lives(rank: int, world_size: int) -> None:
@@ -96,8 +96,8 @@ def _lives(rank: int, world_size: int) -> None:
     assert grad.dtype == torch.float32
 
 
-def test_a_group_is_whole_only_while_it_computes(ranks: Ranks) -> None:
-    ranks(_lives, 2)
+def test_a_group_is_whole_only_while_it_computes(threads: Ranks) -> None:
+    threads(_lives, 2)
 
 
 def _memory(rank: int, world_size: int) -> None:
@@ -142,8 +142,8 @@ def _manual(rank: int, world_size: int) -> None:
     assert list(keys) == list(net.state_dict())
 
 
-def test_unshard_and_reshard_by_hand(ranks: Ranks) -> None:
-    ranks(_manual, 2)
+def test_unshard_and_reshard_by_hand(threads: Ranks) -> None:
+    threads(_manual, 2)
 
 
 def _other_dims(rank: int, world_size: int) -> None:
@@ -168,8 +168,8 @@ def _other_dims(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_other_dimensions_even_and_uneven(ranks: Ranks, world_size: int) -> None:
-    ranks(_other_dims, world_size)
+def test_other_dimensions_even_and_uneven(threads: Ranks, world_size: int) -> None:
+    threads(_other_dims, world_size)
 
 
 def _grouped(rank: int, world_size: int) -> None:
@@ -193,8 +193,8 @@ def _grouped(rank: int, world_size: int) -> None:
     assert group.state is GroupState.SHARDED
 
 
-def test_several_modules_as_one_group(ranks: Ranks) -> None:
-    ranks(_grouped, 2)
+def test_several_modules_as_one_group(threads: Ranks) -> None:
+    threads(_grouped, 2)
 
 
 def _moved(rank: int, world_size: int) -> None:
@@ -223,8 +223,8 @@ def _moved(rank: int, world_size: int) -> None:
     assert isinstance(net.blocks[0].up.weight, DTensor), "what was refused does not stay"
 
 
-def test_conversion_and_assigned_state_dicts_are_followed(ranks: Ranks) -> None:
-    ranks(_moved, 2)
+def test_conversion_and_assigned_state_dicts_are_followed(threads: Ranks) -> None:
+    threads(_moved, 2)
 
 
 def _plain_children(rank: int, world_size: int) -> None:
@@ -234,8 +234,8 @@ def _plain_children(rank: int, world_size: int) -> None:
     assert len(part) == 2
 
 
-def test_slicing_a_sharded_sequential_gives_a_plain_one(ranks: Ranks) -> None:
-    ranks(_plain_children, 1)
+def test_slicing_a_sharded_sequential_gives_a_plain_one(threads: Ranks) -> None:
+    threads(_plain_children, 1)
 
 
 def _frozen(rank: int, world_size: int) -> None:
@@ -251,8 +251,8 @@ def _frozen(rank: int, world_size: int) -> None:
     assert all(param.grad is not None for param in net.blocks[0].parameters())
 
 
-def test_freezing_and_unfreezing_while_training(ranks: Ranks) -> None:
-    ranks(_frozen, 2)
+def test_freezing_and_unfreezing_while_training(threads: Ranks) -> None:
+    threads(_frozen, 2)
 
 
 def _recovers(rank: int, world_size: int) -> None:
@@ -278,8 +278,8 @@ def _recovers(rank: int, world_size: int) -> None:
         assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor()), name
 
 
-def test_a_failed_forward_can_be_reset(ranks: Ranks) -> None:
-    ranks(_recovers, 2)
+def test_a_failed_forward_can_be_reset(threads: Ranks) -> None:
+    threads(_recovers, 2)
 
 
 def _evaluates(rank: int, world_size: int, mode: str) -> None:
@@ -298,8 +298,8 @@ def _evaluates(rank: int, world_size: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_evaluation_between_steps_changes_nothing(ranks: Ranks, mode: str) -> None:
-    ranks(_evaluates, 2, mode)
+def test_evaluation_between_steps_changes_nothing(threads: Ranks, mode: str) -> None:
+    threads(_evaluates, 2, mode)
 
 
 def _switched(rank: int, world_size: int) -> None:
@@ -340,8 +340,8 @@ def _switched(rank: int, world_size: int) -> None:
     assert "positive" in _raises(ValueError, lambda: halved.set_gradient_divide_factor(0))
 
 
-def test_switches(ranks: Ranks) -> None:
-    ranks(_switched, 2)
+def test_switches(threads: Ranks) -> None:
+    threads(_switched, 2)
 
 
 def _prefetches(rank: int, world_size: int) -> None:
@@ -362,8 +362,8 @@ def _prefetches(rank: int, world_size: int) -> None:
     assert "found Linear" in message
 
 
-def test_explicit_prefetch(ranks: Ranks) -> None:
-    ranks(_prefetches, 2)
+def test_explicit_prefetch(threads: Ranks) -> None:
+    threads(_prefetches, 2)
 
 
 # -- what it refuses ---------------------------------------------------------------------------
@@ -417,8 +417,8 @@ def _refusals(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_wrong_use_says_what_to_do_and_changes_nothing(ranks: Ranks) -> None:
-    ranks(_refusals, 2)
+def test_wrong_use_says_what_to_do_and_changes_nothing(threads: Ranks) -> None:
+    threads(_refusals, 2)
 
 
 def _outsider(rank: int, world_size: int) -> None:
@@ -432,8 +432,8 @@ def _outsider(rank: int, world_size: int) -> None:
         assert "rank 1 is not part of" in message
 
 
-def test_a_rank_outside_the_mesh_is_told_so(ranks: Ranks) -> None:
-    ranks(_outsider, 2)
+def test_a_rank_outside_the_mesh_is_told_so(threads: Ranks) -> None:
+    threads(_outsider, 2)
 
 
 # -- mixed precision ---------------------------------------------------------------------------
@@ -458,8 +458,8 @@ def _mixed(rank: int, world_size: int) -> None:
         assert param.grad is not None and param.grad.dtype == torch.float32, name
 
 
-def test_compute_in_bfloat16_update_in_float32(ranks: Ranks) -> None:
-    ranks(_mixed, 2)
+def test_compute_in_bfloat16_update_in_float32(threads: Ranks) -> None:
+    threads(_mixed, 2)
 
 
 def test_public_names_are_torchs_own_where_torch_has_them() -> None:
@@ -494,8 +494,8 @@ def _two_dimensions(rank: int, world_size: int) -> None:
         torch.testing.assert_close(param.grad.full_tensor(), whole.grad, msg=name)
 
 
-def test_accumulating_with_reduce_scatter_but_without_all_reduce(ranks: Ranks) -> None:
-    ranks(_two_dimensions, 4)
+def test_accumulating_with_reduce_scatter_but_without_all_reduce(threads: Ranks) -> None:
+    threads(_two_dimensions, 4)
 
 
 # -- several forwards, several backwards -------------------------------------------------------
@@ -521,8 +521,8 @@ def _more_than_once(rank: int, world_size: int) -> None:
     assert isinstance(net.head.weight, DTensor)
 
 
-def test_several_forwards_before_backward_and_backward_twice(ranks: Ranks) -> None:
-    ranks(_more_than_once, 2)
+def test_several_forwards_before_backward_and_backward_twice(threads: Ranks) -> None:
+    threads(_more_than_once, 2)
 
 
 def _gradient_of_the_input(rank: int, world_size: int) -> None:
@@ -537,8 +537,8 @@ def _gradient_of_the_input(rank: int, world_size: int) -> None:
     assert torch.equal(grads[0], grads[1])
 
 
-def test_the_input_of_the_root_gets_its_gradient(ranks: Ranks) -> None:
-    ranks(_gradient_of_the_input, 2)
+def test_the_input_of_the_root_gets_its_gradient(threads: Ranks) -> None:
+    threads(_gradient_of_the_input, 2)
 
 
 def _on_two_meshes(rank: int, world_size: int, kept: bool | int) -> None:
@@ -573,5 +573,5 @@ def _on_two_meshes(rank: int, world_size: int, kept: bool | int) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_parameters_of_one_call_on_two_meshes(ranks: Ranks, kept: bool) -> None:
-    ranks(_on_two_meshes, 4, kept)
+def test_parameters_of_one_call_on_two_meshes(threads: Ranks, kept: bool) -> None:
+    threads(_on_two_meshes, 4, kept)

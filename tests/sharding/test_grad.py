@@ -69,8 +69,10 @@ def _clipped(rank: int, world_size: int, shape: tuple[int, ...], norm_type: floa
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
 @pytest.mark.parametrize("shape", [(3,), (2, 1), (2, 2)])
-def test_equals_clipping_the_whole(ranks: Ranks, shape: tuple[int, ...], norm_type: float) -> None:
-    ranks(_clipped, math.prod(shape), shape, norm_type)
+def test_equals_clipping_the_whole(
+    threads: Ranks, shape: tuple[int, ...], norm_type: float
+) -> None:
+    threads(_clipped, math.prod(shape), shape, norm_type)
 
 
 def _edges(rank: int, world_size: int) -> None:
@@ -91,8 +93,8 @@ def _edges(rank: int, world_size: int) -> None:
         clip_grad_norm_(pending, 1.0)
 
 
-def test_edges(ranks: Ranks) -> None:
-    ranks(_edges, 2)
+def test_edges(threads: Ranks) -> None:
+    threads(_edges, 2)
 
 
 def _on_some_ranks(rank: int, world_size: int) -> None:
@@ -109,8 +111,8 @@ def _on_some_ranks(rank: int, world_size: int) -> None:
     assert norm.item() == pytest.approx(6**0.5, rel=1e-2)  # of numbers in bf16
 
 
-def test_ranks_agree_on_the_dtype_where_some_have_no_gradient(ranks: Ranks) -> None:
-    ranks(_on_some_ranks, 2)
+def test_ranks_agree_on_the_dtype_where_some_have_no_gradient(threads: Ranks) -> None:
+    threads(_on_some_ranks, 2)
 
 
 def _half(dtype: torch.dtype, rows: int, value: float) -> nn.Parameter:
@@ -141,9 +143,9 @@ def _in_16_bits(rank: int, world_size: int, dtype: torch.dtype, norm_type: float
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_of_16_bits_are_clipped_in_float32(
-    ranks: Ranks, dtype: torch.dtype, norm_type: float
+    threads: Ranks, dtype: torch.dtype, norm_type: float
 ) -> None:
-    ranks(_in_16_bits, 3, dtype, norm_type)
+    threads(_in_16_bits, 3, dtype, norm_type)
 
 
 def _beyond_float16(rank: int, world_size: int) -> None:
@@ -162,5 +164,5 @@ def _beyond_float16(rank: int, world_size: int) -> None:
     assert mixed[1].grad.dtype == torch.bfloat16
 
 
-def test_a_norm_that_float16_does_not_hold(ranks: Ranks) -> None:
-    ranks(_beyond_float16, 2)
+def test_a_norm_that_float16_does_not_hold(threads: Ranks) -> None:
+    threads(_beyond_float16, 2)

@@ -43,8 +43,8 @@ def _accumulates(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_without_gradient_sync_gradients_wait_for_the_next_backward_with_it(ranks: Ranks) -> None:
-    ranks(_accumulates, 2)
+def test_without_gradient_sync_gradients_wait_for_the_next_backward_with_it(threads: Ranks) -> None:
+    threads(_accumulates, 2)
 
 
 def _own_group_only(rank: int, world_size: int) -> None:
@@ -62,8 +62,8 @@ def _own_group_only(rank: int, world_size: int) -> None:
     assert net.blocks[0].up.weight.grad is not None
 
 
-def test_either_can_be_switched_off_for_one_group(ranks: Ranks) -> None:
-    ranks(_own_group_only, 2)
+def test_either_can_be_switched_off_for_one_group(threads: Ranks) -> None:
+    threads(_own_group_only, 2)
 
 
 class Choosy(nn.Module):
@@ -101,9 +101,9 @@ def _without_all_reduce(rank: int, world_size: int, last_uses_both: bool, buffer
 @pytest.mark.parametrize("last_uses_both", [True, False], ids=["all used", "one unused at last"])
 @pytest.mark.parametrize(("world_size", "buffers"), [(2, 1), (2, 4), (4, 1)])
 def test_reduce_scatter_now_and_all_reduce_later(
-    ranks: Ranks, world_size: int, last_uses_both: bool, buffers: int
+    threads: Ranks, world_size: int, last_uses_both: bool, buffers: int
 ) -> None:
-    ranks(_without_all_reduce, world_size, last_uses_both, buffers)
+    threads(_without_all_reduce, world_size, last_uses_both, buffers)
 
 
 def _sync_includes_all_reduce(rank: int, world_size: int) -> None:
@@ -118,8 +118,8 @@ def _sync_includes_all_reduce(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_gradient_sync_switches_both_collectives(ranks: Ranks) -> None:
-    ranks(_sync_includes_all_reduce, 2)
+def test_gradient_sync_switches_both_collectives(threads: Ranks) -> None:
+    threads(_sync_includes_all_reduce, 2)
 
 
 def _not_last(rank: int, world_size: int) -> None:
@@ -135,8 +135,8 @@ def _not_last(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_reductions_outlive_a_backward_that_is_not_the_last(ranks: Ranks) -> None:
-    ranks(_not_last, 2)
+def test_reductions_outlive_a_backward_that_is_not_the_last(threads: Ranks) -> None:
+    threads(_not_last, 2)
 
 
 # -- what a sum of gradients is divided by -----------------------------------------------------
@@ -166,9 +166,9 @@ def _divides(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> No
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float64, torch.float16])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_factor_of_the_users_takes_the_place_of_the_world_size(
-    ranks: Ranks, world_size: int, reduce_dtype: torch.dtype | None
+    threads: Ranks, world_size: int, reduce_dtype: torch.dtype | None
 ) -> None:
-    ranks(_divides, world_size, reduce_dtype)
+    threads(_divides, world_size, reduce_dtype)
 
 
 def _divides_in_two_dimensions(rank: int, world_size: int) -> None:
@@ -186,8 +186,8 @@ def _divides_in_two_dimensions(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_the_older_name_of_the_factor_still_works_but_warns(ranks: Ranks) -> None:
-    ranks(_divides_in_two_dimensions, 4)
+def test_the_older_name_of_the_factor_still_works_but_warns(threads: Ranks) -> None:
+    threads(_divides_in_two_dimensions, 4)
 
 
 # -- unused parameters -------------------------------------------------------------------------
@@ -222,5 +222,5 @@ def _unused(rank: int, world_size: int) -> None:
     assert not group_of(net).options.reduce_scatter_unused_params
 
 
-def test_parameters_unused_on_one_rank_count_as_zeros(ranks: Ranks) -> None:
-    ranks(_unused, 2)
+def test_parameters_unused_on_one_rank_count_as_zeros(threads: Ranks) -> None:
+    threads(_unused, 2)

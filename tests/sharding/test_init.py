@@ -76,9 +76,9 @@ def _born(rank: int, world_size: int, custom: bool) -> None:
 @pytest.mark.parametrize("custom", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_values_are_those_of_the_unsharded_model(
-    ranks: Ranks, world_size: int, custom: bool
+    threads: Ranks, world_size: int, custom: bool
 ) -> None:
-    ranks(_born, world_size, custom)
+    threads(_born, world_size, custom)
 
 
 def _bounded(rank: int, world_size: int) -> int:
@@ -99,8 +99,8 @@ def _bounded(rank: int, world_size: int) -> int:
     return max(alive)
 
 
-def test_one_module_at_a_time_is_whole(ranks: Ranks) -> None:
-    assert ranks(_bounded, 2) == [1600, 1600]
+def test_one_module_at_a_time_is_whole(threads: Ranks) -> None:
+    assert threads(_bounded, 2) == [1600, 1600]
 
 
 def _torchs_way(rank: int, world_size: int) -> None:
@@ -117,8 +117,8 @@ def _torchs_way(rank: int, world_size: int) -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
-def test_to_empty_and_init_on_dtensors_works_too(ranks: Ranks) -> None:
-    ranks(_torchs_way, 2)
+def test_to_empty_and_init_on_dtensors_works_too(threads: Ranks) -> None:
+    threads(_torchs_way, 2)
 
 
 class _Bare(nn.Module):
@@ -137,8 +137,8 @@ def _refused(rank: int, world_size: int) -> None:
     assert all(param.is_meta for param in model.parameters()), "nothing has been changed"
 
 
-def test_a_module_without_reset_parameters_needs_init(ranks: Ranks) -> None:
-    ranks(_refused, 1)
+def test_a_module_without_reset_parameters_needs_init(threads: Ranks) -> None:
+    threads(_refused, 1)
 
 
 def _keeps(rank: int, world_size: int) -> None:
@@ -152,5 +152,5 @@ def _keeps(rank: int, world_size: int) -> None:
     assert not model[1].weight.is_meta
 
 
-def test_what_is_not_on_the_meta_device_keeps_its_values(ranks: Ranks) -> None:
-    ranks(_keeps, 2)
+def test_what_is_not_on_the_meta_device_keeps_its_values(threads: Ranks) -> None:
+    threads(_keeps, 2)

@@ -56,9 +56,9 @@ def _parity(rank: int, world_size: int, k: int, dim: int) -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(("world_size", "k"), [(4, 2), (6, 3), (6, 2)])
 def test_training_equals_unsharded_training(
-    ranks: Ranks, world_size: int, k: int, dim: int
+    threads: Ranks, world_size: int, k: int, dim: int
 ) -> None:
-    ranks(_parity, world_size, k, dim)
+    threads(_parity, world_size, k, dim)
 
 
 def _gathers_among(rank: int, world_size: int) -> list[int]:
@@ -93,8 +93,8 @@ def _on_a_part(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_on_a_part_of_a_larger_mesh(ranks: Ranks) -> None:
-    ranks(_on_a_part, 8)
+def test_on_a_part_of_a_larger_mesh(threads: Ranks) -> None:
+    threads(_on_a_part, 8)
 
 
 def _hybrid(rank: int, world_size: int) -> None:
@@ -107,8 +107,8 @@ def _hybrid(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_on_a_hybrid_mesh(ranks: Ranks) -> None:
-    ranks(_hybrid, 8)
+def test_on_a_hybrid_mesh(threads: Ranks) -> None:
+    threads(_hybrid, 8)
 
 
 def _changes(rank: int, world_size: int) -> None:
@@ -133,8 +133,8 @@ def _changes(rank: int, world_size: int) -> None:
     loss.backward()
 
 
-def test_resharding_by_hand_and_changing_ones_mind(ranks: Ranks) -> None:
-    ranks(_changes, 4)
+def test_resharding_by_hand_and_changing_ones_mind(threads: Ranks) -> None:
+    threads(_changes, 4)
 
 
 def _outdated(rank: int, world_size: int) -> None:
@@ -155,12 +155,12 @@ def _outdated(rank: int, world_size: int) -> None:
         torch.testing.assert_close(net(x[rank]), whole(x[rank]))
 
 
-def test_what_an_optimizer_has_outdated_is_gathered_anew(ranks: Ranks) -> None:
-    ranks(_outdated, 4)
+def test_what_an_optimizer_has_outdated_is_gathered_anew(threads: Ranks) -> None:
+    threads(_outdated, 4)
 
 
-def test_numbers_that_do_not_divide_are_refused(ranks: Ranks) -> None:
-    ranks(_refuses, 4)
+def test_numbers_that_do_not_divide_are_refused(threads: Ranks) -> None:
+    threads(_refuses, 4)
 
 
 def _refuses(rank: int, world_size: int) -> None:

@@ -23,6 +23,7 @@ from tests.sharding.nets import (
     batches,
     group_of,
     loss_of,
+    run_over,
     seeded,
     train_alike,
     twins,
@@ -76,8 +77,8 @@ def _nested(rank: int, world_size: int) -> None:
     train_alike(net, whole, rank, world_size)
 
 
-def test_nested_inputs_and_outputs(ranks: Ranks) -> None:
-    ranks(_nested, 2)
+def test_nested_inputs_and_outputs(threads: Ranks) -> None:
+    threads(_nested, 2)
 
 
 def _container(rank: int, world_size: int) -> None:
@@ -86,8 +87,8 @@ def _container(rank: int, world_size: int) -> None:
     train_alike(net, whole, rank, world_size)
 
 
-def test_a_container_with_a_forward_of_its_own(ranks: Ranks) -> None:
-    ranks(_container, 2)
+def test_a_container_with_a_forward_of_its_own(threads: Ranks) -> None:
+    threads(_container, 2)
 
 
 # -- which parameters train --------------------------------------------------------------------
@@ -140,8 +141,8 @@ def _adapted(rank: int, world_size: int, whole_groups: bool) -> None:
 
 
 @pytest.mark.parametrize("whole_groups", [False, True], ids=["part of a group", "whole groups"])
-def test_adapters_and_freezing_while_training(ranks: Ranks, whole_groups: bool) -> None:
-    ranks(_adapted, 2, whole_groups)
+def test_adapters_and_freezing_while_training(threads: Ranks, whole_groups: bool) -> None:
+    threads(_adapted, 2, whole_groups)
 
 
 class Skipping(nn.Module):
@@ -165,8 +166,8 @@ def _skips(rank: int, world_size: int) -> None:
             assert group_of(block).state is GroupState.SHARDED
 
 
-def test_steps_that_run_other_modules_in_other_orders(ranks: Ranks) -> None:
-    ranks(_skips, 2)
+def test_steps_that_run_other_modules_in_other_orders(threads: Ranks) -> None:
+    threads(_skips, 2)
 
 
 # -- how often they run ------------------------------------------------------------------------
@@ -191,8 +192,8 @@ def _twice(rank: int, world_size: int) -> None:
         train_alike(net, whole, rank, world_size)
 
 
-def test_one_module_entered_several_times(ranks: Ranks) -> None:
-    ranks(_twice, 2)
+def test_one_module_entered_several_times(threads: Ranks) -> None:
+    threads(_twice, 2)
 
 
 def _many_forwards(rank: int, world_size: int, guard: Any) -> None:
@@ -209,8 +210,8 @@ def _many_forwards(rank: int, world_size: int, guard: Any) -> None:
 
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
-def test_forwards_and_an_evaluation_before_one_backward(ranks: Ranks, guard: Any) -> None:
-    ranks(_many_forwards, 2, guard)
+def test_forwards_and_an_evaluation_before_one_backward(threads: Ranks, guard: Any) -> None:
+    threads(_many_forwards, 2, guard)
 
 
 def _evaluates_before_the_step(rank: int, world_size: int, guard: Any, options: Any) -> None:
@@ -232,9 +233,9 @@ def _evaluates_before_the_step(rank: int, world_size: int, guard: Any, options: 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
 def test_what_stayed_whole_over_a_step_is_gathered_anew(
-    ranks: Ranks, guard: Any, options: Any
+    threads: Ranks, guard: Any, options: Any
 ) -> None:
-    ranks(_evaluates_before_the_step, 2, guard, options)
+    threads(_evaluates_before_the_step, 2, guard, options)
 
 
 # -- views and compiled blocks -----------------------------------------------------------------
@@ -272,8 +273,8 @@ def _views(rank: int, world_size: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_views_that_are_returned_may_be_written_to(ranks: Ranks, transport: str) -> None:
-    ranks(_views, 2, transport)
+def test_views_that_are_returned_may_be_written_to(transport: str) -> None:
+    run_over(transport, _views, 2)
 
 
 def _compiled(rank: int, world_size: int, in_place: bool) -> None:

@@ -85,8 +85,8 @@ def _methods(rank: int, world_size: int) -> None:
         register_fsdp_forward_method(net, "sing")
 
 
-def test_other_methods_gather_as_forward_does(ranks: Ranks) -> None:
-    ranks(_methods, 2)
+def test_other_methods_gather_as_forward_does(threads: Ranks) -> None:
+    threads(_methods, 2)
 
 
 def _several_roots(rank: int, world_size: int) -> None:
@@ -100,8 +100,8 @@ def _several_roots(rank: int, world_size: int) -> None:
         share_comm_ctx([chunks[0], nn.Linear(2, 2)])
 
 
-def test_roots_over_the_same_ranks_share_a_transport(ranks: Ranks) -> None:
-    ranks(_several_roots, 2)
+def test_roots_over_the_same_ranks_share_a_transport(threads: Ranks) -> None:
+    threads(_several_roots, 2)
 
 
 def _classes(rank: int, world_size: int) -> None:
@@ -119,8 +119,8 @@ def _classes(rank: int, world_size: int) -> None:
     assert type(net)().__dict__
 
 
-def test_the_classes_that_sharding_makes(ranks: Ranks) -> None:
-    ranks(_classes, 1)
+def test_the_classes_that_sharding_makes(threads: Ranks) -> None:
+    threads(_classes, 1)
 
 
 def _reset_nested(rank: int, world_size: int) -> None:
@@ -131,5 +131,5 @@ def _reset_nested(rank: int, world_size: int) -> None:
     net.reset_iter_state()
 
 
-def test_only_the_root_can_be_reset(ranks: Ranks) -> None:
-    ranks(_reset_nested, 1)
+def test_only_the_root_can_be_reset(threads: Ranks) -> None:
+    threads(_reset_nested, 1)

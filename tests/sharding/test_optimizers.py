@@ -59,8 +59,8 @@ def _norms(rank: int, world_size: int) -> None:
         assert_same_gradients(theirs, whole)
 
 
-def test_torchs_clipping_and_ours_agree(ranks: Ranks) -> None:
-    ranks(_norms, 2)
+def test_torchs_clipping_and_ours_agree(threads: Ranks) -> None:
+    threads(_norms, 2)
 
 
 def _optimizers(rank: int, world_size: int) -> None:
@@ -69,8 +69,8 @@ def _optimizers(rank: int, world_size: int) -> None:
         train_alike(net, whole, rank, world_size, make=torch.optim.AdamW, **options)
 
 
-def test_foreach_and_fused_optimizers(ranks: Ranks) -> None:
-    ranks(_optimizers, 2)
+def test_foreach_and_fused_optimizers(threads: Ranks) -> None:
+    threads(_optimizers, 2)
 
 
 def _recreated(rank: int, world_size: int) -> None:
@@ -93,8 +93,8 @@ def _recreated(rank: int, world_size: int) -> None:
     assert_same_values(net, whole)
 
 
-def test_an_optimizer_made_anew_from_its_state_dict_trains_on(ranks: Ranks) -> None:
-    ranks(_recreated, 2)
+def test_an_optimizer_made_anew_from_its_state_dict_trains_on(threads: Ranks) -> None:
+    threads(_recreated, 2)
 
 
 # -- conversions and state dicts ---------------------------------------------------------------
@@ -146,8 +146,8 @@ def _assigned(rank: int, world_size: int) -> None:
     train_alike(net, whole, rank, world_size)
 
 
-def test_assigned_state_dicts_train_on(ranks: Ranks) -> None:
-    ranks(_assigned, 2)
+def test_assigned_state_dicts_train_on(threads: Ranks) -> None:
+    threads(_assigned, 2)
 
 
 def _broadcast(rank: int, world_size: int) -> None:

@@ -76,9 +76,9 @@ def _trains_on(rank: int, world_size: int, where: str, reset: bool, first: bool)
 @pytest.mark.parametrize("reset", [False, True], ids=["by itself", "after reset_iter_state"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_next_step_is_as_if_nothing_had_been(
-    ranks: Ranks, where: str, reset: bool, first: bool
+    threads: Ranks, where: str, reset: bool, first: bool
 ) -> None:
-    ranks(_trains_on, 2, where, reset, first)
+    threads(_trains_on, 2, where, reset, first)
 
 
 class Loose(nn.Module):
@@ -120,8 +120,8 @@ def _raises_twice(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_a_forward_that_raises_after_a_backward_that_raised_leaves_no_trace(ranks: Ranks) -> None:
-    ranks(_raises_twice, 2)
+def test_a_forward_that_raises_after_a_backward_that_raised_leaves_no_trace(threads: Ranks) -> None:
+    threads(_raises_twice, 2)
 
 
 def _backward_again(rank: int, world_size: int) -> None:
@@ -146,8 +146,8 @@ def _backward_again(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_a_backward_that_raised_may_be_made_again(ranks: Ranks) -> None:
-    ranks(_backward_again, 2)
+def test_a_backward_that_raised_may_be_made_again(threads: Ranks) -> None:
+    threads(_backward_again, 2)
 
 
 class Careful(nn.Module):
@@ -186,8 +186,8 @@ def _hook_fails(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_gradients_of_a_backward_that_failed_at_its_end_are_lost(ranks: Ranks) -> None:
-    ranks(_hook_fails, 2)
+def test_gradients_of_a_backward_that_failed_at_its_end_are_lost(threads: Ranks) -> None:
+    threads(_hook_fails, 2)
 
 
 def _falls_back(rank: int, world_size: int) -> None:
@@ -208,8 +208,8 @@ def _falls_back(rank: int, world_size: int) -> None:
         assert_same_gradients(sharded, whole)
 
 
-def test_an_exception_that_the_model_itself_handles(ranks: Ranks) -> None:
-    ranks(_falls_back, 2)
+def test_an_exception_that_the_model_itself_handles(threads: Ranks) -> None:
+    threads(_falls_back, 2)
 
 
 def _inside_a_handler(rank: int, world_size: int) -> None:
@@ -223,8 +223,8 @@ def _inside_a_handler(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_a_step_inside_an_exception_handler_is_no_failure(ranks: Ranks) -> None:
-    ranks(_inside_a_handler, 2)
+def test_a_step_inside_an_exception_handler_is_no_failure(threads: Ranks) -> None:
+    threads(_inside_a_handler, 2)
 
 
 def _second_backward(rank: int, world_size: int) -> None:
@@ -239,8 +239,8 @@ def _second_backward(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_the_backward_of_a_backward_is_refused(ranks: Ranks) -> None:
-    ranks(_second_backward, 2)
+def test_the_backward_of_a_backward_is_refused(threads: Ranks) -> None:
+    threads(_second_backward, 2)
 
 
 def _sparse(rank: int, world_size: int) -> None:
@@ -249,8 +249,8 @@ def _sparse(rank: int, world_size: int) -> None:
         model(torch.tensor([1, 2])).sum().backward()
 
 
-def test_sparse_gradients_are_refused_by_name(ranks: Ranks) -> None:
-    ranks(_sparse, 2)
+def test_sparse_gradients_are_refused_by_name(threads: Ranks) -> None:
+    threads(_sparse, 2)
 
 
 def _in_a_pipeline(rank: int, world_size: int) -> None:
@@ -263,5 +263,5 @@ def _in_a_pipeline(rank: int, world_size: int) -> None:
     assert all(one is other for one, other in zip(net.parameters(), before, strict=True))
 
 
-def test_after_a_step_of_a_pipeline_parameters_are_the_sharded_ones(ranks: Ranks) -> None:
-    ranks(_in_a_pipeline, 2)
+def test_after_a_step_of_a_pipeline_parameters_are_the_sharded_ones(threads: Ranks) -> None:
+    threads(_in_a_pipeline, 2)

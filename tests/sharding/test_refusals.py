@@ -356,8 +356,8 @@ def _refuse_all(rank: int, world_size: int) -> dict[str, str]:
     return wrong
 
 
-def test_a_call_that_raises_has_changed_nothing(ranks: Ranks) -> None:
-    for rank, wrong in enumerate(ranks(_refuse_all, WORLD_SIZE)):
+def test_a_call_that_raises_has_changed_nothing(threads: Ranks) -> None:
+    for rank, wrong in enumerate(threads(_refuse_all, WORLD_SIZE)):
         assert not wrong, f"rank {rank}"
 
 
@@ -372,5 +372,5 @@ def _trains_after(rank: int, world_size: int) -> None:
     assert torch.equal(loss_of(net, x), loss_of(twin, x))
 
 
-def test_the_right_call_comes_through_after_wrong_ones(ranks: Ranks) -> None:
-    ranks(_trains_after, 2)
+def test_the_right_call_comes_through_after_wrong_ones(threads: Ranks) -> None:
+    threads(_trains_after, 2)

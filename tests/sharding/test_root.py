@@ -102,5 +102,5 @@ def _event(rank: int, world_size: int) -> None:
     assert root.post_optim_event is None, "waited for by one forward"
 
 
-def test_an_event_behind_the_optimizer_is_for_one_forward(ranks: Ranks) -> None:
-    ranks(_event, 1)
+def test_an_event_behind_the_optimizer_is_for_one_forward(threads: Ranks) -> None:
+    threads(_event, 1)

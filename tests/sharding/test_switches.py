@@ -64,8 +64,8 @@ def _after_forward(rank: int, world_size: int) -> None:
             net.set_reshard_after_forward(wrong)
 
 
-def test_reshard_after_forward(ranks: Ranks) -> None:
-    ranks(_after_forward, 2)
+def test_reshard_after_forward(threads: Ranks) -> None:
+    threads(_after_forward, 2)
 
 
 def _no_longer_kept(rank: int, world_size: int, between: bool) -> None:
@@ -89,8 +89,8 @@ def _no_longer_kept(rank: int, world_size: int, between: bool) -> None:
 
 
 @pytest.mark.parametrize("between", [True, False], ids=["before backward", "after backward"])
-def test_a_bool_takes_the_place_of_an_int(ranks: Ranks, between: bool) -> None:
-    ranks(_no_longer_kept, 4, between)
+def test_a_bool_takes_the_place_of_an_int(threads: Ranks, between: bool) -> None:
+    threads(_no_longer_kept, 4, between)
 
 
 def _after_backward(rank: int, world_size: int) -> None:
@@ -113,8 +113,8 @@ def _after_backward(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_reshard_after_backward(ranks: Ranks) -> None:
-    ranks(_after_backward, 2)
+def test_reshard_after_backward(threads: Ranks) -> None:
+    threads(_after_backward, 2)
 
 
 # -- what is gathered, when --------------------------------------------------------------------
@@ -162,8 +162,8 @@ def _prefetches(rank: int, world_size: int) -> None:
             setter([net.head])
 
 
-def test_prefetch(ranks: Ranks) -> None:
-    ranks(_prefetches, 2)
+def test_prefetch(threads: Ranks) -> None:
+    threads(_prefetches, 2)
 
 
 class Words(nn.Module):
@@ -199,5 +199,5 @@ def _not_in_backward(rank: int, world_size: int) -> None:
     assert seen[-1] is UNSHARDED
 
 
-def test_an_embedding_need_not_be_gathered_for_backward(ranks: Ranks) -> None:
-    ranks(_not_in_backward, 2)
+def test_an_embedding_need_not_be_gathered_for_backward(threads: Ranks) -> None:
+    threads(_not_in_backward, 2)

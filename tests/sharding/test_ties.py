@@ -66,8 +66,8 @@ def _trains(rank: int, world_size: int, zero: int) -> None:
 
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_training_equals_unsharded_training(ranks: Ranks, world_size: int, zero: int) -> None:
-    ranks(_trains, world_size, zero)
+def test_training_equals_unsharded_training(threads: Ranks, world_size: int, zero: int) -> None:
+    threads(_trains, world_size, zero)
 
 
 def _loads(rank: int, world_size: int) -> None:
@@ -79,8 +79,8 @@ def _loads(rank: int, world_size: int) -> None:
     assert torch.equal(sharded(x), other(x))
 
 
-def test_a_replaced_parameter_is_replaced_everywhere(ranks: Ranks) -> None:
-    ranks(_loads, 2)
+def test_a_replaced_parameter_is_replaced_everywhere(threads: Ranks) -> None:
+    threads(_loads, 2)
 
 
 def _from_meta(rank: int, world_size: int) -> None:
@@ -106,8 +106,8 @@ def _from_meta(rank: int, world_size: int) -> None:
     assert_same_gradients(sharded, whole)
 
 
-def test_materialising(ranks: Ranks) -> None:
-    ranks(_from_meta, 2)
+def test_materialising(threads: Ranks) -> None:
+    threads(_from_meta, 2)
 
 
 def _meshes(rank: int, world_size: int) -> str:
@@ -120,5 +120,5 @@ def _meshes(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_groups_on_different_meshes_are_refused(ranks: Ranks) -> None:
-    assert "shard both over the same mesh" in ranks(_meshes, 4)[0]
+def test_groups_on_different_meshes_are_refused(threads: Ranks) -> None:
+    assert "shard both over the same mesh" in threads(_meshes, 4)[0]

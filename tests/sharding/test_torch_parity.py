@@ -45,8 +45,8 @@ def _unshards_first(rank: int, world_size: int, async_op: bool) -> None:
 
 
 @pytest.mark.parametrize("async_op", [True, False])
-def test_modules_may_be_unsharded_before_the_first_forward(ranks: Ranks, async_op: bool) -> None:
-    ranks(_unshards_first, 2, async_op)
+def test_modules_may_be_unsharded_before_the_first_forward(threads: Ranks, async_op: bool) -> None:
+    threads(_unshards_first, 2, async_op)
 
 
 def _replaces(rank: int, world_size: int) -> None:
@@ -58,8 +58,8 @@ def _replaces(rank: int, world_size: int) -> None:
     torch.testing.assert_close(layer.weight.detach(), torch.full((3, 4), 2.0))
 
 
-def test_a_parameter_replaced_before_is_the_one_that_is_unsharded(ranks: Ranks) -> None:
-    ranks(_replaces, 2)
+def test_a_parameter_replaced_before_is_the_one_that_is_unsharded(threads: Ranks) -> None:
+    threads(_replaces, 2)
 
 
 # -- several modules as one group --------------------------------------------------------------
@@ -118,10 +118,10 @@ def _chunked_head(rank: int, world_size: int, reshard: bool) -> None:
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_one_module_of_a_group_may_run_again_and_again_by_itself(
-    ranks: Ranks, reshard: bool
+    threads: Ranks, reshard: bool
 ) -> None:
     """Its gradients are there after each backward, and all of them count."""
-    ranks(_chunked_head, 2, reshard)
+    threads(_chunked_head, 2, reshard)
 
 
 class _StemThenBlocks(nn.Module):
@@ -148,9 +148,9 @@ def _container(rank: int, world_size: int) -> None:
         assert_same_gradients(model, whole)
 
 
-def test_a_container_may_be_in_a_group_with_a_module_that_runs_before_it(ranks: Ranks) -> None:
+def test_a_container_may_be_in_a_group_with_a_module_that_runs_before_it(threads: Ranks) -> None:
     """It has no forward, so the other one's gathers its parameters."""
-    ranks(_container, 2)
+    threads(_container, 2)
 
 
 # -- switches ----------------------------------------------------------------------------------
@@ -166,8 +166,8 @@ def _factor_and_back(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_no_factor_divides_by_the_number_of_ranks_again(ranks: Ranks) -> None:
-    ranks(_factor_and_back, 2)
+def test_no_factor_divides_by_the_number_of_ranks_again(threads: Ranks) -> None:
+    threads(_factor_and_back, 2)
 
 
 # -- the sequence of collectives ---------------------------------------------------------------
