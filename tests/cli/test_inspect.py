@@ -1,4 +1,4 @@
-"""``shardwise inspect``: a plan is told, and every mistake is one line and exit code 2."""
+"""``shardwise inspect`` shows a plan; every mistake is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_mistakes_that_are_told_at_once(
     ("arguments", "message"),
     [
         ("--mesh dp=2,tp=3", "--mesh: found dp=2,tp=3, expected a tp that divides the 4 attention"),
-        ("--param nobody", "--param: found nobody, expected the name of one of its 39 parameters"),
-        ("--param *norm* --svg x.svg", "which matches 9 parameters, expected one, for --svg"),
+        ("--param nobody", "--param: found nobody, expected the name of one of the 39 parameters"),
+        ("--param *norm* --svg x.svg", "--param: found a pattern that matches 9 parameters"),
         ("--html no/where.html", "no/where.html: No such file or directory"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Small models, and plans of them that take no process but this one."""
+"""Small models, and plans of them that start no processes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,24 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from shardwise.frontends.strategies import WantedMesh
 from shardwise.inspect.planning import Planned, plan
 from shardwise.inspect.report import Report
-from tests.sharding.nets import Net
+from tests.sharding.nets import Block, Net
+
+
+class Wide(nn.Module):
+    """Twelve blocks, the last of another width, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(12))
+        self.blocks[11].up = nn.Linear(6, 5)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 def planned_report(mesh: str, make: Callable[[], nn.Module] = Net) -> Report:
-    """What ranks of ``mesh`` would hold of ``make()``, whose ``blocks`` are groups."""
+    """The report of a plan for ``make()`` on ``mesh``; its ``blocks`` are groups."""
     with torch.device("meta"):
         model = make()
     blocks = list(getattr(model, "blocks", ()))

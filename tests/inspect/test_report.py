@@ -1,51 +1,62 @@
-"""How a report is shown: text, JSON, a page and a picture."""
+"""What a report says of a layout: totals, remarks, names and JSON."""
 
 from __future__ import annotations
 
-import html.parser
 import json
-import re
-import shutil
-import subprocess
-import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
-import shardwise
-from shardwise.inspect.page import page
-from shardwise.inspect.report import Report, folded, unfolded
-from shardwise.inspect.text import View, as_text
+from shardwise.inspect.grid import Grid
+from shardwise.inspect.report import Kind, ParameterReport, Report, folded, unfolded
+from shardwise.inspect.tiling import Part, Tiling, whole
 from tests.inspect.plans import planned_report
-from tests.sharding.nets import Block
 
 
-class Wide(nn.Module):
-    """Twelve blocks of which the last is another, and a norm."""
+def parameter(
+    name: str,
+    held: dict[int, tuple[Part, int]],
+    shape: tuple[int, ...] = (4, 2),
+    kind: Kind = Kind.SHARDED,
+    **others: object,
+) -> ParameterReport:
+    """A parameter of which each rank holds a part, with padding."""
+    fields: dict[str, object] = {
+        "aliases": (),
+        "dtype": "float32",
+        "itemsize": 4,
+        "trainable": True,
+        "group": "",
+        "cut_dim": 0 if kind is Kind.SHARDED else None,
+        "placements": (),
+        "cut_along": ((0,) if kind is Kind.SHARDED else (),),
+    }
+    return ParameterReport(
+        name=name,
+        kind=kind,
+        tiling=Tiling.of(shape, held),
+        **{**fields, **others},  # type: ignore[arg-type]
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(12))
-        self.blocks[11].up = nn.Linear(6, 5)
-        self.norm = nn.LayerNorm(6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+def rows(first: int, count: int, padding: int = 0) -> tuple[Part, int]:
+    """Some rows of a tensor of two columns, and elements of padding."""
+    return (((first, count),) if count else (), ((0, 2),)), padding
 
 
-@pytest.fixture(scope="module")
-def report() -> Report:
-    return planned_report("dp=2,tp=4")
+def on_two_ranks(*parameters: ParameterReport) -> Report:
+    return Report(model="m", grid=Grid(("dp",), (2,), (0, 1)), parameters=parameters)
 
 
-@pytest.fixture(scope="module")
-def large() -> Report:
-    return planned_report("dp_replicate=4,dp_shard=16,tp=8", Wide)
+EVEN = {0: rows(0, 2), 1: rows(2, 2)}
+FULL = {0: (whole((4, 2)), 0), 1: (whole((4, 2)), 0)}
 
 
-def test_layers_that_are_cut_alike_are_one_line(large: Report) -> None:
+def remarks(*parameters: ParameterReport) -> dict[str, str]:
+    return {each.kind: each.text for each in on_two_ranks(*parameters).remarks}
+
+
+def test_layers_that_are_sharded_alike_share_a_row(large: Report) -> None:
     names = [row.full_name for row in folded(large.parameters)]
     assert names == [
         "blocks.0..10.up.weight",
@@ -59,71 +70,23 @@ def test_layers_that_are_cut_alike_are_one_line(large: Report) -> None:
     assert len(unfolded(large.parameters)) == len(large.parameters)
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        View(width=80),
-        View(width=80, rank=5),
-        View(width=80, layers=True),
-        View(width=80, full=True),
-        View(width=80, pattern="*up*"),
-    ],
-    ids=["all", "rank", "layers", "full", "pattern"],
-)
-def test_text_fits_80_columns(report: Report, large: Report, view: View) -> None:
-    for each in (report, large):
-        lines = as_text(each, view).splitlines()
-        assert max(map(len, lines)) <= 80
-        assert not any("…" in line for line in lines), "nothing is cut off"
-
-
-def test_the_text_tells_who_holds_what(report: Report) -> None:
-    text = as_text(report, View(width=80))
-    assert "on 8 ranks: dp=2 x tp=4" in text
-    assert re.search(r"blocks\.0\.\.2  \(3 alike\)\n  up\.weight +7x6 +S\(0\) +S\(0\)", text)
-    assert re.search(r"  down\.weight +6x7 +S\(0\) +S\(1\) +<= 3x2 +24 B", text)
-    assert re.search(r"head\.weight +5x6 +S\(0\) +R +<= 3x6 +72 B", text)
-    assert re.search(r"rank 7 +96 B", text)
-
-
-def test_the_text_of_one_rank(report: Report) -> None:
-    text = as_text(report, View(width=80, rank=5))
-    assert "[5]" in text
-    assert re.search(r"  down\.weight +3\.\.5 +2\.\.3 +3x2 +24 B", text)
-    assert re.search(r"head\.weight +3\.\.4 +all +2x6 +48 B +24 B", text), "one row of padding"
-
-
-def test_the_text_of_one_parameter(report: Report) -> None:
-    text = as_text(report, View(width=80, pattern="blocks.0.up.weight"))
-    assert "blocks.0.up.weight: 7x6 float32, 168 B, dp StridedShard(0, 4), tp Shard(0)" in text
-    assert re.search(r"^ +4 +1 +all +24 B$", text, re.MULTILINE)
-    assert re.search(r"^ +7 +none +all +0 B +24 B$", text, re.MULTILINE)
-    assert "down" not in text
-
-
-def test_many_blocks_are_told_in_runs() -> None:
-    report = planned_report("dp=512", lambda: nn.Linear(3, 1024))
-    text = as_text(report, View(width=80, pattern="weight"))
-    assert re.search(r"0-511 +2 each: 0\.\.1 to 1022\.\.1023 +all +24 B", text)
-
-
 def test_remarks_have_figures(report: Report) -> None:
     found = {each.kind: each for each in report.remarks}
     assert "rank 0 holds 244 B and rank 7 96 B, 2.54 times as much" in found["unbalanced"].text
     assert found["unbalanced"].nbytes == 148
     assert found["padding"].nbytes == sum(total.padding for total in report.totals)
-    assert "of blocks.0.up.weight, 7x6, rank 7 holds no element" in found["empty"].text
+    assert "rank 7 holds nothing of blocks.0.up.weight (7x6)" in found["empty"].text
     along_tp = next(each for each in report.remarks if "along tp" in each.text)
     assert along_tp.parameters == ("gain", "head.weight", "head.bias")
     assert along_tp.nbytes == 4 + 3 * 6 * 4 + 3 * 4
 
 
-def test_nothing_to_mind_where_all_is_even() -> None:
+def test_an_even_layout_has_no_remarks() -> None:
     report = planned_report("dp=2", lambda: nn.Linear(4, 4))
     assert report.remarks == ()
 
 
-def test_what_is_nearly_even_is_nothing_to_mind() -> None:
+def test_a_nearly_even_layout_is_not_unbalanced() -> None:
     """Of 101 rows two ranks hold 51 and 50."""
     nearly = planned_report("dp=2", lambda: nn.Linear(4, 101, bias=False))
     assert "unbalanced" not in {each.kind for each in nearly.remarks}
@@ -186,98 +149,97 @@ def test_json_has_these_fields(report: Report) -> None:
     }
 
 
-class _Page(html.parser.HTMLParser):
-    """Addresses, ids and tags that are open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.addresses: list[str] = []
-        self.ids: list[str] = []
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.addresses += [v or "" for k, v in attrs if k in ("href", "src", "action", "srcset")]
-        self.ids += [v or "" for k, v in attrs if k == "id"]
-        if tag not in ("meta", "wbr"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+def test_totals_add_up_the_blocks_of_a_rank() -> None:
+    frozen = parameter("b", FULL, kind=Kind.PLAIN, trainable=False)
+    half = parameter("h", {0: rows(0, 3), 1: rows(3, 1, 4)}, itemsize=2, dtype="bfloat16")
+    report = on_two_ranks(parameter("a", EVEN), frozen, half)
+    first, second = report.totals
+    assert (first.parameters, first.trainable, first.replicated, first.padding) == (60, 28, 32, 0)
+    assert (second.parameters, second.trainable, second.padding) == (52, 20, 8)
+    assert (first.gradients, first.optimizer) == (28, 56), "Adam keeps two states"
+    assert report.numel == 24
+    assert report.nbytes == 8 * 4 + 8 * 4 + 8 * 2
 
 
-def test_the_page_needs_nothing_else(large: Report, tmp_path: Path) -> None:
-    path = large.to_html(tmp_path / "plan.html")
-    text = path.read_text()
-    found = _Page()
-    found.feed(text)
-    assert not found.open
-    assert found.addresses
-    assert all(address.startswith("#") for address in found.addresses)
-    assert {address[1:] for address in found.addresses} == set(found.ids), "links lead somewhere"
-    assert not re.search(r"(?:https?:)?//(?!\s)\w|@import|url\(", _without_comments(text))
-    assert path.stat().st_size < 1_000_000, "512 ranks"
+def test_a_parameter_that_is_not_on_a_rank() -> None:
+    alone = parameter("a", {0: (whole((4, 2)), 0)})
+    assert alone.block(1) is None
+    assert alone.nbytes_on(1) == 0
+    assert on_two_ranks(alone).totals[1].parameters == 0
 
 
-def _without_comments(text: str) -> str:
-    return re.sub(r"^\s*//.*$", "", text, flags=re.MULTILINE)
+def test_a_parameter_that_no_call_reached() -> None:
+    found = remarks(parameter("a", EVEN), parameter("b", FULL, kind=Kind.PLAIN))
+    assert set(found) == {"not sharded"}
+    assert found["not sharded"].startswith("1 parameter (32 B) is full on every rank")
+    assert found["not sharded"].endswith(": b")
 
 
-def test_a_page_for_eight_ranks_is_small(report: Report) -> None:
-    assert len(page(report)) < 60_000
+def test_one_rank_has_nothing_to_shard() -> None:
+    alone = parameter("b", {0: (whole((4, 2)), 0)}, kind=Kind.PLAIN)
+    report = Report(model="m", grid=Grid(("rank",), (1,), (0,)), parameters=(alone,))
+    assert report.remarks == ()
 
 
-def test_names_are_escaped() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_parameter("<b>&\"'", nn.Parameter(torch.zeros(4)))
-
-        def forward(self) -> None: ...
-
-    text = page(planned_report("dp=2", Odd))
-    assert "<b>&\"'" not in text
-    assert 'id="&lt;b&gt;&amp;&quot;&#x27;"' in text
+def test_names_of_many_parameters_are_examples() -> None:
+    plain = [parameter(name, FULL, kind=Kind.PLAIN) for name in "abc"]
+    assert remarks(*plain)["not sharded"].endswith(": a, b, ...")
 
 
-def test_a_picture_is_a_file_of_its_own(report: Report, tmp_path: Path) -> None:
-    path = report.to_svg("blocks.0.up.weight", tmp_path / "up.svg", rank=4)
-    root = ET.parse(path).getroot()
-    space = "{http://www.w3.org/2000/svg}"
-    assert root.tag == f"{space}svg"
-    titles = [each.text for each in root.iter(f"{space}title")]
-    assert "rank 4: rows 1, all columns, 24 B" in titles
-    assert "rank 7: nothing, 0 B" in titles
-    cells = [each for each in root.iter(f"{space}path") if each.get("data-r")]
-    assert [each.get("data-r") for each in cells] == [str(rank) for rank in range(8)]
-    rings = [each for each in root.iter(f"{space}path") if each.get("class") == "ring"]
-    assert len(rings) == 2, "a rank and its block are marked"
+def test_replication_of_all_and_of_some() -> None:
+    same = parameter("a", FULL, kind=Kind.REPLICATED)
+    assert remarks(same)["replicated"] == (
+        "all parameters are the same on all 2 ranks along dp, 32 B per rank"
+    )
+    assert remarks(same, parameter("b", EVEN))["replicated"] == (
+        "1 parameter is the same on all 2 ranks along dp, 32 B per rank: a"
+    )
 
 
-def test_an_unknown_parameter(report: Report, tmp_path: Path) -> None:
+def test_a_rank_that_holds_nothing_at_all() -> None:
+    found = remarks(parameter("a", {0: rows(0, 4), 1: rows(4, 0, 8)}))
+    assert found["unbalanced"] == (
+        "rank 0 holds 32 B and rank 1 0 B; 1 parameter is sharded unevenly"
+    )
+    assert "rank 1 holds nothing of a (4x2)" in found["empty"]
+    assert found["padding"].endswith("while 1 parameter is gathered; 32 B of it for a")
+
+
+def test_shards_of_columns_cost_a_copy() -> None:
+    found = remarks(parameter("a", EVEN, cut_dim=1), parameter("b", EVEN))
+    assert found["interleaved"] == (
+        "1 parameter is sharded along a dimension other than the first; every unshard copies "
+        "32 B once more"
+    )
+
+
+def test_a_parameter_is_found_by_each_of_its_names() -> None:
+    tied = parameter("embed.weight", EVEN, aliases=("head.weight",))
+    report = on_two_ranks(tied, parameter("norm.weight", EVEN))
+    assert report.find("embed.weight") is report.find("head.weight") is tied
+    assert report.matching("head.*") == (tied,)
+    assert len(report.matching("*weight")) == len(report.matching(None)) == 2
+    assert report.matching("nothing") == ()
     with pytest.raises(KeyError, match="nobody"):
-        report.to_svg("nobody", tmp_path / "x.svg")
+        report.find("nobody")
 
 
-# What the page's script asks a browser for, where one parameter is on the page.
-_BROWSER = """
-const title = { id: "w", dataset: { names: "w" }, classList: { add() { shown = true; } } };
-const told = {};
-title.closest = () => ({ querySelector: what => what === ".told" ? told : null, ...title });
-let shown = false;
-globalThis.document = {
-  querySelectorAll: what => what === ".title" ? [title] : [],
-  addEventListener() {},
-};
-globalThis.addEventListener = () => {};
-globalThis.location = { hash: "#%" };
-"""
+def test_json_of_some_parameters_has_their_tilings_only() -> None:
+    a, b = parameter("a", EVEN), parameter("b", FULL, kind=Kind.PLAIN)
+    both = Report(
+        model="m",
+        grid=Grid(("dp",), (2,), (0, 1)),
+        parameters=(a, b),
+        values={"a": {0: [1]}, "b": {0: [2]}},
+    )
+    found = both.to_json("b")
+    assert [each["name"] for each in found["parameters"]] == ["b"]
+    assert [each["tiling"] for each in found["parameters"]] == [0]
+    assert len(found["tilings"]) == 1
+    assert found["values"] == {"b": {"0": [2]}}
+    assert found["numel"] == both.numel, "totals are those of the model"
+    assert both.to_json()["values"] == {"a": {"0": [1]}, "b": {"0": [2]}}
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the page's script")
-def test_an_address_that_encodes_nothing_leads_to_the_first_parameter() -> None:
-    script = (Path(shardwise.__file__).parent / "inspect" / "page.js").read_text()
-    ended = subprocess.run(
-        ["node", "-e", f"{_BROWSER}{script}if (!shown) throw new Error('nothing is shown');"],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
+def test_every_kind_is_explained() -> None:
+    assert len({kind.meaning for kind in Kind}) == len(Kind)

@@ -1,12 +1,12 @@
-"""``shardwise inspect``: options in, one plan, and the report to the terminal or a file."""
+"""``shardwise inspect``: plan a layout, and print it or write it to a file."""
 
 from __future__ import annotations
 
-import contextlib
+import difflib
 import json as json_module
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
@@ -15,14 +15,11 @@ from shardwise.cli.names import read_name, read_path
 from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.launch.errors import UserError
 from shardwise.recipes.core.config import OptionError, require
-from shardwise.recipes.planned import (
-    PLANNED,
-    make_plan,
-    near_parameters,
-    settings_of,
-    with_counted_values,
-)
+from shardwise.recipes.planned import PLANNED, make_plan, settings_of
 from shardwise.units import brief_size
+
+if TYPE_CHECKING:
+    from shardwise.inspect.report import ParameterReport, Report
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -33,78 +30,78 @@ A small Llama, sharded over two ranks on top of tensor parallelism over four:
 What rank 5 holds:
   [cyan]shardwise inspect --model llama-150m --mesh dp=2,tp=4 --rank 5[/cyan]
 
-Every block of the embedding, and a picture of it:
+All blocks of the embedding, and a picture of it:
   [cyan]shardwise inspect --model llama-150m --mesh dp=8 \\
       --param model.embed_tokens.weight --svg embedding.svg[/cyan]
 
-A page to look at in a browser, for a model of transformers on 512 ranks:
+A page for the browser, for a transformers model on 512 ranks:
   [cyan]shardwise inspect --model my-llama/config.json \\
       --mesh dp_replicate=4,dp_shard=16,tp=8 --html plan.html[/cyan]
 """
 
+Model = Annotated[
+    str,
+    Option(
+        parser=read_name,
+        metavar="NAME",
+        help=", ".join(PLANNED) + ", or the path of a config.json of transformers.",
+    ),
+]
+Mesh = Annotated[
+    str,
+    Option(
+        help="Ranks by dimension: dp=N, or dp_replicate=R,dp_shard=S; then tp=T.", metavar="MESH"
+    ),
+]
+Rank = Annotated[int | None, Option(help="Show what this rank holds.", show_default="all ranks")]
+Param = Annotated[
+    str | None,
+    Option(
+        metavar="NAME",
+        help="Show all blocks of these parameters: a name, or a pattern with *.",
+        show_default="all, in brief",
+    ),
+]
+Layers = Annotated[bool, Option("--layers", help="Show repeated layers one by one.")]
+Full = Annotated[
+    bool, Option("--full", help="Show layers one by one, and all blocks of every parameter.")
+]
+Values = Annotated[
+    bool, Option("--values", help="Show where elements go, as if parameters counted 0, 1, 2, ...")
+]
+Json = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
+Html = Annotated[
+    Path | None,
+    Option(parser=read_path, metavar="FILE", help="Write a page for browsers.", show_default=False),
+]
+Svg = Annotated[
+    Path | None,
+    Option(
+        parser=read_path,
+        metavar="FILE",
+        help="Write a picture of the --param, which has to be one.",
+        show_default=False,
+    ),
+]
+
 
 def inspect(
     *,
-    model: Annotated[
-        str,
-        Option(
-            parser=read_name,
-            metavar="NAME",
-            help=", ".join(PLANNED) + ", or the path of a config.json of transformers.",
-        ),
-    ] = "llama-150m",
-    mesh: Annotated[
-        str,
-        Option(
-            help="Ranks by dimension: dp=N, or dp_replicate=R,dp_shard=S, and tp=T.",
-            metavar="MESH",
-        ),
-    ] = "dp=8",
-    rank: Annotated[
-        int | None, Option(help="Show what this rank holds.", show_default="all ranks")
-    ] = None,
-    param: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="Show the blocks of these parameters: a name, or a pattern with *.",
-            show_default="all, in brief",
-        ),
-    ] = None,
-    layers: Annotated[
-        bool, Option("--layers", help="Show layers that are cut alike one by one.")
-    ] = False,
-    full: Annotated[
-        bool, Option("--full", help="Layers one by one, and all blocks of every parameter.")
-    ] = False,
-    values: Annotated[
-        bool,
-        Option(
-            "--values",
-            help="Show elements of small parameters, as if each counted 0, 1, 2, ... in its rows.",
-        ),
-    ] = False,
-    json: Annotated[bool, Option("--json", help="Print JSON, for programs.")] = False,
-    html: Annotated[
-        Path | None,
-        Option(
-            parser=read_path, metavar="FILE", help="Write a page for browsers.", show_default=False
-        ),
-    ] = None,
-    svg: Annotated[
-        Path | None,
-        Option(
-            parser=read_path,
-            metavar="FILE",
-            help="Write a picture of the one --param.",
-            show_default=False,
-        ),
-    ] = None,
+    model: Model = "llama-150m",
+    mesh: Mesh = "dp=8",
+    rank: Rank = None,
+    param: Param = None,
+    layers: Layers = False,
+    full: Full = False,
+    values: Values = False,
+    json: Json = False,
+    html: Html = None,
+    svg: Svg = None,
 ) -> None:
     """Show which rank would hold what of a model, before anything runs.
 
-    One process, no memory for parameters: the model is built on the meta device
-    and sharded over a mesh that is only pretended. In a running job,
+    One process, and no memory for parameters: the model is built on the meta
+    device and sharded over a mesh that need not exist. In a running job,
     shardwise.inspect(model) makes the same report.
     """
     wanted = _wanted(mesh)
@@ -112,22 +109,15 @@ def inspect(
     if rank is not None:
         last = wanted.size - 1
         require(0 <= rank <= last, "--rank", rank, f"a rank from 0 to {last}")
-    require(svg is None or param is not None, "--svg", "no --param", "one: the picture is of it")
+    require(svg is None or param is not None, "--svg", "no --param", "one, to draw it")
     report = make_plan(settings, model, wanted, mesh)
-    found = [each.name for each in report.matching(param)]
-    if param is not None and not found:
-        raise OptionError("--param", param, near_parameters(report, param))
+    found = _matching(report, param)
+    if svg is not None:
+        _write(svg, _drawing(report, found, rank))
+    if html is not None:
+        _write(html, _page(report))
     if values:
-        report = with_counted_values(report)
-    with _writing():
-        if svg is not None:
-            what = f"{param}, which matches {len(found)} parameters"
-            require(len(found) == 1, "--param", what, "one, for --svg")
-            report.to_svg(found[0], svg, rank=rank)
-            _wrote(svg)
-        if html is not None:
-            report.to_html(html)
-            _wrote(html)
+        report = _with_values(report)
     if json:
         print(json_module.dumps(report.to_json(param), separators=(",", ":"), ensure_ascii=False))
     elif html is None and svg is None:
@@ -143,13 +133,41 @@ def _wanted(mesh: str) -> WantedMesh:
         raise OptionError("--mesh", error.found, error.expected) from None
 
 
-@contextlib.contextmanager
-def _writing() -> Iterator[None]:
+def _matching(report: Report, param: str | None) -> Sequence[ParameterReport]:
+    found = report.matching(param)
+    if param is not None and not found:
+        names = [name for each in report.parameters for name in (each.name, *each.aliases)]
+        near = difflib.get_close_matches(param, names, n=1, cutoff=0.3)
+        hint = f", such as {near[0]}" if near else ""
+        count = len(report.parameters)
+        expected = f"the name of one of the {count} parameters{hint}, or a pattern with *"
+        raise OptionError("--param", param, expected)
+    return found
+
+
+def _drawing(report: Report, found: Sequence[ParameterReport], rank: int | None) -> str:
+    from shardwise.inspect.picture import drawing
+
+    what = f"a pattern that matches {len(found)} parameters"
+    require(len(found) == 1, "--param", what, "one that matches a single parameter, for --svg")
+    return drawing(report, found[0], rank)
+
+
+def _page(report: Report) -> str:
+    from shardwise.inspect.page import page
+
+    return page(report)
+
+
+def _with_values(report: Report) -> Report:
+    from shardwise.inspect.planning import with_counted_values
+
+    return with_counted_values(report)
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        yield
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror or error}") from error
-
-
-def _wrote(path: Path) -> None:
+        raise UserError(f"{path}: {error.strerror or error}") from error
     typer.echo(f"wrote {path}: {brief_size(path.stat().st_size)}", err=True)

@@ -1,8 +1,8 @@
-"""Who holds what: the layout of a model over the ranks of a mesh, for people and for programs.
+"""The layout of a model over the ranks of a mesh: which rank holds what.
 
-The package is what users call: ``shardwise.inspect(model)``. From the bottom up: ``tiling.py`` and
-``grid.py`` are values, ``read.py`` makes a ``report.py`` of a model, ``planning.py`` of a model
-that is not there; ``text.py``, ``plain.py``, ``draw.py`` and ``page.py`` show it.
+The package itself is callable: ``shardwise.inspect(model)``. ``read.py`` makes the report of a
+running job, ``planning.py`` that of a job that has not run. The report (``report.py``) is a value
+made of ``grid.py`` and ``tiling.py``; ``text.py``, ``page.py`` and ``picture.py`` show it.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _Callable(types.ModuleType):
-    """This module, which is also the function that ``shardwise`` shows under its name."""
+    """The class of this module, which makes it callable as ``shardwise.inspect(model)``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from shardwise.inspect.api import inspect

@@ -1,4 +1,4 @@
-"""The mesh as people see it, and where each rank stands in the meshes that a model uses."""
+"""The grid of ranks that a report shows, and the coordinates of ranks in device meshes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ Coordinate = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Line:
-    """Ranks of a grid that are shown side by side.
+    """Ranks of a grid that are shown on one line.
 
     Attributes:
-        panel: where they stand along all dimensions but the last two, ``"dp_replicate 0"``.
-        label: where along the last but one, and which run of the last, if that is too long.
+        panel: their coordinates along all dimensions but the last two, ``"dp_replicate 0"``.
+        label: their coordinate along the second to last dimension, and their range along the last
+            one if that takes several lines.
         ranks: the ranks.
     """
 
@@ -33,12 +34,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks on a grid.
+    """Ranks arranged on a grid.
 
     Attributes:
         names: names of the dimensions, outermost first.
-        shape: ranks along each.
-        ranks: the global ranks, the last dimension running fastest.
+        shape: number of ranks along each dimension.
+        ranks: the global ranks in row-major order.
     """
 
     names: tuple[str, ...]
@@ -47,16 +48,16 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.ranks)
 
     @cached_property
     def coordinates(self) -> Mapping[int, Coordinate]:
-        """Where each rank stands."""
+        """The coordinates of each rank."""
         return dict(zip(self.ranks, product(*map(range, self.shape)), strict=True))
 
     def ranks_at(self, leading: Sequence[int]) -> tuple[int, ...]:
-        """The ranks along what is left, where the first dimensions have these coordinates."""
+        """The ranks whose coordinates begin with ``leading``."""
         each = math.prod(self.shape[len(leading) :])
         first = 0
         for index, size in zip(leading, self.shape, strict=False):
@@ -64,7 +65,7 @@ class Grid:
         return self.ranks[first * each : (first + 1) * each]
 
     def lines(self, across: int) -> Iterator[Line]:
-        """The ranks in lines of at most ``across``, as they are read."""
+        """Lines of at most ``across`` ranks, in row-major order."""
         *outer, last = self.shape
         for place in product(*map(range, outer)):
             ranks = self.ranks_at(place)
@@ -81,24 +82,24 @@ class Grid:
 
 
 def standings(mesh: DeviceMesh) -> dict[int, Coordinate]:
-    """The coordinate of every rank in ``mesh`` or in one of the meshes beside it.
+    """The coordinates of every rank in ``mesh`` or in one of its sibling meshes.
 
-    ``world["dp"]`` is the mesh of those ranks only that this rank shards with. The others shard
-    in the same way, each with those of its own row of ``world``.
+    ``world["dp"]`` has only the ranks that this rank shards with. The other ranks of ``world`` have
+    a sibling mesh of the same shape each.
     """
-    beside = dtensor.sibling_meshes(mesh)
+    siblings = dtensor.sibling_meshes(mesh)
     places = list(product(*map(range, mesh.shape)))
     return {
         rank: place
-        for one in beside.flatten(1).tolist()
-        for rank, place in zip(one, places, strict=True)
+        for mesh_ranks in siblings.flatten(1).tolist()
+        for rank, place in zip(mesh_ranks, places, strict=True)
     }
 
 
 def reachable(meshes: Iterable[DeviceMesh], rank: int) -> set[int]:
-    """The ranks that hold the same model as ``rank``: those that meshes connect, step by step.
+    """The ranks that the meshes of a model connect to ``rank``, directly or through others.
 
-    Ranks that no mesh of the model connects (other stages of a pipeline) may hold another model.
+    Ranks that no mesh connects, such as other pipeline stages, may hold another model.
     """
     rows = [set(row) for mesh in meshes for row in dtensor.sibling_meshes(mesh).flatten(1).tolist()]
     found = {rank}
@@ -110,9 +111,9 @@ def reachable(meshes: Iterable[DeviceMesh], rank: int) -> set[int]:
 
 
 def grid_of(meshes: Sequence[DeviceMesh], ranks: set[int]) -> Grid:
-    """``ranks`` on the largest mesh that has them all.
+    """Arrange ``ranks`` as on the mesh with the most dimensions that has all of them.
 
-    Dimensions along which they all stand at one place (the pipeline's) are left out.
+    Dimensions along which all ranks have the same coordinate (the pipeline's) are left out.
     """
     roots = sorted(map(dtensor.root_mesh, meshes), key=lambda mesh: -mesh.ndim)
     for root in roots:
@@ -143,7 +144,7 @@ def _part_of(root: DeviceMesh, ranks: set[int]) -> Grid | None:
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Names of dimensions; those that ``fully_shard`` takes them for, where there are none."""
+    """The names of a mesh's dimensions; if it has none, their roles for ``fully_shard``."""
     if mesh.mesh_dim_names is not None:
         return tuple(mesh.mesh_dim_names)
     if mesh.ndim <= 2:

@@ -1,5 +1,5 @@
-// Links alone select a parameter; this marks ranks, and takes the name of any layer:
-// #model.layers.3.mlp.up_proj.weight, and @5 behind it for rank 5.
+// Links select a parameter without this script. It marks ranks, and finds any layer by its name:
+// #model.layers.3.mlp.up_proj.weight, followed by @5 for rank 5.
 (() => {
   const titles = [...document.querySelectorAll(".title")];
   const links = [...document.querySelectorAll("nav a")];
@@ -7,7 +7,7 @@
     || titles.find(t => t.dataset.names.split(" ").includes(name)) || titles[0];
   let title, rank = null;
 
-  function decoded(hash) {  // of what a link leads to; as it is where it encodes nothing: #%
+  function decoded(hash) {  // the target of a link; as it is if it is no valid encoding: #%
     try { return decodeURIComponent(hash.slice(1)); } catch { return hash.slice(1); }
   }
 
@@ -23,11 +23,11 @@
     document.querySelectorAll(".ring").forEach(e => e.remove());
     const cell = next === null ? null : section.querySelector(`.c[data-r="${next}"]`);
     rank = cell ? next : null;
-    const told = section.querySelector(".told");
-    if (!cell) { told.textContent = "Choose a rank to see its block."; return; }
+    const chosen = section.querySelector(".chosen");
+    if (!cell) { chosen.textContent = "Choose a rank to see its block."; return; }
     ring(cell);
     section.querySelectorAll(`.b:not(.c)[data-b="${cell.dataset.b}"]`).forEach(ring);
-    told.textContent = cell.querySelector("title").textContent;
+    chosen.textContent = cell.querySelector("title").textContent;
   }
 
   function show() {
@@ -42,7 +42,7 @@
     bringIntoView();
   }
 
-  function bringIntoView() {  // in the mesh, which may scroll by itself
+  function bringIntoView() {  // the mesh may scroll on its own
     const marked = rank === null ? null : title.closest("section").querySelector(".mesh .ring");
     if (marked) marked.scrollIntoView({ block: "nearest" });
   }

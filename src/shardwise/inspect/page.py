@@ -1,7 +1,7 @@
-"""The report as one HTML page that needs nothing else: no network, and no script to be readable.
+"""The report as one HTML page that loads nothing else and is readable without scripts.
 
-Parameters that are cut alike share a section with one picture. A link selects it by ``:target``;
-the script adds what links cannot: marking a rank, and arrow keys.
+Parameters that are sharded alike share a section and its pictures. Links select a section by
+``:target``; the script adds what links cannot do: marking a rank, and arrow keys.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from functools import cache
 from importlib import resources
 from itertools import groupby
 
+from shardwise.inspect.folding import Row
 from shardwise.inspect.picture import STYLE, draw_mesh, draw_parameter, escape
 from shardwise.inspect.report import ParameterReport, Report, folded
-from shardwise.inspect.text import rank_rows, runs_of
-from shardwise.inspect.words import Row, counted, dimension_name, shape_in_words
+from shardwise.inspect.text import TOTALS, block_rows, rank_rows
+from shardwise.inspect.words import counted, dimension_name, shape_in_words
 from shardwise.units import brief_size
 
 
 def page(report: Report) -> str:
-    """The page, as text."""
+    """The HTML of the page."""
     rows = folded(report.parameters)
     title = f"{report.model} on {report.grid}"
     return "\n".join(
@@ -48,12 +49,11 @@ def _head(report: Report) -> Iterator[str]:
         f"{counted(report.grid.size, 'rank')}: {report.grid}"
     )
     yield "</p>"
-    yield "<details><summary>What each rank holds</summary>"
-    heads = ("ranks", "parameters", "same elsewhere", "gradients*", "Adam*", "all*")
-    yield _table(heads, list(rank_rows(report.totals)))
-    yield "<p>* estimates, in the dtype of the parameters. Activations come on top.</p></details>"
+    yield "<details><summary>Bytes per rank</summary>"
+    yield _table(("ranks", *TOTALS), list(rank_rows(report.totals)))
+    yield "<p>* estimates in the dtype of the parameters. Activations come on top.</p></details>"
     if report.remarks:
-        yield f"<details open><summary>What to mind ({len(report.remarks)})</summary><ul>"
+        yield f"<details open><summary>Remarks ({len(report.remarks)})</summary><ul>"
         for each in report.remarks:
             yield f"<li><b>{escape(each.kind)}</b> {escape(each.text)}</li>"
         yield "</ul></details>"
@@ -61,7 +61,7 @@ def _head(report: Report) -> Iterator[str]:
 
 
 def _navigation(rows: Sequence[Row[ParameterReport]]) -> Iterator[str]:
-    """Links to all parameters, those of repeated blocks folded."""
+    """Links to all parameters, with repeated layers folded."""
     yield '<nav aria-label="Parameters"><h2>Parameters</h2><ul>'
     for prefix, group in groupby(rows, key=lambda row: row.prefix):
         members = list(group)
@@ -92,13 +92,13 @@ def _sections(report: Report, rows: Sequence[Row[ParameterReport]]) -> Iterator[
             yield f'<div class="title" id="{escape(row.full_name)}" data-names="{escape(names)}">'
             yield f"<h2>{_breakable(row.full_name)}</h2><p>{escape(_about(row))}</p></div>"
         label = f"of {members[0].full_name}"
-        mesh = draw_mesh(report.grid, first).svg(f"the ranks and the blocks {label}", alone=False)
-        blocks = draw_parameter(first).svg(f"the blocks {label}", alone=False)
+        mesh = draw_mesh(report.grid, first).inline(f"the ranks and the blocks {label}")
+        blocks = draw_parameter(first).inline(f"the blocks {label}")
         yield f'<div class="pictures"><figure class="mesh" tabindex="0">{mesh}</figure>'
         yield f"<figure>{blocks}</figure></div>"
-        yield '<p class="told" aria-live="polite">Choose a rank to see its block.</p>'
-        heads = ("ranks", *(dimension_name(dim) for dim in range(len(first.shape))))
-        table = _table((*heads, "bytes", "padding"), [run.cells for run in runs_of(first)])
+        yield '<p class="chosen" aria-live="polite">Choose a rank to see its block.</p>'
+        heads = ("ranks", *map(dimension_name, range(len(first.shape))), "bytes", "padding")
+        table = _table(heads, block_rows(first))
         yield f"<details open><summary>Blocks</summary>{table}</details></section>"
 
 
@@ -117,18 +117,13 @@ def _about(row: Row[ParameterReport]) -> str:
     if not each.trainable:
         parts.append("frozen")
     if each.group is not None:
-        parts.append(_group(row))
+        own = "its layer" if len(row.members) > 1 else each.group or "the model itself"
+        parts.append(f"in the group of {own}")
     return " · ".join(parts)
 
 
-def _group(row: Row[ParameterReport]) -> str:
-    each: ParameterReport = row.first
-    own = each.group or "the model itself"
-    return "in the group of its block" if len(row.members) > 1 else f"in the group of {own}"
-
-
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in a box that scrolls by itself where the page is narrow."""
+    """A table in a box that scrolls if the page is too narrow."""
     top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in rows
@@ -140,7 +135,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _breakable(name: str) -> str:
-    """A name that may be broken behind its dots."""
+    """A name that may wrap after its dots."""
     return escape(name).replace(".", ".<wbr>")
 
 

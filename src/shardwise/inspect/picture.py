@@ -18,13 +18,14 @@ from shardwise.inspect.tiling import Block, Span, Tiling
 from shardwise.inspect.words import (
     block_in_words,
     dimension_name,
+    holders_in_words,
     ranks_in_words,
     shape_in_words,
     spans_in_words,
 )
 from shardwise.units import brief_size
 
-#: Ranks that hold the same block have its colour; ``--h`` is the hue, in degrees.
+#: The style of all drawings; ``--h`` is the hue of a block, in degrees.
 STYLE = """
 svg{--ink:#1d2433;--dim:#5c6678;--line:#fff;--s:62%;--l:80%;--void:#e4e7ee;--mark:#111;
 font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
@@ -43,9 +44,9 @@ class Picture:
     """A part of a drawing.
 
     Attributes:
-        width: in the units of the drawing.
-        height: in the same.
-        body: SVG elements, from (0, 0).
+        width: width in the units of the drawing.
+        height: height in the same units.
+        body: SVG elements; the upper left corner is (0, 0).
     """
 
     width: float
@@ -53,74 +54,74 @@ class Picture:
     body: str
 
     def at(self, x: float, y: float) -> str:
-        """Its elements, moved."""
+        """The elements, moved to another corner."""
         return f'<g transform="translate({_n(x)} {_n(y)})">{self.body}</g>'
 
-    def svg(self, label: str, *, alone: bool) -> str:
-        """The picture as an element.
+    def inline(self, label: str) -> str:
+        """The picture as an element of a page, which has the style; ``label`` describes it."""
+        return f"<svg {self._attributes(label)}>{self.body}</svg>"
 
-        Args:
-            label: what it shows, for those who do not see it.
-            alone: as a file of its own, with style and size.
-        """
-        size = f'viewBox="0 0 {_n(self.width)} {_n(self.height)}"'
-        if not alone:
-            return f'<svg {size} role="img" aria-label="{escape(label)}">{self.body}</svg>'
+    def file(self, label: str) -> str:
+        """The picture as a file of its own; ``label`` describes it."""
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} width="{_n(self.width)}" '
-            f'height="{_n(self.height)}" role="img" aria-label="{escape(label)}">'
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_n(self.width)}" '
+            f'height="{_n(self.height)}" {self._attributes(label)}>'
             f"<style>{STYLE}</style>{self.body}</svg>\n"
         )
 
+    def _attributes(self, label: str) -> str:
+        box = f"0 0 {_n(self.width)} {_n(self.height)}"
+        return f'viewBox="{box}" role="img" aria-label="{escape(label)}"'
+
 
 def escape(text: str) -> str:
-    """``text`` for the inside of an element or an attribute."""
+    """Escape ``text`` for use in an element or an attribute."""
     return html.escape(text, quote=True)
 
 
 def words(x: float, y: float, text: str, kind: str = "") -> str:
-    """Text with its baseline at ``y``; ``kind`` are classes of the style."""
+    """Text with its baseline at ``y``; ``kind`` is a list of classes of the style."""
     classes = f' class="{kind}"' if kind else ""
     return f'<text x="{_n(x)}" y="{_n(y)}"{classes}>{escape(text)}</text>'
 
 
 def outline(boxes: Sequence[tuple[float, float, float, float]]) -> str:
-    """The path around boxes of x, y, width and height."""
+    """A path around boxes, each with x, y, width and height."""
     return "".join(f"M{_n(x)} {_n(y)}h{_n(w)}v{_n(h)}h{_n(-w)}z" for x, y, w, h in boxes)
 
 
 def shape(path: str, hue: float | None, classes: str, data: str, title: str) -> str:
-    """A filled path with a tooltip; no hue: the colour of what is empty."""
+    """A filled path with a tooltip; without a hue it has the color of empty space."""
     style = f' style="--h:{hue:.0f}"' if hue is not None else ""
     tooltip = f"<title>{escape(title)}</title>" if title else ""
     return f'<path class="{classes}" d="{path}"{style}{data}>{tooltip}</path>'
 
 
 def ring(path: str) -> str:
-    """A line around a shape, to mark it. Drawn last, for what is drawn later covers it."""
+    """A line that marks a shape. Draw it last: later elements would cover it."""
     return f'<path class="ring" d="{path}"/>'
 
 
 def _n(number: float) -> str:
-    """A number in as few characters as show it to a hundredth."""
+    """A number with at most two decimals and no trailing zeros."""
     return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
-WIDTH = 356  # of each of the two pictures: what a phone shows without shrinking it
-_LABEL = 66  # left of them
-_ACROSS = 16  # cells in a row at most
+WIDTH = 356  # of each of the two pictures; a phone shows it without shrinking
+_LABEL = 66  # width of the labels on the left
+_ACROSS = 16  # most cells in a row
 _PLOT = WIDTH - _LABEL - 4
 _LEAST, _MOST = 96, 400  # height of a parameter
-_LINE = 13  # height that a label takes
+_LINE = 13  # height of a label
 
 
 def drawing(report: Report, parameter: ParameterReport, rank: int | None = None) -> str:
-    """A file: the mesh on the left, the parameter on the right.
+    """An SVG file with the mesh on the left and a parameter on the right.
 
     Args:
-        report: whose mesh it is.
+        report: the report.
         parameter: one of its parameters.
-        rank: one to mark.
+        rank: mark this rank and its block.
     """
     left = draw_mesh(report.grid, parameter, rank)
     right = draw_parameter(parameter, rank)
@@ -137,11 +138,11 @@ def drawing(report: Report, parameter: ParameterReport, rank: int | None = None)
     height = top + max(left.height, right.height) + 8
     body = title + left.at(8, top) + right.at(WIDTH + 28, top)
     label = f"{parameter.name} over the {report.grid.size} ranks of {report.grid}"
-    return Picture(2 * WIDTH + 36, height, body).svg(label, alone=True)
+    return Picture(2 * WIDTH + 36, height, body).file(label)
 
 
 def draw_mesh(grid: Grid, parameter: ParameterReport, rank: int | None = None) -> Picture:
-    """The mesh, every rank in the colour of the block that it holds."""
+    """The mesh, with each rank in the color of the block that it holds."""
     hues = _hues(parameter.tiling)
     numbers = {block: number for number, block in enumerate(parameter.tiling.blocks)}
     across = min(grid.shape[-1], _ACROSS)
@@ -180,14 +181,16 @@ def _cell(
     rank: int, number: int | None, parameter: ParameterReport, hue: float | None, path: str
 ) -> str:
     block = parameter.block(rank)
-    held = "does not have it" if block is None else block_in_words(block, parameter.shape)
+    held = (
+        "does not have this parameter" if block is None else block_in_words(block, parameter.shape)
+    )
     data = f' data-r="{rank}"' + ("" if number is None else f' data-b="{number}"')
     title = f"rank {rank}: {held}, {brief_size(parameter.nbytes_on(rank))}"
     return shape(path, hue, "c b v" if hue is None else "c b", data, title)
 
 
 def draw_parameter(parameter: ParameterReport, rank: int | None = None) -> Picture:
-    """The parameter as a rectangle, to scale, cut into the blocks that ranks hold."""
+    """The parameter as a rectangle to scale, divided into the blocks that ranks hold."""
     tiling = parameter.tiling
     rows, columns = _axes(tiling)
     width = float(_PLOT) if columns is not None else 150.0
@@ -201,9 +204,9 @@ def draw_parameter(parameter: ParameterReport, rank: int | None = None) -> Pictu
     parts += _labels(tiling, y_axis, x_axis)
     bottom = 30 + height
     if parameter.padding_nbytes:
-        text = f"+ {brief_size(parameter.padding_nbytes)} padding in all"
+        text = f"+ {brief_size(parameter.padding_nbytes)} padding on all ranks"
         path = outline([(_LABEL, bottom + 3, width, 11)])
-        parts.append(shape(path, None, "b v", "", f"{text}, while it is gathered"))
+        parts.append(shape(path, None, "b v", "", f"{text}, while gathered"))
         parts.append(words(_LABEL + width / 2, bottom + 11.5, text, "d m t"))
         bottom += 15
     own = None if rank is None else parameter.block(rank)
@@ -214,13 +217,13 @@ def draw_parameter(parameter: ParameterReport, rank: int | None = None) -> Pictu
 
 @dataclass(frozen=True)
 class _Axis:
-    """A dimension of the tensor on the paper.
+    """A dimension of the tensor in the drawing.
 
     Attributes:
-        dim: which; ``None`` where the tensor has none to draw here.
-        edges: where cuts fall, both ends included, in elements.
-        start: where the first element is drawn.
-        scale: units an element.
+        dim: the tensor dimension; ``None`` if the tensor has none to draw here.
+        edges: indices where blocks begin or end, including both ends of the dimension.
+        start: coordinate of the first element.
+        scale: units per element.
     """
 
     dim: int | None
@@ -238,7 +241,7 @@ class _Axis:
         return self.position(span[0] + span[1] / 2)
 
     def runs(self, least: float) -> list[Span]:
-        """From cut to cut; a power of two of them at a time, if they are too short for a label."""
+        """The spans between edges, joined by a power of two if they are too short for a label."""
         count = len(self.edges) - 1
         together = 1
         while together < count and self._narrowest(together) < least:
@@ -248,7 +251,7 @@ class _Axis:
         return [(self.edges[a], b - self.edges[a]) for a, b in zip(starts, ends, strict=True)]
 
     def _narrowest(self, together: int) -> float:
-        """Of the runs that are whole; the last may be shorter."""
+        """Length of the shortest span that joins ``together`` ones; the last may be shorter."""
         ends = self.edges[::together]
         return min((b - a for a, b in pairwise(ends)), default=math.inf) * self.scale
 
@@ -259,7 +262,7 @@ def _blocks(parameter: ParameterReport, y_axis: _Axis, x_axis: _Axis) -> Iterato
     for number, block in enumerate(tiling.blocks):
         if block.numel:
             title = (
-                f"{'ranks' if len(block.ranks) > 1 else 'rank'} {ranks_in_words(block.ranks)}: "
+                f"{holders_in_words(block.ranks)}: "
                 f"{block_in_words(block, tiling.shape)}, "
                 f"{brief_size(block.numel * parameter.itemsize)}"
             )
@@ -278,7 +281,7 @@ def _path(block: Block, y_axis: _Axis, x_axis: _Axis) -> str:
 
 
 def _labels(tiling: Tiling, y_axis: _Axis, x_axis: _Axis) -> Iterator[str]:
-    """Rows on the left, columns above, and ranks where there is room for them."""
+    """Indices of rows on the left and of columns above, and ranks where there is room."""
     bands = y_axis.runs(_LINE)
     strips = x_axis.runs(6.0 + 5 * len(spans_in_words([(x_axis.edges[-1] - 1,) * 2], 0)))
     if y_axis.dim is not None:
@@ -303,7 +306,7 @@ def _fits(text: str, strip: Span, axis: _Axis) -> bool:
 
 
 def _ranks_in(tiling: Tiling, *where: tuple[_Axis, Span]) -> str:
-    """The ranks that hold anything in a box."""
+    """The ranks that hold elements in a box."""
     found = {
         rank
         for block in tiling.blocks
@@ -318,7 +321,7 @@ def _meet(spans: Sequence[Span], other: Span) -> bool:
 
 
 def _axes(tiling: Tiling) -> tuple[int | None, int | None]:
-    """The dimensions of the tensor that are drawn downwards and across."""
+    """The tensor dimensions that are drawn from top to bottom and from left to right."""
     dims = len(tiling.shape)
     cut = [
         dim
@@ -341,7 +344,7 @@ def _axis_title(tiling: Tiling, rows: int | None, columns: int | None) -> str:
 
 
 def _edges(tiling: Tiling, dim: int | None) -> list[int]:
-    """Where cuts fall along a dimension, both ends included."""
+    """The indices along a dimension where blocks begin or end, including both ends."""
     if dim is None:
         return [0, 1]
     found = {0, tiling.shape[dim]}
@@ -352,6 +355,6 @@ def _edges(tiling: Tiling, dim: int | None) -> list[int]:
 
 
 def _hues(tiling: Tiling) -> dict[Block, float]:
-    """Colours around the circle, in the order of the blocks, without its last, reddish sixth."""
+    """Hues in the order of the blocks, from orange to magenta: no two ends look alike."""
     filled = [block for block in tiling.blocks if block.numel]
     return {block: 20 + 300 * i / max(len(filled), 1) for i, block in enumerate(filled)}

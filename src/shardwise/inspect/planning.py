@@ -1,15 +1,18 @@
-"""Layouts of a plan that has not run: the runtime itself shards a model without memory.
+"""Plan the layout of a model on a mesh without starting processes or allocating parameters.
 
-One process stands for the whole mesh. Tensor parallelism and ``fully_shard`` are applied as a
-training would apply them, on the meta device and in a world that is only pretended; then the
-layouts are read as they are read off a running job. Nothing is computed twice.
+One process stands in for the whole mesh. Tensor parallelism and ``fully_shard`` are applied as
+training applies them, to a model on the meta device and with a fake process group; then the layouts
+are read as in a running job. So a plan cannot differ from what the runtime does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
@@ -18,20 +21,21 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from shardwise._torch import c10d, fsdp
 from shardwise.frontends.strategies import TENSOR, WantedMesh
 from shardwise.inspect.read import read
-from shardwise.inspect.report import Report
+from shardwise.inspect.report import MOST_VALUES, Report
+from shardwise.inspect.tiling import take
 from shardwise.sharding.api import fully_shard
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A model to be sharded, and how.
+    """A model and how to shard it.
 
     Attributes:
-        model: on the meta device; it is changed by the plan.
-        blocks: the modules that become groups of their own; the rest is one group.
-        tensor_parallel: torch's styles by the names of modules, for a mesh with ``tp``.
+        model: the model, on the meta device. Planning modifies it.
+        blocks: the modules that become groups of their own; the rest of the model is one group.
+        tensor_parallel: torch's parallel styles by module name, for a mesh with a ``tp`` dimension.
         heads: numbers that the size of ``tp`` has to divide, by what they count.
-        placement: along which dimension a parameter is cut; ``None``: as ``fully_shard`` does.
+        placement: the ``shard_placement_fn`` of ``fully_shard``; ``None`` for its default.
     """
 
     model: nn.Module
@@ -42,11 +46,11 @@ class Planned:
 
 
 def plan(planned: Planned, wanted: WantedMesh, name: str) -> Report:
-    """Shard a model over a mesh that is not there, and report who would hold what.
+    """Shard a model over a mesh that need not exist, and report which rank would hold what.
 
     Raises:
-        RuntimeError: this process is part of a world.
-        ValueError: the model cannot be sharded so.
+        RuntimeError: this process has a default process group.
+        ValueError: the model cannot be sharded like this.
     """
     model = planned.model
     with c10d.fake_world(wanted.size):
@@ -68,7 +72,7 @@ def plan(planned: Planned, wanted: WantedMesh, name: str) -> Report:
 def _apply_tensor_parallelism(
     model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]
 ) -> None:
-    """Apply the styles; parameters that were tied stay so."""
+    """Apply the styles, and keep tied parameters tied."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -77,3 +81,16 @@ def _apply_tensor_parallelism(
     for (first, name), *others in owners.values():
         for module, other in others:
             fsdp.register_parameter(module, other, fsdp.parameter_of(first, name))
+
+
+def with_counted_values(report: Report) -> Report:
+    """The report with values: those of every small parameter count 0, 1, 2, ..."""
+    values: dict[str, dict[int, Any]] = {}
+    for each in report.parameters:
+        if each.tiling.numel <= MOST_VALUES:
+            counted = torch.arange(each.tiling.numel).view(each.shape)
+            values[each.name] = {
+                rank: take(counted, block.part).tolist()
+                for rank, block in sorted(each.tiling.by_rank.items())
+            }
+    return dataclasses.replace(report, values=values)

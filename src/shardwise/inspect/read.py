@@ -1,4 +1,4 @@
-"""Read the report of a model from the layouts of its parameters, and the values of small ones."""
+"""Read the layout and the values of a model's parameters. Only reading values communicates."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.inspect.grid import Coordinate, Grid, grid_of, names_of, reachable, standings
-from shardwise.inspect.report import Kind, ParameterReport, Report
-from shardwise.inspect.tiling import Part, Tiling, cut, placed, shape_of, take, whole
+from shardwise.inspect.report import MOST_VALUES, Kind, ParameterReport, Report, Values
+from shardwise.inspect.tiling import Part, Tiling, cut, placed, shape_of, whole
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import state_of
 
+#: The part and the number of padding elements that each rank holds.
 Held = dict[int, tuple[Part, int]]
 
 
 @dataclass
 class Found:
-    """A parameter as a model has it now.
+    """One parameter of a model in its current state.
 
     Attributes:
+        parameter: the registered tensor, sharded or full.
+        form: its sharded form; ``None`` if ``fully_shard`` does not manage it.
+        group: the name of the module whose ``fully_shard`` call manages it, or ``None``.
         names: all its names.
-        parameter: what is registered: sharded or full.
-        form: its sharded form, if ``fully_shard`` took it.
-        group: the name of the module it was taken with.
     """
 
     parameter: torch.Tensor
@@ -42,17 +43,17 @@ class Found:
 
     @property
     def stored(self) -> torch.Tensor:
-        """What this rank keeps between steps: a ``DTensor``, or a plain tensor."""
+        """The tensor that this rank keeps between steps: a ``DTensor`` or a plain tensor."""
         return self.parameter if self.form is None else self.form.parameter
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's elements of it."""
+        """This rank's elements."""
         stored = self.stored
         return dtensor.local_of(stored) if isinstance(stored, DTensor) else stored.detach()
 
     def meshes(self) -> Iterator[DeviceMesh]:
-        """The meshes that it lies on."""
+        """The meshes that the parameter is distributed over."""
         if self.form is not None:
             yield self.form.mesh.mesh
             if self.form.origin is not None:
@@ -62,7 +63,7 @@ class Found:
 
 
 def read(model: nn.Module, mesh: DeviceMesh | None = None, name: str | None = None) -> Report:
-    """Read the layout of every parameter; see :func:`shardwise.inspect`."""
+    """Report the layout of every parameter, without values; see :func:`shardwise.inspect`."""
     found = parameters_of(model)
     grid = _grid(found, mesh)
     reader = _Reader(grid)
@@ -74,7 +75,7 @@ def read(model: nn.Module, mesh: DeviceMesh | None = None, name: str | None = No
 
 
 def parameters_of(model: nn.Module) -> list[Found]:
-    """All parameters of ``model``, each once, in its order."""
+    """All parameters of ``model`` in its order, tied ones once."""
     forms = _forms(model)
     found: dict[int, Found] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -85,7 +86,7 @@ def parameters_of(model: nn.Module) -> list[Found]:
 
 
 def _forms(model: nn.Module) -> dict[int, tuple[ShardedParam, str]]:
-    """The sharded form and the group of what modules hold, by the object they hold."""
+    """The sharded form and the group's name for each tensor that modules hold, by its id."""
     forms: dict[int, tuple[ShardedParam, str]] = {}
     for name, module in model.named_modules():
         state = state_of(module)
@@ -98,7 +99,7 @@ def _forms(model: nn.Module) -> dict[int, tuple[ShardedParam, str]]:
 
 
 class _Reader:
-    """Reads parameters; those that are cut alike share one tiling."""
+    """Reports parameters; those that are sharded alike share one tiling."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -155,7 +156,7 @@ class _Reader:
         }
 
     def _parts(self, shape: tuple[int, ...], spec: dtensor.DTensorSpec | None) -> dict[int, Part]:
-        """What each rank has of a tensor before ``fully_shard`` cuts it."""
+        """The part of a tensor that each rank has before ``fully_shard`` shards it."""
         if spec is None:
             return dict.fromkeys(self._grid.ranks, whole(shape))
         places = self._places(spec.mesh)
@@ -172,7 +173,11 @@ class _Reader:
 
 
 def _cut_by(own: Layout, part: Part, index: int) -> tuple[Part, int]:
-    """What rank ``index`` keeps of a part, and its padding; ``own`` is this rank's layout."""
+    """The part and the padding that rank ``index`` keeps of ``part``.
+
+    ``own`` is the layout on this rank. Ranks that tensor parallelism gave another part shard it in
+    the same way.
+    """
     if own.dim is None:
         return part, 0
     layout = Layout(torch.Size(shape_of(part)), own.dim, own.world_size)
@@ -186,13 +191,13 @@ def _grid(found: list[Found], mesh: DeviceMesh | None) -> Grid:
     if not dist.is_initialized():
         return Grid(("rank",), (1,), (0,))
     meshes = list(dict.fromkeys(mesh for each in found for mesh in each.meshes()))
-    if not meshes:  # nothing tells otherwise: every rank has the model, whole
+    if not meshes:  # every rank is assumed to have the full model
         return Grid(("rank",), (dist.get_world_size(),), tuple(range(dist.get_world_size())))
     return grid_of(meshes, reachable(meshes, dist.get_rank()))
 
 
 def _cut_along(tiling: Tiling, grid: Grid) -> tuple[tuple[int, ...], ...]:
-    """For each dimension of the grid, in which dimensions of the tensor parts change along it."""
+    """For each grid dimension, the tensor dimensions along which ranks hold different indices."""
     changed: list[set[int]] = [set() for _ in grid.names]
     first: dict[tuple[int, Coordinate], Part] = {}
     for rank, place in grid.coordinates.items():
@@ -212,7 +217,7 @@ def _kind(found: Found) -> Kind:
 
 
 def _placements(stored: torch.Tensor) -> Iterator[tuple[str, str]]:
-    """Torch's placements, by the names of the dimensions of the mesh they are on."""
+    """Pairs of a mesh dimension's name and torch's placement on it."""
     if not isinstance(stored, DTensor):
         return
     mesh = stored.device_mesh
@@ -221,32 +226,27 @@ def _placements(stored: torch.Tensor) -> Iterator[tuple[str, str]]:
 
 
 def _class_name(model: nn.Module) -> str:
-    """Of a sharded module, the name of the class it was of before."""
+    """The name of a module's class, without the class that ``fully_shard`` mixes in."""
     return next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))
 
 
-MOST_ELEMENTS = 256  # of a parameter whose values are shown
-
-Values = Mapping[str, Mapping[int, Any]]
-
-
 def gather_values(model: nn.Module) -> Values | None:
-    """What ranks hold of the small parameters of ``model``: a collective over the world.
+    """Gather the elements of small parameters to the first rank: a collective over the world.
 
     Returns:
-        On the first rank, elements by name and rank, nested as the shards are; else ``None``.
+        On the first rank, the elements by name and rank; on the others ``None``.
 
     Raises:
         ValueError: the model is on the meta device.
     """
     own: dict[str, Any] = {}
     for each in parameters_of(model):
-        if each.stored.numel() > MOST_ELEMENTS:
+        if each.stored.numel() > MOST_VALUES:
             continue
         if each.local.is_meta:
             raise ValueError(
-                f"{each.names[0]} is on the meta device and has no values; materialize the model "
-                "first"
+                f"values: found {each.names[0]} on the meta device, expected a model with values; "
+                "materialize it first"
             )
         own[each.names[0]] = each.local.cpu().tolist()
     if not dist.is_initialized():
@@ -260,16 +260,3 @@ def gather_values(model: nn.Module) -> Values | None:
         name: {rank: each[name] for rank, each in enumerate(every) if name in each}
         for name in names
     }
-
-
-def counted_values(report: Report) -> Values:
-    """What ranks would hold if every small parameter counted 0, 1, 2, ... in order of storage."""
-    values: dict[str, dict[int, Any]] = {}
-    for each in report.parameters:
-        if each.tiling.numel <= MOST_ELEMENTS:
-            counted = torch.arange(each.tiling.numel).view(each.shape)
-            values[each.name] = {
-                rank: take(counted, block.part).tolist()
-                for rank, block in sorted(each.tiling.by_rank.items())
-            }
-    return values

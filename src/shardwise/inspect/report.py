@@ -1,7 +1,7 @@
 """The report: which rank of a mesh holds which part of which parameter.
 
-A plain value; ``text.py``, ``page.py`` and ``picture.py`` show it, and ``docs/inspect.md``
-describes its JSON form.
+A report is a plain value. ``text.py``, ``page.py`` and ``picture.py`` show it, and
+``docs/inspect.md`` describes its JSON form.
 """
 
 from __future__ import annotations
@@ -11,19 +11,26 @@ import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+from shardwise.inspect.folding import Row, fold
 from shardwise.inspect.grid import Grid
 from shardwise.inspect.tiling import Block, Tiling
-from shardwise.inspect.words import Row, counted, fold, ranks_in_words, shape_in_words
+from shardwise.inspect.words import counted, holders_in_words, shape_in_words
 from shardwise.units import brief_size
 
+JSON_VERSION = 1  # raised when a field is removed or changes its meaning
 ADAM_STATES = 2  # tensors of a parameter's size that Adam keeps: exp_avg and exp_avg_sq
+MOST_VALUES = 256  # elements of the largest parameter whose values a report has
+
+_BALANCED = 1.05  # largest ratio of bytes on two ranks that deserves no remark
+
+#: Elements of small parameters by name and rank, nested as in ``tolist()``.
+Values = Mapping[str, Mapping[int, Any]]
 
 
 class Kind(enum.Enum):
-    """What keeps a parameter."""
+    """How a parameter is stored."""
 
     SHARDED = "sharded"
     REPLICATED = "replicated"
@@ -32,37 +39,37 @@ class Kind(enum.Enum):
 
     @property
     def meaning(self) -> str:
-        """In words."""
+        """A phrase that explains the kind."""
         return _MEANINGS[self]
 
 
 _MEANINGS = {
-    Kind.SHARDED: "cut by fully_shard",
-    Kind.REPLICATED: "in a group of fully_shard, which did not cut it: a scalar, or a mesh that "
-    "only replicates",
-    Kind.TENSOR_PARALLEL: "a DTensor in no group of fully_shard",
-    Kind.PLAIN: "a plain tensor in no group of fully_shard: ignored, or not reached by a call",
+    Kind.SHARDED: "sharded by fully_shard",
+    Kind.REPLICATED: "managed by fully_shard but not sharded: a scalar, or a mesh that only "
+    "replicates",
+    Kind.TENSOR_PARALLEL: "a DTensor that no fully_shard call manages",
+    Kind.PLAIN: "a plain tensor that no fully_shard call manages: ignored, or not reached",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterReport:
-    """One parameter, and who holds what of it.
+    """One parameter, and the part of it that each rank holds.
 
     Attributes:
-        name: fully qualified name; the first, where it is tied.
+        name: fully qualified name; the first one if the parameter is tied.
         aliases: the other names of a tied parameter.
-        dtype: as it is stored, ``"float32"``.
-        itemsize: bytes of an element.
+        dtype: the stored dtype, such as ``"float32"``.
+        itemsize: bytes per element.
         trainable: whether it requires a gradient.
-        kind: what keeps it.
-        group: name of the module whose ``fully_shard`` call took it, ``""`` for the model itself;
-            ``None`` where none did.
-        cut_dim: the dimension that ``fully_shard`` cut it along; ``None`` if it did not.
-        placements: torch's placements by the names of the mesh dimensions they are on.
+        kind: how it is stored.
+        group: name of the module whose ``fully_shard`` call manages it, ``""`` for the model
+            itself; ``None`` if no call does.
+        cut_dim: the dimension that ``fully_shard`` sharded; ``None`` if it did not shard any.
+        placements: pairs of a mesh dimension's name and torch's placement on it.
         tiling: the blocks of all ranks.
-        cut_along: for every dimension of the report's mesh, the dimensions of the tensor that
-            change along it; none where the ranks along it hold the same.
+        cut_along: for each dimension of the report's mesh, the tensor dimensions whose indices
+            differ between the ranks along it; empty where those ranks hold the same part.
     """
 
     name: str
@@ -79,21 +86,21 @@ class ParameterReport:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
+        """Shape of the full parameter."""
         return self.tiling.shape
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
+        """Bytes of the full parameter."""
         return self.tiling.numel * self.itemsize
 
     @property
     def padding_nbytes(self) -> int:
-        """Bytes of padding in the chunks of all ranks together."""
+        """Bytes of padding, summed over all ranks."""
         return self.tiling.padding * self.itemsize
 
     def block(self, rank: int) -> Block | None:
-        """What ``rank`` holds; ``None`` if it does not have the parameter."""
+        """What ``rank`` holds; ``None`` if the parameter is not on that rank."""
         return self.tiling.by_rank.get(rank)
 
     def nbytes_on(self, rank: int) -> int:
@@ -103,7 +110,7 @@ class ParameterReport:
 
 
 def folded(parameters: Iterable[ParameterReport]) -> list[Row[ParameterReport]]:
-    """Parameters of repeated layers that are laid out alike as one row."""
+    """One row for the parameters of repeated layers that are sharded alike."""
     return fold(
         parameters,
         name=lambda each: each.name,
@@ -119,20 +126,20 @@ def folded(parameters: Iterable[ParameterReport]) -> list[Row[ParameterReport]]:
 
 
 def unfolded(parameters: Iterable[ParameterReport]) -> list[Row[ParameterReport]]:
-    """A row for each parameter."""
+    """One row for each parameter."""
     return fold(parameters, name=lambda each: each.name, kind=lambda each: each.name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTotals:
-    """What one rank holds, in bytes.
+    """Bytes on one rank.
 
     Attributes:
-        rank: which rank.
-        parameters: bytes of its shards and of what it holds whole.
-        trainable: those of them that require a gradient.
-        replicated: those that some other rank holds too.
-        padding: bytes by which its chunks are longer than its shards, while they are gathered.
+        rank: the global rank.
+        parameters: bytes of all parameters that the rank holds, sharded or not.
+        trainable: bytes of those that require a gradient.
+        replicated: bytes that at least one other rank holds too.
+        padding: bytes of padding in the rank's chunks while they are gathered.
     """
 
     rank: int
@@ -143,25 +150,25 @@ class RankTotals:
 
     @property
     def gradients(self) -> int:
-        """Estimate: the gradients between backward and ``zero_grad``, in the stored dtype."""
+        """Estimated bytes of gradients between backward and ``zero_grad``, in the stored dtype."""
         return self.trainable
 
     @property
     def optimizer(self) -> int:
-        """Estimate: the two states of Adam, in the stored dtype."""
+        """Estimated bytes of Adam's two states, in the stored dtype."""
         return ADAM_STATES * self.trainable
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remark:
-    """Something to mind.
+    """A property of the layout that costs memory, copies or balance.
 
     Attributes:
         kind: ``"unbalanced"``, ``"padding"``, ``"empty"``, ``"replicated"``, ``"not sharded"`` or
             ``"interleaved"``.
-        text: in a sentence, with figures.
-        nbytes: how many bytes it is about; ``None`` if bytes are not the point.
-        parameters: names of those it is about.
+        text: one sentence with figures.
+        nbytes: the bytes concerned; ``None`` if the remark is not about bytes.
+        parameters: names of the parameters concerned.
     """
 
     kind: str
@@ -172,45 +179,43 @@ class Remark:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Who holds what of a model. ``print`` it, or see ``to_json`` and ``to_html``.
+    """Which rank holds what of a model.
 
     Attributes:
-        model: what it is called.
+        model: the model's name.
         grid: the mesh.
-        parameters: in the order of the model, tied ones once.
+        parameters: in the order of the model; tied parameters appear once.
         values: elements of small parameters by name and rank, nested as in ``tolist()``; ``None``
-            where they were not asked for, or this is not the rank that has them.
+            if they were not requested, or on ranks that they were not gathered to.
     """
 
     model: str
     grid: Grid
     parameters: tuple[ParameterReport, ...]
-    values: Mapping[str, Mapping[int, Any]] | None = field(default=None, compare=False)
+    values: Values | None = field(default=None, compare=False)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole model."""
+        """Number of elements of the full model."""
         return sum(each.tiling.numel for each in self.parameters)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole model's parameters."""
+        """Bytes of the full model's parameters."""
         return sum(each.nbytes for each in self.parameters)
 
     @cached_property
     def totals(self) -> tuple[RankTotals, ...]:
-        """For every rank of the mesh, in its order."""
-        return tuple(self._totals_of(rank) for rank in self.grid.ranks)
+        """Bytes on each rank, in the order of the mesh."""
+        return tuple(_totals(self.parameters, rank) for rank in self.grid.ranks)
 
     @cached_property
     def remarks(self) -> tuple[Remark, ...]:
-        """What to mind."""
-        from shardwise.inspect.report import remarks_on
-
-        return tuple(remarks_on(self))
+        """Everything about this layout that costs memory, copies or balance."""
+        return tuple(_remarks(self))
 
     def find(self, name: str) -> ParameterReport:
-        """The parameter of this name, or of this alias.
+        """The parameter that has this name or alias.
 
         Raises:
             KeyError: there is none.
@@ -221,7 +226,10 @@ class Report:
         raise KeyError(name)
 
     def matching(self, pattern: str | None) -> tuple[ParameterReport, ...]:
-        """The parameters of which a name matches (``*`` for anything); all, for ``None``."""
+        """The parameters whose name or alias matches ``pattern``; all of them for ``None``.
+
+        ``*`` stands for any characters.
+        """
         return tuple(
             each
             for each in self.parameters
@@ -230,71 +238,55 @@ class Report:
         )
 
     def to_json(self, pattern: str | None = None) -> dict[str, Any]:
-        """The report as plain values that ``json`` can write; docs/inspect.md has the fields.
+        """Convert the report to values that ``json`` can write. docs/inspect.md lists the fields.
+
+        Parameters that are sharded alike refer to the same tiling.
 
         Args:
-            pattern: of the parameters to tell of one by one, see :meth:`matching`.
+            pattern: leave out parameters that do not match it; see :meth:`matching`. Totals and
+                remarks are those of the full model.
         """
-        from shardwise.inspect.report import plain_report
-
-        return plain_report(self, self.matching(pattern))
-
-    def to_html(self, path: str | Path) -> Path:
-        """Write the report as one page that needs nothing else.
-
-        Returns:
-            The path.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        from shardwise.inspect.page import page
-
-        path = Path(path)
-        path.write_text(page(self), encoding="utf-8")
-        return path
-
-    def to_svg(self, parameter: str, path: str | Path, *, rank: int | None = None) -> Path:
-        """Draw the mesh and one parameter, and mark a rank and its block.
-
-        Returns:
-            The path.
-
-        Raises:
-            KeyError: there is no such parameter.
-            OSError: it cannot be written.
-        """
-        from shardwise.inspect.picture import drawing
-
-        path = Path(path)
-        path.write_text(drawing(self, self.find(parameter), rank), encoding="utf-8")
-        return path
-
-    def __str__(self) -> str:
-        from shardwise.inspect.text import as_text
-
-        return as_text(self)
-
-    def _totals_of(self, rank: int) -> RankTotals:
-        found = [(each, block) for each in self.parameters if (block := each.block(rank))]
-
-        def total(some: Sequence[tuple[ParameterReport, Block]]) -> int:
-            return sum(block.numel * each.itemsize for each, block in some)
-
-        return RankTotals(
-            rank=rank,
-            parameters=total(found),
-            trainable=total([(each, block) for each, block in found if each.trainable]),
-            replicated=total([(each, block) for each, block in found if len(block.ranks) > 1]),
-            padding=sum(block.padding * each.itemsize for each, block in found),
-        )
+        parameters = self.matching(pattern)
+        tilings = list(dict.fromkeys(each.tiling for each in parameters))
+        numbers = {tiling: number for number, tiling in enumerate(tilings)}
+        return {
+            "version": JSON_VERSION,
+            "model": self.model,
+            "mesh": {
+                "names": list(self.grid.names),
+                "shape": list(self.grid.shape),
+                "ranks": list(self.grid.ranks),
+            },
+            "numel": self.numel,
+            "nbytes": self.nbytes,
+            "ranks": [_json_of_totals(each) for each in self.totals],
+            "parameters": [_json_of_parameter(p, numbers[p.tiling]) for p in parameters],
+            "tilings": [_json_of_tiling(each) for each in tilings],
+            "remarks": [_json_of_remark(each) for each in self.remarks],
+            "values": None if self.values is None else _json_of_values(self.values, parameters),
+        }
 
 
-_EVEN_ENOUGH = 1.05  # what the fullest rank may hold, as a multiple of the emptiest one's
+def _totals(parameters: Sequence[ParameterReport], rank: int) -> RankTotals:
+    found = [(each, block) for each in parameters if (block := each.block(rank))]
+
+    def total(some: Iterable[tuple[ParameterReport, Block]]) -> int:
+        return sum(block.numel * each.itemsize for each, block in some)
+
+    return RankTotals(
+        rank=rank,
+        parameters=total(found),
+        trainable=total((each, block) for each, block in found if each.trainable),
+        replicated=total((each, block) for each, block in found if len(block.ranks) > 1),
+        padding=sum(block.padding * each.itemsize for each, block in found),
+    )
 
 
-def remarks_on(report: Report) -> Iterator[Remark]:
-    """Every remark that there is reason for, the most expensive kinds first."""
+# -- remarks -----------------------------------------------------------------------------------
+
+
+def _remarks(report: Report) -> Iterator[Remark]:
+    """All remarks on a report, the most expensive kinds first."""
     yield from _not_sharded(report)
     yield from _replicated(report)
     yield from _unbalanced(report)
@@ -306,46 +298,42 @@ def remarks_on(report: Report) -> Iterator[Remark]:
 def _remark(
     kind: str, text: str, found: list[ParameterReport], nbytes: int | None = None
 ) -> Remark:
-    return Remark(
-        kind=kind, text=text, nbytes=nbytes, parameters=tuple(each.name for each in found)
-    )
+    names = tuple(each.name for each in found)
+    return Remark(kind=kind, text=text, nbytes=nbytes, parameters=names)
 
 
 def _not_sharded(report: Report) -> Iterator[Remark]:
     if report.grid.size == 1:
         return
     found = [each for each in report.parameters if each.kind is Kind.PLAIN]
-    nbytes = sum(each.nbytes for each in found)
     if found:
+        nbytes = sum(each.nbytes for each in found)
         yield _remark(
             "not sharded",
-            f"{counted(found, 'parameter')}, {brief_size(nbytes)} on every rank, "
-            f"{'is' if len(found) == 1 else 'are'} in no group of fully_shard (ignored, or not "
-            f"reached by a call), and so are gradients and optimizer state: "
-            f"{_some(found)}",
+            f"{_parameters(found)} ({brief_size(nbytes)}) {_verb(found, 'is', 'are')} full on "
+            "every rank, with gradients and optimizer state: ignored, or not reached by a "
+            f"fully_shard call: {_examples(found)}",
             found,
             nbytes,
         )
 
 
 def _replicated(report: Report) -> Iterator[Remark]:
-    """For every dimension of the mesh, what is the same along it."""
+    """One remark per mesh dimension along which parameters are the same."""
     sharded = [each for each in report.parameters if each.kind is not Kind.PLAIN]
     for dim, (name, size) in enumerate(zip(report.grid.names, report.grid.shape, strict=True)):
         found = [each for each in sharded if not each.cut_along[dim] and each.tiling.numel]
         if size == 1 or not found:
             continue
         nbytes = max(sum(each.nbytes_on(rank) for each in found) for rank in report.grid.ranks)
-        every = len(found) == len(sharded)
-        what = (
-            "every parameter is"
-            if every
-            else f"{counted(found, 'parameter')} {'is' if len(found) == 1 else 'are'}"
-        )
-        rest = "" if every else f": {_some(found)}"
+        what, examples = "all parameters are", ""
+        if len(found) < len(sharded):
+            what = f"{_parameters(found)} {_verb(found, 'is', 'are')}"
+            examples = f": {_examples(found)}"
         yield _remark(
             "replicated",
-            f"{what} the same on all {size} ranks along {name}: {brief_size(nbytes)} a rank{rest}",
+            f"{what} the same on all {size} ranks along {name}, {brief_size(nbytes)} per rank"
+            f"{examples}",
             found,
             nbytes,
         )
@@ -354,21 +342,23 @@ def _replicated(report: Report) -> Iterator[Remark]:
 def _unbalanced(report: Report) -> Iterator[Remark]:
     most = max(report.totals, key=lambda total: total.parameters)
     least = min(report.totals, key=lambda total: total.parameters)
-    if most.parameters <= _EVEN_ENOUGH * least.parameters:
+    if most.parameters <= _BALANCED * least.parameters:
         return
     found = [
         each
         for each in report.parameters
         if len({each.nbytes_on(rank) for rank in report.grid.ranks}) > 1
     ]
-    ratio = most.parameters / least.parameters if least.parameters else None
     more = most.parameters - least.parameters
-    times = "" if ratio is None else f", {ratio:.2f} times as much ({brief_size(more)} more)"
+    ratio = ""
+    if least.parameters:
+        times = most.parameters / least.parameters
+        ratio = f", {times:.2f} times as much ({brief_size(more)} more)"
     yield _remark(
         "unbalanced",
         f"rank {most.rank} holds {brief_size(most.parameters)} and rank {least.rank} "
-        f"{brief_size(least.parameters)}{times}; {counted(found, 'parameter')} "
-        f"{'is' if len(found) == 1 else 'are'} cut unevenly",
+        f"{brief_size(least.parameters)}{ratio}; {_parameters(found)} "
+        f"{_verb(found, 'is', 'are')} sharded unevenly",
         found,
         more,
     )
@@ -379,13 +369,12 @@ def _empty(report: Report) -> Iterator[Remark]:
     if not found:
         return
     worst = max(found, key=lambda each: len(each.tiling.empty_ranks))
-    one = len(worst.tiling.empty_ranks) == 1
+    ranks = worst.tiling.empty_ranks
     yield _remark(
         "empty",
-        f"{counted(found, 'parameter')} {'leaves' if len(found) == 1 else 'leave'} ranks with "
-        f"nothing: of {worst.name}, {shape_in_words(worst.shape)}, "
-        f"{'rank' if one else 'ranks'} {ranks_in_words(worst.tiling.empty_ranks)} "
-        f"{'holds' if one else 'hold'} no element",
+        f"{_parameters(found)} {_verb(found, 'leaves', 'leave')} some ranks without elements; "
+        f"{holders_in_words(ranks)} {'holds' if len(ranks) == 1 else 'hold'} nothing of "
+        f"{worst.name} ({shape_in_words(worst.shape)})",
         found,
     )
 
@@ -399,78 +388,45 @@ def _padding(report: Report) -> Iterator[Remark]:
     worst = max(found, key=lambda each: each.padding_nbytes)
     yield _remark(
         "padding",
-        f"{brief_size(nbytes)} of padding over all ranks ({nbytes / held:.2%} of the shards) while "
-        f"{counted(found, 'parameter')} {'is' if len(found) == 1 else 'are'} gathered, most for "
-        f"{worst.name}: {brief_size(worst.padding_nbytes)}",
+        f"{brief_size(nbytes)} of padding on all ranks together ({nbytes / held:.2%} of the "
+        f"shards) while {_parameters(found)} {_verb(found, 'is', 'are')} gathered; "
+        f"{brief_size(worst.padding_nbytes)} of it for {worst.name}",
         found,
         nbytes,
     )
 
 
 def _interleaved(report: Report) -> Iterator[Remark]:
-    """Parameters that ``fully_shard`` cut along another dimension than the first."""
+    """Parameters that ``fully_shard`` sharded along a dimension other than the first."""
     found = [each for each in report.parameters if each.cut_dim not in (None, 0)]
     if found:
         nbytes = sum(each.nbytes for each in found)
         yield _remark(
             "interleaved",
-            f"{counted(found, 'parameter')} {'is' if len(found) == 1 else 'are'} sharded along "
-            f"another dimension than the first: every unshard costs one more copy of "
-            f"{brief_size(nbytes)} in all",
+            f"{_parameters(found)} {_verb(found, 'is', 'are')} sharded along a dimension other "
+            f"than the first; every unshard copies {brief_size(nbytes)} once more",
             found,
             nbytes,
         )
 
 
-def _some(found: list[ParameterReport]) -> str:
+def _parameters(found: list[ParameterReport]) -> str:
+    return counted(found, "parameter")
+
+
+def _verb(found: list[ParameterReport], singular: str, plural: str) -> str:
+    return singular if len(found) == 1 else plural
+
+
+def _examples(found: list[ParameterReport]) -> str:
     names = [each.name for each in found[:2]]
     return ", ".join(names) + (", ..." if len(found) > 2 else "")
 
 
-VERSION = 1  # raised when a field changes its meaning or goes
+# -- JSON --------------------------------------------------------------------------------------
 
 
-def plain_report(report: Report, parameters: Sequence[ParameterReport]) -> dict[str, Any]:
-    """A report, with some of its parameters. Those that are cut alike refer to one tiling.
-
-    Totals and remarks are those of the whole model.
-    """
-    tilings = list(dict.fromkeys(each.tiling for each in parameters))
-    told = {each.name for each in parameters}
-    numbers = {tiling: number for number, tiling in enumerate(tilings)}
-    return {
-        "version": VERSION,
-        "model": report.model,
-        "mesh": {
-            "names": list(report.grid.names),
-            "shape": list(report.grid.shape),
-            "ranks": list(report.grid.ranks),
-        },
-        "numel": report.numel,
-        "nbytes": report.nbytes,
-        "ranks": [_totals(each) for each in report.totals],
-        "parameters": [_parameter(each, numbers[each.tiling]) for each in parameters],
-        "tilings": [_tiling(each) for each in tilings],
-        "remarks": [
-            {
-                "kind": each.kind,
-                "text": each.text,
-                "nbytes": each.nbytes,
-                "parameters": list(each.parameters),
-            }
-            for each in report.remarks
-        ],
-        "values": None
-        if report.values is None
-        else {
-            name: {str(rank): elements for rank, elements in held.items()}
-            for name, held in report.values.items()
-            if name in told
-        },
-    }
-
-
-def _totals(each: RankTotals) -> dict[str, int]:
+def _json_of_totals(each: RankTotals) -> dict[str, int]:
     return {
         "rank": each.rank,
         "parameters": each.parameters,
@@ -482,7 +438,7 @@ def _totals(each: RankTotals) -> dict[str, int]:
     }
 
 
-def _parameter(each: ParameterReport, tiling: int) -> dict[str, Any]:
+def _json_of_parameter(each: ParameterReport, tiling: int) -> dict[str, Any]:
     return {
         "name": each.name,
         "aliases": list(each.aliases),
@@ -500,7 +456,7 @@ def _parameter(each: ParameterReport, tiling: int) -> dict[str, Any]:
     }
 
 
-def _tiling(tiling: Tiling) -> dict[str, Any]:
+def _json_of_tiling(tiling: Tiling) -> dict[str, Any]:
     return {
         "shape": list(tiling.shape),
         "blocks": [
@@ -512,4 +468,22 @@ def _tiling(tiling: Tiling) -> dict[str, Any]:
             }
             for block in tiling.blocks
         ],
+    }
+
+
+def _json_of_remark(each: Remark) -> dict[str, Any]:
+    return {
+        "kind": each.kind,
+        "text": each.text,
+        "nbytes": each.nbytes,
+        "parameters": list(each.parameters),
+    }
+
+
+def _json_of_values(values: Values, parameters: Sequence[ParameterReport]) -> dict[str, Any]:
+    names = {each.name for each in parameters}
+    return {
+        name: {str(rank): elements for rank, elements in held.items()}
+        for name, held in values.items()
+        if name in names
     }

@@ -5,22 +5,29 @@ from __future__ import annotations
 import io
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.inspect.read import MOST_ELEMENTS
-from shardwise.inspect.report import ParameterReport, RankTotals, Report, folded, unfolded
+from shardwise.inspect.folding import Row, add_rows
+from shardwise.inspect.report import (
+    MOST_VALUES,
+    ParameterReport,
+    RankTotals,
+    Report,
+    folded,
+    unfolded,
+)
 from shardwise.inspect.tiling import Block
 from shardwise.inspect.words import (
-    Row,
     counted,
     dimension_name,
+    holders_in_words,
     ranks_in_words,
     shape_in_words,
     spans_in_words,
@@ -28,19 +35,20 @@ from shardwise.inspect.words import (
 from shardwise.units import brief_size
 
 _MOST_LINES = 16  # of the mesh
+_MOST_BLOCKS = 32  # that are listed one by one
 _LEAST_WIDTH = 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What of a report to show.
+    """The part of a report to show.
 
     Attributes:
-        rank: what this rank holds, instead of what all do.
-        pattern: only parameters whose name matches, with all their blocks.
-        layers: every layer by itself.
-        full: every layer by itself, and all blocks of every parameter.
-        width: columns; ``None``: those of the terminal.
+        rank: show what this rank holds; ``None`` for all ranks.
+        pattern: show only parameters whose name matches, with all their blocks.
+        layers: show repeated layers one by one.
+        full: show repeated layers one by one, and all blocks of every parameter.
+        width: number of columns; ``None`` for those of the terminal.
     """
 
     rank: int | None = None
@@ -51,7 +59,7 @@ class View:
 
 
 def as_text(report: Report, view: View | None = None) -> str:
-    """The report, or a view of it, as lines without a line break at the end."""
+    """Format the report, or a view of it, without a newline at the end."""
     view = view or View()
     width = view.width or shutil.get_terminal_size((80, 24)).columns
     out = io.StringIO()
@@ -65,33 +73,42 @@ def as_text(report: Report, view: View | None = None) -> str:
 
 
 def _parts(report: Report, view: View) -> Iterator[Text | Table | Padding]:
-    dtypes = {each.dtype for each in report.parameters}
-    kind = f", {next(iter(dtypes))}" if len(dtypes) == 1 else ""
-    grid = report.grid
-    yield Text(
-        f"{report.model}: {report.numel:,} parameters, {brief_size(report.nbytes)}{kind}, "
-        f"on {counted(grid.size, 'rank')}: {grid}"
-    )
+    yield Text(_title(report))
     yield Text()
     yield _mesh(report, view.rank)
     yield Text()
     found = report.matching(view.pattern)
-    each_block = view.full or view.pattern is not None
     rows = (unfolded if view.layers or view.full else folded)(found)
     if view.rank is not None:
         yield _rank_table(rows, view.rank)
-    elif each_block:
+    elif view.full or view.pattern is not None:
         yield from _block_tables(rows)
     else:
-        yield _table(report, rows, dtypes)
+        yield _table(report, rows)
     yield Text()
     if view.pattern is None:
-        yield from _summary(report, view.rank)
+        yield from _totals(report, view.rank)
+    if view.pattern is None and view.rank is None:
+        yield from _remarks(report)
     if report.values is not None:
-        yield from _values(report, found, view.rank)
+        yield from _values(report.values, found, view.rank)
+
+
+def _title(report: Report) -> str:
+    dtypes = _dtypes(report)
+    dtype = f", {dtypes[0]}" if len(dtypes) == 1 else ""
+    return (
+        f"{report.model}: {report.numel:,} parameters, {brief_size(report.nbytes)}{dtype}, "
+        f"on {counted(report.grid.size, 'rank')}: {report.grid}"
+    )
+
+
+def _dtypes(report: Report) -> list[str]:
+    return sorted({each.dtype for each in report.parameters})
 
 
 def _mesh(report: Report, rank: int | None) -> Table:
+    """The ranks of the mesh, line by line, with ``rank`` in brackets."""
     grid = report.grid
     digits = len(str(max(grid.ranks))) + 2
     lines = list(grid.lines(8))
@@ -116,225 +133,165 @@ def _mesh(report: Report, rank: int | None) -> Table:
     return table
 
 
-def _table(report: Report, rows: Sequence[Row[ParameterReport]], dtypes: set[str]) -> Table:
-    """A line for every row: how it is cut, and what a rank holds."""
-    table = _plain("parameter", "shape")
-    if len(dtypes) > 1:
+def _table(report: Report, rows: Sequence[Row[ParameterReport]]) -> Table:
+    """How each parameter is sharded, and the largest block that a rank holds of it."""
+    table = _plain_table("parameter", "shape")
+    mixed = len(_dtypes(report)) > 1
+    if mixed:
         table.add_column("dtype", no_wrap=True)
-    for name in report.grid.names:
-        table.add_column(_short(name), no_wrap=True)
-    table.add_column("a rank holds", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    columns = len(table.columns)
-    for prefix, group in groupby(rows, key=lambda row: row.prefix):
-        members = list(group)
-        if prefix:
-            times = len(members[0].members)
-            text = f"{prefix}  ({times} alike)" if times > 1 else prefix
-            table.add_row(Text(text), *[""] * (columns - 1))
-        for row in members:
-            table.add_row(*_cells(row, len(dtypes) > 1))
+    for name in report.grid.names:  # short names leave room for those of parameters
+        short = name.removeprefix("dp_").replace("replicate", "repl")
+        table.add_column(short, no_wrap=True)
+    table.add_column("per rank", no_wrap=True)
+    _add_figures(table, "bytes")
+
+    def cells(each: ParameterReport) -> list[str]:
+        largest = max(each.tiling.blocks, key=lambda block: block.numel)
+        even = len({block.shape for block in each.tiling.blocks}) == 1
+        return [
+            shape_in_words(each.shape),
+            *([each.dtype] if mixed else []),
+            *("S(" + ",".join(map(str, dims)) + ")" if dims else "R" for dims in each.cut_along),
+            ("" if even else "<= ") + shape_in_words(largest.shape),
+            brief_size(largest.numel * each.itemsize),
+        ]
+
+    add_rows(table, rows, cells)
     return table
 
 
-def _cells(row: Row[ParameterReport], with_dtype: bool) -> list[Text]:
-    each = row.first
-    cells = [_name(row), shape_in_words(each.shape)]
-    if with_dtype:
-        cells.append(each.dtype)
-    cells += [_cut(dims) for dims in each.cut_along]
-    blocks = each.tiling.blocks
-    most = max(blocks, key=lambda block: block.numel)
-    even = len({block.shape for block in blocks}) == 1
-    cells.append(("" if even else "<= ") + shape_in_words(most.shape))
-    cells.append(brief_size(most.numel * each.itemsize))
-    return [Text(cell) for cell in cells]
-
-
-def _cut(dims: Sequence[int]) -> str:
-    return "S(" + ",".join(map(str, dims)) + ")" if dims else "R"
-
-
-def _name(row: Row[ParameterReport]) -> str:
-    return ("  " if row.prefix else "") + row.name
-
-
 def _rank_table(rows: Sequence[Row[ParameterReport]], rank: int) -> Table:
-    """What one rank holds of every row."""
-    table = _plain("parameter", "rows", "columns", "holds")
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("padding", justify="right", no_wrap=True)
-    for prefix, group in groupby(rows, key=lambda row: row.prefix):
-        members = list(group)
-        if prefix:
-            times = len(members[0].members)
-            text = f"{prefix}  ({times} alike)" if times > 1 else prefix
-            table.add_row(Text(text), *[""] * 5)
-        for row in members:
-            each = row.first
-            block = each.block(rank)
-            if block is None:
-                table.add_row(Text(_name(row)), "-", "-", "-", "-", "-")
-                continue
-            spans = [spans_in_words(s, n) for s, n in zip(block.part, each.shape, strict=True)]
-            where = [*spans[:2], *["" for _ in spans[2:]], "", ""][:2]
-            table.add_row(
-                *map(
-                    Text,
-                    (
-                        _name(row),
-                        *where,
-                        shape_in_words(block.shape),
-                        brief_size(block.numel * each.itemsize),
-                        brief_size(block.padding * each.itemsize) if block.padding else "",
-                    ),
-                )
-            )
+    """What one rank holds of each parameter."""
+    table = _plain_table("parameter", "rows", "columns", "shape")
+    _add_figures(table, "bytes", "padding")
+
+    def cells(each: ParameterReport) -> list[str]:
+        block = each.block(rank)
+        if block is None:
+            return ["-"] * 5
+        spans = [spans_in_words(s, n) for s, n in zip(block.part, each.shape, strict=True)]
+        rows, columns = [*spans, "", ""][:2]
+        return [rows, columns, shape_in_words(block.shape), *_sizes(each, block)]
+
+    add_rows(table, rows, cells)
     return table
 
 
 def _block_tables(rows: Sequence[Row[ParameterReport]]) -> Iterator[Text | Padding]:
-    """Every row with a table of its blocks."""
+    """A table of all blocks for each row."""
     for row in rows:
         each = row.first
         times = f"  ({len(row.members)} alike)" if len(row.members) > 1 else ""
-        cuts = ", ".join(f"{name} {placement}" for name, placement in each.placements)
+        placements = ", ".join(f"{name} {placement}" for name, placement in each.placements)
         tied = f", tied to {', '.join(each.aliases)}" if each.aliases else ""
         yield Text(
             f"{row.full_name}{times}: {shape_in_words(each.shape)} {each.dtype}, "
-            f"{brief_size(each.nbytes)}, {cuts or each.kind.value}{tied}"
+            f"{brief_size(each.nbytes)}, {placements or each.kind.value}{tied}"
         )
-        table = _plain("ranks", *(dimension_name(dim) for dim in range(len(each.shape))))
-        table.add_column("bytes", justify="right", no_wrap=True)
-        table.add_column("padding", justify="right", no_wrap=True)
-        for run in runs_of(each):
-            table.add_row(*map(Text, run.cells))
+        table = _plain_table("ranks", *map(dimension_name, range(len(each.shape))))
+        _add_figures(table, "bytes", "padding")
+        for cells in block_rows(each):
+            table.add_row(*map(Text, cells))
         yield Padding(table, (0, 0, 1, 2))
 
 
-def _summary(report: Report, rank: int | None) -> Iterator[Text | Table | Padding]:
-    totals = [each for each in report.totals if rank in (None, each.rank)]
-    table = _plain("bytes on a rank")
-    for name in ("parameters", "same elsewhere", "gradients*", "Adam*", "all*"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for cells in rank_rows(totals):
+def _totals(report: Report, rank: int | None) -> Iterator[Text | Table]:
+    table = _plain_table("bytes per rank")
+    _add_figures(table, *TOTALS)
+    for cells in rank_rows(each for each in report.totals if rank in (None, each.rank)):
         table.add_row(*map(Text, cells))
     yield table
-    yield Text("* estimates, in the dtype of the parameters: gradients while they are there, and")
-    yield Text("  Adam's two states. Activations and parameters while unsharded come on top.")
-    if report.remarks and rank is None:
+    yield Text("* estimates in the dtype of the parameters. Activations and unsharded parameters")
+    yield Text("  come on top.")
+
+
+def _remarks(report: Report) -> Iterator[Text | Padding]:
+    if report.remarks:
         yield Text()
-        yield Text("what to mind")
-        for remark in report.remarks:
-            yield Padding(Text(f"{remark.kind}: {remark.text}"), (0, 0, 0, 2))
-
-
-def rank_rows(totals: Iterable[RankTotals]) -> Iterator[tuple[str, ...]]:
-    """Cells of a table: ranks of which the same is told, and what they hold."""
-    found: dict[tuple[str, ...], list[int]] = {}
-    for each in totals:
-        state = each.gradients + each.optimizer
-        figures = (
-            each.parameters,
-            each.replicated,
-            each.gradients,
-            each.optimizer,
-            each.parameters + state,
-        )
-        found.setdefault(tuple(map(brief_size, figures)), []).append(each.rank)
-    for told, ranks in found.items():
-        head = "rank" if len(ranks) == 1 else "ranks"
-        yield f"{head} {ranks_in_words(sorted(ranks))}", *told
+        yield Text("remarks")
+    for remark in report.remarks:
+        yield Padding(Text(f"{remark.kind}: {remark.text}"), (0, 0, 0, 2))
 
 
 def _values(
-    report: Report, found: Sequence[ParameterReport], rank: int | None
+    values: Mapping[str, Mapping[int, Any]], found: Sequence[ParameterReport], rank: int | None
 ) -> Iterator[Text | Padding]:
-    assert report.values is not None
     yield Text()
-    yield Text(f"values of parameters with at most {MOST_ELEMENTS} elements")
-    if not any(each.name in report.values for each in found):
-        yield Padding(Text("there is none"), (0, 0, 0, 2))
-    for each in found:
-        held = report.values.get(each.name)
-        if held is None:
-            continue
+    yield Text(f"values of parameters with at most {MOST_VALUES} elements")
+    shown = [each for each in found if each.name in values]
+    if not shown:
+        yield Padding(Text("none"), (0, 0, 0, 2))
+    for each in shown:
         yield Padding(Text(f"{each.name}, {shape_in_words(each.shape)}"), (0, 0, 0, 2))
-        for ranks, elements in _same_values(held, rank):
-            head = "rank" if len(ranks) == 1 else "ranks"
-            yield Padding(Text(f"{head} {ranks_in_words(ranks)}: {elements}"), (0, 0, 0, 4))
+        holders: dict[str, list[int]] = {}
+        for own, elements in values[each.name].items():
+            if rank in (None, own):
+                holders.setdefault(str(elements), []).append(own)
+        for text, ranks in holders.items():
+            yield Padding(Text(f"{holders_in_words(ranks)}: {text}"), (0, 0, 0, 4))
 
 
-def _same_values(held: object, rank: int | None) -> Iterator[tuple[list[int], str]]:
-    assert isinstance(held, dict)
-    found: dict[str, list[int]] = {}
-    for own, elements in held.items():
-        if rank in (None, own):
-            found.setdefault(str(elements), []).append(own)
-    for elements, ranks in found.items():
-        yield ranks, elements
-
-
-def _plain(*columns: str) -> Table:
-    """A table without lines; names are folded where the terminal is narrow."""
+def _plain_table(*columns: str) -> Table:
+    """A table without lines; in a narrow terminal, text of the first column wraps."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         table.add_column(column, overflow="fold", no_wrap=index > 0)
     return table
 
 
-def _short(name: str) -> str:
-    """The name of a mesh dimension above its column, so that names of parameters have room."""
-    return name.removeprefix("dp_").replace("replicate", "repl")
+def _add_figures(table: Table, *columns: str) -> None:
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
 
 
-_MOST = 32  # blocks that are told one by one
+# -- cells that the page shows too -------------------------------------------------------------
+
+#: Columns of the table that :func:`rank_rows` makes, after the ranks.
+TOTALS = ("parameters", "replicated", "gradients*", "Adam*", "total*")
 
 
-@dataclass(frozen=True)
-class Run:
-    """Blocks of one size that follow each other, as cells of a table.
+def rank_rows(totals: Iterable[RankTotals]) -> Iterator[tuple[str, ...]]:
+    """Cells of a table of totals: ranks with the same figures share a row."""
+    ranks_by_cells: dict[tuple[str, ...], list[int]] = {}
+    for each in totals:
+        total = each.parameters + each.gradients + each.optimizer
+        figures = (each.parameters, each.replicated, each.gradients, each.optimizer, total)
+        ranks_by_cells.setdefault(tuple(map(brief_size, figures)), []).append(each.rank)
+    for cells, ranks in ranks_by_cells.items():
+        yield holders_in_words(sorted(ranks)), *cells
 
-    Attributes:
-        blocks: the blocks.
-        cells: ranks, what they hold along each dimension, bytes of each, padding of each.
+
+def block_rows(parameter: ParameterReport) -> list[tuple[str, ...]]:
+    """Cells of a table of blocks: ranks, indices along each dimension, bytes and padding.
+
+    If there are many blocks, a run of blocks of one shape at regular distances shares a row.
     """
-
-    blocks: tuple[Block, ...]
-    cells: tuple[str, ...]
-
-
-def runs_of(parameter: ParameterReport) -> list[Run]:
-    """All blocks of a parameter, as runs if there are many."""
     blocks = parameter.tiling.blocks
-    if len(blocks) <= _MOST:
-        return [_run(parameter, [block]) for block in blocks]
-    return [_run(parameter, run) for run in _regular(blocks)]
+    runs = [[block] for block in blocks] if len(blocks) <= _MOST_BLOCKS else _runs(blocks)
+    return [_block_row(parameter, run) for run in runs]
 
 
-def _regular(blocks: Sequence[Block]) -> Iterator[list[Block]]:
-    """Runs of blocks of one shape, of which each is as far from the next as from the one before."""
-    run: list[Block] = []
+def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
+    runs: list[list[Block]] = []
     for block in blocks:
-        if run and not _goes_on(run, block):
-            yield run
-            run = []
-        run.append(block)
-    if run:
-        yield run
+        if runs and _continues(runs[-1], block):
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return runs
 
 
-def _goes_on(run: Sequence[Block], block: Block) -> bool:
+def _continues(run: Sequence[Block], block: Block) -> bool:
     last = run[-1]
-    same = (last.shape, last.padding, len(last.ranks)) == (
-        block.shape,
-        block.padding,
-        len(block.ranks),
-    )
-    return same and (len(run) < 2 or _step(run[-2], last) == _step(last, block))
+    if (last.shape, last.padding) != (block.shape, block.padding):
+        return False
+    if len(last.ranks) != len(block.ranks):
+        return False
+    return len(run) < 2 or _distance(run[-2], last) == _distance(last, block)
 
 
-def _step(one: Block, other: Block) -> object:
+def _distance(one: Block, other: Block) -> object:
+    """By how much the positions and the ranks of two blocks differ."""
     starts = [
         [b[0] - a[0] for a, b in zip(first, second, strict=False)]
         for first, second in zip(one.part, other.part, strict=True)
@@ -342,17 +299,21 @@ def _step(one: Block, other: Block) -> object:
     return starts, [b - a for a, b in zip(one.ranks, other.ranks, strict=False)]
 
 
-def _run(parameter: ParameterReport, run: Sequence[Block]) -> Run:
+def _block_row(parameter: ParameterReport, run: Sequence[Block]) -> tuple[str, ...]:
     first, last = run[0], run[-1]
-    spans = [_along(run, dim, size) for dim, size in enumerate(parameter.shape)]
     ranks = ranks_in_words([rank for block in run for rank in block.ranks])
     if len(run) > 1 and len(first.ranks) > 1:
         ranks = f"{ranks_in_words(first.ranks)}; to {ranks_in_words(last.ranks)}"
-    each = brief_size(first.numel * parameter.itemsize)
-    padding = brief_size(first.padding * parameter.itemsize) if first.padding else ""
-    return Run(tuple(run), (ranks, *spans, each, padding))
+    spans = [_spans_of_run(run, dim, size) for dim, size in enumerate(parameter.shape)]
+    return ranks, *spans, *_sizes(parameter, first)
 
 
-def _along(run: Sequence[Block], dim: int, size: int) -> str:
+def _spans_of_run(run: Sequence[Block], dim: int, size: int) -> str:
     first, last = (spans_in_words(block.part[dim], size) for block in (run[0], run[-1]))
     return first if first == last else f"{run[0].shape[dim]} each: {first} to {last}"
+
+
+def _sizes(parameter: ParameterReport, block: Block) -> tuple[str, str]:
+    """Bytes and padding of a block; no text where there is no padding."""
+    padding = brief_size(block.padding * parameter.itemsize) if block.padding else ""
+    return brief_size(block.numel * parameter.itemsize), padding

@@ -1,8 +1,8 @@
 """How the parts that ranks hold tile a tensor.
 
-A *part* is what one rank holds: for every dimension of the tensor the *spans* ``(first, length)``
-of what it has along it, usually one. A *block* is a part and all the ranks that hold it. Where
-each cut falls is asked of :class:`~shardwise.sharding.layout.Layout`, as the runtime does.
+A *part* is what one rank holds: for each dimension of the tensor a tuple of *spans* ``(first,
+length)``, usually one. A *block* is a part together with all ranks that hold it.
+:class:`~shardwise.sharding.layout.Layout` computes every cut, as in the runtime.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Block:
     """A part of a tensor and the ranks that hold it.
 
     Attributes:
-        part: along each dimension, the spans ``(first, length)`` in elements; none along a
-            dimension where the cut left nothing.
-        ranks: who holds it, ascending.
-        padding: elements by which the chunk that each of these ranks sends into an all-gather is
-            longer than the part.
+        part: for each dimension, the spans ``(first, length)`` in elements; no span along a
+            dimension that left nothing for these ranks.
+        ranks: the ranks that hold it, ascending.
+        padding: number of padding elements in the chunk that each of these ranks contributes to an
+            all-gather.
     """
 
     part: Part
@@ -40,22 +40,23 @@ class Block:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what a rank holds."""
+        """Shape of the part."""
         return shape_of(self.part)
 
     @cached_property
     def numel(self) -> int:
-        """Elements that a rank holds; 0 where nothing was left for it."""
+        """Number of elements of the part; 0 if it is empty."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """The blocks that a tensor of ``shape`` lies in, by their place in the tensor, empty ones last.
+    """All blocks of a tensor.
 
     Attributes:
-        shape: of the whole tensor.
-        blocks: the blocks; every rank that has the tensor is in one.
+        shape: shape of the full tensor.
+        blocks: the blocks by position in the tensor, empty ones last. Each rank that has the tensor
+            is in one of them.
     """
 
     shape: tuple[int, ...]
@@ -63,7 +64,7 @@ class Tiling:
 
     @classmethod
     def of(cls, shape: Sequence[int], held: Mapping[int, tuple[Part, int]]) -> Tiling:
-        """From what each rank holds, and how many elements of padding go with it."""
+        """Build the tiling from the part and the number of padding elements of each rank."""
         ranks: dict[tuple[Part, int], list[int]] = {}
         for rank, what in sorted(held.items()):
             ranks.setdefault(what, []).append(rank)
@@ -72,7 +73,7 @@ class Tiling:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the full tensor."""
         return math.prod(self.shape)
 
     @cached_property
@@ -82,23 +83,23 @@ class Tiling:
 
     @property
     def empty_ranks(self) -> tuple[int, ...]:
-        """The ranks that hold nothing of it, though they have it."""
+        """The ranks that have a shard of the tensor without elements."""
         found = (block.ranks for block in self.blocks if not block.numel)
         return tuple(sorted(rank for ranks in found for rank in ranks)) if self.numel else ()
 
     @property
     def padding(self) -> int:
-        """Elements of padding over all ranks, each copy of the tensor with its own."""
+        """Number of padding elements on all ranks together."""
         return sum(block.padding * len(block.ranks) for block in self.blocks)
 
 
 def whole(shape: Sequence[int]) -> Part:
-    """The part that is all of a tensor."""
+    """The part that covers a full tensor."""
     return tuple(((0, size),) for size in shape)
 
 
 def shape_of(part: Part) -> tuple[int, ...]:
-    """Shape of a part: along each dimension its spans together."""
+    """Shape of a part: the total length of the spans of each dimension."""
     return tuple(sum(length for _, length in spans) for spans in part)
 
 
@@ -108,10 +109,10 @@ def placed(
     sizes: Sequence[int],
     coordinate: Sequence[int],
 ) -> Part:
-    """What the rank at ``coordinate`` of a mesh of ``sizes`` holds of a ``DTensor``.
+    """The part of a ``DTensor`` on the rank at ``coordinate`` of a mesh of shape ``sizes``.
 
-    Mesh dimensions cut one after the other. ``_StridedShard`` cuts each of the pieces that a later
-    dimension will cut the tensor into.
+    Mesh dimensions shard one after the other. ``_StridedShard`` shards each of the pieces that a
+    later mesh dimension will shard the tensor into.
     """
     part = whole(shape)
     for placement, size, index in zip(placements, sizes, coordinate, strict=True):
@@ -122,14 +123,14 @@ def placed(
 
 
 def cut(part: Part, dim: int, ranks: int, index: int, pieces: int = 1) -> Part:
-    """What rank ``index`` of ``ranks`` keeps of a part that is cut along ``dim``.
+    """Shard a part along ``dim`` over ``ranks`` ranks, and return what rank ``index`` gets.
 
     Args:
-        part: what there is to cut.
-        dim: the dimension.
-        ranks: how many ranks share it.
-        index: which of them is asked for.
-        pieces: cut it into so many pieces first, and keep a chunk of each.
+        part: the part to shard.
+        dim: the tensor dimension.
+        ranks: number of ranks.
+        index: which of these ranks.
+        pieces: number of pieces to split the part into first; the rank gets a chunk of each.
     """
     spans: list[Span] = []
     outer = _rows(shape_of(part)[dim], pieces)
@@ -141,7 +142,7 @@ def cut(part: Part, dim: int, ranks: int, index: int, pieces: int = 1) -> Part:
 
 
 def take(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """The elements of a part of ``tensor``, in the shape of the part."""
+    """The elements of ``tensor`` in ``part``, with the shape of the part."""
     for dim, spans in enumerate(part):
         rows = [torch.arange(first, first + length) for first, length in spans]
         tensor = tensor.index_select(dim, torch.cat(rows) if rows else torch.arange(0))
@@ -153,7 +154,7 @@ def _rows(size: int, ranks: int) -> Layout:
 
 
 def _select(spans: Iterable[Span], start: int, length: int) -> Iterable[Span]:
-    """Elements ``start`` .. ``start + length`` of what ``spans`` hold one after the other."""
+    """The spans of elements ``start`` to ``start + length`` of the concatenation of ``spans``."""
     at = 0
     for first, size in spans:
         begin, end = max(start, at), min(start + length, at + size)
@@ -163,7 +164,7 @@ def _select(spans: Iterable[Span], start: int, length: int) -> Iterable[Span]:
 
 
 def _joined(spans: Iterable[Span]) -> Iterable[Span]:
-    """The same spans, those that follow each other as one."""
+    """Merge adjacent spans."""
     last: Span | None = None
     for first, length in spans:
         if last is not None and sum(last) == first:

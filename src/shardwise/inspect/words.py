@@ -1,13 +1,10 @@
-"""Ranks, shapes, spans and repeated names in few words."""
+"""Ranks, shapes and spans in few words."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence, Sized
 from itertools import pairwise
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.inspect.tiling import Block, Span
@@ -17,7 +14,7 @@ _MOST_RANGES = 4
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Ranks, ascending, as ranges: ``0-3, 8``; ``0, 8 .. 56`` where they are evenly spaced."""
+    """Ascending ranks as ranges: ``0-3, 8``; many evenly spaced ones as ``0, 8 .. 56``."""
     ranges = list(_ranges(ranks))
     if len(ranges) <= _MOST_RANGES:
         return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
@@ -34,7 +31,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Runs of numbers that follow each other: first and last."""
+    """First and last number of each run of consecutive numbers."""
     first = last = None
     for number in numbers:
         if last is not None and number == last + 1:
@@ -47,13 +44,18 @@ def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield first, last
 
 
+def holders_in_words(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 0-3, 8``."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranks_in_words(ranks)}"
+
+
 def shape_in_words(shape: Sequence[int]) -> str:
     """``1024x256``, or ``scalar``."""
     return "x".join(map(str, shape)) or "scalar"
 
 
 def spans_in_words(spans: Sequence[Span], size: int) -> str:
-    """Elements along a dimension of ``size``, first and last: ``0..63``; ``all``; ``none``."""
+    """First and last index of each span, such as ``0..63``; ``all`` of ``size``; ``none``."""
     if not spans:
         return "none"
     if list(spans) == [(0, size)]:
@@ -63,7 +65,7 @@ def spans_in_words(spans: Sequence[Span], size: int) -> str:
 
 
 def block_in_words(block: Block, shape: Sequence[int]) -> str:
-    """Where a block lies: ``rows 0..63, all columns``."""
+    """The position of a block: ``rows 0..63, all columns``."""
     if not shape:
         return "the scalar"
     if not block.numel:
@@ -86,79 +88,3 @@ def counted(things: Sized | int, noun: str) -> str:
     """``1 parameter``, ``2 parameters``."""
     count = things if isinstance(things, int) else len(things)
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-_Item = TypeVar("_Item")
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a name
-
-
-@dataclass(frozen=True)
-class Row(Generic[_Item]):
-    """Items that are equal except for numbers in their names.
-
-    Attributes:
-        prefix: the name up to the last number, ``"model.layers.0..11"``; may be empty.
-        name: the rest of it.
-        members: the items; one if nothing repeats.
-    """
-
-    prefix: str
-    name: str
-    members: tuple[_Item, ...]
-
-    @property
-    def first(self) -> _Item:
-        """The item that stands for all of them."""
-        return self.members[0]
-
-    @property
-    def full_name(self) -> str:
-        """Prefix and name."""
-        return f"{self.prefix}.{self.name}" if self.prefix else self.name
-
-
-def fold(
-    items: Iterable[_Item], name: Callable[[_Item], str], kind: Callable[[_Item], Hashable]
-) -> list[Row[_Item]]:
-    """Fold items whose names differ by numbers only, in the order of their first members.
-
-    Args:
-        items: what to fold.
-        name: the dotted name of an item.
-        kind: what has to be equal for two items to be folded.
-    """
-    alike: dict[Hashable, list[_Item]] = {}
-    for each in items:
-        alike.setdefault((_NUMBER.sub("#", name(each)), kind(each)), []).append(each)
-    rows: list[Row[_Item]] = []
-    for members in alike.values():
-        names = [name(each) for each in members]
-        numbers = [tuple(map(int, _NUMBER.findall(each))) for each in names]
-        seen = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-        if math.prod(map(len, seen)) == len(members):
-            rows.append(_row(names[0], members, seen))
-        else:  # no product of ranges
-            rows += [
-                _row(own, [each], [[number] for number in found])
-                for own, each, found in zip(names, members, numbers, strict=True)
-            ]
-    return rows
-
-
-def _row(name: str, members: Sequence[_Item], seen: Sequence[Sequence[int]]) -> Row[_Item]:
-    ranges = iter(seen)
-    name = _NUMBER.sub(lambda _: _range(next(ranges)), name)
-    last = max(
-        (match.end() for match in re.finditer(r"(?<![^.])\d+[\d.,]*(?=\.)", name)), default=0
-    )
-    return Row(name[:last], name[last:].lstrip("."), tuple(members))
-
-
-def _range(numbers: Sequence[int]) -> str:
-    first, last = numbers[0], numbers[-1]
-    if len(numbers) == 1:
-        return str(first)
-    if last - first + 1 == len(numbers):
-        return f"{first}..{last}"
-    return ",".join(map(str, numbers))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import fnmatch
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -61,21 +59,6 @@ def make_plan(settings: dict[str, Any], model: str, wanted: WantedMesh, text: st
         "data parallel dimensions only",
     )
     return plan(planned, wanted, model)
-
-
-def near_parameters(report: Report, pattern: str) -> str:
-    """What to write instead of a pattern that matches nothing."""
-    names = [name for each in report.parameters for name in (each.name, *each.aliases)]
-    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
-    hint = f", such as {near[0]}" if near else ""
-    return f"the name of one of its {len(report.parameters)} parameters{hint}, or a pattern with *"
-
-
-def with_counted_values(report: Report) -> Report:
-    """The report with elements that count 0, 1, 2, ... in every small parameter."""
-    from shardwise.inspect.read import counted_values
-
-    return dataclasses.replace(report, values=counted_values(report))
 
 
 def _vision_transformer(settings: dict[str, Any]) -> Planned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwise
 from shardwise import DataParallelMeshDims, FSDPModule, FullyShardedDataParallel, fully_shard
+from shardwise.inspect.page import page
+from shardwise.inspect.picture import drawing
 from shardwise.inspect.report import Kind, Report
+from shardwise.inspect.text import as_text
 from shardwise.inspect.tiling import take
 from tests.sharding.nets import Net
 
@@ -207,6 +211,18 @@ def test_stages_of_a_pipeline_report_their_own_ranks(ranks: Ranks) -> None:
     assert ranks(_stage, 4) == [("dp=2", (0, 1))] * 2 + [("dp=2", (2, 3))] * 2
 
 
+def test_a_report_shows_itself(tmp_path: Path) -> None:
+    report = shardwise.inspect(Net(), name="net")
+    assert str(report) == as_text(report)
+    path = report.to_html(tmp_path / "net.html")
+    assert path.read_text() == page(report)
+    path = report.to_svg("head.weight", str(tmp_path / "head.svg"), rank=0)
+    assert path.read_text() == drawing(report, report.find("head.weight"), 0)
+    with pytest.raises(KeyError, match="nobody"):
+        report.to_svg("nobody", tmp_path / "x.svg")
+    assert not (tmp_path / "x.svg").exists()
+
+
 def test_without_a_world_there_is_one_rank() -> None:
     report = shardwise.inspect(Net(), values=True)
     assert report.grid.ranks == (0,)
@@ -217,7 +233,7 @@ def test_without_a_world_there_is_one_rank() -> None:
 def test_values_of_a_model_that_has_none() -> None:
     with torch.device("meta"):
         net = Net()
-    with pytest.raises(ValueError, match="gain is on the meta device"):
+    with pytest.raises(ValueError, match="found gain on the meta device"):
         shardwise.inspect(net, values=True)
 
 
