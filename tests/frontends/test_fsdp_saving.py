@@ -442,7 +442,7 @@ def _summoned_wrongly(rank: int, world_size: int) -> None:
     with summon(model):
         with pytest.raises(RuntimeError, match="run forward and backward outside of summon"):
             model(x)
-        with pytest.raises(ValueError, match="lent already; do not nest"), summon(model):
+        with pytest.raises(ValueError, match="summoned already; do not nest"), summon(model):
             pass
     out = []
     model.blocks[0].module.register_forward_hook(lambda *_: out.append(_tries(summon, model)))

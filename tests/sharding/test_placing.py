@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from shardwise.sharding.placement import can_be_told
+from shardwise.sharding.placement import is_describable
 
 
 def _chunks(rows: torch.Tensor, ranks: int) -> list[list[int]]:
@@ -31,9 +31,9 @@ def _told(rows: int, pieces: int, ranks: int) -> list[list[list[int]]]:
 def test_rows_are_cut_where_placements_tell_who_holds_them(pieces: int) -> None:
     for ranks, rows in itertools.product((2, 3, 4, 8), range(1, 40)):
         same = _held(rows, pieces, ranks) == _told(rows, pieces, ranks)
-        assert can_be_told(rows, pieces, ranks) == same, f"{rows} rows over {ranks} ranks"
+        assert is_describable(rows, pieces, ranks) == same, f"{rows} rows over {ranks} ranks"
 
 
 def test_even_pieces_can_always_be_told() -> None:
-    assert all(can_be_told(2 * rows, 2, 3) for rows in range(1, 40))
-    assert not can_be_told(50257, 2, 8)
+    assert all(is_describable(2 * rows, 2, 3) for rows in range(1, 40))
+    assert not is_describable(50257, 2, 8)

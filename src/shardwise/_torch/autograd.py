@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -175,3 +175,17 @@ def outside_transforms() -> AbstractContextManager[object]:
     if peek_interpreter_stack() is None:
         return nullcontext()
     return temporarily_clear_interpreter_stack()
+
+
+def no_grad() -> AbstractContextManager[object]:
+    """Return a context for writes to parameter memory that nothing must record.
+
+    Inside there are no gradients and no ``torch.func`` transforms, and new tensors are not those
+    of inference mode.
+    """
+    stack = ExitStack()
+    stack.enter_context(outside_transforms())
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(False))  # enables gradients
+    stack.enter_context(torch.no_grad())
+    return stack

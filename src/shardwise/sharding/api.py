@@ -1,7 +1,4 @@
-"""``fully_shard``: the front door that is a drop-in for torch's FSDP2.
-
-Which parameters a ``fully_shard`` call takes, and where they are registered.
-"""
+"""``fully_shard``, a drop-in for torch's FSDP2: the parameters it takes, and what they become."""
 
 from __future__ import annotations
 
@@ -83,47 +80,46 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
-    The parameters that no earlier call on a submodule has taken become one *group*: gathered
-    together before the module's forward and backward, freed after each, their gradients reduced
-    together. So call it bottom-up: on every block, then on the model. Between steps every
-    parameter is a ``DTensor`` under its old name, of which this rank holds its rows; build the
-    optimizer after the last call. Same API as ``torch.distributed.fsdp.fully_shard``.
+    Same API as ``torch.distributed.fsdp.fully_shard``. The parameters that no earlier call on a
+    submodule has taken become one *group*. They are gathered together before the module's forward
+    and backward and freed after each, and their gradients are reduced together. So call it
+    bottom-up: on every block, then on the model. Between steps, every parameter is a ``DTensor``
+    under its old name, and this rank holds its rows. Make the optimizer after the last call.
 
     Args:
-        module: the module, or several that form one group.
-        mesh: 1-D to shard over, or 2-D to replicate over the first dimension and shard over the
-            second. By default all ranks, 1-D.
-        reshard_after_forward: free the parameters between forward and backward (``True``, ZeRO-3)
-            or keep them (``False``, ZeRO-2), or keep them sharded over every ``k`` ranks that
-            follow each other (an ``int``, a factor of the ranks that shard). By default ``True``,
-            but ``False`` for the root, whose parameters backward needs at once.
-        shard_placement_fn: called with every parameter; may return ``Shard(dim)`` to cut it along
-            another dimension than 0 (uneven sizes are fine along any dimension), or torch's
-            ``ShardPlacementResult`` to shard it over another mesh. Parameters of one mesh form a
-            group.
-        mp_policy: dtypes of computing, of reducing, and of outputs.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and so the optimizer on the
-            host. On a CPU mesh they are there already.
+        module: the module, or several modules that form one group.
+        mesh: a 1-D mesh to shard over, or a 2-D mesh to replicate over the first dimension and
+            shard over the second. The default is a 1-D mesh over all ranks.
+        reshard_after_forward: free the parameters between forward and backward (``True``, ZeRO-3),
+            keep them (``False``, ZeRO-2), or keep them sharded over every ``k`` consecutive ranks
+            (an ``int``, a factor of the number of sharding ranks). The default is ``True``, except
+            for the root, whose parameters backward needs first.
+        shard_placement_fn: called with every parameter. It may return ``Shard(dim)`` to cut it
+            along another dimension than 0 (sizes may be uneven), or torch's
+            ``ShardPlacementResult`` to shard it over another mesh. The parameters of one mesh form
+            a group.
+        mp_policy: the dtypes to compute in, to reduce in, and of outputs.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and thus the optimizer state
+            on the host. On a CPU mesh, they are there anyway.
         ignored_params: parameters to leave alone.
-        dp_mesh_dims: ``mesh`` has other dimensions too (tensor parallel ones, say), all parameters
-            are ``DTensor``s on it, and these are its data parallel dimensions.
-        transport: what moves the bytes: ``"auto"``, ``"shm"``, ``"c10d"`` or ``"collectives"``;
-            by default what ``SHARDWISE_TRANSPORT`` says, else ``"auto"``.
+        dp_mesh_dims: the data parallel dimensions of ``mesh``, if it has other dimensions, too
+            (tensor parallel ones, say). All parameters have to be ``DTensor``s on ``mesh``.
+        transport: what moves the bytes: ``"auto"``, ``"shm"``, ``"c10d"`` or ``"collectives"``. The
+            default is the environment variable ``SHARDWISE_TRANSPORT``, else ``"auto"``.
 
     Returns:
         ``module``, now an :class:`~shardwise.FSDPModule`.
 
     Raises:
-        ValueError: a module without a forward of its own, one that is sharded already, a mesh that
-            does not fit the ranks, the devices or what tensor parallelism left, or an argument out
-            of its range.
-        TypeError: an argument of another type.
-        NotImplementedError: an integer ``reshard_after_forward`` for ``DTensor`` parameters.
+        ValueError: a module has no forward of its own or is sharded already; the mesh does not fit
+            the ranks, the devices or the tensor parallelism of a parameter; or an argument is out
+            of range.
+        TypeError: an argument has the wrong type.
+        NotImplementedError: an integer ``reshard_after_forward`` with ``DTensor`` parameters.
 
-    A call that raises has changed no module.
+    If the call raises, no module was changed.
     """
-    # First whatever can be refused, then everything new, and only then the modules: a call that
-    # raises has changed none of them.
+    # Check everything first, then make the new objects, then change the modules.
     tops = _check_modules((module,) if isinstance(module, nn.Module) else module)
     _check_mp_policy(mp_policy)
     classes = ", ".join(type(top).__name__ for top in tops)
@@ -141,7 +137,7 @@ def fully_shard(
         if not isinstance(sizes[its_mesh], bool):
             check_can_shard_post_forward(param, fqn)
     used = {places[param].mesh: None for param in found}
-    post_forward_over = {
+    smaller = {
         its_mesh: its_mesh.of_groups_of(sizes[its_mesh])
         for its_mesh in used
         if not isinstance(sizes[its_mesh], bool)
@@ -153,20 +149,22 @@ def fully_shard(
         param: form_of(param) or ShardedParam(param, fqn, places[param], offload)
         for param, (fqn, _) in found.items()
     }
-    groups = []
-    for its_mesh in used:
-        params = [
-            GroupParam(forms[param], owners)
-            for param, (_, owners) in found.items()
-            if places[param].mesh == its_mesh
-        ]
-        smaller = post_forward_over.get(its_mesh)
-        post_forward = None if smaller is None else PostForwardShards(params, smaller)
-        reshards = bool(sizes[its_mesh])
-        precision = Precision(mp_policy)
-        groups.append(
-            ParamGroup(params, tops, its_mesh, precision, offload, reshards, post_forward)
+    groups = [
+        ParamGroup(
+            params := [
+                GroupParam(forms[param], owners)
+                for param, (_, owners) in found.items()
+                if places[param].mesh == its_mesh
+            ],
+            tops,
+            its_mesh,
+            Precision(mp_policy),
+            offload,
+            bool(sizes[its_mesh]),
+            PostForwardShards(params, smaller[its_mesh]) if its_mesh in smaller else None,
         )
+        for its_mesh in used
+    ]
 
     for param, (fqn, owners) in found.items():
         mark_taken(param, forms[param])
@@ -184,14 +182,14 @@ def fully_shard(
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """The outermost of ``modules``, if all of them can be sharded."""
+    """Check that ``modules`` can be sharded, and return the outermost ones."""
     if not modules:
         raise ValueError("fully_shard: expected a module or a list of modules, found an empty list")
     for each in modules:
         if not isinstance(each, nn.Module):
             raise TypeError(f"fully_shard: expected an nn.Module, found {type(each).__name__}")
     tops = outermost(modules)
-    # Beside others, a container's parameters are gathered when one of those runs.
+    # A container beside other modules is fine: its parameters are gathered when those run.
     if all(
         isinstance(top, nn.ModuleList | nn.ModuleDict) and type(top).forward is nn.Module.forward
         for top in tops
@@ -223,7 +221,13 @@ def _check_mp_policy(policy: object) -> None:
 def _check_reshard_after_forward(
     value: bool | int | None, mesh: DataMesh, fqn: str = ""
 ) -> bool | int:
-    """What ``value`` means over ``mesh``, which ``fqn`` has to itself if that is given."""
+    """Check ``reshard_after_forward`` for ``mesh``, and simplify it.
+
+    Args:
+        value: what the user passed.
+        mesh: the ranks to shard over.
+        fqn: the parameter that has ``mesh`` to itself, if it is not the mesh of the call.
+    """
     if value is None or isinstance(value, bool):
         return value is not False
     if not isinstance(value, int):
@@ -242,7 +246,7 @@ def _check_reshard_after_forward(
         return True
     if value == 1:
         warnings.warn(
-            "reshard_after_forward=1 keeps parameters whole between forward and backward, as False "
+            "reshard_after_forward=1 keeps full parameters between forward and backward, as False "
             "does; pass True to free them",
             stacklevel=3,
         )
@@ -255,7 +259,7 @@ def _find_places(
     fn: ShardPlacementFn | None,
     mesh: DataMesh,
 ) -> dict[nn.Parameter, Place]:
-    """Ask ``fn`` for every parameter's placement, and check it."""
+    """Choose the place of every parameter, by ``fn`` if there is one, and check it."""
     places: dict[nn.Parameter, Place] = {}
     meshes: dict[int, DataMesh] = {}
     for param, (fqn, owners) in found.items():
@@ -264,9 +268,9 @@ def _find_places(
         its_mesh = mesh
         if isinstance(wanted, ShardPlacementResult):
             info, wanted = wanted.mesh_info, wanted.placement
-            # One for every object: parameters of one mesh travel together.
+            # One for every object: the parameters of one mesh form a group.
             its_mesh = meshes.setdefault(id(info), DataMesh.of(info.mesh, mesh.requested))
-        if its_mesh.whole is None:
+        if its_mesh.outer is None:
             check_beside(param, fqn, its_mesh.mesh)
         if wanted is not None:
             _check_wanted(wanted, param, fqn, its_mesh)
@@ -283,7 +287,7 @@ def _find_places(
 def _scripted(module: nn.Module, where: str) -> MisuseError:
     return MisuseError(
         f"{where}fully_shard: found a {type(module).__name__}, compiled by torch.jit, which allows "
-        "no hooks; expected a module of Python code. Shard the module that it was made of, or use "
+        "no hooks; expected a Python module. Shard the module that it was made from, or use "
         "torch.compile"
     )
 
@@ -316,14 +320,14 @@ def _check_wanted(wanted: Shard, param: nn.Parameter, fqn: str, mesh: DataMesh) 
         raise MisuseError(
             f"shard_placement_fn returned {wanted!r} for {fqn} on rank {dist.get_rank()}: "
             f"tensor parallelism cut it unevenly, shape {tuple(param.shape)} with placements "
-            f"{dtensor.spec_of(param).placements}, so that no placement says which of its "
+            f"{dtensor.spec_of(param).placements}, so no placement can say which of the "
             f"{mesh.shard.world_size} ranks holds which rows; expected another dimension, "
             "or None to let fully_shard choose one"
         )
 
 
 def _keep_state_dicts_sharded(groups: list[ParamGroup]) -> None:
-    """State dicts are taken from, and loaded into, the sharded form."""
+    """Register hooks so that state dicts are made from, and loaded into, the sharded form."""
     for group in groups:
         for module in {owner.module for param in group.params for owner in param.owners}:
             reshard, refresh = group.reshard_for_state_dict, group.refresh_from_state_dict
@@ -333,9 +337,9 @@ def _keep_state_dicts_sharded(groups: list[ParamGroup]) -> None:
 
 
 def _become_managed(tops: tuple[nn.Module, ...], managed: Iterable[nn.Module]) -> None:
-    """Let torch, and users, know the modules by their class and their attributes."""
+    """Mark the modules as sharded, by their class and by attributes that torch looks for."""
     for each in managed:
-        # torch.compile looks for these: parameters are swapped under it, by hooks outside graphs.
+        # For torch.compile: hooks outside of its graphs exchange the parameters.
         each.__dict__["_is_fsdp_managed_module"] = True
         each.__dict__["_fsdp_use_orig_params"] = True
     for top in tops:
@@ -351,14 +355,14 @@ _GROUPS = "_shardwise_groups"
 
 
 def outermost(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """``modules`` without those that another of them contains, in order, each once."""
+    """``modules`` without those inside another of them, in order, each once."""
     unique = list(dict.fromkeys(modules))
     inside = {child for module in unique for child in module.modules() if child is not module}
     return tuple(module for module in unique if module not in inside)
 
 
 def managed_modules(tops: tuple[nn.Module, ...]) -> dict[nn.Module, str]:
-    """The modules under ``tops`` that no nested call has taken, with their names from there."""
+    """The modules in ``tops`` that no nested call has taken, and their names relative to a top."""
     found: dict[nn.Module, str] = {}
 
     def visit(module: nn.Module, name: str) -> None:
@@ -380,7 +384,7 @@ def parameters_of(
     """Every parameter to shard, with its name and all its owners, in module order.
 
     Raises:
-        MisuseError: one is in the group of an earlier call, on a module around this one.
+        MisuseError: one is in the group of an earlier call on a module around this one.
     """
     found: dict[nn.Parameter, tuple[str, list[ParamOwner]]] = {}
     for module, prefix in managed.items():
@@ -403,25 +407,25 @@ def parameters_of(
 
 
 def form_of(param: nn.Parameter) -> ShardedParam | None:
-    """The sharded form of an original parameter that an earlier call has taken.
+    """The sharded form of an original parameter that an earlier call has taken, if any.
 
-    A parameter that is tied is still registered, as it was, in modules of other calls.
+    If it is tied, the modules of other calls still hold the original.
     """
     return getattr(param, _TAKEN, None)
 
 
 def mark_taken(param: nn.Parameter, form: ShardedParam) -> None:
-    """Note the sharded form on an original parameter, for modules that still hold it."""
+    """Attach the sharded form to an original parameter, for other modules that still hold it."""
     setattr(param, _TAKEN, form)
 
 
 def note_group(owners: Iterable[ParamOwner], fqn: str, group: str) -> None:
-    """Note on the modules of a sharded parameter in which group it is.
+    """Mark on the modules of a sharded parameter that it belongs to a group.
 
-    From then on neither another call takes it, nor torch's tensor parallelism, which comes first.
+    Other calls then refuse it, and so does torch's tensor parallelism, which has to come first.
 
     Args:
-        owners: where the parameter is registered.
+        owners: the modules that hold the parameter.
         fqn: its fully qualified name.
         group: the classes of the modules that were sharded together.
     """
@@ -429,7 +433,7 @@ def note_group(owners: Iterable[ParamOwner], fqn: str, group: str) -> None:
         groups = owner.module.__dict__.setdefault(_GROUPS, {})
         groups[owner.name] = group
         if len(groups) > 1:
-            continue  # one parameter of a module is named
+            continue  # the error names one parameter of a module
         fsdp.refuse_to_distribute(
             owner.module,
             MisuseError(
@@ -444,13 +448,13 @@ def note_group(owners: Iterable[ParamOwner], fqn: str, group: str) -> None:
 def move_to_device(
     params: Iterable[nn.Parameter], managed: Iterable[nn.Module], device: torch.device
 ) -> None:
-    """Move parameters and buffers to ``device``; what is on the meta device stays there."""
+    """Move parameters and buffers to ``device``, except for those on the meta device."""
     buffers = [buffer for module in managed for buffer in module.buffers(recurse=False)]
     for tensor in [*params, *buffers]:
         if tensor.device == device or tensor.is_meta or isinstance(tensor, DTensor):
             continue
         if dtensor.is_wrapper(tensor):
-            # Its data cannot be set; the object stays the same for those who hold it.
+            # Its data cannot be set. Others may hold the object, so it has to stay the same.
             with torch.no_grad():
                 fsdp.swap_tensors(tensor, nn.Parameter(tensor.to(device)))
         else:

@@ -1,13 +1,12 @@
-"""Tensor subclasses that decide themselves what travels: ``fsdp_pre_all_gather`` and its pair.
+"""Tensor subclasses with an all-gather of their own: ``fsdp_pre_all_gather`` and its counterpart.
 
-A shard that is such a subclass (a float8 weight, say) is asked before every gather what to send,
-and after it what to make of what arrived. The protocol is torch's, see
-``torch.distributed.fsdp.fully_shard``:
+Such a shard (a float8 weight, say) decides before every gather what to send, and afterwards what to
+make of the result. The protocol is torch's; see ``torch.distributed.fsdp.fully_shard``:
 
     fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy])
         -> (tensors to gather along their first dimension, metadata)
     fsdp_post_all_gather(gathered, metadata, param_dtype, *, out=None)
-        -> (full tensor, tensors whose memory it is made of); None where ``out`` is given
+        -> (full tensor, tensors whose memory it uses); None if ``out`` is given
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ def is_extended(param: GroupParam) -> bool:
 
 
 def has_extension(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is of a subclass with an all-gather of its own."""
+    """Whether the class of ``tensor`` has an all-gather of its own."""
     return hasattr(tensor, _PRE)
 
 
 def check_extension(fqn: str, tensor: torch.Tensor) -> None:
-    """Look whether what is to be sharded has an all-gather of its own, or none.
+    """Check that ``tensor`` has both methods of the protocol, or neither.
 
     Raises:
-        MisuseError: it has only one of the two methods.
+        MisuseError: it has only one of them.
     """
     if hasattr(tensor, _PRE) != hasattr(tensor, _POST):
         raise MisuseError(
@@ -49,7 +48,7 @@ def check_extension(fqn: str, tensor: torch.Tensor) -> None:
 
 
 class Extension:
-    """The gathers of one such parameter."""
+    """The all-gather of one such parameter."""
 
     def __init__(self, param: GroupParam, mesh: DataMesh, precision: Precision) -> None:
         self._param = param
@@ -63,7 +62,7 @@ class Extension:
         self._is_made = False
 
     def inputs(self) -> list[torch.Tensor]:
-        """What this rank sends, 1-D each."""
+        """The tensors that this rank sends, each 1-D."""
         local: Any = self._param.local
         if local.device != self._mesh.device:
             local = local.to(self._mesh.device)
@@ -82,7 +81,7 @@ class Extension:
         return [tensor.reshape(-1) for tensor in self._sent]
 
     def outputs(self) -> list[torch.Tensor]:
-        """Memory for what arrives, 1-D each."""
+        """The tensors to gather into, each 1-D."""
         world_size = self._mesh.shard.world_size
         if not self._gathered:
             self._gathered = [
@@ -91,12 +90,12 @@ class Extension:
             ]
         for tensor in self._gathered:
             _allocate(tensor)
-        # Under another version counter: what the subclass makes of them may be saved by autograd,
-        # to which a gather is not a modification.
+        # With another version counter: autograd may have saved what the subclass made of them, and
+        # a gather must not look like a modification.
         return [tensor.data for tensor in self._gathered]
 
     def finish(self) -> None:
-        """Have the subclass make the full parameter of what has arrived."""
+        """Let the subclass make the full parameter from the gathered tensors."""
         local: Any = self._param.local
         gathered = tuple(
             tensor.view(-1, *sent.shape[1:])
@@ -105,10 +104,10 @@ class Extension:
         self._sent = []
         metadata, self._metadata = self._metadata, None
         if not self._is_made:
-            whole, inner = local.fsdp_post_all_gather(gathered, metadata, self._dtype)
+            full, inner = local.fsdp_post_all_gather(gathered, metadata, self._dtype)
             self._inner = list(inner)
             layout = self._param.layout
-            self._param.adopt_full(torch.as_strided(whole, layout.shape, layout.strides, 0))
+            self._param.adopt_full(torch.as_strided(full, layout.shape, layout.strides, 0))
             self._is_made = True
         else:
             for tensor in self._inner:
@@ -116,7 +115,7 @@ class Extension:
             local.fsdp_post_all_gather(gathered, metadata, self._dtype, out=self._param.full)
 
     def free(self) -> None:
-        """Give back the memory of the full parameter."""
+        """Free the memory of the full parameter."""
         for tensor in (*self._gathered, *self._inner):
             tensor.untyped_storage().resize_(0)
 

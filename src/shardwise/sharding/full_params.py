@@ -1,31 +1,29 @@
-"""What full parameters of a group are made of: memory, and the way that shards reach it.
+"""What shards are gathered into: the memory of the full parameters of a group.
 
-Each parameter goes one of five ways, decided once:
+Each parameter is gathered in one of five ways, chosen once:
 
 =========  =======================================  ============================================
 way        when                                     cost of an unshard
 =========  =======================================  ============================================
-aliased    there is one rank, and its shard is in   none: full and shard share memory
+aliased    there is one rank, and its shard is in   none: full parameter and shard share memory
            the compute dtype
-copied     the shard is the whole, but there are    one copy
-           several ranks (a scalar), or another
-           dtype or device
+copied     the shard is the full parameter, but     one copy
+           there are several ranks (a scalar), or
+           another dtype or device
 direct     cut along dimension 0                    the gather: the gathered buffer *is* the
-                                                    parameter, no copy in, none out
+                                                    parameter, without a copy
 staged     cut along another dimension              the gather, then one copy that interleaves
-                                                    the ranks' columns
+                                                    the columns of the ranks
 extended   the shard is a tensor subclass with      the gather of what the subclass sends, and
-           ``fsdp_pre_all_gather``                  what it makes of it
+           ``fsdp_pre_all_gather``                  what it does with the result
 =========  =======================================  ============================================
 
-What stays of full parameters between forward and backward, on fewer ranks than they have.
+Under ``reshard_after_forward=k`` the full parameters are not freed after forward, but cut over
+every k consecutive ranks (say those of one host). Backward gathers among those only:
 
-``reshard_after_forward=k`` cuts the full parameters anew, over every k ranks that follow each other
-(say those of one host), so that backward gathers among those only:
-
-    sharded over 4      rank 0: a   rank 1: b   rank 2: c   rank 3: d
-    full                abcd        abcd        abcd        abcd
-    kept over 2         ab          cd          ab          cd
+    sharded over 4       rank 0: a   rank 1: b   rank 2: c   rank 3: d
+    full                 abcd        abcd        abcd        abcd
+    post-forward over 2  ab          cd          ab          cd
 """
 
 from __future__ import annotations
@@ -43,21 +41,20 @@ from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.policy import Precision
-from shardwise.sharding.unrecorded import unrecorded
 from shardwise.transport.base import FullBuffers, Label, Transport, Work
 from shardwise.transport.memory import HeapBuffers
 
 
-class GroupMemory:
-    """The memory of the full parameters of one group, and the gather that fills it.
+class FullParams:
+    """The full parameters of one group, their memory, and the all-gather that fills it.
 
-    Constructing one gives every parameter its full form, without memory yet.
+    The constructor makes the full form of every parameter, without memory.
 
     Args:
         params: the parameters.
-        mesh: over which they are sharded.
-        precision: in which dtype they are computed with.
-        kept: between forward and backward, on fewer ranks, which gather by a transport of theirs.
+        mesh: the ranks that they are sharded over.
+        precision: the dtypes to compute in.
+        post_forward: the shards between forward and backward, which are gathered over fewer ranks.
     """
 
     def __init__(
@@ -65,10 +62,10 @@ class GroupMemory:
         params: Sequence[GroupParam],
         mesh: DataMesh,
         precision: Precision,
-        kept: PostForwardShards | None = None,
+        post_forward: PostForwardShards | None = None,
     ) -> None:
         self._transport = mesh.shard
-        self._post_forward = kept
+        self._post_forward = post_forward
         self._works: list[Work] = []
         self._source: PostForwardShards | None = None
         self._direct: list[GroupParam] = []
@@ -90,7 +87,7 @@ class GroupMemory:
                 self._direct.append(param)
             else:
                 self._staged.append(param)
-        # The transport owns what it gathers into; the rest is plain memory.
+        # The transport owns the buffers that it gathers into. The rest is plain memory.
         self._gathered = self._gather_buffers(self._direct, mesh, precision)
         self._staging = self._gather_buffers(self._staged, mesh, precision)
         owned = self._staged + self._copied
@@ -104,7 +101,7 @@ class GroupMemory:
         for param, buffer in zip(owned, self._owned.tensors, strict=True):
             param.make_full(buffer)
         self._freed = self._direct + owned
-        #: The storages of the full parameters that :meth:`free` takes the memory from.
+        #: The storages whose memory :meth:`free` frees.
         self.storages = frozenset(
             storage
             for tensor in (*self._gathered.tensors, *self._owned.tensors)
@@ -113,22 +110,21 @@ class GroupMemory:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether a full parameter that shares its shard's memory no longer does."""
+        """Whether an aliased full parameter no longer shares memory with its shard."""
         return not all(param.shares_memory for param in self._aliased)
 
     def start(self, label: Label, source: PostForwardShards | None = None) -> None:
-        """Allocate, and start to gather. Shards must not change until :meth:`finish`.
+        """Allocate memory, and start the all-gather. Shards must not change until :meth:`finish`.
 
         Args:
-            label: of the group.
-            source: what was kept of the full parameters on fewer ranks, if it was: then the gather
-                is among those.
+            label: the label of the group.
+            source: the post-forward shards to gather instead of the shards, if there are any.
         """
         self._source = source
         self._owned.allocate()
         self._gathered.allocate()
         self._staging.allocate()
-        for param in self._copied:  # now: what is written to them later is for the next gather
+        for param in self._copied:  # now, since later writes belong to the next gather
             param.full_data.copy_(param.local, non_blocking=True)
         gathered = self._direct + self._staged
         buffers = [*self._gathered.tensors, *self._staging.tensors]
@@ -149,7 +145,7 @@ class GroupMemory:
             self._works.append(transport.all_gather(shards, buffers, label))
 
     def finish(self) -> None:
-        """Wait for the gather; afterwards every full parameter holds its values.
+        """Wait for the all-gather. Afterwards every full parameter holds its values.
 
         Raises:
             PeerLostError: a peer died or stalled.
@@ -166,13 +162,13 @@ class GroupMemory:
             param.unseal()
 
     def abandon(self) -> None:
-        """Let go of a gather that will not end."""
+        """Give up a gather that will not complete."""
         self._works.clear()
         self._gathered.abandon()
         self._staging.abandon()
 
     def free(self) -> None:
-        """Give back what is not shared with the shards. Autograd uses it no more until a gather."""
+        """Free the memory that is not aliased. Autograd refuses it until the next gather."""
         for param in self._freed:
             param.seal()
         for param in self._aliased:
@@ -194,10 +190,10 @@ class GroupMemory:
 
 
 def check_home(params: Sequence[GroupParam], home: torch.device) -> None:
-    """Raise unless all shards are on ``home``.
+    """Check that all shards are on the device ``home``.
 
     Raises:
-        RuntimeError: one is on the meta device, or elsewhere.
+        RuntimeError: a shard is on the meta device or on another one.
     """
     on_meta = [param.fqn for param in params if param.local.is_meta]
     if on_meta:
@@ -216,11 +212,11 @@ def check_home(params: Sequence[GroupParam], home: torch.device) -> None:
 
 
 def check_can_shard_post_forward(param: nn.Parameter, fqn: str) -> None:
-    """Check that a parameter that is to be sharded can be kept on fewer ranks.
+    """Check that an integer ``reshard_after_forward`` is possible for a parameter.
 
     Raises:
-        NotImplementedError: it is a ``DTensor`` of tensor parallelism, or a tensor subclass with an
-            all-gather of its own.
+        NotImplementedError: it is a ``DTensor`` made by tensor parallelism, or a tensor subclass
+            with an all-gather of its own.
     """
     if isinstance(param, DTensor):
         found = f"a DTensor with placements {param.placements}"
@@ -236,14 +232,14 @@ def check_can_shard_post_forward(param: nn.Parameter, fqn: str) -> None:
 
 
 class PostForwardShards:
-    """The shards of one group over the smaller mesh.
+    """The shards of one group between forward and backward, over fewer ranks.
 
     Args:
         params: the parameters of the group.
-        mesh: ``(replicate, shard)``, as :meth:`DataMesh.of_groups_of` makes it.
+        mesh: the mesh ``(replicate, shard)`` made by :meth:`DataMesh.of_groups_of`.
 
     Attributes:
-        mesh: the smaller mesh.
+        mesh: the same mesh.
     """
 
     def __init__(self, params: Sequence[GroupParam], mesh: DataMesh) -> None:
@@ -260,14 +256,14 @@ class PostForwardShards:
 
     @property
     def transport(self) -> Transport:
-        """What gathers them."""
+        """The transport that gathers them."""
         return self.mesh.shard
 
     def keep(self) -> None:
-        """Copy this rank's shards out of the full parameters, and put them into the modules."""
+        """Copy the shards out of the full parameters, and put them into the modules."""
         for param in self._uncut:
-            param.use_sharded()  # every rank has the whole of it
-        with unrecorded():
+            param.use_sharded()  # every rank has all of it
+        with autograd.no_grad():
             for param, layout in self._layouts.items():
                 rows = layout.cut(param.full_data, self.mesh.shard.rank)
                 shard = rows.clone(memory_format=torch.contiguous_format)
@@ -288,7 +284,7 @@ class PostForwardShards:
                 self._shards[param] = shard.view(-1)
 
     def release(self) -> None:
-        """Let the shards go."""
+        """Free the shards."""
         for param, (kept, _) in self._registered.items():
             param.follow_requires_grad(kept)
         self._registered.clear()
@@ -296,7 +292,7 @@ class PostForwardShards:
 
     @property
     def written(self) -> list[GroupParam]:
-        """The parameters whose kept shards were written to, which nothing else would learn of."""
+        """The parameters whose post-forward shards were written to: those writes would be lost."""
         return [
             p
             for p, (kept, before) in self._registered.items()
@@ -304,7 +300,7 @@ class PostForwardShards:
         ]
 
     def shard_of(self, param: GroupParam) -> torch.Tensor:
-        """The shard that is kept of ``param``, 1-D."""
+        """The post-forward shard of ``param``, 1-D."""
         return self._shards[param]
 
     def layout_of(self, param: GroupParam) -> Layout:

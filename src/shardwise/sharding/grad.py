@@ -1,4 +1,4 @@
-"""Norms of gradients that are spread over ranks, and clipping by them."""
+"""The norm of sharded gradients, and clipping gradients by it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients in place so that the norm of all of them together is at most ``max_norm``.
+    """Scale gradients in place so that their total norm is at most ``max_norm``.
 
-    Takes sharded and plain parameters, over any mix of meshes, and makes one small all-reduce per
-    mesh dimension that shards. Every rank calls it, with the same parameters. Plain parameters
-    count once: their gradients are taken to be equal on all ranks.
+    Same API as ``torch.nn.utils.clip_grad_norm_``. Takes sharded and plain parameters, over any mix
+    of meshes, with one small all-reduce for each mesh dimension that shards. Every rank calls it
+    with the same parameters. The gradients of plain parameters count once: they are assumed to be
+    equal on all ranks.
 
     Args:
-        parameters: parameters whose ``.grad`` is clipped; those without one are passed over.
-        max_norm: the largest norm that is left as it is.
+        parameters: the parameters whose ``.grad`` is clipped. Those without a gradient are skipped.
+        max_norm: the largest norm that is not clipped.
         norm_type: 2 for the Euclidean norm, any other positive ``p``, or ``math.inf``.
-        error_if_nonfinite: raise if the norm is NaN or infinite, instead of scaling by it.
+        error_if_nonfinite: raise an error if the norm is NaN or infinite, instead of scaling by it.
 
     Returns:
-        The norm before clipping: a 0-dim tensor in the widest dtype of the gradients and of the
-        trained ``DTensor``s without one, as torch's, the same on every rank. It is computed, and
-        gradients are scaled, in float32 at least: a norm over 65504, which float16 cannot hold, is
-        returned as infinite, but clipped by its value.
+        The norm before clipping, the same on every rank: a 0-dim tensor. As in torch, its dtype is
+        the widest dtype of the gradients and of trained ``DTensor``s without one. Norms are
+        computed, and gradients scaled, in at least float32. So a norm over 65504, which float16
+        cannot represent, is returned as infinite, but gradients are clipped by its true value.
 
     Raises:
-        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
-        ValueError: a gradient is a ``DTensor`` that is pending a reduction.
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
+        ValueError: a parameter is a ``DTensor`` with a pending reduction.
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
@@ -49,7 +50,7 @@ def clip_grad_norm_(
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {norm.item()}; expected a finite number. "
             "Look for the parameter whose gradient is not finite, or pass "
-            "error_if_nonfinite=False to go on"
+            "error_if_nonfinite=False to continue"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     locals_ = [dtensor.plain(param.grad) for param in params if param.grad is not None]
@@ -64,14 +65,14 @@ def clip_grad_norm_(
 def _grad_norm(
     parameters: Iterable[torch.Tensor], norm_type: float
 ) -> tuple[torch.Tensor, torch.dtype]:
-    """The norm of the gradients of ``parameters``, all together, over all ranks.
+    """The total norm of the gradients of ``parameters`` over all ranks.
 
     Returns:
-        The norm, in float32 at least: of a norm of 300 float16 does not hold the square. And the
-        widest dtype of the gradients.
+        The norm, in at least float32 (float16 cannot represent the square of 300), and the widest
+        dtype of the gradients.
     """
-    # Parameters are grouped by the process groups that their shards are spread over. Those
-    # without a gradient stay in, so that all ranks make the same all-reduces.
+    # Group parameters by the process groups that they are sharded over. Include those without a
+    # gradient, so that all ranks make the same all-reduces.
     spread: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     device, dtype = torch.device("cpu"), None
     for param in parameters:
@@ -102,7 +103,7 @@ def _grad_norm(
 def _local_norm(
     grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """This rank's part: the largest element, or the sum of ``norm_type``-th powers."""
+    """This rank's part of the norm: the largest element, or the sum of ``norm_type``-th powers."""
     grads = [grad for grad in grads if grad.numel() > 0]
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)

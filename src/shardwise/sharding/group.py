@@ -17,14 +17,13 @@ from torch import nn
 
 from shardwise._torch import autograd, dtensor
 from shardwise.errors import MisuseError
-from shardwise.sharding.full_params import GroupMemory, PostForwardShards, check_home
+from shardwise.sharding.full_params import FullParams, PostForwardShards, check_home
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import COPIED
 from shardwise.sharding.policy import GroupOptions, Offload, Precision
 from shardwise.sharding.reduce import Reduction, UnreducedGrads
 from shardwise.sharding.states import MOVES, Freshness, GroupState, Passes, Phase
-from shardwise.sharding.unrecorded import unrecorded
 from shardwise.transport.base import Label
 
 
@@ -69,7 +68,7 @@ class ParamGroup:
         self._precision = precision
         self._offload = offload
         self.makes = 0
-        self._memory: GroupMemory | None = None
+        self._memory: FullParams | None = None
         self._label: tuple[str, Label] | None = None
         # The versions of the shards at the last gather, and what came of its result.
         self._gathered: list[int] = []
@@ -140,10 +139,10 @@ class ParamGroup:
         else:
             return
         self._take_over_from_ties()
-        with unrecorded():
+        with autograd.no_grad():
             if self._memory is None:
                 check_home(self.params, self._offload.home)
-                self._memory = GroupMemory(
+                self._memory = FullParams(
                     self.params, self.mesh, self._precision, self.post_forward
                 )
             if source is None:
@@ -161,7 +160,7 @@ class ParamGroup:
             return
         assert self._memory is not None
         try:
-            with unrecorded():
+            with autograd.no_grad():
                 self._memory.finish()
         except BaseException:
             # The memory stays: messages in flight may still be written to it.

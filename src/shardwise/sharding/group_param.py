@@ -1,21 +1,20 @@
-"""One parameter of a group: its sharded form, its full form, and the way between them.
+"""A parameter in its group: its sharded form, its full form, and the way between them.
 
-A parameter exists in two forms, of which its modules hold one at a time:
+A parameter has two forms, and its modules hold one of them at a time:
 
-- *sharded*: a ``DTensor`` parameter whose local tensor is this rank's rows. Optimizers, state
+- *sharded*: a ``DTensor`` parameter whose local tensor is this rank's shard. Optimizers, state
   dicts and users see this form. It is the only one between steps.
-- *full*: a parameter with the original shape, in the compute dtype: a plain one, or a ``DTensor``
-  where tensor parallelism had made it one. Forward and backward see this form. The object is made
-  once; its memory comes and goes.
+- *full*: a parameter of the original shape in the compute dtype; a ``DTensor`` if tensor
+  parallelism made it one. Forward and backward see this form. The object is made once. Its memory
+  is allocated and freed many times.
 
 Autograd saves the full parameter, or views of it, for backward, while its memory is freed in
-between. What must survive is therefore the storage *object* that all those views share: memory is
-given to it and taken from it, and never swapped for another storage. The full parameter has a
-version counter of its own, so that gathering into the memory does not look like an in-place
-modification to autograd.
+between. So the storage *object* that the views share must survive: its memory is resized, and it
+is never exchanged for another storage. The full parameter has a version counter of its own, so
+that gathering into its memory does not look like an in-place modification to autograd.
 
-A parameter that is tied across groups has one sharded form, and a full form in each group: what
-each group finds as its gradient adds up in the sharded one.
+A parameter that is tied across groups has one sharded form, and one full form for each group. The
+gradients of all groups are added in the sharded form.
 """
 
 from __future__ import annotations
@@ -32,22 +31,19 @@ from shardwise._torch import autograd, dtensor
 from shardwise.errors import MisuseError
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.param import ParamOwner, ShardedParam, copy_owners
-from shardwise.sharding.unrecorded import unrecorded
 
-# More than a parameter is ever written to.
+# More writes than a parameter will ever see.
 _SEALED = 1_000_000_000
 
 
 class GroupParam:
-    """A parameter as one group has it.
-
-    Constructing one changes no module; :meth:`install` does.
+    """A parameter in one group. The modules change only with :meth:`install`.
 
     Attributes:
-        form: the sharded form, shared with the groups that the parameter is tied to.
-        owners: every place in the group where it is registered; more than one if it is tied.
-        full: the full parameter, ``None`` until it is first unsharded.
-        accumulated_grad: gradient of earlier backwards, not yet reduced, in the reduction dtype.
+        form: the sharded form, shared with the other groups that the parameter is tied to.
+        owners: the modules of the group that hold it; more than one if it is tied.
+        full: the full parameter; ``None`` until it is first unsharded.
+        accumulated_grad: the unreduced gradient of earlier backwards, in the reduction dtype.
     """
 
     def __init__(self, form: ShardedParam, owners: list[ParamOwner]) -> None:
@@ -55,27 +51,27 @@ class GroupParam:
         self.owners = owners
         self.full: nn.Parameter | None = None
         self.accumulated_grad: torch.Tensor | None = None
-        # Versions of the full parameter and of the shard after the last gather, and where in
-        # memory the full parameter was.
+        # The versions of the full parameter and the shard after the last gather, and the address
+        # of the full parameter.
         self._version = self._full_version = self._shard_version = 0
-        # As the full parameter, or what is kept of it, was put into the modules.
+        # As it was when the full parameter, or its post-forward shard, was put into the modules.
         self._requires_grad = False
-        # Whether the full parameter, in memory of its own, holds values.
+        # Whether the full parameter has memory of its own that holds its values.
         self._is_filled = False
         self._address: int | None = None
         self._memory: torch.Tensor | None = None
         self._is_sealed = False
-        # Whether there was no gradient yet when the backward of the group began.
+        # Whether there was no gradient when the backward of the group began.
         self._grad_is_new = False
         self._seen = self._look()
 
     def install(self) -> None:
-        """Put the sharded form in the place of the original in every owner."""
+        """Replace the original parameter by the sharded form in every module."""
         self.form.add_owners(self.owners)
         self.form.users.append(self)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> GroupParam:
-        """Copy for copied modules, which hold a copy of the sharded form."""
+        """Copy for copied modules, which hold a copied sharded form."""
         made = copy.copy(self)
         memo[id(self)] = made
         made.form = copy.deepcopy(self.form, memo)
@@ -90,12 +86,12 @@ class GroupParam:
 
     @property
     def fqn(self) -> str:
-        """Fully qualified name, from the module that was sharded, later from the root."""
+        """The fully qualified name, from the sharded module or, once it is known, from the root."""
         return self.form.fqn
 
     @property
     def layout(self) -> Layout:
-        """How it is cut."""
+        """How the parameter is cut."""
         return self.form.layout
 
     @property
@@ -105,12 +101,12 @@ class GroupParam:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's rows."""
+        """This rank's shard."""
         return self.form.local
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the shard: the one that the optimizer updates."""
+        """The dtype of the shard, which the optimizer updates."""
         return self.form.parameter.dtype
 
     def use_sharded(self) -> None:
@@ -120,15 +116,15 @@ class GroupParam:
         self.register(self.form.parameter)
 
     def refresh(self) -> bool:
-        """Take over what the modules hold now, after ``to()``, ``to_empty()`` or a state dict.
+        """Adopt the parameter that the modules hold after ``to()``, ``to_empty()`` or a state dict.
 
         Returns:
-            Whether dtype, device, object or memory changed, so that the full form must be made
-            anew.
+            Whether the object, its dtype, device or memory changed, so that the full form has to
+            be made anew.
 
         Raises:
-            ValueError: what is registered now is no ``DTensor`` of the same global shape and
-                placements.
+            ValueError: the module holds something other than a ``DTensor`` of the same global
+                shape and placements.
         """
         if self.owners[0] == self.form.owners[0]:
             self.form.take_over(self.owners[0])
@@ -139,51 +135,51 @@ class GroupParam:
     # -- the full form -------------------------------------------------------------------------
 
     def make_full(self, memory: torch.Tensor) -> None:
-        """Make the full parameter on ``memory`` (1-D, at least ``layout.numel`` elements)."""
-        whole = torch.empty(0, dtype=memory.dtype, device=memory.device)
+        """Make the full parameter in ``memory`` (1-D, at least ``layout.numel`` elements)."""
+        full = torch.empty(0, dtype=memory.dtype, device=memory.device)
         storage = memory.untyped_storage()
         size = storage.size()
-        # set_() shares the storage but not the version counter: see the module's docstring. It
-        # wants the memory to be there, untouched.
+        # set_() shares the storage but not the version counter; see the docstring of this module.
+        # It needs the memory to be allocated, and does not touch it.
         offset = int(memory.storage_offset())
         if size == 0:
             storage.resize_((offset + memory.numel()) * memory.itemsize)
-        whole.set_(storage, offset, self.layout.shape, self.layout.strides)
+        full.set_(storage, offset, self.layout.shape, self.layout.strides)
         if size == 0:
             storage.resize_(0)
-        self.adopt_full(whole)
+        self.adopt_full(full)
 
-    def adopt_full(self, whole: torch.Tensor) -> None:
-        """Make ``whole`` (shape ``layout.shape``) the full parameter."""
+    def adopt_full(self, full: torch.Tensor) -> None:
+        """Make ``full`` (of shape ``layout.shape``) the full parameter."""
         origin = self.form.origin
         if origin is not None:
-            whole = dtensor.wrap_local(whole, dtensor.with_dtype(origin, whole.dtype))
+            full = dtensor.wrap_local(full, dtensor.with_dtype(origin, full.dtype))
         self._accumulate_grad_of_former_full()
-        self._memory = whole
-        self.full = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+        self._memory = full
+        self.full = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
         self._is_sealed = self._is_filled = False
         self.note_gathered()
 
     @property
     def full_data(self) -> torch.Tensor:
-        """The full parameter's values, as a plain tensor outside autograd's sight."""
+        """The full parameter as a plain tensor without autograd history."""
         assert self.full is not None
         return dtensor.plain(self.full).data
 
     def use_full(self) -> None:
-        """Put the full form into the modules. Its memory must be filled by now."""
+        """Put the full form into the modules. Its memory must hold the values."""
         full = self.full
         assert full is not None
         self._freeze_or_unfreeze()
         self.register(full)
 
     def seal(self) -> None:
-        """Have autograd refuse to use the full parameter: its memory is about to be freed.
+        """Make autograd refuse the full parameter: its memory is about to be freed.
 
-        A backward that begins unseen (by way of a tensor that a module did not return, say) would
-        compute with whatever is in that memory then. Autograd compares versions, and raises.
+        A backward that no hook sees (through a tensor that the module did not return, say) would
+        otherwise compute with whatever is in that memory. Autograd compares versions, and raises.
 
-        What modules wrote to the full parameter (a clamped weight, say), the shard takes over.
+        What modules wrote to the full parameter (a clamped weight, say) goes to the shard.
         """
         if self._is_sealed or self.full is None:
             return
@@ -193,14 +189,14 @@ class GroupParam:
         self._is_sealed, self._is_filled = True, False
 
     def unseal(self) -> None:
-        """End what :meth:`seal` began: the full parameter has its values again."""
+        """Let autograd use the full parameter again: it holds its values."""
         if self._is_sealed and self.full is not None:
             autograd.set_version(self.full, self._version)
         self._is_sealed, self._is_filled = False, True
         self.note_gathered()
 
     def note_gathered(self) -> None:
-        """Note the full parameter as it is, to know by its end whether it was written to."""
+        """Record the version of the full parameter, to find out later whether it was written to."""
         assert self.full is not None
         self._full_version = self._version_of_full()
         self._shard_version = self.shard_version
@@ -209,20 +205,20 @@ class GroupParam:
 
     @property
     def shard_version(self) -> int:
-        """A number that grows when the shard is written to, as ``DTensor`` or as what is in it."""
+        """A number that grows with every write to the ``DTensor`` shard or its local tensor."""
         return autograd.version_with_local(self.sharded) + self.form.steps
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the full parameter has the memory of the shard, also after the last swap."""
+        """Whether the full parameter still has the memory of the shard."""
         if self._memory is None:
             return True
         return self.local.data_ptr() == dtensor.plain(self._memory).data_ptr()
 
     def take_back_data(self) -> None:
-        """Have a full parameter that shares the shard's memory do so again.
+        """Copy the data that a module gave to an aliased full parameter, and alias it again.
 
-        A module may have given it other data (``.data = ...``), which the shard takes over.
+        A module does that with ``.data = ...``.
         """
         if self.full is not None and _address(self.full) != self._address:
             assert self._memory is not None
@@ -230,12 +226,13 @@ class GroupParam:
             self.full.data = self._memory
 
     def take_over_writes(self) -> None:
-        """Write to the shard what was written to this rank's rows of the full parameter.
+        """Copy to the shard what was written to this rank's rows of the full parameter.
 
-        Other rows keep what a full parameter of lower precision would round.
+        Only elements that changed are copied, since a full parameter of lower precision would
+        round the others.
 
         Raises:
-            MisuseError: the shard was written to as well, or the full parameter was given data of
+            MisuseError: the shard was written to as well, or the full parameter got data of
                 another shape.
         """
         full = self.full
@@ -258,33 +255,33 @@ class GroupParam:
                 "reshard() on the module in between"
             )
         rows = self.layout.cut(self.full_data, self.form.mesh.shard.rank).to(shard.device)
-        with unrecorded():
+        with autograd.no_grad():
             written = rows != shard.to(rows.dtype)
             shard.copy_(torch.where(written, rows.to(shard.dtype), shard))
         self._tell_ties()
-        if replaced:  # the next gather goes where autograd, and the group, expect it
+        if replaced:  # the next gather goes to the memory that autograd and the group expect
             assert self._memory is not None
             full.data = self._memory
 
     def deliver_writes(self) -> None:
-        """As :meth:`take_over_writes`, while the full parameter stays in use."""
+        """Copy writes to the shard while the full parameter stays in use."""
         if self._is_filled:
             self.take_over_writes()
             self.note_gathered()
 
     def take_over_from_ties(self) -> None:
-        """Have the shard, and the full parameter, hold what modules of other groups wrote to it."""
+        """Take the values that modules of other groups wrote to this tied parameter."""
         for other in self.form.users:
             if other is not self:
                 other.deliver_writes()
 
     def _tell_ties(self) -> None:
-        """Give full parameters of other groups that are in use what was written to this one.
+        """Copy what was written here to the full parameters of other groups that are in use.
 
-        Autograd sees it, as where there is one parameter for all.
+        Autograd sees these writes, as it would in an unsharded model with one parameter.
 
         Raises:
-            MisuseError: another one was written to as well.
+            MisuseError: another group's full parameter was written to as well.
         """
         for other in self.form.users:
             if other is self or not other._is_filled:
@@ -296,24 +293,24 @@ class GroupParam:
                     f"{self.fqn} on rank {dist.get_rank()}: it is tied, and its full parameters in "
                     "two groups were written to at once. Write to one of them"
                 )
-            with unrecorded():
+            with autograd.no_grad():
                 other.full.copy_(self.full)
             other._full_version = other._version_of_full()
 
     def _version_of_full(self) -> int:
-        """A number that grows when it is written to, as ``DTensor`` or as what is in it."""
+        """A number that grows with every write to the full parameter or its local tensor."""
         assert self.full is not None
         return autograd.version_with_local(self.full)
 
     def follow_requires_grad(self, parameter: nn.Parameter) -> None:
-        """Have the shard need a gradient, or none, as ``parameter`` was told in its place."""
+        """Apply a ``requires_grad_()`` call on ``parameter``, in the modules, to the shard."""
         if parameter.requires_grad != self._requires_grad:
             self._requires_grad = parameter.requires_grad
             self.sharded.requires_grad_(parameter.requires_grad)
 
     @property
     def is_replaced(self) -> bool:
-        """Whether a module holds something else in the place of the full parameter."""
+        """Whether a module holds something other than the full parameter."""
         return not all(owner.holds(self.full) for owner in self.owners)
 
     def register(self, parameter: nn.Parameter) -> None:
@@ -324,32 +321,32 @@ class GroupParam:
     # -- gradients -----------------------------------------------------------------------------
 
     def enter_backward(self) -> None:
-        """A backward of the group begins: who froze the sharded form wants no gradient of it."""
+        """Begin a backward of the group. A parameter that was frozen since gets no gradient."""
         self._freeze_or_unfreeze()
         self._grad_is_new = self.full is not None and self.full.grad is None
 
     def _freeze_or_unfreeze(self) -> None:
-        """Have the shard and the full parameter agree on whether a gradient is needed."""
+        """Make the shard and the full parameter agree on ``requires_grad``."""
         full = self.full
         if full is None:
             return
         if self.owners[0].holds(full):
-            self.follow_requires_grad(full)  # which users see
+            self.follow_requires_grad(full)  # users see this one
         if full.requires_grad != self.sharded.requires_grad:
             full.requires_grad_(self.sharded.requires_grad)
         self._requires_grad = full.requires_grad
 
     def _drop_unwanted_grad(self) -> None:
-        """Drop what this backward made of a parameter that a hook of it has frozen."""
+        """Drop the gradient of a parameter that a hook froze during this backward."""
         self._freeze_or_unfreeze()
         if self._grad_is_new and self.full is not None and not self.full.requires_grad:
             self.full.grad = None
         self._grad_is_new = False
 
     def accumulate_grad(self, dtype: torch.dtype | None) -> None:
-        """Keep this backward's gradient for a later reduction, in ``dtype`` if given.
+        """Keep the gradient of this backward for a later reduction, in ``dtype`` if given.
 
-        Adding up happens in the reduction dtype, so that accumulation does not round.
+        Gradients are added in the reduction dtype, so that accumulation does not round.
         """
         self._drop_unwanted_grad()
         full = self.full
@@ -362,13 +359,13 @@ class GroupParam:
             self.accumulated_grad, full.grad = self._plain(full.grad).to(dtype), None
 
     def _accumulate_grad_of_former_full(self) -> None:
-        """Keep what was accumulated without synchronization: another full parameter comes."""
+        """Keep the unreduced gradient of a full parameter that is about to be replaced."""
         self.accumulate_grad(None)
         if self.full is not None and self.full.grad is not None:
             self.accumulated_grad, self.full.grad = self._plain(self.full.grad), None
 
     def take_grad(self) -> torch.Tensor | None:
-        """This rank's unreduced gradient of the full parameter; the caller owns it from now on."""
+        """Take the unreduced gradient of the full parameter. The caller owns it from now on."""
         self._drop_unwanted_grad()
         full = self.full
         if full is None:
@@ -381,14 +378,18 @@ class GroupParam:
         return None if grad is None else self._plain(grad)
 
     def zero_grad(self, *, of_frozen: bool = False) -> torch.Tensor | None:
-        """A gradient of zeros, as of a parameter that was not used; ``None`` for a frozen one."""
+        """Make a gradient of zeros for a parameter that was not used; ``None`` if it is frozen.
+
+        Args:
+            of_frozen: also make one for a frozen parameter.
+        """
         if not (of_frozen or self.sharded.requires_grad) or self.full is None:
             return None
-        # Only the shape of the full parameter is looked at: its memory may be freed.
+        # The memory of the full parameter may be freed; only its metadata is read.
         return torch.zeros(self.layout.shape, dtype=self.full.dtype, device=self.full.device)
 
     def _plain(self, grad: torch.Tensor) -> torch.Tensor:
-        """The part of a gradient that this rank has to reduce, as a plain dense tensor.
+        """The part of a gradient that this rank reduces, as a plain dense tensor.
 
         Raises:
             NotImplementedError: the gradient is sparse.
@@ -403,7 +404,7 @@ class GroupParam:
             return grad
         origin, mesh = self.form.origin, self.form.mesh
         assert origin is not None
-        # Over data parallel dimensions the gradient stays as it is: reducing it is our part.
+        # Leave the data parallel dimensions alone: they are reduced later.
         wanted = tuple(
             found if i in mesh.own_dims else placement
             for i, (found, placement) in enumerate(
@@ -417,7 +418,7 @@ class GroupParam:
     # -- inside --------------------------------------------------------------------------------
 
     def _look(self) -> tuple[object, ...]:
-        """What the full form depends on."""
+        """The properties of the shard that the full form depends on."""
         form = self.form
         local = form.local
         pointer = local.untyped_storage().data_ptr() if dtensor.has_memory(local) else 0
@@ -428,5 +429,5 @@ class GroupParam:
 
 
 def _address(full: nn.Parameter) -> int | None:
-    """Where in memory a plain parameter is; ``None`` for one of a subclass."""
+    """The memory address of a plain parameter; ``None`` for a subclass."""
     return full.data_ptr() if type(full) is nn.Parameter else None

@@ -1,21 +1,17 @@
-"""When things happen in forward.
+"""When things happen in forward and backward, from top to bottom.
 
-before it        unshard the group, cast inputs, mark them for the end of backward, prefetch
-after it         reshard the group, cast outputs, mark them for the beginning of backward
-where it raised  go back to where it began
+    before forward       unshard the group, cast inputs, mark them for the end of backward, prefetch
+    after forward        reshard the group, cast outputs, mark them for the beginning of backward
+    forward raised       return to the state before the forward
+    output's hook        the backward of the group begins: unshard, prefetch the group before it
+    inputs' function     the gradients of the group are complete: take them, reshard, reduce
 
-When things happen in backward, and what forward leaves behind for that.
+The inputs of forward pass through an autograd function, whose backward runs when the gradients of
+the group are complete. If no input needs a gradient, the end of the backward does that work; see
+``Root.end_backward`` in ``state.py``.
 
-    inputs' function     forward's inputs pass through it. Its backward runs when the gradients of
-                         the group are there: take them, reshard, start to reduce
-    output's hook        backward of the group begins: unshard, prefetch the one before it
-
-What no input tells of is done at the end of the whole backward; see ``root.py``.
-
-The hooks of a sharded module: what calls ``forward.py``, and by it ``backward.py``.
-
-Several modules that were sharded together have one state: their forward begins with the first one
-that runs, and ends with the last.
+Several modules that were sharded together have one state. Their forward begins with the first
+module that runs, and ends with the last.
 """
 
 from __future__ import annotations
@@ -46,15 +42,15 @@ from shardwise.sharding.tree import (
 def pre_forward(
     state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Unshard, and prepare the inputs.
+    """Unshard the group, and prepare the inputs.
 
     Returns:
-        What ``forward()`` is to be called with.
+        The args and kwargs to call ``forward()`` with.
     """
     if state.phase is Phase.BACKWARD and not autograd.in_backward():
         state.root.reset()  # the last backward raised
     if state.phase is Phase.BACKWARD:
-        # Activation checkpointing computes forward again; backward's hooks do the rest.
+        # Activation checkpointing recomputes this forward. The hooks of backward do the rest.
         for group in state.groups:
             group.unshard()
             group.wait_for_unshard()
@@ -70,18 +66,18 @@ def pre_forward(
         _prefetch_in_forward(state)
         for group in state.groups:
             if group.phase is Phase.REDUCED and not autograd.in_backward():
-                group.phase = Phase.IDLE  # by a backward of its own; see backward.py
+                group.phase = Phase.IDLE  # it was reduced by a backward inside this forward
             args, kwargs = mark_inputs(state, group, args, kwargs)
-    if not (first and state.groups):  # otherwise marking them has waited
+    if not (first and state.groups):  # otherwise mark_inputs has waited
         args, kwargs = wait_for_inputs(args, kwargs)
     return args, kwargs
 
 
 def post_forward(state: FSDPState, output: Any) -> Any:
-    """Reshard, and prepare the outputs.
+    """Reshard the group, and prepare the outputs.
 
     Returns:
-        What the caller of ``forward()`` is to get.
+        The output for the caller of ``forward()``.
     """
     if state.phase is Phase.BACKWARD:
         return state.precision.cast_outputs(output)
@@ -90,7 +86,7 @@ def post_forward(state: FSDPState, output: Any) -> Any:
         output = outlive_parameters(state, output)
     for group in state.groups:
         if not recomputing:
-            if not _leaves_whole(state, group):
+            if not _stays_unsharded(state, group):
                 group.reshard_after_forward()
             if torch.is_grad_enabled():
                 state.root.order.leave_forward(group)
@@ -102,10 +98,10 @@ def post_forward(state: FSDPState, output: Any) -> Any:
 
 
 def hand_on(state: FSDPState, output: Any) -> Any:
-    """Prepare the outputs of one of several modules, of which others have still to run.
+    """Prepare the outputs of one of several modules, while others have yet to run.
 
     Returns:
-        What the caller of the module's ``forward()`` is to get.
+        The output for the caller of the module's ``forward()``.
     """
     if not autograd.in_backward():
         output = outlive_parameters(state, output)
@@ -113,17 +109,17 @@ def hand_on(state: FSDPState, output: Any) -> Any:
 
 
 def outlive_parameters(state: FSDPState, output: Any) -> Any:
-    """Give what is returned of parameters that are freed now (a part of one, say) its own memory.
+    """Clone outputs that are views of parameters which are freed now.
 
     Raises:
-        MisuseError: it is inside an object of a user's class, where it cannot be exchanged.
+        MisuseError: a view is inside an object of a user's class, where it cannot be replaced.
     """
     freed = frozenset[int]().union(
         *(group.full_storages for group in state.groups if group.frees_after_forward)
     )
     if not freed:
         return output
-    # Who holds a parameter itself, in an object, sees it come and go; a view of it, only go.
+    # An object may hold a parameter itself, whose memory comes back. A view's would not.
     fulls = {id(param.full) for group in state.groups for param in group.params}
 
     def is_lost(tensor: torch.Tensor) -> bool:
@@ -148,11 +144,11 @@ def outlive_parameters(state: FSDPState, output: Any) -> Any:
     return output
 
 
-def _leaves_whole(state: FSDPState, group: ParamGroup) -> bool:
-    """Whether backwards of this step leave ``group`` whole, so that forwards may as well.
+def _stays_unsharded(state: FSDPState, group: ParamGroup) -> bool:
+    """Whether the backwards of this step leave ``group`` unsharded, so that forwards may, too.
 
-    A pipeline's do. It also computes gradients of parameters apart from those of inputs, in a
-    backward that passes none of the hooks here, and so could not gather.
+    Those of a pipeline do. A pipeline also computes gradients of parameters apart from those of
+    inputs, in a backward that triggers none of the hooks here, and so could not gather.
     """
     accumulates = not (state.root.is_last_backward or group.options.requires_gradient_sync)
     return accumulates and not group.options.reshard_after_backward
@@ -164,7 +160,7 @@ def _enter_root(
     state.lazy_init()
     if state.root.forward_root is not None:
         return args, kwargs
-    if not autograd.in_backward():  # there, activation checkpointing computes forward again
+    if not autograd.in_backward():  # where activation checkpointing recomputes forward
         state.root.begin_forward(state)
     event, state.root.post_optim_event = state.root.post_optim_event, None
     if state.device.type == "cpu":
@@ -180,7 +176,7 @@ def _to_device(state: FSDPState, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leave_root(state: FSDPState, output: Any) -> Any:
-    """End the outermost forward; end it also for groups of which only some modules ran."""
+    """End the outermost forward, also for groups of which only some modules ran."""
     root = state.root
     for other in reversed(root.states):
         if other is not state and other.modules_to_run:
@@ -191,20 +187,20 @@ def _leave_root(state: FSDPState, output: Any) -> Any:
 
 
 def fail_forward(state: FSDPState, error: BaseException) -> None:
-    """Go back to where this forward began: it raised ``error``."""
+    """Return to the state before this forward, which raised ``error``."""
     state.modules_to_run.clear()
     for group in state.groups:
-        is_named = hasattr(error, "__notes__")  # by a module within this one
+        is_named = hasattr(error, "__notes__")  # a module inside this one has named itself
         if group.state is GroupState.SHARDED and "DTensor" in str(error) and not is_named:
-            # Torch's message names no module.
+            # Torch's message does not name the module.
             error.add_note(
                 f"{group.fqn or 'the root'} on rank {dist.get_rank()}: its parameters were "
                 "resharded while its forward ran, as state_dict(), load_state_dict() and reshard() "
                 "do. Call those before or after the forward"
             )
     if autograd.in_backward():
-        # Activation checkpointing raises as soon as it has computed again what backward needs,
-        # and so does an error, after which the next forward resets everything.
+        # Activation checkpointing raises to stop when it has recomputed what backward needs. After
+        # a real error, the next forward resets everything.
         if state.phase is Phase.FORWARD:
             state.phase = Phase.IDLE
         return
@@ -219,12 +215,12 @@ def fail_forward(state: FSDPState, error: BaseException) -> None:
 
 
 def _prefetch_in_forward(state: FSDPState) -> None:
-    """Gather ahead what the user asked for, and nothing else.
+    """Prefetch what the user asked for, and nothing else.
 
-    What is written to a group between its gather and its turn would be missed.
+    A write to a group between its gather and its forward would be missed.
     """
     if autograd.in_backward():
-        return  # activation checkpointing: the order of forward is not followed here
+        return  # activation checkpointing does not follow the order of forward
     for other in state.forward_prefetch:
         for group in other.groups:
             group.unshard()
@@ -233,9 +229,9 @@ def _prefetch_in_forward(state: FSDPState) -> None:
 def mark_inputs(
     state: FSDPState, group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass inputs through a function whose backward tells that the group's is over.
+    """Pass inputs through a function whose backward runs at the end of the group's backward.
 
-    What a collective is still making is waited for on the way, see :func:`autograd.wait_in_graph`.
+    Inputs that a collective is still computing are waited for; see :func:`autograd.wait_in_graph`.
     """
     if not torch.is_grad_enabled():
         return args, kwargs
@@ -255,10 +251,10 @@ def mark_inputs(
 
 
 def mark_outputs(state: FSDPState, output: Any) -> None:
-    """Hook what forward returned: when its gradient is known, backward of the groups begins.
+    """Hook the outputs: when the gradient of one is known, the backward of the groups begins.
 
-    An in-place operation on a view that is returned (``out += x``) takes the view out of the graph,
-    and with it the hook. What the view is of stays in it: so that has one, too.
+    An in-place operation on a returned view (``out += x``) takes the view, and its hook, out of the
+    graph. The base of the view stays in the graph, so it gets a hook, too.
     """
     if not torch.is_grad_enabled():
         return
@@ -275,7 +271,7 @@ def mark_outputs(state: FSDPState, output: Any) -> None:
 def wait_for_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs as marking them leaves them, for a forward that marks none."""
+    """Wait for inputs as :func:`mark_inputs` does, without marking them."""
     if not torch.is_grad_enabled():
         return args, kwargs
     new_args, new_kwargs = map_tensors(autograd.wait_in_graph, (args, kwargs))
@@ -286,7 +282,7 @@ def wait_for_inputs(
 def _pre_backward(
     state: FSDPState, passes: tuple[Pass | None, ...], grad: torch.Tensor
 ) -> torch.Tensor:
-    """Begin backward of the groups. The graph holds ``passes`` by this hook."""
+    """Begin the backward of the groups. This hook keeps ``passes`` alive as long as the graph."""
     _refuse_graph_of_backward()
     state.root.queue_end_of_backward()
     state.phase = Phase.BACKWARD
@@ -294,7 +290,7 @@ def _pre_backward(
         if begun is not None and begun.makes != group.makes:
             group.refuse_replaced()
         if group.phase is Phase.BACKWARD:
-            continue  # another output of the same forward has been here
+            continue  # another output of the same forward came first
         group.phase = Phase.BACKWARD
         group.enter_backward()
         before = state.root.order.enter_backward(group)
@@ -309,7 +305,7 @@ def _pre_backward(
 def _pre_base(
     state: FSDPState, passes: tuple[Pass | None, ...], grads: tuple[torch.Tensor, ...]
 ) -> None:
-    """Begin backward where no hook on an output has: what they were on was written to in place."""
+    """Begin the backward if no hook on an output did, since outputs were written to in place."""
     if not any(group.phase is Phase.BACKWARD for group in state.groups):
         _pre_backward(state, passes, grads[0])
 
@@ -322,8 +318,8 @@ def _prefetch_in_backward(group: ParamGroup) -> None:
 def post_backward(state: FSDPState, group: ParamGroup) -> None:
     """Reshard ``group`` and start to reduce its gradients."""
     if state.phase is Phase.FORWARD and state.modules_to_run:
-        # Of several modules only some ran (a head on one chunk of its input, say), so no hook
-        # on an output saw this backward begin. Whoever runs next begins a pass of its own.
+        # Only some of several modules ran (a head on one chunk of its input, say), so no hook on
+        # an output saw this backward begin. The module that runs next begins a new pass.
         state.phase = Phase.IDLE
         state.modules_to_run.clear()
         if state.root.forward_root is state:
@@ -333,10 +329,10 @@ def post_backward(state: FSDPState, group: ParamGroup) -> None:
 
 
 class _EndOfBackward(torch.autograd.Function):
-    """The identity; its backward runs when the gradients of a group's inputs are known.
+    """The identity. Its backward runs when the gradients of a group's inputs are known.
 
-    Autograd runs the accumulation of parameter gradients as soon as it is ready, before anything
-    else, so by then the group's parameter gradients are there.
+    Autograd accumulates parameter gradients first, as soon as it can. So the group's parameter
+    gradients are complete by then.
     """
 
     @staticmethod
@@ -358,7 +354,7 @@ class _EndOfBackward(torch.autograd.Function):
 
 
 def _refuse_graph_of_backward() -> None:
-    """Raise where backward itself is being recorded: its parameters will be freed by then."""
+    """Raise if autograd records this backward: its parameters would be freed by the second one."""
     if torch.is_grad_enabled():
         raise NotImplementedError(
             "backward(create_graph=True): the backward of a backward is not available for sharded "

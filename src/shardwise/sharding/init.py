@@ -1,4 +1,4 @@
-"""Materializing a sharded model that was built on the meta device, module by module."""
+"""Materialize a sharded model that was built on the meta device, module by module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.sharding.state import FSDPState, states_of
 
 @dataclass(frozen=True)
 class _Visit:
-    """What of one module is on the meta device."""
+    """The parameters and buffers of one module that are on the meta device."""
 
     module: nn.Module
     fqn: str
@@ -34,28 +34,27 @@ def materialize(
     device: torch.device | str | None = None,
     init: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
-    """Give a model on the meta device its memory and initial values, one module at a time.
+    """Allocate and initialize a model on the meta device, one module at a time.
 
-    No rank ever holds more than its shards and the parameters of one module. Modules are visited
-    children first, as ``model.apply(init)`` visits them, and each is initialized whole before it
-    is cut: with the same random seed on every rank the values are those of the unsharded model
-    after ``model.to_empty(...)`` and ``model.apply(init)``.
+    No rank ever holds more than its shards and the full parameters of one module. Modules are
+    visited children first, as by ``model.apply(init)``, and initialized before they are sharded. So
+    with the same random seed on every rank, the values are those of the unsharded model after
+    ``model.to_empty(...)`` and ``model.apply(init)``.
 
     Args:
-        model: the model, after all ``fully_shard`` calls. What is not on the meta device keeps its
-            values.
-        device: where whole parameters are initialized, and where parameters that are not sharded,
-            and buffers, go; by default where the shards compute.
-        init: called with every module to set its parameters and buffers. By default
-            ``module.reset_parameters()`` of every module that has parameters or buffers on the
-            meta device.
+        model: the model, after all ``fully_shard`` calls. Tensors that are not on the meta device
+            keep their values.
+        device: the device for initialization, for buffers, and for parameters that are not sharded.
+            The default is the device on which the shards compute.
+        init: called with every module to set its parameters and buffers. The default calls
+            ``reset_parameters()`` of every module that has tensors on the meta device.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: a module has tensors on the meta device, no ``reset_parameters``, and ``init``
-            is not given; nothing has been changed then.
+        ValueError: ``init`` is not given, and a module with tensors on the meta device has no
+            ``reset_parameters``. Nothing was changed.
     """
     states = list(states_of(model))
     if device is None:
@@ -67,10 +66,10 @@ def materialize(
     for visit in visits:
         for form in visit.sharded.values():
             visits_left[form] = visits_left.get(form, 0) + 1
-    whole: dict[ShardedParam, nn.Parameter] = {}  # a tied one stays whole until its last module
+    full: dict[ShardedParam, nn.Parameter] = {}  # a tied parameter stays until its last module
     with torch.no_grad():
         for visit in visits:
-            _make_full(visit, whole, torch.device(device))
+            _make_full(visit, full, torch.device(device))
             if init is not None:
                 init(visit.module)
             elif not visit.is_empty:
@@ -79,7 +78,7 @@ def materialize(
                 visits_left[form] -= 1
                 fsdp.register_parameter(visit.module, name, form.parameter)
                 if visits_left[form] == 0:
-                    form.materialize(whole.pop(form))
+                    form.materialize(full.pop(form))
     for state in states:
         for group in state.groups:
             group.refresh()
@@ -87,7 +86,7 @@ def materialize(
 
 
 def _visits(model: nn.Module, states: list[FSDPState]) -> Iterator[_Visit]:
-    """Every module, children first, each once."""
+    """Visit every module once, children first."""
     owned: dict[nn.Module, dict[str, ShardedParam]] = {}
     for state in states:
         for group in state.groups:
@@ -117,15 +116,13 @@ def _visits(model: nn.Module, states: list[FSDPState]) -> Iterator[_Visit]:
     yield from visit(model)
 
 
-def _make_full(
-    visit: _Visit, whole: dict[ShardedParam, nn.Parameter], device: torch.device
-) -> None:
-    """Put whole, uninitialized tensors in the place of those on the meta device."""
+def _make_full(visit: _Visit, full: dict[ShardedParam, nn.Parameter], device: torch.device) -> None:
+    """Replace tensors on the meta device by full, uninitialized ones."""
     module = visit.module
     for name, form in visit.sharded.items():
-        if form not in whole:
-            whole[form] = form.empty_full(device)
-        fsdp.register_parameter(module, name, whole[form])
+        if form not in full:
+            full[form] = form.empty_full(device)
+        fsdp.register_parameter(module, name, full[form])
     for name in visit.plain:
         old = fsdp.parameter_of(module, name)
         new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)

@@ -1,6 +1,6 @@
-"""What a ``DeviceMesh`` means to sharding: over which ranks to shard, over which to replicate.
+"""The data parallel mesh: which ranks shard, which replicate, and what moves bytes between them.
 
-Making a device mesh, and saying what is wrong with one before anything is changed.
+Also making a device mesh, and checking a user's before anything is changed.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from shardwise.transport.select import select_transport
 
 @dataclass(frozen=True)
 class DataMesh:
-    """A data parallel mesh: its last dimension shards, the one before it (if any) replicates.
+    """A data parallel mesh. Its last dimension shards; the one before it, if any, replicates.
 
     Attributes:
         mesh: 1-D ``(shard,)`` or ``(replicate,)``, or 2-D ``(replicate, shard)``.
-        shard: transport over the ranks that parameters are sharded on; it gathers.
-        scatter: transport over the same ranks that reduces; the same one unless asked for.
-        replicate: transport over the ranks that hold the same shard; ``None`` where no dimension
+        shard: the transport that gathers, over the ranks of the sharding dimension.
+        scatter: the transport that reduces, over the same ranks; usually the same object.
+        replicate: the transport over the ranks with the same shard, or ``None`` if no dimension
             replicates.
-        device: where this rank computes.
-        requested: the transport that was asked for by argument, if any.
-        whole: the mesh that ``dp_mesh_dims`` are dimensions of, where they were given.
-        dims: what was given as ``dp_mesh_dims``.
-        scatter_group: the process group that reductions have to themselves, if they have one.
+        device: the device on which this rank computes.
+        requested: the transport that the user asked for by argument, if any.
+        outer: the mesh that has the ``dp_mesh_dims``, if those were given.
+        dims: the ``dp_mesh_dims``, if they were given.
+        scatter_group: the separate process group for reductions, if there is one.
     """
 
     mesh: DeviceMesh
@@ -49,7 +49,7 @@ class DataMesh:
     replicate: Transport | None
     device: torch.device
     requested: str | None = None
-    whole: DeviceMesh | None = None
+    outer: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = field(default=None, hash=False)
     scatter_group: dist.ProcessGroup | None = None
 
@@ -61,17 +61,18 @@ class DataMesh:
         dims: DataParallelMeshDims | None = None,
         what: str = "fully_shard",
     ) -> DataMesh:
-        """Read a mesh and choose the transport of each of its dimensions.
+        """Check a mesh, and choose a transport for each of its dimensions.
 
         Args:
-            mesh: the data parallel mesh, or, with ``dims``, one that has more dimensions.
-            transport: as for ``select_transport``.
-            dims: which dimensions of ``mesh`` are data parallel.
-            what: what is to be sharded, for messages.
+            mesh: the data parallel mesh or, with ``dims``, a mesh that includes it.
+            transport: the transport to use; see ``select_transport``.
+            dims: the data parallel dimensions of ``mesh``.
+            what: the name of what will be sharded, for messages.
 
         Raises:
-            ValueError: the mesh is neither 1-D nor 2-D, or its dimensions are named otherwise; this
-                rank is not part of it, or has no such device; ``dims`` are not dimensions of it.
+            ValueError: the mesh is neither 1-D nor 2-D, or has other dimensions than data parallel
+                ones; this rank is not part of it, or lacks the device; ``mesh`` has no such
+                ``dims``.
         """
         check_member(mesh, what)
         if dims is None:
@@ -80,7 +81,7 @@ class DataMesh:
         _check_dims(mesh, dims)
         data = _data_parallel_part(mesh, dims)
         made = cls._over(data, transport, shards=bool(dims.shard_names))
-        return dataclasses.replace(made, whole=mesh, dims=dims)
+        return dataclasses.replace(made, outer=mesh, dims=dims)
 
     @classmethod
     def _over(cls, mesh: DeviceMesh, transport: str | None, *, shards: bool) -> DataMesh:
@@ -104,43 +105,42 @@ class DataMesh:
 
     @property
     def shards(self) -> bool:
-        """Whether a dimension shards; without one, parameters are replicated."""
+        """Whether the mesh has a sharding dimension. If not, parameters are replicated."""
         return self.mesh.ndim == 2 or self.replicate is None
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The process group of the dimension that shards."""
+        """The process group of the sharding dimension."""
         return self.mesh.get_group(self.mesh.ndim - 1)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The dimension that shards, as a mesh of its own."""
+        """The sharding dimension as a 1-D mesh."""
         names = self.mesh.mesh_dim_names
         return self.mesh if self.mesh.ndim == 1 or names is None else self.mesh[names[-1]]
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that gradients are averaged over."""
+        """The number of ranks that gradients are averaged over."""
         return self.shard.world_size * (self.replicate.world_size if self.replicate else 1)
 
     @property
     def own_dims(self) -> frozenset[int]:
-        """Which dimensions of ``whole`` are data parallel."""
-        if self.whole is None or self.dims is None or self.whole.mesh_dim_names is None:
+        """The indices of the data parallel dimensions of ``outer``."""
+        if self.outer is None or self.dims is None or self.outer.mesh_dim_names is None:
             return frozenset()
         names = (*self.dims.shard_names, *self.dims.replicate_names)
-        return frozenset(self.whole.mesh_dim_names.index(name) for name in names)
+        return frozenset(self.outer.mesh_dim_names.index(name) for name in names)
 
     def placements(self, dim: int | None) -> tuple[Placement, ...]:
-        """Placements of a parameter that is cut along ``dim`` (``None``: not cut)."""
+        """The placements of a parameter that is cut along ``dim`` (``None``: not cut)."""
         last: Placement = Replicate() if dim is None else Shard(dim)
         return (Replicate(), last) if self.mesh.ndim == 2 else (last,)
 
     def of_groups_of(self, size: int) -> DataMesh:
-        """The mesh that keeps parameters sharded over groups of ``size`` ranks.
+        """Make the 2-D mesh that shards over every ``size`` consecutive ranks.
 
-        Every ``size`` ranks that follow each other form a group. Made without the ranks outside
-        this mesh, which may be part of a larger one.
+        Only the ranks of this mesh take part. It may be a slice of a larger one.
         """
         rows = self.mesh.mesh.view(-1, size)
         me = dist.get_rank()
@@ -153,7 +153,7 @@ class DataMesh:
         return self._over(mesh, self.requested, shards=True)
 
     def with_scatter_group(self, group: dist.ProcessGroup | None) -> DataMesh:
-        """The same mesh with reductions over ``group``; ``None``: the group that gathers."""
+        """The same mesh with reductions over ``group``, or (``None``) over the gathering group."""
         carrier = self.shard_group if group is None else group
         scatter = select_transport(carrier, self.device, self.requested)
         if isinstance(self.scatter, CustomTransport):
@@ -161,26 +161,26 @@ class DataMesh:
         return dataclasses.replace(self, scatter=scatter, scatter_group=group)
 
     def with_all_gather(self, comm: AllGather) -> DataMesh:
-        """The same mesh with an all-gather of the user's."""
+        """The same mesh with a custom all-gather."""
         shard = with_custom(self.shard, self.shard_group, all_gather=comm)
         return dataclasses.replace(self, shard=shard)
 
     def with_reduce_scatter(self, comm: ReduceScatter) -> DataMesh:
-        """The same mesh with a reduce-scatter of the user's."""
+        """The same mesh with a custom reduce-scatter."""
         group = self.scatter_group or self.shard_group
         scatter = with_custom(self.scatter, group, reduce_scatter=comm)
         return dataclasses.replace(self, scatter=scatter)
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1-D mesh over all ranks, on the accelerator where there is one, else on CPUs."""
+    """Make a 1-D mesh over all ranks, on the accelerator if there is one, else on CPUs."""
     if not dist.is_initialized():
         dist.init_process_group()
     return make_mesh(default_device_type(), (dist.get_world_size(),))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device on which this rank computes under ``mesh``."""
+    """The device on which this rank computes, on ``mesh``."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
@@ -209,24 +209,29 @@ def _data_parallel_part(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceM
     return parts[0] if len(parts) == 1 else dtensor.join_meshes(parts)
 
 
-#: Dimensions that people name so, and over which ranks see the same data, or different layers.
+#: Usual names of dimensions over which ranks see the same data, or have different layers.
 _NOT_DATA_PARALLEL = {"tp": "tensor parallel", "pp": "pipeline parallel"}
 
 
 def init_mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
-    """A device mesh over all ranks, with named dimensions; the last one varies fastest.
+    """Make a device mesh over all ranks, with named dimensions.
 
-    Under ``init_mesh(dp=2, tp=4)`` ranks 0 to 3 are the first tensor parallel group. It is what
-    torch's ``init_device_mesh`` makes. Without a process group, it makes the default one first.
+    The last dimension varies fastest: under ``init_mesh(dp=2, tp=4)``, ranks 0 to 3 are the first
+    tensor parallel group. The result is that of torch's ``init_device_mesh``. If there is no
+    process group yet, the default one is initialized first.
 
     Args:
-        device_type: by default the accelerator's where there is one, else ``"cpu"``.
-        sizes: the number of ranks along each dimension, by name, outermost first. One of them may
-            be -1: as many as are left.
+        device_type: such as ``"cuda"``. The default is the accelerator if there is one, else
+            ``"cpu"``.
+        sizes: the number of ranks along each dimension, by name, outermost first. One size may be
+            -1, for all remaining ranks.
+
+    Returns:
+        The mesh, of as many dimensions as there are ``sizes``.
 
     Raises:
-        ValueError: the sizes do not make up the world.
-        PeerLostError: a rank is gone, or did not come in time.
+        ValueError: the product of the sizes is not the number of ranks.
+        PeerLostError: a rank died, or did not arrive in time.
         RanksDivergedError: another rank makes another mesh.
     """
     if not dist.is_initialized():
@@ -235,8 +240,8 @@ def init_mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
     asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
     if not sizes or any(size < 1 and size != -1 for size in sizes.values()):
         raise ValueError(
-            f"init_mesh({asked}) on rank {rank}: expected sizes by name, such as dp=2, tp=4, of "
-            "which one may be -1"
+            f"init_mesh({asked}) on rank {rank}: expected sizes by name, such as dp=2, tp=4; one "
+            "of them may be -1"
         )
     left = [name for name, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
@@ -256,15 +261,15 @@ def init_mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
 def make_mesh(
     device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None = None
 ) -> DeviceMesh:
-    """A device mesh over all ranks; without a process group, the default one is made first.
+    """Make a device mesh over all ranks, and the default process group if there is none.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"``, ...
-        shape: ranks along each dimension.
-        names: of the dimensions.
+        shape: the number of ranks along each dimension.
+        names: the names of the dimensions.
 
     Raises:
-        PeerLostError: a rank is gone, or did not come in time.
+        PeerLostError: a rank died, or did not arrive in time.
         RanksDivergedError: another rank makes another mesh.
     """
     if not dist.is_initialized():
@@ -277,7 +282,7 @@ def make_mesh(
 
 
 def default_device_type() -> str:
-    """Where ranks compute unless they are told: the accelerator, where there is one."""
+    """The type of device that ranks compute on by default: the accelerator's, else ``"cpu"``."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
@@ -287,10 +292,11 @@ def check_mesh(mesh: DeviceMesh, what: str) -> None:
 
     Args:
         mesh: the mesh.
-        what: what is to be sharded over it, for messages.
+        what: the name of what will be sharded, for messages.
 
     Raises:
-        ValueError: it has more dimensions, or they are named as others, or in another order.
+        ValueError: it has more dimensions, or their names say that they are not data parallel or
+            in the wrong order.
     """
     where = f"{what} on rank {dist.get_rank()}"
     names = mesh.mesh_dim_names
@@ -316,17 +322,17 @@ def check_mesh(mesh: DeviceMesh, what: str) -> None:
     first, second = names
     if "shard" in first and "repl" in second:
         raise ValueError(
-            f"{where}: expected the dimension that replicates first and the one that shards last, "
-            f"found {shown}, by their names in the other order. Make the mesh with {second!r} "
-            f"before {first!r}"
+            f"{where}: expected the replicating dimension first and the sharding dimension last, "
+            f"found {shown}, which by their names are in the opposite order. Make the mesh with "
+            f"{second!r} before {first!r}"
         )
 
 
 def check_member(mesh: DeviceMesh, what: str) -> None:
-    """Check that this rank is part of ``mesh``, and has its device.
+    """Check that this rank is part of ``mesh`` and has its type of device.
 
     Raises:
-        ValueError: it is not, or has not.
+        ValueError: it is not part of it, or has no such device.
     """
     rank, kind = dist.get_rank(), mesh.device_type
     if mesh.get_coordinate() is None:
@@ -346,11 +352,11 @@ def check_member(mesh: DeviceMesh, what: str) -> None:
 
 
 def check_beside(param: nn.Parameter, fqn: str, mesh: DeviceMesh) -> None:
-    """Check that what tensor parallelism left of ``param`` can be sharded over ``mesh``.
+    """Check that a ``param`` with tensor parallelism can be sharded over ``mesh``, too.
 
     Raises:
-        ValueError: its mesh and ``mesh`` are on different devices, share dimensions, or are not
-            slices of one mesh.
+        MisuseError: its mesh and ``mesh`` share ranks other than this one.
+        ValueError: the two meshes are on different devices, or are not slices of one mesh.
     """
     if not isinstance(param, DTensor):
         return
@@ -358,7 +364,7 @@ def check_beside(param: nn.Parameter, fqn: str, mesh: DeviceMesh) -> None:
     where = f"{fqn} on rank {dist.get_rank()}"
     if other.device_type != mesh.device_type:
         raise ValueError(
-            f"{where}: it lies on a mesh of {other.device_type!r} devices, {other}, expected "
+            f"{where}: it is on a mesh of {other.device_type!r} devices, {other}, expected "
             f"{mesh.device_type!r} as in the mesh to shard over, {mesh}; make one mesh of all "
             "dimensions and slice both out of it"
         )
@@ -366,20 +372,20 @@ def check_beside(param: nn.Parameter, fqn: str, mesh: DeviceMesh) -> None:
     if len(common) > 1:
         raise MisuseError(
             f"{where}: it is a DTensor on {other} with placements {param.placements}, found ranks "
-            f"{sorted(common)} also in the mesh to shard over, {mesh}; expected meshes that meet "
-            'in this rank only, as mesh["tp"] and mesh["dp"] of one mesh do. Was it sharded by '
-            "an earlier call, or cut over the data parallel dimension?"
+            f"{sorted(common)} also in the mesh to shard over, {mesh}; expected meshes that have "
+            'only this rank in common, as mesh["tp"] and mesh["dp"] of one mesh do. Was it sharded '
+            "by an earlier call, or cut over the data parallel dimension?"
         )
     advice = 'make one mesh, as init_mesh(dp=2, tp=2), and use mesh["tp"] and mesh["dp"] of it'
     if other.mesh_dim_names is None or mesh.mesh_dim_names is None:
         raise ValueError(
-            f"{where}: it lies on {other}, and is to be sharded over {mesh}; expected dimensions "
-            f"with names on both: {advice}"
+            f"{where}: it is on {other}, and is to be sharded over {mesh}; expected both to have "
+            f"named dimensions: {advice}"
         )
     try:
         dtensor.join_meshes([mesh, other])
     except RuntimeError as error:
         raise ValueError(
-            f"{where}: it lies on {other}, which is not a slice of the mesh that the one to shard "
-            f"over is a slice of, {mesh}; {advice}"
+            f"{where}: it is on {other}, and is to be sharded over {mesh}; expected two slices of "
+            f"one mesh: {advice}"
         ) from error

@@ -1,9 +1,4 @@
-"""What a user may switch while training: methods of a sharded module.
-
-What carries a group's bytes: methods of a sharded module.
-
-``FSDPModule``: what a module becomes under ``fully_shard``.
-"""
+"""``FSDPModule``: the methods of a sharded module, and how a module gets them."""
 
 from __future__ import annotations
 
@@ -31,13 +26,13 @@ from shardwise.transport.peers import new_group
 
 
 class UnshardHandle(TorchUnshardHandle):
-    """An unshard under way; see :meth:`FSDPModule.unshard`."""
+    """A running all-gather; see :meth:`FSDPModule.unshard`."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = list(groups)
 
     def wait(self) -> None:
-        """Wait until the modules hold full parameters. A second wait does nothing.
+        """Wait until the modules hold full parameters. A second call does nothing.
 
         Raises:
             PeerLostError: a peer died or stalled.
@@ -55,15 +50,16 @@ else:
 
 
 class FSDPModule(_Sharded):
-    """What a module becomes under :func:`~shardwise.fully_shard`.
+    """The class of a module after :func:`~shardwise.fully_shard`.
 
-    Its class is made anew from this one and its original class, so ``isinstance`` holds for both,
-    and for torch's ``FSDPModule``, by which other libraries recognize sharded modules. Names and
-    meanings of the methods are torch's.
+    The new class of a module has this class and its original one as bases. So ``isinstance`` holds
+    for both, and for torch's ``FSDPModule``, by which other libraries recognize sharded modules.
+    The methods have torch's names and meanings (``torch.distributed.fsdp.FSDPModule``), and
+    :meth:`keep_unsharded` is new.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an object of the original class: indexing a sharded container makes plain ones."""
+        """Make an object of the original class, as indexing a sharded container does."""
         original = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
         made = original.__new__(original, *args, **kwargs)
         if _initialize_new:
@@ -71,10 +67,10 @@ class FSDPModule(_Sharded):
         return made
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's own group, not those nested in it.
+        """Gather the group of this module, but not those of nested modules.
 
         Args:
-            async_op: return at once, with a handle to wait on; forward waits by itself too.
+            async_op: return at once, with a handle to wait for. Forward also waits by itself.
 
         Returns:
             The handle if ``async_op``, else ``None``.
@@ -86,7 +82,7 @@ class FSDPModule(_Sharded):
         state = require_state(self)
         for group in state.groups:
             if state.is_root is None:
-                group.refresh()  # no forward has, and parameters may have been replaced
+                group.refresh()  # no forward has done so, and parameters may have been replaced
             group.unshard_for_user()
         groups = state.groups
         handle = UnshardHandle(groups)
@@ -96,9 +92,9 @@ class FSDPModule(_Sharded):
         return None
 
     def reshard(self) -> None:
-        """Free the full parameters of this module's own group; it holds the shards again.
+        """Free the full parameters of this module's group. It holds the shards again.
 
-        In the module's own forward, this does nothing where they are kept after forward.
+        During the module's own forward, this does nothing if they are to be kept after forward.
         """
         state = require_state(self)
         for group in state.groups:
@@ -106,18 +102,19 @@ class FSDPModule(_Sharded):
                 group.reshard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; also where modules hold full parameters, between forward and backward.
+        """Clear the gradients, also between forward and backward.
 
-        Gradients that were accumulated without synchronization are dropped, too.
+        This includes gradients that were accumulated without synchronization.
         """
         super(TorchFSDPModule, self).zero_grad(set_to_none)
         for group in groups_of(self, recurse=True):
             group.zero_grad(set_to_none=set_to_none)
 
     def reset_iter_state(self) -> None:
-        """Make the model able to train again after an exception in forward or backward.
+        """Reset the model after an exception in forward or backward, so that it can train again.
 
-        Gradients of the failed step are lost, those accumulated without synchronization too.
+        The gradients of the failed step are lost, including those accumulated without
+        synchronization.
 
         Raises:
             RuntimeError: this module is not the root.
@@ -131,11 +128,11 @@ class FSDPModule(_Sharded):
         state.root.reset()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As of any module: the sharded ones between steps, full ones where those are registered.
+        """The parameters that the modules hold: sharded ones between steps, full ones within.
 
-        Inside a step that accumulates full parameters (``set_is_last_backward(False)`` and
-        ``set_reshard_after_backward(False)``), always those that forward ran with. Pipelines that
-        split backward look them up in its graph, where sharded ones are not.
+        In a step that accumulates gradients of full parameters (``set_is_last_backward(False)`` and
+        ``set_reshard_after_backward(False)``), these are always the full parameters that forward
+        used. Pipelines that split backward look for them in the autograd graph.
         """
         found = super(TorchFSDPModule, self).parameters(recurse)
         if require_state(self).root.is_last_backward:
@@ -162,7 +159,7 @@ class FSDPModule(_Sharded):
                 f"{type(reshard_after_forward).__name__} {reshard_after_forward!r}"
             )
         for state in states_of(self, recurse):
-            state.settle_reshard_after_forward(reshard_after_forward)
+            state.set_reshard_after_forward(reshard_after_forward)
             for group in state.groups:
                 if group.state is GroupState.SHARDED_POST_FORWARD:
                     group.reshard()
@@ -171,7 +168,7 @@ class FSDPModule(_Sharded):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether parameters are freed after backward; keeping them saves a gather."""
+        """Set whether parameters are freed after backward. Keeping them saves an all-gather."""
         for group in groups_of(self, recurse):
             group.options.reshard_after_backward = reshard_after_backward
 
@@ -179,17 +176,17 @@ class FSDPModule(_Sharded):
     def keep_unsharded(self, recurse: bool = True) -> Iterator[None]:
         """Gather parameters once, and keep them unsharded until the end of the ``with`` block.
 
-        For loops of forwards without a backward (evaluating, generating), which gather again in
-        every forward otherwise. It takes the memory of the unsharded model. Inside, parameters
-        must not be written to; a forward after such a write raises where it is seen (writes by way
-        of ``.data``, or of ``torch._foreach_mul_`` and the like, are not). A backward frees
-        parameters as elsewhere. All ranks enter and leave.
+        Use it for loops of forwards without a backward (evaluation, generation), which would
+        otherwise gather in every forward. It needs the memory of the unsharded model. Do not write
+        to parameters inside: a forward after a visible write raises, but writes through ``.data``
+        or ``torch._foreach_mul_`` and the like are not visible. A backward frees parameters as
+        usual. All ranks enter and leave.
 
         Args:
-            recurse: those of sharded modules inside this one, too.
+            recurse: include the sharded modules inside this one.
 
         Raises:
-            MisuseError: in a forward, parameters were written to since they were gathered.
+            MisuseError: raised by a forward if parameters were written to since they were gathered.
             PeerLostError: a peer died or stalled.
         """
         groups = list(groups_of(self, recurse))
@@ -211,15 +208,15 @@ class FSDPModule(_Sharded):
                     group.reshard()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward needs this module's own parameters (an embedding does not)."""
+        """Set whether backward needs this module's parameters (an embedding's does not)."""
         for group in groups_of(self, recurse=False):
             group.options.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Unshard ``modules`` when this module's forward begins.
 
-        By default forward gathers nothing ahead. What is written to the parameters of ``modules``
-        after that, and before their own forward, is missed.
+        By default, forward does not prefetch. A write to the parameters of ``modules`` between
+        their prefetch and their own forward is missed.
 
         Raises:
             ValueError: one of ``modules`` is not sharded by Shardwise.
@@ -227,7 +224,7 @@ class FSDPModule(_Sharded):
         require_state(self).forward_prefetch = [require_state(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """Unshard ``modules`` when this module's backward begins, instead of the one expected.
+        """Unshard ``modules`` when this module's backward begins, instead of the module before it.
 
         Raises:
             ValueError: one of ``modules`` is not sharded by Shardwise.
@@ -239,10 +236,10 @@ class FSDPModule(_Sharded):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether backward reduces gradients, for accumulation without communication.
+        """Set whether backward reduces gradients; without it, they accumulate on each rank.
 
-        Until the next backward with synchronization, every rank keeps full gradients of the group,
-        in the reduction dtype.
+        Until the next backward with synchronization, every rank keeps the full gradients of the
+        group, in the reduction dtype.
         """
         for group in groups_of(self, recurse):
             group.options.requires_gradient_sync = requires_gradient_sync
@@ -251,7 +248,7 @@ class FSDPModule(_Sharded):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward also reduces over the replicate dimension of a 2-D mesh.
 
-        Without it gradients are reduce-scattered and added up until the next backward with it.
+        Without it, gradients are reduce-scattered and accumulated until the next backward with it.
         """
         for group in groups_of(self, recurse):
             group.options.requires_all_reduce = requires_all_reduce
@@ -261,9 +258,7 @@ class FSDPModule(_Sharded):
         require_state(self).root.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide the sum of gradients by ``factor`` instead of the number of ranks.
-
-        ``None`` goes back to the number of ranks.
+        """Divide the sum of gradients by ``factor``, or (``None``) by the number of ranks.
 
         Raises:
             ValueError: ``factor`` is not positive.
@@ -275,21 +270,21 @@ class FSDPModule(_Sharded):
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of :meth:`set_gradient_divide_factor`."""
+        """Call :meth:`set_gradient_divide_factor`, the newer name of this method."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether the ranks only ever add gradients, and the division comes afterwards."""
+        """Set whether collectives only add gradients, which are then divided afterwards."""
         for group in groups_of(self, recurse=False):
             group.options.force_sum_reduction = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether parameters that a backward did not reach are reduced as zeros.
+        """Set whether gradients of parameters that a backward did not reach are reduced as zeros.
 
-        Needed where ranks use different parameters in one step (a mixture of experts, say), which
-        is an error otherwise.
+        Needed if ranks use different parameters in one step (a mixture of experts, say). Otherwise
+        that is an error.
         """
         for group in groups_of(self, recurse):
             group.options.reduce_scatter_unused_params = reduce_scatter_unused_params
@@ -297,12 +292,12 @@ class FSDPModule(_Sharded):
     # -- communication -------------------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Have ``comm`` gather this module's own group, from and into flat buffers that it makes.
+        """Use ``comm`` to gather the group of this module, with flat buffers that it allocates.
 
         Args:
-            comm: has ``allocate(size, *, dtype, device) -> Tensor`` and is called as
-                ``comm(output_tensor, input_tensor, group, async_op)``, where it returns a work to
-                wait for, or ``None`` once the result is there.
+            comm: has ``allocate(size, *, dtype, device) -> Tensor``, and is called as
+                ``comm(output_tensor, input_tensor, group, async_op)``. It returns a work to wait
+                for, or ``None`` if it is done.
         """
         for group in groups_of(self, recurse=False):
             if group.mesh.shards:
@@ -311,7 +306,7 @@ class FSDPModule(_Sharded):
                     group.post_forward.mesh = group.post_forward.mesh.with_all_gather(comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Have ``comm`` reduce-scatter the gradients of this module's own group.
+        """Use ``comm`` to reduce-scatter the gradients of this module's group.
 
         Args:
             comm: as for :meth:`set_custom_all_gather`, called as
@@ -324,11 +319,12 @@ class FSDPModule(_Sharded):
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
     ) -> None:
-        """Call ``hook`` with the reduced gradients of this module's own group, side by side.
+        """Call ``hook`` with the reduced gradients of this module's group.
 
         Args:
-            hook: is given a 1-D tensor in the dtype of the reduction, after the reduce-scatter
-                (and the all-reduce of a 2-D mesh), which it may change in place.
+            hook: called after the reduce-scatter (and the all-reduce of a 2-D mesh) with a 1-D
+                tensor in the dtype of the reduction: the gradients, concatenated. It may change
+                the tensor in place.
             stream: must be ``None``.
 
         Raises:
@@ -341,24 +337,23 @@ class FSDPModule(_Sharded):
                     raise ValueError("set_all_reduce_hook: a 2-D mesh takes no stream")
                 raise NotImplementedError(
                     "set_all_reduce_hook(stream=...): reductions end on the stream that backward "
-                    "runs on; let the hook itself enter another stream, and wait for it"
+                    "runs on; enter another stream inside the hook, and wait for it"
                 )
             group.options.all_reduce_hook = hook
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the first gather of the next forward wait for ``event``, once.
+        """Let the first all-gather of the next forward wait for ``event``, once.
 
-        Nothing runs ahead of the optimizer without it: this only orders further. On CPU devices
-        there is nothing to wait for.
+        Without it, nothing overtakes the optimizer either. On CPUs there is nothing to wait for.
         """
         require_state(self).root.post_optim_event = event
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Set how many groups' full gradients may be on their way at once (by default one).
+        """Set the number of groups whose full gradients may be in reduction at once (default: 1).
 
-        More hide a slow network behind backward, at the cost of that memory.
+        More of them hide a slow network behind backward, and take that much more memory.
 
         Raises:
             TypeError: ``max_input_buffers`` is not an ``int``.
@@ -376,10 +371,10 @@ class FSDPModule(_Sharded):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Set whether gradients are reduced over a process group of their own.
+        """Set whether gradients are reduced over a separate process group.
 
-        On NCCL, collectives of one process group run one after the other; of two, side by side.
-        Every rank of the mesh makes this call.
+        In NCCL, collectives of one process group run one after the other, and those of two groups
+        run concurrently. Every rank of the mesh makes this call.
         """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in groups_of(self, recurse):
@@ -394,7 +389,7 @@ class FSDPModule(_Sharded):
                 group.change_mesh(group.mesh.with_scatter_group(made[ranks]))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Refuse: there are no staging buffers whose memory could come from elsewhere.
+        """Raise an error: there are no staging buffers to allocate.
 
         Raises:
             NotImplementedError: ``enable`` is true.
@@ -407,7 +402,7 @@ class FSDPModule(_Sharded):
             )
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Refuse: there are no staging buffers that could be symmetric memory.
+        """Raise an error: there are no staging buffers that could be symmetric memory.
 
         Raises:
             NotImplementedError: always.
@@ -421,14 +416,14 @@ class FSDPModule(_Sharded):
     # -- inside --------------------------------------------------------------------------------
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Do nothing: here every gather is asynchronous and allocates on the current stream."""
+        """Do nothing: every all-gather is asynchronous and allocates on the current stream."""
 
     def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]
-        """The name under which torch's own code asks for the state."""
+        """The state of the module, under torch's name for it."""
         return require_state(self)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Behind ``to()``, ``cuda()``, ``to_empty()``, ...: they change the shards."""
+        """Apply ``to()``, ``cuda()``, ``to_empty()``, ... to the shards."""
         self.reshard()
         # Past torch's own FSDPModule, which would look for torch's state.
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -439,7 +434,7 @@ class FSDPModule(_Sharded):
     def __deepcopy__(self, memo: dict[Any, Any]) -> FSDPModule:
         """Copy the module with its shards; the copy is sharded over the same mesh.
 
-        Neither reductions under way nor gradients that were not yet reduced are copied.
+        Unreduced gradients are not copied.
         """
         for group in groups_of(self, recurse=True):
             group.reshard()
@@ -458,13 +453,13 @@ _initialize_new = True
 
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:
-    """The classes made so far: from a module's original class to what it became."""
+    """The classes made so far, by the original class of the module."""
     return _CLASSES
 
 
 @contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Inside, constructing the class of a sharded module makes an object without ``__init__``."""
+    """Inside, constructing the class of a sharded module does not call ``__init__``."""
     global _initialize_new
     before, _initialize_new = _initialize_new, False
     try:
@@ -474,10 +469,10 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
 
 
 def fsdp_class_of(original: type[nn.Module]) -> type:
-    """The class that is both ``original`` and :class:`FSDPModule`.
+    """The subclass of both ``original`` and :class:`FSDPModule`.
 
     Raises:
-        TypeError: ``original`` refuses to have subclasses.
+        TypeError: ``original`` does not allow subclasses.
     """
     if original not in _CLASSES:
         _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
@@ -485,7 +480,7 @@ def fsdp_class_of(original: type[nn.Module]) -> type:
 
 
 def become_fsdp_module(module: nn.Module) -> None:
-    """Give ``module`` a class that is both its own and :class:`FSDPModule`."""
+    """Make ``module`` an instance of :class:`FSDPModule`, too."""
     module.__class__ = fsdp_class_of(type(module))
 
 
@@ -505,7 +500,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if method is None:
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
 
-    # A copy of the module takes this along: it shall run on the copy.
+    # A copy of the module copies this method, which then has to run on the copy.
     own = getattr(method, "__self__", None) is module
 
     @functools.wraps(method)
@@ -517,10 +512,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
-    """Let several roots (the chunks of a pipeline stage, say) share what carries their bytes.
+    """Accept several roots (the chunks of a pipeline stage, say) that would share communication.
 
-    Transports belong to process groups here, so roots over the same ranks share them without
-    this call.
+    Nothing needs to be done: roots over the same ranks already share their transports.
 
     Raises:
         ValueError: one of ``modules`` is not sharded by Shardwise.

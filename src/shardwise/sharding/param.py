@@ -1,7 +1,6 @@
-"""The sharded form of a parameter: the ``DTensor`` that optimizers and state dicts see.
+"""A sharded parameter: the ``DTensor`` that optimizers and state dicts see.
 
-There is one for every parameter, also where the parameter is tied across groups: every place where
-it is registered then holds the same object.
+A parameter that is tied across groups has one sharded form, which all its modules hold.
 """
 
 from __future__ import annotations
@@ -22,35 +21,36 @@ from shardwise._torch import autograd, dtensor, fsdp
 from shardwise.sharding.placement import Place
 from shardwise.sharding.policy import Offload
 
-#: Under this key a deepcopy's memo holds the modules that are being copied.
+#: The key under which the memo of a deepcopy holds the modules that are being copied.
 COPIED = "shardwise: the modules being copied"
 
 
 @dataclass(frozen=True)
 class ParamOwner:
-    """A place where a parameter is registered: ``module.<name>``."""
+    """A module and the name under which it holds a parameter."""
 
     module: nn.Module
     name: str
 
     @property
     def registered(self) -> nn.Parameter:
-        """The parameter that is there now."""
+        """The parameter that the module holds now."""
         return fsdp.parameter_of(self.module, self.name)
 
     def holds(self, parameter: nn.Parameter | None) -> bool:
-        """Whether ``parameter`` is the one that is there now."""
+        """Whether the module holds ``parameter`` now."""
         return fsdp.holds_parameter(self.module, self.name, parameter)
 
     def register(self, parameter: nn.Parameter) -> None:
-        """Put ``parameter`` there."""
+        """Put ``parameter`` into the module."""
         fsdp.register_parameter(self.module, self.name, parameter)
 
 
 class _Steps:
-    """Counts the steps of optimizers on sharded parameters.
+    """Counts optimizer steps on sharded parameters.
 
-    Some write to many tensors at once past autograd's sight, which counts other writes.
+    Autograd counts writes to a tensor, but not those of optimizers that update many tensors by one
+    fused operation.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class _Steps:
         self._is_registered = False
 
     def watch(self, form: ShardedParam) -> None:
-        """Count in ``form.steps`` the steps of optimizers that have its parameter."""
+        """Count the steps of optimizers that hold the parameter of ``form``, in ``form.steps``."""
         self._forms[id(form.parameter)] = form
         if not self._is_registered:
             self._is_registered = True
@@ -76,25 +76,25 @@ _steps = _Steps()
 
 
 class ShardedParam:
-    """This rank's rows of a parameter, as a ``DTensor`` parameter.
+    """This rank's shard of a parameter, as a ``DTensor`` parameter.
 
     Args:
-        param: the original parameter: plain, or a ``DTensor`` that tensor parallelism left.
+        param: the original parameter: plain, or a ``DTensor`` made by tensor parallelism.
         fqn: its fully qualified name.
-        place: over which mesh it is sharded, and how it is cut.
-        offload: where the rows live.
+        place: the mesh that it is sharded over, and how it is cut.
+        offload: where the shard is stored.
 
     Attributes:
         parameter: the ``DTensor`` parameter.
-        mesh: over which it is sharded.
+        mesh: the mesh that it is sharded over.
         spec: its mesh, placements and global shape.
-        origin: those of the original parameter, where that was a ``DTensor``.
-        layout: how what this rank had of the original is cut.
-        owners: every place, in any group, where the parameter is registered.
+        origin: the spec of the original parameter, if that was a ``DTensor``.
+        layout: how this rank's part of the original is cut.
+        owners: the modules, of all groups, that hold the parameter.
         users: a :class:`GroupParam` for each group that has the parameter.
-        steps: of optimizers that have the parameter, so far.
-        lent: the whole parameter that a user holds for now, if one does.
-        offload: where the rows live; it knows which gradients are on their way there.
+        steps: the number of optimizer steps on the parameter so far.
+        summoned: the full parameter that the user holds inside ``summon_full_params``, if any.
+        offload: where the shard is stored.
     """
 
     def __init__(self, param: nn.Parameter, fqn: str, place: Place, offload: Offload) -> None:
@@ -104,23 +104,23 @@ class ShardedParam:
         self.users: list[Any] = []
         self._groups = 0
         self.steps = 0
-        # Whether the gradient of a tied parameter is of the backward that now runs alone.
+        # Whether the gradient of a tied parameter comes from the running backward alone.
         self._grad_is_new = False
         self.summoned: nn.Parameter | None = None
         self.offload = offload
-        whole = dtensor.local_of(param) if isinstance(param, DTensor) else param.detach()
+        full = dtensor.local_of(param) if isinstance(param, DTensor) else param.detach()
         self.origin = dtensor.spec_of(param) if isinstance(param, DTensor) else None
         self.layout = place.layout
         self.spec = place.spec
         with torch.no_grad():
             self.parameter = nn.Parameter(
-                dtensor.wrap_local(self._copy_of_shard(whole), self.spec),
+                dtensor.wrap_local(self._copy_of_shard(full), self.spec),
                 requires_grad=param.requires_grad,
             )
         _steps.watch(self)
 
     def copy_parameter(self, memo: dict[Any, Any]) -> None:
-        """Enter a copy of the parameter, on the same mesh and without gradient, into ``memo``."""
+        """Put a copy of the parameter, on the same mesh and without gradient, into ``memo``."""
         if id(self.parameter) not in memo:
             with torch.no_grad():
                 copied = dtensor.wrap_local(self.local.clone(), self.spec)
@@ -142,45 +142,45 @@ class ShardedParam:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's rows."""
+        """This rank's shard."""
         return dtensor.local_of(self.parameter)
 
     @property
     def is_tied(self) -> bool:
-        """Whether several groups have the parameter, each with a part of its gradient."""
+        """Whether several groups have the parameter, each with its part of the gradient."""
         return self._groups > 1
 
     def add_owners(self, owners: Sequence[ParamOwner]) -> None:
-        """Note the places of the parameter in one more group, and put it there."""
+        """Add the modules of one more group that hold the parameter, and register it there."""
         self._groups += 1
         self.owners += owners
         for owner in owners:
             owner.register(self.parameter)
 
     def take_over(self, owner: ParamOwner) -> None:
-        """Take over what ``owner`` holds now, after ``to()``, ``to_empty()`` or a state dict.
+        """Adopt the parameter that ``owner`` holds after ``to()``, ``to_empty()`` or a state dict.
 
         Raises:
-            ValueError: it is no ``DTensor`` of the same global shape and placements. The
-                parameter of before is registered again then.
+            ValueError: it is not a ``DTensor`` of the same global shape and placements. The old
+                parameter is registered again.
         """
         found = owner.registered
         if found is not self.parameter:
-            owner.register(self.parameter)  # what was refused shall not stay
+            owner.register(self.parameter)  # stays if the check raises
             self._check_replacement(found)
             if owner != self.owners[0]:
                 raise ValueError(
                     f"{self.fqn} on rank {dist.get_rank()}: {owner.name!r} of a "
-                    f"{type(owner.module).__name__} was tied to it, and is another parameter now, "
+                    f"{type(owner.module).__name__} was tied to it, but is another parameter now, "
                     "as after load_state_dict(assign=True). Tie them again "
                     "(one.weight = other.weight), or load without assign"
                 )
             owner.register(found)
-            self.parameter = found  # the other places where it is tied have to follow
+            self.parameter = found  # the other modules that it is tied to have to follow
             _steps.watch(self)
         local = self.offload.place(self.local)
         if not (dtensor.is_wrapper(local) or local.is_meta or local.is_contiguous()):
-            # Put into another memory format. Rows travel one after the other.
+            # It has another memory format. Collectives send rows one after the other.
             local = local.contiguous()
         if local is not self.local:
             with torch.no_grad():
@@ -188,9 +188,9 @@ class ShardedParam:
         self.spec = dtensor.spec_of(self.parameter)
 
     def tie_again(self) -> None:
-        """Put the parameter where another one in the same memory is, which a state dict left there.
+        """Tie modules again whose parameters share memory after a state dict was loaded.
 
-        A state dict has a tied parameter once for each name.
+        A state dict holds a tied parameter once for each name.
         """
         for owner in self.owners[1:]:
             if not (owner.holds(self.parameter) or owner.holds(None)):
@@ -205,17 +205,17 @@ class ShardedParam:
         return mine.data_ptr() == theirs.data_ptr() and mine.shape == theirs.shape
 
     def empty_full(self, device: torch.device) -> nn.Parameter:
-        """An uninitialized parameter such as the original was, on ``device``."""
+        """Make an uninitialized parameter like the original one, on ``device``."""
         dtype = self.parameter.dtype
-        whole = torch.empty(self.layout.shape, dtype=dtype, device=device)
+        full = torch.empty(self.layout.shape, dtype=dtype, device=device)
         if self.origin is not None:
-            whole = dtensor.wrap_local(whole, dtensor.with_dtype(self.origin, dtype))
-        return nn.Parameter(whole, requires_grad=self.parameter.requires_grad)
+            full = dtensor.wrap_local(full, dtensor.with_dtype(self.origin, dtype))
+        return nn.Parameter(full, requires_grad=self.parameter.requires_grad)
 
-    def materialize(self, whole: torch.Tensor) -> None:
-        """Fill a shard that is on the meta device from ``whole``, as the original was."""
+    def materialize(self, full: torch.Tensor) -> None:
+        """Replace a shard on the meta device by this rank's part of ``full``."""
         with torch.no_grad():
-            local = dtensor.plain(whole)
+            local = dtensor.plain(full)
             shard = self._copy_of_shard(local)
             made = nn.Parameter(
                 dtensor.wrap_local(shard, self.spec), requires_grad=self.parameter.requires_grad
@@ -223,9 +223,11 @@ class ShardedParam:
         self._register_everywhere(made)
 
     def add_grad(self, shard: torch.Tensor) -> None:
-        """Add a reduced gradient (1-D, at least this rank's elements) to the parameter's.
+        """Add a reduced gradient to the gradient of the parameter.
 
-        It may have another dtype than the parameter: then so has the parameter's gradient.
+        Args:
+            shard: 1-D, at least as many elements as this rank's shard; the rest is padding. If its
+                dtype is not the parameter's, the gradient of the parameter gets that dtype, too.
         """
         own = self.local
         local = (shard if shard.numel() == own.numel() else shard[: own.numel()]).view(own.shape)
@@ -239,15 +241,15 @@ class ShardedParam:
             spec = dtensor.with_dtype(self.spec, local.dtype)
             self.parameter.grad = dtensor.wrap_local(local, spec)
         else:
-            self.offload.wait()  # what another group made of it may be on its way there
+            self.offload.wait()  # another group's part may still be on its way to the host
             into = dtensor.local_of(grad)
             into += local.to(into.device)
 
     def _through_hooks(self, local: torch.Tensor) -> torch.Tensor:
-        """What hooks of ``register_hook`` make of a gradient.
+        """Pass a gradient through the hooks of ``Tensor.register_hook``.
 
         Raises:
-            TypeError: one returned something else than a gradient like the one that it was given.
+            TypeError: a hook did not return a gradient with the placements of its argument.
         """
         hooks = autograd.grad_hooks(self.parameter)
         if not hooks:
@@ -267,9 +269,9 @@ class ShardedParam:
         return dtensor.wait_tensor(dtensor.local_of(grad))
 
     def end_backward(self) -> None:
-        """Settle what several groups, or several passes of one, have made of the gradient.
+        """Complete a gradient to which several groups, or several passes of one, have added.
 
-        A tied parameter that was frozen in between gets none, as where it has one gradient.
+        A tied parameter that was frozen during the backward gets none, as in unsharded training.
         """
         if self._grad_is_new and not self.parameter.requires_grad:
             self.parameter.grad = None
@@ -277,14 +279,14 @@ class ShardedParam:
         self.run_hooks()
 
     def run_hooks(self) -> None:
-        """Run what a user registered to follow the gradient (an optimizer in backward, say)."""
+        """Run the user's post-accumulate-grad hooks, such as an optimizer in backward."""
         if self.parameter.grad is not None:
             autograd.run_post_accumulate_hooks(self.parameter)
 
-    def _copy_of_shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows in memory of their own, so that the whole can be freed."""
-        rows = self.layout.cut(whole.detach(), self.mesh.shard.rank)
-        # Subclasses of others have this operator, seldom empty_like.
+    def _copy_of_shard(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's shard in its own memory, so that ``full`` can be freed."""
+        rows = self.layout.cut(full.detach(), self.mesh.shard.rank)
+        # Tensor subclasses usually implement clone(), and rarely empty_like().
         shard = rows.clone(memory_format=torch.contiguous_format)
         return self.offload.place(shard)
 
@@ -311,7 +313,7 @@ class ShardedParam:
 
 
 def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[ParamOwner]:
-    """The owners in a copied module; those outside of it stay behind."""
+    """The owners among the copied modules; others are left out."""
     copied = memo[COPIED]
     return [
         ParamOwner(copy.deepcopy(owner.module, memo), owner.name)

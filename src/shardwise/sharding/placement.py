@@ -1,4 +1,4 @@
-"""Where a sharded parameter lies: the mesh and the placements of its ``DTensor``."""
+"""The placement of a sharded parameter: the mesh and the placements of its ``DTensor``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shardwise.sharding.mesh import DataMesh
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter is to lie.
+    """Where the shards of a parameter will be.
 
     Attributes:
-        mesh: over which it is sharded.
-        layout: how what this rank has of the original is cut.
-        spec: mesh, placements and global shape of its sharded form.
+        mesh: the ranks that it is sharded over.
+        layout: how this rank's part of the original is cut.
+        spec: mesh, placements and global shape of the sharded parameter.
     """
 
     mesh: DataMesh
@@ -31,22 +31,28 @@ class Place:
 
     @classmethod
     def of(cls, param: torch.Tensor, fqn: str, mesh: DataMesh, wanted: Shard | None) -> Place:
-        """Decide it, as :func:`dim_to_shard` and :func:`sharded_spec` do; changes nothing."""
+        """Choose the place of ``param``, without changing it.
+
+        See :func:`dim_to_shard` and :func:`sharded_spec`.
+        """
         shape = dtensor.plain(param).shape
         layout = Layout(shape, dim_to_shard(param, mesh, wanted), mesh.shard.world_size)
         return cls(mesh, layout, sharded_spec(param, fqn, mesh, layout))
 
 
 def dim_to_shard(param: torch.Tensor, mesh: DataMesh, wanted: Shard | None) -> int | None:
-    """Along which dimension to cut ``param`` over ``mesh``; ``None``: every rank holds it whole.
+    """Choose the dimension of ``param`` to cut over ``mesh``.
 
-    By default the first one that :func:`can_shard` allows. That is dimension 0, but for uneven
-    parts that tensor parallelism left, which torch could not find again by the placements.
+    By default that is the first dimension that :func:`can_shard` allows: dimension 0, except for
+    uneven parts that tensor parallelism left, which no placement could describe.
 
     Args:
         param: a plain tensor, or a ``DTensor`` that tensor parallelism left.
-        mesh: over which to shard it.
-        wanted: what the user asked for, if anything.
+        mesh: the ranks to shard over.
+        wanted: the user's choice, if there is one.
+
+    Returns:
+        The dimension, or ``None`` if every rank keeps the full tensor.
     """
     if param.ndim == 0 or not mesh.shards:
         return None
@@ -56,28 +62,29 @@ def dim_to_shard(param: torch.Tensor, mesh: DataMesh, wanted: Shard | None) -> i
 
 
 def can_shard(param: torch.Tensor, mesh: DataMesh, dim: int) -> bool:
-    """Whether placements can say who holds which rows, once ``param`` is cut along ``dim``."""
+    """Whether placements can say which rank holds which rows of ``param``, cut along ``dim``."""
     if not isinstance(param, DTensor):
         return True
     origin = dtensor.spec_of(param)
     first = 0
-    if mesh.whole is not None and mesh.dims is not None:
-        names = mesh.whole.mesh_dim_names or ()
+    if mesh.outer is not None and mesh.dims is not None:
+        names = mesh.outer.mesh_dim_names or ()
         first = max((names.index(name) + 1 for name in mesh.dims.shard_names), default=0)
     sizes = _cuts_before(dim, origin.placements, origin.mesh, first)
     pieces, rows = math.prod(sizes), param.shape[dim]
     if rows % pieces == 0:
         return True
-    return len(sizes) == 1 and can_be_told(rows, pieces, mesh.shard.world_size)
+    return len(sizes) == 1 and is_describable(rows, pieces, mesh.shard.world_size)
 
 
-def can_be_told(rows: int, pieces: int, ranks: int) -> bool:
-    """Whether placements can say who holds which of ``rows``, in ``pieces`` that ``ranks`` shard.
+def is_describable(rows: int, pieces: int, ranks: int) -> bool:
+    """Whether placements can describe ``rows`` cut into ``pieces``, each sharded over ``ranks``.
 
-    They say of each of the ranks that shard which rows it holds together with its tensor parallel
-    peers, and that those peers cut these rows as ``torch.chunk`` does. Nine rows over two ranks of
-    tensor parallelism are 5 and 4, of which four that shard hold 2 2 1 0 and 1 1 1 1: the last have
-    no row and one row, where ``torch.chunk`` makes one and none.
+    Placements say which rows a data parallel rank holds together with its tensor parallel peers,
+    and imply that these peers cut them as ``torch.chunk`` does. Example: tensor parallelism over
+    two ranks cuts nine rows into 5 and 4. Four data parallel ranks then hold 2 2 1 0 of the first
+    piece and 1 1 1 1 of the second. So the last data parallel rank has 0 and 1 rows, but
+    ``torch.chunk`` would cut its one row into 1 and 0.
     """
     by_piece = [_lengths(left, ranks) for left in _lengths(rows, pieces)]
     by_rank = (list(held) for held in zip(*by_piece, strict=True))
@@ -93,45 +100,45 @@ def _lengths(rows: int, ranks: int) -> list[int]:
 def sharded_spec(
     param: torch.Tensor, fqn: str, mesh: DataMesh, layout: Layout
 ) -> dtensor.DTensorSpec:
-    """Mesh, placements and global shape of ``param`` once it is sharded over ``mesh``.
+    """The mesh, placements and global shape of ``param`` sharded over ``mesh``.
 
-    Three kinds of parameters come here:
+    There are three kinds of parameters:
 
-    - a plain tensor: it lies on the data parallel mesh;
-    - a ``DTensor`` on a tensor parallel mesh beside the data parallel one: it lies on both, data
-      parallel first, and is cut along the same dimension by tensor parallelism first
-      (``_StridedShard`` says so);
-    - a ``DTensor`` on one mesh of which some dimensions are data parallel (``dp_mesh_dims``):
-      those dimensions, which replicated it, shard it now.
+    - A plain tensor is placed on the data parallel mesh.
+    - A ``DTensor`` on a tensor parallel mesh beside the data parallel one is placed on both, data
+      parallel first. If both cut the same dimension, tensor parallelism cut it first, which
+      ``_StridedShard`` expresses.
+    - A ``DTensor`` on one mesh that includes the data parallel dimensions (``dp_mesh_dims``): those
+      dimensions replicated it before, and shard it now.
 
     Raises:
-        ValueError: ``dp_mesh_dims`` was given and ``param`` does not lie on that mesh, or its data
-            parallel dimensions do not replicate it.
+        ValueError: ``dp_mesh_dims`` was given, and ``param`` is not on that mesh or is not
+            replicated over its data parallel dimensions.
     """
     own = mesh.placements(layout.dim)
     if not isinstance(param, DTensor):
-        if mesh.whole is not None:
+        if mesh.outer is not None:
             raise ValueError(
                 f"{fqn} is a plain tensor of shape {tuple(param.shape)} on rank "
                 f"{dist.get_rank()}; with dp_mesh_dims every parameter has to be a DTensor on the "
-                "whole mesh. Use distribute_module first"
+                "full mesh. Use distribute_module first"
             )
         strides = torch.empty(param.shape, device="meta").stride()
         return dtensor.make_spec(mesh.mesh, own, param.shape, strides, param.dtype)
     origin = dtensor.spec_of(param)
-    if mesh.whole is None:
+    if mesh.outer is None:
         strided = [_after(each, origin.placements, origin.mesh, 0) for each in own]
         joined = dtensor.join_meshes([mesh.mesh, origin.mesh])
         placements: tuple[Placement, ...] = (*strided, *origin.placements)
     else:
-        joined, placements = _on_whole_mesh(origin, fqn, mesh, layout)
+        joined, placements = _on_outer_mesh(origin, fqn, mesh, layout)
     return dtensor.make_spec(joined, placements, param.shape, param.stride(), param.dtype)
 
 
 def _after(
     placement: Placement, others: tuple[Placement, ...], mesh: DeviceMesh, first: int
 ) -> Placement:
-    """``placement`` where mesh dimensions from ``first`` on have cut the tensor before."""
+    """``placement``, if mesh dimensions from ``first`` on have already cut the tensor."""
     if not isinstance(placement, Shard):
         return placement
     pieces = math.prod(_cuts_before(placement.dim, others, mesh, first))
@@ -141,7 +148,7 @@ def _after(
 def _cuts_before(
     dim: int, others: tuple[Placement, ...], mesh: DeviceMesh, first: int
 ) -> list[int]:
-    """Into how many pieces each mesh dimension from ``first`` on has cut a tensor along ``dim``."""
+    """The number of pieces into which each mesh dimension from ``first`` on cut ``dim``."""
     return [
         mesh.size(i)
         for i, other in enumerate(others)
@@ -149,18 +156,18 @@ def _cuts_before(
     ]
 
 
-def _on_whole_mesh(
+def _on_outer_mesh(
     origin: dtensor.DTensorSpec, fqn: str, mesh: DataMesh, layout: Layout
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    whole, dims = mesh.whole, mesh.dims
-    assert whole is not None
+    outer, dims = mesh.outer, mesh.dims
+    assert outer is not None
     assert dims is not None
-    names = whole.mesh_dim_names
+    names = outer.mesh_dim_names
     assert names is not None
-    if origin.mesh != whole:
+    if origin.mesh != outer:
         raise ValueError(
-            f"{fqn} on rank {dist.get_rank()}: with dp_mesh_dims parameters have to lie on the "
-            f"mesh that fully_shard was given, {whole}, found it on {origin.mesh}. Distribute it "
+            f"{fqn} on rank {dist.get_rank()}: with dp_mesh_dims, expected every parameter on the "
+            f"mesh that fully_shard was given, {outer}, found {origin.mesh}. Distribute it "
             "over that mesh first"
         )
     for name in (*dims.shard_names, *dims.replicate_names):
@@ -175,10 +182,10 @@ def _on_whole_mesh(
     cut: Placement = Replicate() if layout.dim is None else Shard(layout.dim)
     for name in dims.shard_names:
         index = names.index(name)
-        placements[index] = _after(cut, origin.placements, whole, index + 1)
+        placements[index] = _after(cut, origin.placements, outer, index + 1)
     if len(dims.shard_names) <= 1:
-        return whole, tuple(placements)
-    # Several dimensions that shard are one: a DTensor's dimensions would cut one after the other.
+        return outer, tuple(placements)
+    # Several sharding dimensions become one, because those of a DTensor cut one after the other.
     joined: list[DeviceMesh] = []
     result: list[Placement] = []
     for name, placement in zip(names, placements, strict=True):
@@ -186,6 +193,6 @@ def _on_whole_mesh(
             joined.append(mesh.mesh)
             result += [Replicate()] * (mesh.mesh.ndim - 1) + [placement]
         elif name not in (*dims.shard_names, *dims.replicate_names):
-            joined.append(whole[name])
+            joined.append(outer[name])
             result.append(placement)
     return dtensor.join_meshes(joined), tuple(result)

@@ -1,12 +1,4 @@
-"""Dtypes: in which a group computes, in which it reduces, and the casts at module borders.
-
-What a user may switch for one group while training.
-
-Shards that live on the host while computing happens on a device.
-
-On a mesh of CPUs there is nothing to offload: shards are on the host already, and the policy
-changes nothing.
-"""
+"""What a user chooses for a group: dtypes, when things happen, and whether shards are offloaded."""
 
 from __future__ import annotations
 
@@ -25,36 +17,36 @@ from shardwise.sharding.tree import map_tensors
 
 @dataclass(frozen=True)
 class Precision:
-    """A :class:`MixedPrecisionPolicy`, answered parameter by parameter."""
+    """The dtypes of a :class:`MixedPrecisionPolicy`, for each parameter."""
 
     policy: MixedPrecisionPolicy
 
     def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Dtype of the full parameter whose shard has dtype ``stored``."""
+        """The dtype of the full parameter whose shard has the dtype ``stored``."""
         wanted = self.policy.param_dtype
         return stored if wanted is None or not stored.is_floating_point else wanted
 
     def reduce_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Dtype in which gradients of such a parameter are added up and reduced."""
+        """The dtype in which gradients of such a parameter are accumulated and reduced."""
         wanted = self.policy.reduce_dtype
         computed = self.compute_dtype(stored)
         return computed if wanted is None or not computed.is_floating_point else wanted
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Forward inputs, floating-point tensors cast to ``param_dtype`` if the policy says so."""
+        """Cast floating-point forward inputs to ``param_dtype``, if the policy says so."""
         dtype = self.policy.param_dtype
         if dtype is None or not self.policy.cast_forward_inputs:
             return args, kwargs
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
     def cast_outputs(self, output: Any) -> Any:
-        """Forward outputs, floating-point tensors cast to ``output_dtype`` if there is one."""
+        """Cast floating-point forward outputs to ``output_dtype``, if the policy has one."""
         dtype = self.policy.output_dtype
         return output if dtype is None else cast_floating(output, dtype)
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """``tree`` with its real floating-point tensors in ``dtype``."""
+    """Cast the floating-point tensors in ``tree`` to ``dtype``. Complex ones stay as they are."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -62,13 +54,13 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     return map_tensors(cast, tree)
 
 
-#: Called with the reduced gradients of a group side by side, 1-D, before they are divided.
+#: Called with the reduced gradients of a group, concatenated to 1-D, before they are divided.
 AllReduceHook = Callable[[torch.Tensor], object]
 
 
 @dataclass
 class GroupOptions:
-    """Each is described where it is set: at the ``FSDPModule`` method of its name."""
+    """The options of one group. Each is documented at the ``FSDPModule`` method that sets it."""
 
     reshard_after_forward: bool = True
     reshard_after_backward: bool = True
@@ -86,21 +78,21 @@ class GroupOptions:
 
 @dataclass
 class Offload:
-    """Where the shards and sharded gradients of one ``fully_shard`` call live.
+    """Where the shards and sharded gradients of one ``fully_shard`` call are stored.
 
-    The call's parameters and groups have one in common: the copies that the parameters start are
-    those that the groups wait for.
+    On a CPU mesh there is nothing to offload, and the policy changes nothing. The parameters and
+    groups of the call share one object: groups wait for the copies that parameters start.
 
     Attributes:
-        enabled: whether they live on the host, away from ``device``.
-        pin_memory: whether host memory is pinned, so that copies overlap with computing.
-        device: where this rank computes.
+        enabled: whether they are stored on the host, apart from ``device``.
+        pin_memory: whether host memory is pinned, so that copies overlap with compute.
+        device: the device on which this rank computes.
     """
 
     enabled: bool
     pin_memory: bool
     device: torch.device
-    # The last copy to the host on each stream; those before it on that stream end before it.
+    # The last copy to the host on each stream. Earlier ones on that stream end before it.
     _copied: dict[torch.Stream, torch.Event] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -111,32 +103,32 @@ class Offload:
         return cls(enabled, pin, device)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Offload:
-        """Copy for copied modules, which have no gradients on their way."""
+        """Copy for copied modules, whose gradients are not being copied to the host."""
         return dataclasses.replace(self, _copied={})
 
     @property
     def home(self) -> torch.device:
-        """The device that shards live on."""
+        """The device that shards are stored on."""
         return torch.device("cpu") if self.enabled else self.device
 
     def place(self, shard: torch.Tensor) -> torch.Tensor:
-        """``shard`` where it belongs; shards on the meta device stay there."""
+        """Move ``shard`` to where it is stored. Shards on the meta device stay there."""
         if not self.enabled or shard.is_meta:
             return shard
         shard = shard.to(self.home)
         return shard.pin_memory() if self.pin_memory and not shard.is_pinned() else shard
 
     def grad_to_host(self, grad: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
-        """Start the copy of a reduced gradient to the host; :meth:`wait` ends it.
+        """Start to copy a reduced gradient to the host. :meth:`wait` waits for it.
 
-        The copy is awaited at once where a hook on ``sharded`` reads the gradient at once.
+        If ``sharded`` has hooks that read the gradient at once, this waits.
         """
         if not self.enabled:
             return grad
         overlap = self.pin_memory and not autograd.has_post_accumulate_hooks(sharded)
         host = torch.empty_like(grad, device="cpu", pin_memory=self.pin_memory)
-        # The source may be freed right after: its memory is reused on this stream only, behind
-        # the copy.
+        # The source may be freed right away: its memory is reused on this stream only, after the
+        # copy.
         host.copy_(grad, non_blocking=overlap)
         if overlap:
             stream = torch.accelerator.current_stream()
@@ -144,6 +136,6 @@ class Offload:
         return host
 
     def wait(self) -> None:
-        """Block until gradients that are on their way have arrived on the host."""
+        """Block until all gradients have been copied to the host."""
         while self._copied:
             self._copied.popitem()[1].synchronize()

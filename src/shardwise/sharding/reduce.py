@@ -1,12 +1,10 @@
-"""Gradients of one group on their way from full to sharded.
+"""How the gradients of a group get from full to sharded.
 
-A reduction runs behind the backward of the groups that follow, in steps:
+A reduction runs while the backward of the next groups computes, in three steps:
 
     reduce-scatter over the shard dimension        (always; uncut parameters are all-reduced)
     all-reduce over the replicate dimension        (2-D meshes only)
     scale, convert to the stored dtype, add to the sharded gradient
-
-Gradients of a group that are on no way yet: full ones, and those that are reduced in part.
 """
 
 from __future__ import annotations
@@ -26,7 +24,13 @@ from shardwise.transport.base import Label, Reduce, Work
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a sum over ranks becomes the gradient: divide before, reduce, divide after."""
+    """How a sum over ranks becomes the gradient.
+
+    Attributes:
+        before: what to divide by before the reduction.
+        op: the reduction.
+        after: what to divide by after the reduction.
+    """
 
     before: float
     op: Reduce
@@ -40,17 +44,17 @@ class Scaling:
         factor: float | None,
         force_sum: bool = False,
     ) -> Scaling:
-        """The scaling for gradients reduced in ``dtype``.
+        """Choose the scaling for gradients reduced in ``dtype``.
 
         Args:
-            dtype: dtype of the reduction.
-            world_size: ranks that contribute, over all mesh dimensions.
+            dtype: the dtype of the reduction.
+            world_size: the number of contributing ranks, over all mesh dimensions.
             factor: what to divide the sum by; ``None`` means ``world_size``.
-            force_sum: have the ranks add only, and divide afterwards.
+            force_sum: only add during the reduction, and divide afterwards.
         """
         if dtype == torch.float16:
-            # Half of the range goes to each side: dividing by all before the sum underflows,
-            # dividing after it overflows.
+            # Divide half before and half after: all of it before underflows, all of it after
+            # overflows.
             divisor = float(world_size) if factor is None else factor
             before = 1.0
             while before * before < divisor:
@@ -62,16 +66,17 @@ class Scaling:
 
 
 class Reduction:
-    """One group's gradients under way. Constructing it starts the first collective.
+    """A running reduction of one group's gradients. The constructor starts the first collective.
 
     Args:
-        label: of the group.
+        label: the label of the group.
         params: the parameters that have gradients.
-        grads: those, full.
-        mesh: over which to reduce.
-        precision: in which dtypes.
-        options: of the group, as they are now: what is switched later is not for this one.
-        pending_all_reduce: what waits for the all-reduce, to be added to, or to be taken along.
+        grads: their full gradients.
+        mesh: the ranks to reduce over.
+        precision: the dtypes to reduce in.
+        options: the options of the group. Later changes do not affect this reduction.
+        pending_all_reduce: the gradients that wait for an all-reduce. This reduction adds to them,
+            or takes them with it.
     """
 
     def __init__(
@@ -101,18 +106,18 @@ class Reduction:
         self._is_over_replicate = False
         self._hooked = {param.form for param in self._params}
         self._works: list[Work] = []
-        # What the collective reads stays referenced until it has been waited for.
+        # What the collective reads, until it has been waited for.
         self._alive: list[torch.Tensor] = []
-        # The reduced gradients, side by side, by dtype; made only where a hook asks for them.
+        # The reduced gradients, concatenated by dtype; only for an all-reduce hook.
         self._flat: dict[torch.dtype, torch.Tensor] = {}
         with torch.no_grad():
             self._shards = self._start_over_shard(list(grads), dtypes)
 
     @property
     def can_be_left(self) -> bool:
-        """Whether what is under way goes on by itself and holds no more than sharded gradients.
+        """Whether the rest continues by itself, and holds no more memory than sharded gradients.
 
-        Where those live on the host it holds memory of the device, so it is not left there.
+        Not if gradients are offloaded: then it holds memory of the device.
         """
         replicate = self._mesh.replicate
         if replicate is None or not (self._is_over_replicate and replicate.overlaps_compute()):
@@ -120,18 +125,18 @@ class Reduction:
         return all(param.local.device == self._mesh.device for param in self._params)
 
     def leave_hooks(self, forms: Iterable[ShardedParam]) -> None:
-        """Leave hooks on the gradients of ``forms`` to the caller: these gradients may grow."""
+        """Leave the hooks on ``forms`` to the caller, since their gradients may still grow."""
         self._hooked.difference_update(forms)
 
     @property
     def has_hooks(self) -> bool:
-        """Whether hooks follow the gradients as soon as they are there, and may read or write."""
+        """Whether hooks run as soon as the gradients are complete, and may read or write them."""
         return not self.awaits_all_reduce and any(
             autograd.has_post_accumulate_hooks(form.parameter) for form in self._hooked
         )
 
     def advance(self) -> bool:
-        """Wait for the collective under way and start the next, or finish.
+        """Wait for the running collective, and start the next one or finish.
 
         Returns:
             Whether the sharded gradients are complete.
@@ -153,7 +158,7 @@ class Reduction:
         return True
 
     def finish(self) -> None:
-        """Wait for everything that is left."""
+        """Wait until the sharded gradients are complete."""
         while not self.advance():
             pass
 
@@ -208,7 +213,7 @@ class Reduction:
     def _places_for_shards(
         self, dtypes: list[torch.dtype], device: torch.device
     ) -> list[torch.Tensor | None]:
-        """Where reduced gradients arrive: side by side for a hook, else wherever they like."""
+        """The tensors to reduce into: slices of one per dtype for a hook, else ``None``."""
         if self._hook is None or self.awaits_all_reduce:
             return [None] * len(dtypes)
         sizes: dict[torch.dtype, list[int]] = {}
@@ -243,7 +248,7 @@ class PendingAllReduce:
         self._shards: dict[GroupParam, torch.Tensor] = {}
 
     def add(self, param: GroupParam, shard: torch.Tensor) -> None:
-        """Add ``shard`` to what ``param`` has."""
+        """Add ``shard`` to the pending gradient of ``param``."""
         if param in self._shards:
             self._shards[param] += shard
         else:
@@ -253,23 +258,23 @@ class PendingAllReduce:
         return param in self._shards
 
     def take(self, param: GroupParam) -> torch.Tensor | None:
-        """What ``param`` has, once."""
+        """Remove and return the pending gradient of ``param``."""
         return self._shards.pop(param, None)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all pending gradients."""
         self._shards.clear()
 
 
 class UnreducedGrads:
-    """What backwards have left of gradients, until a reduction takes them.
+    """The gradients of a group that wait for a reduction.
 
     Args:
         params: the parameters of the group.
-        precision: in which dtypes gradients add up.
+        precision: the dtypes to accumulate in.
 
     Attributes:
-        pending_all_reduce: those that have been reduced over the shard dimension only.
+        pending_all_reduce: the gradients that were reduced over the shard dimension only.
     """
 
     def __init__(self, params: Sequence[GroupParam], precision: Precision) -> None:
@@ -278,10 +283,10 @@ class UnreducedGrads:
         self._precision = precision
 
     def take(self, options: GroupOptions) -> tuple[list[GroupParam], list[torch.Tensor]]:
-        """Take the full gradients, once; with synchronization off, none: they add up here.
+        """Take the full gradients. With synchronization off, accumulate them here and take none.
 
         Returns:
-            The parameters that have one, or are to have zeros, and those gradients.
+            The parameters that have a gradient, or will get zeros, and those gradients.
         """
         params: list[GroupParam] = []
         grads: list[torch.Tensor] = []
@@ -291,18 +296,18 @@ class UnreducedGrads:
             return params, grads
         for param in self._params:
             grad = param.take_grad()
-            # What earlier backwards reduce-scattered only is completed also where this one adds
-            # none.
+            # Gradients that earlier backwards only reduce-scattered are completed even if this
+            # backward adds nothing.
             completes = options.requires_all_reduce and param in self.pending_all_reduce
             if grad is None and (completes or options.reduce_scatter_unused_params):
-                grad = param.zero_grad(of_frozen=completes)  # frozen since, maybe
+                grad = param.zero_grad(of_frozen=completes)  # it may have been frozen since
             if grad is not None:
                 params.append(param)
                 grads.append(grad)
         return params, grads
 
     def drop(self) -> None:
-        """Forget them all."""
+        """Drop all gradients."""
         self.pending_all_reduce.clear()
         for param in self._params:
             param.accumulated_grad = None

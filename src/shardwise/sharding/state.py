@@ -1,15 +1,6 @@
-"""In which order groups run, and so which one to unshard ahead of time in backward.
+"""What ``fully_shard`` adds to modules, and what all modules of a model share.
 
-Backward follows the reverse of the forward that it belongs to. Every rank runs the same model, so
-every rank looks ahead in the same way and issues its collectives in the same order. Forward does
-not look ahead by itself: what a program writes to the next group before that group's turn would be
-missed.
-
-What all groups under one root share: their order, and the reductions under way.
-
-What one ``fully_shard`` call adds to its modules, and how the outermost call is found.
-
-The outermost module that runs is the root. It is found at its first forward, when all nested calls
+The outermost module that runs is the root. It is known at its first forward, when all nested calls
 have been made.
 """
 
@@ -35,35 +26,40 @@ from shardwise.sharding.states import GroupState, Phase
 
 
 class RunOrder:
-    """The order of groups in forward, and in backward."""
+    """The order in which groups run forward, and the group whose backward comes next.
+
+    Backward runs in the reverse order of its forward. Every rank runs the same model, so every rank
+    prefetches alike and issues its collectives in the same order. Forward does not prefetch by
+    default: it would miss what a program writes to the next group before that group runs.
+    """
 
     def __init__(self) -> None:
-        # Forwards that are over and whose backward has not come, in order, with multiplicity: a
-        # group that ran twice has two backwards.
+        # Finished forwards whose backward has not come yet, in order. A group that ran twice is
+        # in it twice.
         self._finished: list[ParamGroup] = []
         self._positions: dict[ParamGroup, list[int]] = {}
-        # Of those, how many were there when the forward now running began.
+        # The number of those when the running forward began.
         self._finished_before = 0
 
     def begin_forward(self) -> None:
-        """Note that the outermost module's forward begins."""
+        """Note that a forward of the outermost module begins."""
         self._finished_before = len(self._finished)
 
     def abort_forward(self) -> None:
-        """Forget the forward now running: it raised, and no backward follows it."""
+        """Forget the running forward. It raised, so it has no backward."""
         while len(self._finished) > self._finished_before:
             self._positions[self._finished.pop()].pop()
 
     def leave_forward(self, group: ParamGroup) -> None:
-        """Note that ``group``'s forward is over and that its backward may come."""
+        """Note that the forward of ``group`` is over, and that its backward may come."""
         self._positions.setdefault(group, []).append(len(self._finished))
         self._finished.append(group)
 
     def enter_backward(self, group: ParamGroup) -> ParamGroup | None:
-        """Note that ``group`` begins its backward.
+        """Note that the backward of ``group`` begins.
 
         Returns:
-            The group whose backward is expected next.
+            The group whose backward is expected next, if any.
         """
         positions = self._positions.get(group)
         if not positions:
@@ -72,14 +68,14 @@ class RunOrder:
         return self._finished[position - 1] if position > 0 else None
 
     def end_backward(self) -> None:
-        """Forget the forwards whose backward is now over."""
+        """Forget all finished forwards: their backward is over."""
         self._finished.clear()
         self._positions.clear()
         self._finished_before = 0
 
 
 class _End:
-    """Ends a backward of a root, when it is called."""
+    """The callback that ends a backward of a root."""
 
     def __init__(self, root: Root) -> None:
         self._root = root
@@ -89,16 +85,16 @@ class _End:
 
 
 class Root:
-    """Shared by the states of a module tree; belongs to the outermost one that runs.
+    """What all states of a module tree share: their order, and the running reductions.
 
     Attributes:
         states: all states of the tree, in ``named_modules()`` order.
-        forward_root: the state whose forward is the outermost one now running.
-        forward_number: how many outermost forwards have begun.
-        order: order of groups, for prefetching.
+        forward_root: the state whose forward is the outermost one that is running.
+        forward_number: the number of outermost forwards so far.
+        order: the order of groups, for prefetching.
         is_last_backward: whether the end of a backward completes all reductions.
-        post_optim_event: what the first gather of the next forward waits for, instead of all that
-            the current stream holds.
+        post_optim_event: what the first gather of the next forward waits for, instead of all work
+            on the current stream.
     """
 
     def __init__(self) -> None:
@@ -109,16 +105,16 @@ class Root:
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
         self._pending: list[Reduction] = []
-        # Reductions whose all-reduce over replicas goes on while backward computes.
+        # Reductions whose all-reduce over replicas continues while backward computes.
         self._left_alone: list[Reduction] = []
-        # What ends the backward under way. The backward has it; where it raised, nobody does.
+        # The callback that ends the running backward. Autograd holds it, until backward raises.
         self._end: weakref.ref[_End] | None = None
-        # Parameters whose gradient may grow until this backward is over; an optimizer in backward
-        # waits so long.
+        # Parameters whose gradient may grow until the backward is over. An optimizer in backward
+        # waits for that.
         self._growing: dict[ShardedParam, None] = {}
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Root:
-        """A copied model finds its root anew."""
+        """Make a new root: a copied model determines its root at its first forward."""
         return Root()
 
     @property
@@ -127,29 +123,29 @@ class Root:
         return self.states
 
     def begin_forward(self, state: FSDPState) -> None:
-        """The outermost forward begins."""
+        """Begin an outermost forward."""
         self._forget_failed_backward()
         self.forward_root = state
         self.order.begin_forward()
         self.forward_number += 1
 
     def abort_forward(self) -> None:
-        """The outermost forward raised."""
+        """End the outermost forward, which raised."""
         self.forward_root = None
         self.order.abort_forward()
         self._reshard_unused()
 
     def end_forward(self) -> None:
-        """The outermost forward is over."""
+        """End the outermost forward."""
         self.forward_root = None
         self._reshard_unused()
         if not torch.is_grad_enabled():
-            # No backward needs them, and users shall find shards: to step, to freeze, to clear.
+            # No backward needs them, and users expect shards: to step, freeze or clear.
             for group in self._groups():
                 group.reshard_if_stale()
 
     def queue_end_of_backward(self) -> None:
-        """Have :meth:`end_backward` called when the backward that now runs is over."""
+        """Make autograd call :meth:`end_backward` when the running backward is over."""
         self._forget_failed_backward()
         if self._end is None:
             end = _End(self)
@@ -157,19 +153,19 @@ class Root:
             autograd.queue_after_backward(end)
 
     def queue_delivery(self) -> None:
-        """Have gradients complete when the backward that now runs is over.
+        """Make autograd complete the gradients when the running backward is over.
 
-        Unlike :meth:`queue_end_of_backward` this leaves the other groups as they are: theirs is
+        Unlike :meth:`queue_end_of_backward`, this does not touch other groups, whose backward is
         still to come.
         """
         autograd.queue_after_backward(self._deliver_or_reset)
 
     def post_backward(self, group: ParamGroup) -> None:
-        """Start to reduce ``group``'s gradients, and move on those started before.
+        """Start to reduce the gradients of ``group``, after advancing earlier reductions.
 
-        Moving on first bounds what is in flight: the full gradients of one group (or of as many
-        as its ``reduce_scatter_max_input_buffers``), beside those that backward is making. An
-        all-reduce over a network holds shards only: backward does not wait for it.
+        This bounds the memory in flight: the full gradients of one group (or of as many as its
+        ``reduce_scatter_max_input_buffers``) beside those that backward is computing. An all-reduce
+        over replicas holds shards only, so backward need not wait for it.
         """
         group.phase = Phase.REDUCED
         due = max(0, len(self._pending) - (group.options.reduce_scatter_max_input_buffers - 1))
@@ -186,15 +182,15 @@ class Root:
             reduction.leave_hooks(self._growing)
             self._pending.append(reduction)
             if reduction.has_hooks:
-                # An optimizer in backward steps before the backward of what comes next, with the
-                # whole gradient: also with what earlier backwards of the group have under way.
+                # An optimizer in backward steps before the next group's backward, with the
+                # complete gradient. That includes what earlier backwards are still reducing.
                 self._finish_reductions()
 
     def end_backward(self) -> None:
-        """Reduce what no hook has reduced, and complete everything.
+        """Reduce the gradients that no hook has reduced, and complete all reductions.
 
-        What raises here (a hook, a lost peer, Ctrl-C) loses the step's gradients, as anywhere in
-        backward: none of them may reach the next step.
+        An exception here (from a hook, a lost peer, Ctrl-C) loses the gradients of the step, as
+        anywhere in backward: none of them may reach the next step.
         """
         try:
             self._end_backward()
@@ -206,11 +202,11 @@ class Root:
         self._end = None
         for state in self.states:
             if self._is_in_forward(state):
-                continue  # it took a gradient in its forward (forces, say), which goes on
+                continue  # its forward computes a gradient (forces, say), and is still running
             state.modules_to_run.clear()
             for group in reversed(state.groups):
                 if group.phase is not Phase.REDUCED:
-                    # Its forward inputs needed no gradient, so no hook saw its backward end.
+                    # The forward inputs needed no gradient, so no hook saw the backward end.
                     group.passes.end_backward()
                     self.post_backward(group)
                 group.phase = Phase.IDLE
@@ -220,13 +216,13 @@ class Root:
         if self.is_last_backward:
             self._complete()
         else:
-            # What waits for a later all-reduce has to be where that looks for it.
+            # Put what waits for a later all-reduce where that reduction will look for it.
             self._pending = [
                 each for each in self._pending if not (each.awaits_all_reduce and each.advance())
             ]
 
     def reset(self) -> None:
-        """Go back to the state between steps after an exception; that step's gradients are lost."""
+        """Return to the state between steps after an exception. The step's gradients are lost."""
         self._pending.clear()
         self._left_alone.clear()
         self._growing.clear()
@@ -242,29 +238,29 @@ class Root:
                 group.forget()
 
     def _forget_failed_backward(self) -> None:
-        """Reset, if the last backward raised: then what was to end it is gone, and has not run."""
+        """Reset if the last backward raised: its callback is gone without having run."""
         if self._end is not None and self._end() is None:
             self.reset()
 
     def _is_in_forward(self, state: FSDPState) -> bool:
-        """Whether the forward of ``state`` is under way around the backward that now ends."""
+        """Whether the backward that ends now ran inside the forward of ``state``."""
         return self.forward_root is not None and state.phase is Phase.FORWARD
 
     def _groups(self) -> Iterator[ParamGroup]:
         return (group for state in self.states for group in state.groups)
 
     def _move_on(self, reduction: Reduction) -> bool:
-        """Wait for what ``reduction`` has under way, and start its next collective.
+        """Wait for the running collective of ``reduction``, and start its next one.
 
         Returns:
-            Whether it needs no further move: it is complete, or left alone until backward is over.
+            Whether it is complete, or continues by itself until backward is over.
         """
         if reduction.advance():
             return True
         if not reduction.can_be_left:
             return False
         self._left_alone.append(reduction)
-        # No more than one gradient of every group, however many backwards leave theirs.
+        # At most one gradient per group, however many backwards add theirs.
         if len(self._left_alone) > sum(1 for _ in self._groups()):
             self._left_alone.pop(0).finish()
         return True
@@ -301,14 +297,14 @@ class Root:
             for group in state.groups:
                 asked = group.options.reshard_after_backward and not group.options.keep_unsharded
                 if group.state is GroupState.SHARDED or (asked and not self._is_in_forward(state)):
-                    # Frees what a backward that did not come was to use, and what a forward in a
-                    # hook of this backward has left.
+                    # Frees parameters for a backward that did not come, and those that a forward
+                    # in a hook of this backward left.
                     group.reshard()
         self._reshard_unused()
         self.order.end_backward()
 
     def _reshard_unused(self) -> None:
-        """Free groups that were unsharded ahead of time and then did not run."""
+        """Free groups that were prefetched and then did not run."""
         for state in self.states:
             for group in state.groups:
                 if group.state is GroupState.UNSHARDING:
@@ -321,19 +317,19 @@ _STATE = "_shardwise_state"
 
 
 class FSDPState:
-    """What one ``fully_shard`` call added to its module(s).
+    """The state that one ``fully_shard`` call adds to its modules.
 
     Attributes:
         modules: the modules that were sharded together.
-        groups: their parameter groups: one, or none if they had no parameters left.
-        device: where they compute.
-        precision: in which dtypes.
-        phase: where in a step they are.
-        root: what they share with the other states of the tree.
-        modules_to_run: those of several modules whose forward has still to run in this pass.
-        forward_prefetch: states to unshard when this one's forward begins.
-        backward_prefetch: states to unshard when this one's backward begins; empty means the
-            one that ran before it.
+        groups: their parameter groups: usually one; none if no parameters were left for them.
+        device: the device on which they compute.
+        precision: the dtypes in which they compute.
+        phase: where they are in a training step.
+        root: what they share with the other states of the model.
+        modules_to_run: the modules whose forward has yet to run in this pass, if there are several.
+        forward_prefetch: the states to unshard when the forward of this one begins.
+        backward_prefetch: the states to unshard when the backward of this one begins; if empty,
+            the one that ran before it.
         handled: for each forward that is running, the exception that was being handled when it
             began; a new exception is one that the forward raised.
         before_forward: the hook before forward, called with a module, its args and kwargs.
@@ -367,7 +363,7 @@ class FSDPState:
             module.__dict__[_STATE] = self
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Self:
-        """Copy for copied modules, to be given a root anew."""
+        """Copy for copied modules. They determine their root anew."""
         made = copy.copy(self)
         memo[id(self)] = made
         copied: frozenset[nn.Module] = memo[COPIED]
@@ -387,21 +383,21 @@ class FSDPState:
 
     @property
     def is_root(self) -> bool | None:
-        """Whether this is the outermost state; ``None`` before the first forward."""
+        """Whether this is the outermost state. ``None`` before the first forward."""
         return self._is_root
 
-    def settle_reshard_after_forward(self, value: bool) -> None:
-        """Set it for all groups, also if this is or becomes the root."""
+    def set_reshard_after_forward(self, value: bool) -> None:
+        """Set ``reshard_after_forward`` for all groups, also if this is or becomes the root."""
         self._keep_if_root = False
         for group in self.groups:
             group.options.reshard_after_forward = value
 
     def lazy_init(self) -> None:
-        """Make this state the root of its tree, unless that is settled.
+        """Make this state the root of its module tree, unless the root is known.
 
         Raises:
-            RuntimeError: a nested state has already run as a root of its own, or several modules
-                sharded together would be the root.
+            RuntimeError: a nested state has already run forward as a root, or several modules that
+                were sharded together would be the root.
         """
         if self._is_root is not None:
             return
@@ -430,7 +426,7 @@ class FSDPState:
                 group.refresh()
                 group.post_backward = functools.partial(state.root.post_backward, group)
         if self._keep_if_root:
-            # Its parameters are needed again as soon as backward begins.
+            # Backward needs its parameters first.
             for group in self.groups:
                 group.options.reshard_after_forward = False
 
@@ -474,7 +470,7 @@ class FSDPState:
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """The state that ``fully_shard`` put on ``module``, if it did."""
+    """The state of ``module``; ``None`` if ``fully_shard`` was not applied to it."""
     return module.__dict__.get(_STATE)
 
 
@@ -494,23 +490,23 @@ def require_state(module: object) -> FSDPState:
 
 
 def states_of(module: object, recurse: bool = True) -> Iterator[FSDPState]:
-    """The state of ``module``, and with ``recurse`` those of the modules in it; each once."""
+    """The state of ``module`` and, with ``recurse``, of the modules in it; each once."""
     top = cast(nn.Module, module)
     found = (state_of(each) for each in (top.modules() if recurse else [top]))
     return iter(dict.fromkeys(state for state in found if state is not None))
 
 
 def groups_of(module: object, recurse: bool = True) -> Iterator[ParamGroup]:
-    """The groups of those states."""
+    """The groups of :func:`states_of`."""
     for state in states_of(module, recurse):
         yield from state.groups
 
 
 def gather_in_order(module: object) -> None:
-    """Have every forward gather the next group ahead, in the order in which modules are registered.
+    """Make every forward prefetch the next group, in the order in which modules are registered.
 
-    For models that run their modules in that order, and loops that write to parameters between
-    steps only: what is written to a group after the forward of the one before it began is missed.
+    For models that run their modules in that order, and programs that write to parameters between
+    steps only: a write to a group after the forward of the one before it began is missed.
     """
     states = [state for state in states_of(module) if state.groups]
     for state, following in itertools.pairwise(states):

@@ -1,14 +1,12 @@
-"""State dicts of a model with its shards as ``DTensor``s, whatever wraps it.
+"""State dicts of shards, and the metadata that says which part of each tensor a rank has.
 
-Wrappers hand out state dicts of several kinds, as they were asked to; whoever saves shards needs
-this one, and knows nothing of wrappers.
+Wrappers return state dicts of several kinds. Code that saves shards needs ``DTensor``s, and gets
+them here without knowing about wrappers.
 
-Which part of each tensor of a state dict this rank has, as plain values.
+The metadata is saved beside a rank's own shards, so that a program without a process group can
+consolidate the shards of all ranks:
 
     {"shape": [7, 4], "offsets": [3, 0], "sizes": [3, 4]}       rows 3, 4 and 5 of 7
-
-It is saved beside a rank's own shards, so that a program without a process group can put the
-shards of all ranks together.
 """
 
 from __future__ import annotations
@@ -25,16 +23,16 @@ from shardwise._torch import dtensor
 
 
 class HasStateDictKinds:
-    """A module whose state dicts are of the kind that was asked for."""
+    """A module whose state dicts are of one of several kinds."""
 
     def sharded_kind(self) -> AbstractContextManager[None]:
-        """Inside, its own state dicts hold its shards as ``DTensor``s."""
+        """Return a context in which its state dicts hold its shards as ``DTensor``s."""
         raise NotImplementedError
 
 
 @contextmanager
 def sharded_state_dicts(model: nn.Module) -> Iterator[None]:
-    """Inside, state dicts of ``model`` hold its shards as ``DTensor``s, whatever kind is set."""
+    """Make state dicts of ``model`` hold its shards as ``DTensor``s inside."""
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, HasStateDictKinds):
@@ -43,10 +41,10 @@ def sharded_state_dicts(model: nn.Module) -> Iterator[None]:
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state of ``model`` with its shards as ``DTensor``s, whatever kind is set.
+    """The state dict of ``model`` with its shards as ``DTensor``s.
 
     Args:
-        model: wrapped, with wrapped modules in it, or sharded without a wrapper.
+        model: a model that is wrapped, contains wrapped modules, or is sharded without a wrapper.
     """
     with sharded_state_dicts(model):
         return model.state_dict()
@@ -57,13 +55,18 @@ VERSION = 1
 
 
 def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
-    """Which part of each parameter and buffer this rank has, as plain values.
+    """The part of each parameter and buffer that this rank has, as plain values.
 
-    Save it beside ``model.state_dict()``, in one file per rank:
-    :func:`shardwise.checkpoint.consolidate_sharded_model_checkpoints` needs it.
+    Save it beside ``model.state_dict()``, in one file per rank.
+    :func:`shardwise.checkpoint.consolidate_sharded_model_checkpoints` needs it. PyTorch/XLA has a
+    method of the same name.
+
+    Returns:
+        A dict with the rank, the world size, and for each name the shape of the full tensor and the
+        offsets and sizes of this rank's part, in elements.
 
     Raises:
-        NotImplementedError: a parameter is a partial sum, or is in several parts on this rank.
+        NotImplementedError: a parameter is a partial sum, or this rank has several parts of it.
     """
     return {
         "format": FORMAT,
@@ -75,10 +78,10 @@ def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
 
 
 def parts_of(tree: Mapping[str, Any], prefix: str = "") -> dict[str, dict[str, list[int]]]:
-    """Of every ``DTensor`` in a tree, by its keys, where this rank's part lies.
+    """Where this rank's part of every ``DTensor`` in a tree is, by the keys joined with dots.
 
     Raises:
-        NotImplementedError: one is a partial sum, or is in several parts on this rank.
+        NotImplementedError: one is a partial sum, or this rank has several parts of it.
     """
     found = {}
     for key, value in tree.items():
@@ -95,12 +98,12 @@ def own_rank() -> int:
 
 
 def world_size() -> int:
-    """How many ranks there are; 1 without a process group."""
+    """The number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _part_of(name: str, tensor: DTensor) -> dict[str, list[int]]:
-    """Where this rank's part lies in the whole tensor."""
+    """The shape of the full tensor, and the offsets and sizes of this rank's part."""
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     local = dtensor.local_of(tensor)
     if len(chunks) != 1 or chunks[0].sizes != local.shape:

@@ -1,7 +1,7 @@
-"""Lending modules their whole parameters, for a user to look at and to change between steps.
+"""Give modules their full parameters between steps, for the user to read and change.
 
-What is lent is made for the options, in the dtype and of the values that are stored, and is not the
-full form that forward computes with: that one may have another dtype, and its memory is shared.
+These are new tensors with the values and dtype of the shards. They are not the full form that
+forward uses, which may have another dtype and shared memory.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.state import FSDPState
 from shardwise.sharding.states import GroupState, Phase
-from shardwise.sharding.unrecorded import unrecorded
 
 
 @dataclass(frozen=True)
 class SummonOptions:
-    """How parameters are lent.
+    """How full parameters are summoned.
 
     Attributes:
-        writeback: whether what was changed is kept when the options ends.
-        first_rank_only: whether only the first rank of the mesh gets whole parameters; the others
-            take part in gathering them, and hold their shards meanwhile.
-        offload_to_cpu: whether they are put on the host.
-        with_grads: whether gradients are lent with them.
+        writeback: whether changes are copied back to the shards.
+        first_rank_only: whether only the first rank of the mesh gets full parameters. The others
+            take part in the all-gather, and hold their shards meanwhile.
+        offload_to_cpu: whether the full parameters are on the host.
+        with_grads: whether the full parameters have their gradients.
     """
 
     writeback: bool = True
@@ -44,10 +43,10 @@ class SummonOptions:
 
 @contextmanager
 def summoned(states: Iterable[FSDPState], options: SummonOptions) -> Iterator[None]:
-    """Let the modules of ``states`` hold whole parameters inside. Every rank enters.
+    """Let the modules of ``states`` hold full parameters inside. Every rank enters.
 
     Raises:
-        MisuseError: they are in a forward or backward, or lent already.
+        MisuseError: a module is in a forward or backward, or summoned already.
         RuntimeError: a parameter is on the meta device.
     """
     states = list(states)
@@ -64,8 +63,9 @@ def summoned(states: Iterable[FSDPState], options: SummonOptions) -> Iterator[No
 def _summoned(group: ParamGroup, options: SummonOptions) -> Iterator[None]:
     group.refresh()
     group.reshard()
-    own = [param for param in group.params if param.form.summoned is None]  # others are tied
-    with unrecorded():
+    # A tied parameter may have been summoned with another group.
+    own = [param for param in group.params if param.form.summoned is None]
+    with autograd.no_grad():
         fulls = [_full_parameter(param, options) for param in own]
     if options.first_rank_only and not is_first(group):
         yield
@@ -80,7 +80,7 @@ def _summoned(group: ParamGroup, options: SummonOptions) -> Iterator[None]:
         for param in own:
             param.form.summoned = None
         if options.writeback:
-            with unrecorded():
+            with autograd.no_grad():
                 for param, full in zip(own, fulls, strict=True):
                     _write_back(param, full, with_grads=options.with_grads)
 
@@ -91,24 +91,24 @@ def is_first(group: ParamGroup) -> bool:
 
 
 def full_value(param: GroupParam, sharded: torch.Tensor) -> torch.Tensor:
-    """The whole of ``sharded``, cut as ``param`` is: in memory of its own, on every rank.
+    """Gather ``sharded``, which is sharded like ``param``, on every rank.
 
     Args:
         param: the parameter.
         sharded: its sharded form, its sharded gradient, or a ``DTensor`` on the same mesh.
 
     Returns:
-        A plain tensor; what this rank has of it, where tensor parallelism had cut it before.
+        A plain tensor in its own memory. With tensor parallelism, it is this rank's part.
     """
     assert isinstance(sharded, DTensor)
     local = dtensor.local_of(sharded)
     device = param.form.mesh.device
-    if local.device != device:  # offloaded: collectives run where computing does
+    if local.device != device:  # offloaded: collectives run on the compute device
         local = local.to(device)
         sharded = dtensor.wrap_local(local, dtensor.spec_of(sharded))
     origin = param.form.origin
     if origin is None:
-        whole = sharded.full_tensor()
+        full = sharded.full_tensor()
     else:
         outer = sharded.device_mesh.ndim - origin.mesh.ndim
         own = param.form.mesh.own_dims or frozenset(range(outer))
@@ -116,16 +116,16 @@ def full_value(param: GroupParam, sharded: torch.Tensor) -> torch.Tensor:
             Replicate() if dim in own else placement
             for dim, placement in enumerate(sharded.placements)
         ]
-        whole = sharded.redistribute(placements=wanted).to_local()
-    whole = dtensor.wait_tensor(whole)
-    shared = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-    return whole.clone() if shared else whole
+        full = sharded.redistribute(placements=wanted).to_local()
+    full = dtensor.wait_tensor(full)
+    shared = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    return full.clone() if shared else full
 
 
 def _full_parameter(param: GroupParam, options: SummonOptions) -> nn.Parameter:
     if param.local.is_meta:
         raise RuntimeError(
-            f"rank {dist.get_rank()}: {param.fqn} is on the meta device and has no values to lend; "
+            f"rank {dist.get_rank()}: {param.fqn} is on the meta device and has no values; "
             "materialize it first, with shardwise.materialize(model)"
         )
     full = _full_for_user(param, param.sharded, options)
@@ -138,13 +138,13 @@ def _full_parameter(param: GroupParam, options: SummonOptions) -> nn.Parameter:
 def _full_for_user(
     param: GroupParam, sharded: torch.Tensor, options: SummonOptions
 ) -> torch.Tensor:
-    whole = full_value(param, sharded)
+    full = full_value(param, sharded)
     if options.offload_to_cpu:
-        whole = whole.cpu()
+        full = full.cpu()
     origin = param.form.origin
     if origin is None:
-        return whole
-    return dtensor.wrap_local(whole, dtensor.with_dtype(origin, whole.dtype))
+        return full
+    return dtensor.wrap_local(full, dtensor.with_dtype(origin, full.dtype))
 
 
 def _write_back(param: GroupParam, full: nn.Parameter, *, with_grads: bool) -> None:
@@ -160,17 +160,19 @@ def _write_back(param: GroupParam, full: nn.Parameter, *, with_grads: bool) -> N
 
 
 def _rows(param: GroupParam, full: torch.Tensor) -> torch.Tensor:
-    whole = dtensor.plain(full)
-    return param.layout.cut(whole.detach(), param.form.mesh.shard.rank).contiguous()
+    full = dtensor.plain(full)
+    return param.layout.cut(full.detach(), param.form.mesh.shard.rank).contiguous()
 
 
 def _check_idle(state: FSDPState) -> None:
     where = f"{type(state.modules[0]).__name__} on rank {dist.get_rank()}"
     if any(group.state is GroupState.SUMMONED for group in state.groups):
-        raise MisuseError(f"{where}: its whole parameters are lent already; do not nest")
+        raise MisuseError(
+            f"{where}: its full parameters are summoned already; do not nest summon_full_params"
+        )
     in_forward = state.phase is Phase.FORWARD or state.root.forward_root is not None
     if in_forward or autograd.in_backward():
         raise MisuseError(
-            f"{where} is in {'forward' if in_forward else 'backward'}; whole parameters can be "
-            "lent between steps only"
+            f"{where} is in {'forward' if in_forward else 'backward'}; full parameters can be "
+            "summoned between steps only"
         )

@@ -1,4 +1,4 @@
-"""Walking the tensors in what modules take and return."""
+"""Find and replace the tensors in the arguments and outputs of modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts, dataclasses and packed sequences, in order."""
+    """The tensors in nested tuples, lists, dicts, dataclasses and packed sequences, in order."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, dict):
@@ -29,23 +29,23 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(tree, field.name))
 
 
-# So many objects of users' own classes are looked into; whoever returns more shows us the first.
+# The number of objects of users' own classes that are searched in one output.
 _MOST_OBJECTS = 1000
 _OPAQUE = (str, bytes, int, float, complex, type, nn.Module, types.ModuleType, types.FunctionType)
 
 
 def every_tensor_in(tree: Any) -> list[torch.Tensor]:
-    """As :func:`tensors_in`, and what objects of any class hold as attributes, without leaves.
+    """As :func:`tensors_in`, and the non-leaf tensors that objects of any class hold as attributes.
 
-    Modules are not looked into. A leaf of autograd's graph in such an object is not an output of
-    the module that returns the object: it was there before.
+    Modules are not searched. A leaf of autograd's graph in such an object was there before, so it
+    is not an output of the module that returns the object.
     """
     found, inside = tensors_and_those_in_objects(tree)
     return found + [tensor for tensor in inside if tensor.grad_fn is not None]
 
 
 def tensors_and_those_in_objects(tree: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors in nested containers, and those in attributes of objects of any class."""
+    """The tensors in nested containers, and those in the attributes of other objects."""
     if isinstance(tree, torch.Tensor):
         return [tree], []
     found: list[torch.Tensor] = []
@@ -53,7 +53,7 @@ def tensors_and_those_in_objects(tree: Any) -> tuple[list[torch.Tensor], list[to
     objects: list[object] = []
     _collect(tree, found, objects)
     seen = {id(each) for each in objects}
-    for each in objects:  # which grows
+    for each in objects:  # the list grows
         met: list[object] = []
         _collect(_attributes(each), inside, met)
         for other in met:
@@ -64,7 +64,7 @@ def tensors_and_those_in_objects(tree: Any) -> tuple[list[torch.Tensor], list[to
 
 
 def _collect(tree: Any, tensors: list[torch.Tensor], objects: list[object]) -> None:
-    """Sort what is in nested containers into tensors and objects of other classes."""
+    """Sort the contents of nested containers into tensors and other objects."""
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)
     elif isinstance(tree, dict):
@@ -78,23 +78,23 @@ def _collect(tree: Any, tensors: list[torch.Tensor], objects: list[object]) -> N
 
 
 def _attributes(each: object) -> list[object]:
-    """The values of an object's attributes, without running any code of its class."""
+    """The values of the attributes of an object, without running code of its class."""
     values: list[object] = []
-    with contextlib.suppress(AttributeError):  # which objects with slots have none of
+    with contextlib.suppress(AttributeError):  # an object with slots has no __dict__
         values += object.__getattribute__(each, "__dict__").values()
     for kind in type(each).__mro__:
         for member in vars(kind).values():
             if isinstance(member, types.MemberDescriptorType):  # a slot
-                with contextlib.suppress(AttributeError):  # which may be empty
+                with contextlib.suppress(AttributeError):  # a slot may be empty
                     values.append(member.__get__(each))
     return values
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """``tree`` with every tensor replaced by ``fn`` of it.
+    """Replace every tensor in ``tree`` by ``fn(tensor)``.
 
-    What holds no changed tensor is returned as it is, so that the caller's own objects are never
-    modified and unchanged ones keep their identity.
+    Objects without a changed tensor are returned as they are. The caller's own objects are never
+    modified.
     """
     if isinstance(tree, torch.Tensor):
         return fn(tree)
@@ -114,7 +114,7 @@ def _map_dict(fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[Any, Any]) 
     new = {key: map_tensors(fn, value) for key, value in tree.items()}
     if all(new[key] is value for key, value in tree.items()):
         return tree
-    result = copy.copy(tree)  # keeps the class: OrderedDict, model outputs of transformers
+    result = copy.copy(tree)  # keeps the class: OrderedDict, a ModelOutput of transformers
     for key, value in new.items():
         result[key] = value
     return result
