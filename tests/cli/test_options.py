@@ -290,7 +290,8 @@ def test_a_missing_extra_says_what_to_install(
     )
     assert call(monkeypatch, "train", "lm") == 2
     assert capsys.readouterr().err == (
-        f"error: training needs {missing}, not installed here: pip install shardwise[train]\n"
+        f"error: training needs {missing}, which the extra 'train' installs: "
+        f"pip install '.[train]' in a clone of Shardwise, or pip install {missing} anywhere\n"
     )
 
 

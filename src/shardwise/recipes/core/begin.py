@@ -188,11 +188,28 @@ def check_extras(names: Sequence[str], *, tensorboard: bool) -> None:
     Raises:
         UserError: naming those that are not.
     """
-    needed = [*names, *(["tensorboard"] if tensorboard else [])]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    require_installed("training", [*names, *(["tensorboard"] if tensorboard else [])], "train")
+
+
+def require_installed(purpose: str, modules: Sequence[str], extra: str) -> None:
+    """Check that optional packages are installed.
+
+    Args:
+        purpose: what needs them, for the message.
+        modules: the names that they are imported by.
+        extra: the extra of this package that installs them.
+
+    Raises:
+        UserError: naming those that are not, and how to install them.
+    """
+    missing = [
+        "pillow" if name == "PIL" else name
+        for name in modules
+        if importlib.util.find_spec(name) is None
+    ]
     if missing:
-        shown = ["pillow" if name == "PIL" else name for name in missing]
         raise UserError(
-            f"training needs {' and '.join(shown)}, not installed here: "
-            "pip install shardwise[train]"
+            f"{purpose} needs {' and '.join(missing)}, which the extra {extra!r} installs: "
+            f"pip install '.[{extra}]' in a clone of Shardwise, or pip install "
+            f"{' '.join(missing)} anywhere"
         )

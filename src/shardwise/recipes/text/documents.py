@@ -23,7 +23,6 @@ So here it is told not to, and the dataset is opened again behind the last row t
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardwise.launch.errors import UserError
+from shardwise.recipes.core.begin import require_installed
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.text.data import VALIDATION_SHARE, Vocabulary, find_files
 
@@ -105,7 +105,7 @@ def find_documents(paths: Sequence[str], tokenizer: str | None) -> Documents:
         OptionError: several sources at once, files of several kinds, or nothing there.
         UserError: a package that reads them is not installed.
     """
-    _require("datasets")
+    require_installed("streaming --data", ["datasets"], "data")
     if any(path.startswith(HUB) for path in paths):
         if len(paths) > 1:
             raise OptionError("--data", " and ".join(paths), f"one {HUB}NAME and nothing else")
@@ -119,7 +119,9 @@ def find_documents(paths: Sequence[str], tokenizer: str | None) -> Documents:
         found = " and ".join(str(file) for file in builders.values())
         raise OptionError("--data", found, "files of one kind: .jsonl, .parquet or text")
     for file in files:
-        _require(_COMPRESSED.get(file.suffix))
+        package = _COMPRESSED.get(file.suffix)
+        if package is not None:
+            require_installed(f"streaming {file.name}", [package], "data")
     name = ", ".join(paths) or "the Python standard library's source"
     return Documents(name, next(iter(builders)), None, tuple(files), tokenizer)
 
@@ -132,14 +134,6 @@ def _kind(file: Path) -> str:
 
 def _builder(file: Path) -> str:
     return _BUILDERS.get(_kind(file), "text")
-
-
-def _require(package: str | None) -> None:
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise UserError(
-            f"--data: streaming documents needs {package}, which is not installed here: "
-            "pip install shardwise[data]"
-        )
 
 
 class Source:
