@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
-from shardwise.checkpoint.disk.boxes import whole
+from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.formats.dcp import DcpSource
 from shardwise.checkpoint.formats.hf import HfSource, find_config
@@ -174,7 +174,7 @@ def _read_ranks(folder: Path) -> Content:
         found = _content(source)
         for path, info in source.tensors.items():
             into = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
-            source.read(path, whole(info.shape), into)
+            source.read(path, full_box(info.shape), into)
         return {**found, "tree": repr(source.tree())}
 
 

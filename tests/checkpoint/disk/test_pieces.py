@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, fill, whole
+from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, full_box, is_tiling
 from shardwise.checkpoint.disk.entries import Manifest, Piece, TensorEntry, dtype_name
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader, read_box, read_tensor
@@ -76,14 +76,14 @@ def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def test_boxes_fill_a_tensor_or_do_not(
     boxes: list[Box], shape: tuple[int, ...], fills: bool
 ) -> None:
-    assert fill(boxes, shape) is fills
+    assert is_tiling(boxes, shape) is fills
 
 
 def test_boxes_may_be_cut_in_any_way() -> None:
     pinwheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1))]
     boxes = [Box(offsets, sizes) for offsets, sizes in pinwheel]
-    assert fill([*boxes, Box((1, 1), (1, 1))], (3, 3))
-    assert not fill([*boxes, Box((0, 0), (1, 1))], (3, 3)), "a gap, and an overlap as large"
+    assert is_tiling([*boxes, Box((1, 1), (1, 1))], (3, 3))
+    assert not is_tiling([*boxes, Box((0, 0), (1, 1))], (3, 3)), "a gap, and an overlap as large"
 
 
 @_QUICK
@@ -91,7 +91,7 @@ def test_boxes_may_be_cut_in_any_way() -> None:
 def test_boxes_fill_where_each_element_is_in_one(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
-    boxes = [whole(shape)]
+    boxes = [full_box(shape)]
     for _ in range(data.draw(st.integers(0, 4))):  # cut, and now and then move a part
         box = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
         dim = data.draw(st.integers(0, len(shape) - 1)) if shape else 0
@@ -107,7 +107,7 @@ def test_boxes_fill_where_each_element_is_in_one(
     counts = torch.zeros(shape)
     for box in boxes:
         _part(counts, box).add_(1)
-    assert fill(boxes, shape) is bool((counts == 1).all())
+    assert is_tiling(boxes, shape) is bool((counts == 1).all())
 
 
 def test_checking_boxes_takes_work_in_proportion_to_them() -> None:
@@ -136,7 +136,7 @@ def test_checking_boxes_takes_work_in_proportion_to_them() -> None:
 
     sys.setprofile(count_calls)
     try:
-        assert fill(boxes, shape)
+        assert is_tiling(boxes, shape)
     finally:
         sys.setprofile(None)
     assert calls < 5 * len(boxes) * len(shape)
@@ -145,7 +145,7 @@ def test_checking_boxes_takes_work_in_proportion_to_them() -> None:
 def _stored(folder: Path, tensor: torch.Tensor, cut: int, block: int) -> Manifest:
     """Write a tensor in two pieces, cut along its first dimension."""
     shape = tuple(tensor.shape)
-    boxes = [whole(shape)]
+    boxes = [full_box(shape)]
     if shape and 0 < cut < shape[0]:
         boxes = [
             Box((0,) * len(shape), (cut, *shape[1:])),
@@ -203,7 +203,7 @@ def test_reading_past_autograd_is_seen_by_it(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(4))
     loss = weight.square().sum()
     with PieceReader(tmp_path, manifest) as reader:
-        read_box(reader, manifest.tensors[0], whole((4,)), weight)
+        read_box(reader, manifest.tensors[0], full_box((4,)), weight)
     assert weight.tolist() == [0, 1, 2, 3]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -218,4 +218,4 @@ def test_wrong_use_is_told(tmp_path: Path) -> None:
         PieceReader(tmp_path, manifest) as reader,
         pytest.raises(ValueError, match=r"model\.w: found a destination of \[3\], expected \[4\]"),
     ):
-        reader.read_into(entry, entry.pieces[0], whole((4,)), torch.empty(3))
+        reader.read_into(entry, entry.pieces[0], full_box((4,)), torch.empty(3))

@@ -14,7 +14,7 @@ import torch
 
 from shardwise.checkpoint.formats.archive import Archive
 from shardwise.checkpoint.formats.dcp import read_metadata
-from shardwise.checkpoint.formats.pickles import Maker, PickleError, load
+from shardwise.checkpoint.formats.pickles import Constructor, PickleError, load
 from shardwise.checkpoint.formats.torchfile import TorchSource, read_tree
 from shardwise.errors import CheckpointError
 from tests.fuzz.mutations import archive_of
@@ -305,4 +305,4 @@ def test_what_a_maker_raises_is_an_error_of_the_pickle() -> None:
         raise ValueError("of two\nlines")
 
     with pytest.raises(PickleError, match=r"^f of other arguments \(of two lines\)$"):
-        load(_pickle(b"cm\nf\n)R"), lambda module, name: Maker("f", fails), 10)
+        load(_pickle(b"cm\nf\n)R"), lambda module, name: Constructor("f", fails), 10)

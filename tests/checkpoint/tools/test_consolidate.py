@@ -23,7 +23,7 @@ from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.formats.hf import INDEX
 from shardwise.checkpoint.formats.source import LEAST_BUFFER
 from shardwise.checkpoint.formats.torchfile import read_tree
-from shardwise.checkpoint.formats.torchwrite import Hole, write_tree
+from shardwise.checkpoint.formats.torchwrite import Placeholder, write_tree
 from shardwise.checkpoint.tools.consolidate import consolidate
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.errors import CheckpointError
@@ -124,9 +124,9 @@ def test_a_torch_file_has_the_checksums_that_other_programs_look_at(tmp_path: Pa
         "c": TensorInfo("F64", ()),
     }
     tree = {
-        "first": Hole("a", infos["a"]),
-        "tied": Hole("a", infos["a"]),
-        "rest": [Hole("b", infos["b"]), (Hole("c", infos["c"]), 3, None)],
+        "first": Placeholder("a", infos["a"]),
+        "tied": Placeholder("a", infos["a"]),
+        "rest": [Placeholder("b", infos["b"]), (Placeholder("c", infos["c"]), 3, None)],
     }
 
     write_tree(tmp_path / "x.pt", tree, lambda name: iter([memoryview(data[name])]))
@@ -321,7 +321,7 @@ def test_memory_grows_by_the_buffer_and_not_by_the_checkpoint(saved: Path, tmp_p
 
 def test_a_torch_file_beyond_four_gigabytes_has_its_tensors_where_it_says(tmp_path: Path) -> None:
     huge = TensorInfo("U8", (2**32 + 100,))
-    tree = {"huge": Hole("huge", huge), "last": Hole("last", TensorInfo("F32", (2,)))}
+    tree = {"huge": Placeholder("huge", huge), "last": Placeholder("last", TensorInfo("F32", (2,)))}
     path = tmp_path / "x.pt"
     data = {"huge": b"", "last": torch.tensor([1.0, 2.0]).numpy().tobytes()}
 

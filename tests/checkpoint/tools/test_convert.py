@@ -20,7 +20,13 @@ from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.formats.detect import Format, find_checkpoint, open_source
-from shardwise.checkpoint.formats.source import LEAST_BUFFER, Extent, ExtentReader, Opened, Window
+from shardwise.checkpoint.formats.source import (
+    LEAST_BUFFER,
+    BaseSource,
+    Extent,
+    ExtentReader,
+    Window,
+)
 from shardwise.checkpoint.tools.consolidate import consolidate
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.checkpoint.tools.diff import Difference, differences
@@ -253,7 +259,7 @@ def test_differences_in_names_shapes_dtypes_and_values_are_told(tmp_path: Path) 
 # ---- reading boxes of any cut, in any order of storage ----
 
 
-class _OneTensor(Opened):
+class _OneTensor(BaseSource):
     """A tensor that lies in one file, in pieces."""
 
     def __init__(self, info: TensorInfo, extents: Sequence[Extent]) -> None:

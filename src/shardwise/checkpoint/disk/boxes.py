@@ -68,7 +68,7 @@ class Box:
         return zip(self.offsets, self.sizes, strict=True)
 
 
-def whole(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     """The box that is all of a tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
@@ -106,7 +106,7 @@ def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
         yield Box((row, *box.offsets), (1, *box.sizes))
 
 
-def fill(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+def is_tiling(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     """Whether boxes, all inside, fill a tensor without gap or overlap.
 
     Each index of each dimension gets a random weight, and a cell the product of its indices'. The

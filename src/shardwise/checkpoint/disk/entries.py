@@ -216,7 +216,7 @@ _DTYPES = {
     "F64": ("float64", 8),
     "C64": ("complex64", 8),
 }
-NAMES = frozenset(_DTYPES)
+DTYPE_NAMES = frozenset(_DTYPES)
 _BY_TORCH_NAME = {torch_name: name for name, (torch_name, _) in _DTYPES.items()}
 
 
@@ -259,3 +259,8 @@ class Origin:
     path: StatePath
     placements: str = ""
     mesh: str = ""
+
+
+def dotted(path: StatePath) -> str:
+    """The keys that lead to something, in one string."""
+    return ".".join(map(str, path))

@@ -26,9 +26,9 @@ from typing import Any
 
 import xxhash
 
-from shardwise.checkpoint.disk.boxes import Box, fill
+from shardwise.checkpoint.disk.boxes import Box, is_tiling
 from shardwise.checkpoint.disk.entries import (
-    NAMES,
+    DTYPE_NAMES,
     SECTIONS,
     Manifest,
     ModelFacts,
@@ -258,7 +258,7 @@ def _tensor(value: Any, where: str, files: Mapping[str, int], block: int) -> Ten
     path = _path(fields)
     fields.where = where = f"{where} ({'.'.join(map(str, path))})"
     dtype = fields.text("dtype")
-    if dtype not in NAMES:
+    if dtype not in DTYPE_NAMES:
         refuse(f"{where}, 'dtype'", dtype, f"one of {', '.join(sorted(NAMES))}")
     shape = fields.numbers("shape", MAX_DIMS)
     check_shape(shape, itemsize(dtype), where)
@@ -273,7 +273,7 @@ def _tensor(value: Any, where: str, files: Mapping[str, int], block: int) -> Ten
             for i, item in enumerate(fields.items("pieces", MAX_PIECES))
         ),
     )
-    if not fill([piece.box for piece in entry.pieces], shape):
+    if not is_tiling([piece.box for piece in entry.pieces], shape):
         refuse(f"{where}, pieces", "gaps or overlaps", f"pieces that fill {list(shape)} exactly")
     return entry
 

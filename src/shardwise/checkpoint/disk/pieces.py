@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, whole
+from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, full_box
 from shardwise.checkpoint.disk.entries import Manifest, Piece, TensorEntry, torch_dtype
 from shardwise.checkpoint.disk.files import Closing, open_file, read_exactly
 from shardwise.checkpoint.disk.safetensors import read_fields
@@ -271,7 +271,7 @@ def read_tensor(reader: PieceReader, entry: TensorEntry) -> Tensor:
     for piece in entry.pieces:
         reader.check(entry, piece)
     tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-    read_box(reader, entry, whole(entry.shape), tensor)
+    read_box(reader, entry, full_box(entry.shape), tensor)
     return tensor
 
 

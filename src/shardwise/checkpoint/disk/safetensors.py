@@ -32,7 +32,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwise.checkpoint.disk.entries import NAMES, TensorInfo, itemsize
+from shardwise.checkpoint.disk.entries import DTYPE_NAMES, TensorInfo, itemsize
 from shardwise.checkpoint.disk.files import Links, open_file, read_exactly
 from shardwise.checkpoint.disk.strict import (
     Fields,
@@ -149,7 +149,7 @@ def _place(name: str, entry: Any, where: str, data: int) -> Place:
     check_text(name, where)
     fields = Fields(entry, where)
     dtype = fields.text("dtype")
-    if dtype not in NAMES:
+    if dtype not in DTYPE_NAMES:
         refuse(f"{where}, 'dtype'", dtype, f"one of {', '.join(sorted(NAMES))}")
     info = TensorInfo(dtype, fields.numbers("shape", _MAX_DIMS))
     check_shape(info.shape, info.itemsize, where)

@@ -25,7 +25,13 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.checkpoint.disk.entries import NAMES, PathKey, StatePath, dtype_name, torch_dtype
+from shardwise.checkpoint.disk.entries import (
+    DTYPE_NAMES,
+    PathKey,
+    StatePath,
+    dtype_name,
+    torch_dtype,
+)
 from shardwise.checkpoint.disk.strict import Collisions, refuse
 from shardwise.errors import CheckpointError
 
@@ -128,7 +134,7 @@ def _decode_tagged(  # noqa: RET503 (refuse raises)
                 refuse(where, value, "base64")
         case "$float", str() if value in _NOT_FINITE:
             return _NOT_FINITE[value]
-        case "$dtype", str() if value in NAMES:
+        case "$dtype", str() if value in DTYPE_NAMES:
             return torch_dtype(value)
         case "$items", list():
             return _decode_items(value, where, depth)

@@ -35,19 +35,24 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwise._torch import c10d
-from shardwise.checkpoint.disk.boxes import Box, whole
-from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dtype_name, torch_dtype
+from shardwise.checkpoint.disk.boxes import Box, full_box
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.files import Links, open_file, read_small
 from shardwise.checkpoint.disk.strict import check_number, check_shape, check_text, refuse
-from shardwise.checkpoint.formats.pickles import Maker, PickleError, Record, load, record_maker
+from shardwise.checkpoint.formats.pickles import (
+    Constructor,
+    PickledObject,
+    PickleError,
+    load,
+    object_constructor,
+)
 from shardwise.checkpoint.formats.source import (
+    BaseSource,
     Extent,
     ExtentReader,
-    Opened,
     Source,
     Window,
     check_boxes,
-    dotted,
 )
 from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree
 from shardwise.checkpoint.formats.torchwrite import save
@@ -58,7 +63,7 @@ _MAX_FILE = 1 << 32  # bytes, after which another file is begun
 _OPTIMIZER = frozenset({"optimizer", "optimizers", "optim"})
 
 
-class DcpSource(Opened):
+class DcpSource(BaseSource):
     """A checkpoint that ``torch.distributed.checkpoint.save`` made.
 
     What was saved under ``model`` and ``optimizer`` (or ``optim``) is that; a state dict that was
@@ -247,7 +252,7 @@ def _write_tensor(files: _Files, path: StatePath, source: Source, window: Window
     chunks = [Chunk(*files.append(part), box) for box, part in window.parts(source, path)]
     if not info.numel:
         empty = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
-        chunks = [Chunk(*files.append(empty), whole(info.shape))]
+        chunks = [Chunk(*files.append(empty), full_box(info.shape))]
     return Item(dotted(path), path, info, tuple(chunks))
 
 
@@ -300,13 +305,15 @@ _PLACE = type(c10d.storage_info("", 0, 0))
 def _known(module: str, name: str) -> Any:
     """What a pickle may name: what the metadata consists of, and nothing else."""
     if (module, name) == ("torch", "Size"):
-        return Maker(name, _size)
+        return Constructor(name, _size)
     if (module, name) in _CLASSES:
-        return record_maker(name, _CLASSES[module, name])
+        return object_constructor(name, _CLASSES[module, name])
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
     if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
-        return record_maker(name, PurePosixPath)  # where it was saved: only shown, never opened
+        return object_constructor(
+            name, PurePosixPath
+        )  # where it was saved: only shown, never opened
     return None
 
 
@@ -370,7 +377,7 @@ def _check_shared(entries: Mapping[Any, Any], nbytes: int, where: str) -> None:
     """One list of chunks that many tensors share would be checked for each of them."""
     most = _FEW + nbytes
     for entry in entries.values():
-        chunks = entry.get("chunks") if isinstance(entry, Record) else None
+        chunks = entry.get("chunks") if isinstance(entry, PickledObject) else None
         most -= len(chunks) if isinstance(chunks, list) else 0
         if most < 0:
             refuse(where, "chunks that tensors share", "fewer chunks than it has bytes")
@@ -395,11 +402,11 @@ def _text(offsets: tuple[int, ...]) -> str:
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    return isinstance(value, Record) and value.kind is kind
+    return isinstance(value, PickledObject) and value.kind is kind
 
 
 def _kind(value: Any) -> str:
-    kind = value.kind if isinstance(value, Record) else type(value)
+    kind = value.kind if isinstance(value, PickledObject) else type(value)
     return getattr(kind, "__name__", "an object")
 
 

@@ -30,12 +30,12 @@ from shardwise.checkpoint.disk.files import Links, read_small
 from shardwise.checkpoint.disk.safetensors import Place, read_header, write_safetensors
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.checkpoint.formats.source import (
+    BaseSource,
     ExtentReader,
-    Opened,
     Source,
     Window,
+    full_extent,
     model_tensors,
-    whole_extent,
 )
 from shardwise.errors import CheckpointError
 
@@ -60,7 +60,7 @@ class HfFile:
     tensors: Mapping[str, TensorInfo]
 
 
-class HfSource(Opened):
+class HfSource(BaseSource):
     """A model in this layout, or in a single safetensors file.
 
     Args:
@@ -82,7 +82,7 @@ class HfSource(Opened):
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
         """Read a part of a tensor; see :class:`.Source`."""
         file, place = self._places[path]
-        self._reader.read([whole_extent(place.info, file, place.start)], box, into)
+        self._reader.read([full_extent(place.info, file, place.start)], box, into)
 
     def close(self) -> None:
         """Close all files."""

@@ -23,11 +23,11 @@ from shardwise.checkpoint.disk.entries import (
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
 from shardwise.checkpoint.disk.safetensors import BLOCK, Part, write_shard
-from shardwise.checkpoint.formats.source import Opened, Source, Window
+from shardwise.checkpoint.formats.source import BaseSource, Source, Window
 from shardwise.errors import CheckpointError
 
 
-class ShardwiseSource(Opened):
+class ShardwiseSource(BaseSource):
     """A checkpoint of our own. Whatever is read of it is verified.
 
     Args:

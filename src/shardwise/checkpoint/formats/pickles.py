@@ -23,7 +23,7 @@ _ATOMS = (str, bytes, bool, int, float, type(None))
 
 
 @dataclass(frozen=True)
-class Maker:
+class Constructor:
     """What stands for a class or function that a pickle names.
 
     Attributes:
@@ -36,7 +36,7 @@ class Maker:
     make: Callable[[tuple[Any, ...]], Any]
 
 
-class Record:
+class PickledObject:
     """An object of a pickle, as the values that it was made of: nothing of its class is run.
 
     Attributes:
@@ -57,9 +57,9 @@ class Record:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-def record_maker(name: str, kind: Any) -> Maker:
-    """What makes a :class:`Record` of whatever arguments."""
-    return Maker(name, lambda args: Record(kind, args))
+def object_constructor(name: str, kind: Any) -> Constructor:
+    """What makes a :class:`PickledObject` of whatever arguments."""
+    return Constructor(name, lambda args: PickledObject(kind, args))
 
 
 class PickleError(Exception):
@@ -76,7 +76,7 @@ def load(
 
     Args:
         data: the pickle.
-        known: what a module and a name stand for: a :class:`Maker` or a plain value; ``None``
+        known: what a module and a name stand for: a :class:`Constructor` or a plain value; ``None``
             where they stand for nothing.
         most_steps: of the pickle, each of which makes one value at most.
         persistent: what is meant by what the pickle says of something outside of it.
@@ -255,7 +255,7 @@ class _Machine:
             raise PickleError("a key in it has no value")
         for i in range(0, len(items), 2):
             key = items[i]
-            if type(key) is not str and type(key) is not Record:
+            if type(key) is not str and type(key) is not PickledObject:
                 self.check_key(into, key)
             into[key] = items[i + 1]
 
@@ -293,7 +293,7 @@ class _Machine:
 
     def make(self) -> None:
         args, maker = self.stack.pop(), self.stack.pop()
-        if not isinstance(maker, Maker) or not isinstance(args, tuple):
+        if not isinstance(maker, Constructor) or not isinstance(args, tuple):
             self.refuse("calls", maker)
         self.count_container()
         try:
@@ -313,7 +313,7 @@ class _Machine:
         state, made = self.stack.pop(), self.stack[-1]
         if isinstance(made, dict):
             return  # what an OrderedDict has beside its items
-        if type(made) is not Record or made.state is not None:
+        if type(made) is not PickledObject or made.state is not None:
             self.refuse("changes", made)
         made.state = state
 
@@ -323,7 +323,7 @@ class _Machine:
         self.push(self.persistent(self.stack.pop()))
 
     def refuse(self, what: str, value: Any) -> NoReturn:
-        name = value.name if isinstance(value, Maker) else f"a {type(value).__name__}"
+        name = value.name if isinstance(value, Constructor) else f"a {type(value).__name__}"
         raise PickleError(f"it {what} {name}, which no plain value needs")
 
 

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, fill, whole
-from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, torch_dtype
+from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, full_box, is_tiling
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
 from shardwise.checkpoint.disk.files import Closing, Links, open_file, read_exactly
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, narrow
 from shardwise.errors import CheckpointError
@@ -102,7 +102,7 @@ class Source(Protocol):
     ) -> None: ...
 
 
-class Opened(Closing):
+class BaseSource(Closing):
     """What sources have in common: they say nothing more, and close themselves."""
 
     about: Sequence[str] = ()
@@ -160,7 +160,7 @@ class Window:
 
     def boxes(self, info: TensorInfo, box: Box | None = None) -> Iterator[Box]:
         """The parts that a tensor, or a box of it, is read in."""
-        box = whole(info.shape) if box is None else box
+        box = full_box(info.shape) if box is None else box
         limit = max(1, _whole_rows(self._bytes // info.itemsize, box.sizes))
         for first in range(0, box.numel, limit):
             for inner in boxes_of_span(box.sizes, first, min(first + limit, box.numel)):
@@ -186,11 +186,6 @@ def _whole_rows(elements: int, sizes: Sequence[int]) -> int:
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, not copied."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
-def dotted(path: StatePath) -> str:
-    """The keys that lead to something, in one string."""
-    return ".".join(map(str, path))
 
 
 def model_tensors(source: Source) -> dict[str, StatePath]:
@@ -294,9 +289,9 @@ class ExtentReader(Closing):
         return self._open[file]
 
 
-def whole_extent(info: TensorInfo, file: Path, start: int) -> Extent:
+def full_extent(info: TensorInfo, file: Path, start: int) -> Extent:
     """A tensor that lies in one place, row after row."""
-    return Extent(whole(info.shape), file, start)
+    return Extent(full_box(info.shape), file, start)
 
 
 def check_extents(where: str, info: TensorInfo, extents: Sequence[Extent]) -> None:
@@ -321,7 +316,7 @@ def check_boxes(where: str, info: TensorInfo, boxes: Sequence[Box]) -> None:
                 f"{where}: found a piece at {list(box.offsets)} of sizes {list(box.sizes)}, "
                 f"expected it inside the shape {list(info.shape)}"
             )
-    if not fill(boxes, info.shape):
+    if not is_tiling(boxes, info.shape):
         raise CheckpointError(
             f"{where}: found gaps or overlaps between {len(boxes)} pieces, expected pieces that "
             f"fill the shape {list(info.shape)} exactly"

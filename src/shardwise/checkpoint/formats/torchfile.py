@@ -20,13 +20,13 @@ from typing import Any, cast
 
 import torch
 
-from shardwise.checkpoint.disk.boxes import Box, whole
+from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.files import Links, open_file
 from shardwise.checkpoint.disk.strict import Collisions, check_number, check_shape, refuse
 from shardwise.checkpoint.formats.archive import Archive, Record
-from shardwise.checkpoint.formats.pickles import Maker, PickleError, load, record_maker
-from shardwise.checkpoint.formats.source import Extent, ExtentReader, Opened
+from shardwise.checkpoint.formats.pickles import Constructor, PickleError, load, object_constructor
+from shardwise.checkpoint.formats.source import BaseSource, Extent, ExtentReader
 from shardwise.errors import CheckpointError
 
 _PICKLE = "data.pkl"
@@ -198,10 +198,10 @@ class _Names:
             ("_rebuild_wrapper_subclass", _UTILS): _Shard,
             ("_rebuild_from_type_v2", "torch._tensor"): self._from_type,
         }
-        self._own = {key: Maker(key[0], make) for key, make in own.items()}
+        self._own = {key: Constructor(key[0], make) for key, make in own.items()}
 
     def find(self, module: str, name: str) -> Any:
-        """A :class:`.Maker`, or a plain value; ``None`` if the name is none of them."""
+        """A :class:`.Constructor`, or a plain value; ``None`` if the name is none of them."""
         module = {"__builtin__": "builtins"}.get(module, module)
         found = self._own.get((name, module)) or _PLAIN.get((name, module))
         if found is not None:
@@ -211,7 +211,7 @@ class _Names:
             if isinstance(value, torch.dtype):
                 return value
         if module.startswith("torch.distributed."):  # how a DTensor was cut, and on which mesh
-            return record_maker(f"{module}.{name}", f"{module}.{name}")
+            return object_constructor(f"{module}.{name}", f"{module}.{name}")
         return None
 
     def storage(self, said: Any) -> _Storage:
@@ -219,7 +219,11 @@ class _Names:
         if not isinstance(said, tuple) or len(said) != 5 or said[0] != "storage":
             raise PickleError("it says that something but the memory of a tensor is outside of it")
         _, kind, key, _, numel = said
-        if not isinstance(kind, Maker) or kind.name not in _STORAGES or not isinstance(key, str):
+        if (
+            not isinstance(kind, Constructor)
+            or kind.name not in _STORAGES
+            or not isinstance(key, str)
+        ):
             raise PickleError("it has tensors of unknown memory")
         dtype = _STORAGES[kind.name]
         record = self._records.get(f"data/{key}")
@@ -236,7 +240,7 @@ class _Names:
     def _from_type(self, args: tuple[Any, ...]) -> Any:
         """A tensor with attributes, or of a subclass, of which only ``DTensor`` is known."""
         make, kind, inner, state = args
-        if not isinstance(make, Maker) or not isinstance(inner, tuple):
+        if not isinstance(make, Constructor) or not isinstance(inner, tuple):
             raise PickleError("it makes a tensor by something that is no function")
         made = make.make(inner)
         if not isinstance(made, _Shard):
@@ -291,7 +295,7 @@ class _Shard:
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.kind, _, self.shape = args[:3]
-        if not isinstance(self.kind, Maker) or not self.kind.name.endswith(".DTensor"):
+        if not isinstance(self.kind, Constructor) or not self.kind.name.endswith(".DTensor"):
             raise PickleError("it has a subclass of Tensor that is not known")
 
 
@@ -384,8 +388,8 @@ def _no_object(args: tuple[Any, ...]) -> Any:
     raise TypeError(f"found {len(args)} arguments, expected it by itself")
 
 
-_PLAIN: Mapping[tuple[str, str], Maker] = {
-    key: Maker(key[0], make)
+_PLAIN: Mapping[tuple[str, str], Constructor] = {
+    key: Constructor(key[0], make)
     for key, make in {
         ("OrderedDict", "collections"): _dict,
         ("Counter", "collections"): _dict,
@@ -408,7 +412,7 @@ _PLAIN: Mapping[tuple[str, str], Maker] = {
 _MODEL = ("model", "state_dict", "model_state_dict")
 
 
-class TorchSource(Opened):
+class TorchSource(BaseSource):
     """The model in a file of ``torch.save``: what it holds under ``model``, or else all of it.
 
     Args:
@@ -436,7 +440,7 @@ class TorchSource(Opened):
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
         """Read a part of a tensor; see :class:`.Source`."""
         stored = self._stored[path]
-        extent = Extent(whole(stored.info.shape), self.where, stored.start, stored.strides)
+        extent = Extent(full_box(stored.info.shape), self.where, stored.start, stored.strides)
         self._reader.read([extent], box, into)
 
     def close(self) -> None:

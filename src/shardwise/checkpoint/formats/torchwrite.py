@@ -31,7 +31,7 @@ _DESCRIPTOR = b"PK\x07\x08"
 
 
 @dataclass(frozen=True)
-class Hole:
+class Placeholder:
     """Stands for a tensor in what :func:`write_tree` writes; same name, same memory.
 
     Attributes:
@@ -48,7 +48,7 @@ def write_tree(path: Path, tree: Any, windows: Callable[[str], Iterator[memoryvi
 
     Args:
         path: the file to make.
-        tree: plain values, and a :class:`Hole` for every tensor.
+        tree: plain values, and a :class:`Placeholder` for every tensor.
         windows: the bytes of a tensor, by its hole's name, in order.
     """
     holes: dict[str, torch.Tensor] = {}
@@ -87,7 +87,7 @@ def save(value: Any, file: Path | BinaryIO) -> None:
 
 def _with_tensors(value: Any, holes: dict[str, torch.Tensor]) -> Any:
     """The tree with tensors that have no memory in place of holes."""
-    if isinstance(value, Hole):
+    if isinstance(value, Placeholder):
         if value.name not in holes:
             with dtensor.fake_tensors():
                 holes[value.name] = torch.empty(
@@ -104,7 +104,7 @@ def _with_tensors(value: Any, holes: dict[str, torch.Tensor]) -> Any:
 
 def _places(tree: Any, stored: Any) -> Iterator[tuple[str, StoredTensor]]:
     """The name of every hole, and where the file has it."""
-    if isinstance(tree, Hole):
+    if isinstance(tree, Placeholder):
         yield tree.name, stored
     elif isinstance(tree, dict):
         for key, item in tree.items():

@@ -9,19 +9,18 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.disk.boxes import Box, whole
-from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
+from shardwise.checkpoint.disk.boxes import Box, full_box
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted
 from shardwise.checkpoint.disk.strict import Fields, check_shape, check_text, refuse, shorten
 from shardwise.checkpoint.formats.source import (
+    BaseSource,
     Extent,
     ExtentReader,
-    Opened,
     Window,
     check_extents,
-    dotted,
 )
 from shardwise.checkpoint.formats.torchfile import StoredShard, StoredTensor, read_tree
-from shardwise.checkpoint.formats.torchwrite import Hole
+from shardwise.checkpoint.formats.torchwrite import Placeholder
 from shardwise.errors import CheckpointError
 from shardwise.sharding.state_dict import FORMAT, VERSION
 
@@ -65,7 +64,7 @@ class RankFile:
     alike: Mapping[str, Part | None]
 
 
-class RankFiles(Opened):
+class RankFiles(BaseSource):
     """The files of all ranks.
 
     Args:
@@ -81,7 +80,7 @@ class RankFiles(Opened):
         self._reader = ExtentReader()
         self._ranks = _in_order([read_rank_file(file) for file in files])
         self._extents: dict[StatePath, list[Extent]] = {}
-        self._holes: dict[str, Hole] = {}
+        self._holes: dict[str, Placeholder] = {}
         self.tensors: dict[StatePath, TensorInfo] = {}
         self.values: dict[StatePath, Any] = {}
         self.by_name: dict[str, StatePath] = {}
@@ -138,7 +137,7 @@ class RankFiles(Opened):
             return self._join(path, found)
         return first
 
-    def _join(self, path: StatePath, found: list[Any]) -> Hole:
+    def _join(self, path: StatePath, found: list[Any]) -> Placeholder:
         """A tensor made of the parts of all ranks; tied tensors are one."""
         name = dotted(path)
         for rank, each in zip(self._ranks, found, strict=True):
@@ -148,7 +147,7 @@ class RankFiles(Opened):
         locals_ = [each.local if isinstance(each, StoredShard) else each for each in found]
         if parts[0] is None:  # every rank has the whole of it
             del locals_[1:]
-            parts = [Part(locals_[0].info.shape, whole(locals_[0].info.shape))]
+            parts = [Part(locals_[0].info.shape, full_box(locals_[0].info.shape))]
         # A string, since thousands of numbers could be made to have one hash.
         key = str([(each.start, each.info, p) for each, p in zip(locals_, parts, strict=True)])
         if key in self._holes and locals_[0].info.numel:
@@ -170,7 +169,7 @@ class RankFiles(Opened):
         if self.by_name.setdefault(name, path) != path:
             raise CheckpointError(f"{self.where}: holds {name} twice, expected it once")
         self._extents[path] = filled
-        self._holes[key] = Hole(name, info)
+        self._holes[key] = Placeholder(name, info)
         return self._holes[key]
 
 

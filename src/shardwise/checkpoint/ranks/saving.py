@@ -174,7 +174,7 @@ class Handle:
 _current: Handle | None = None
 
 
-def start(work: Callable[[], None], path: Path) -> Handle:
+def start_saving(work: Callable[[], None], path: Path) -> Handle:
     """Begin to save; :func:`wait_for_save` has been called before."""
     global _current
     _current = Handle(work, path)
@@ -224,7 +224,7 @@ def _copy(local: Tensor) -> Tensor:
     return copy.copy_(local, non_blocking=True)
 
 
-class Copied:
+class Snapshot:
     """What a rank has to save, in memory of its own. Every rank makes it, with the same path.
 
     It waits for the checkpoint that is being saved, if one is: there is room for one copy.
@@ -357,8 +357,8 @@ def async_save(
         TypeError: something on this rank is neither a tensor nor a plain value.
         ValueError: something on this rank is on the meta device, or has the name of another.
     """
-    copied = Copied(path, model, optimizer, extra, keep_last=keep_last, group=group)
-    handle = start(copied.write, copied.path)
+    copied = Snapshot(path, model, optimizer, extra, keep_last=keep_last, group=group)
+    handle = start_saving(copied.write, copied.path)
     if copied.error is not None:
         # Other ranks are waiting for this one's part: they are told, and so is the caller here.
         handle.forget()

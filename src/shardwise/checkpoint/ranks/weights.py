@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch import dtensor
-from shardwise.checkpoint.disk.boxes import Box, whole
+from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.commit import written_beside
 from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.pieces import narrow
@@ -127,7 +127,7 @@ def _fill(
 def _parts(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
     """What this rank has of a tensor: which part, and its elements."""
     if not isinstance(tensor, DTensor):
-        yield whole(tuple(tensor.shape)), tensor
+        yield full_box(tuple(tensor.shape)), tensor
         return
     local = dtensor.local_of(tensor)
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]

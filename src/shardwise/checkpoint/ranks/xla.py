@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
-from shardwise.checkpoint.disk.boxes import whole
+from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.commit import written_beside
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.disk.strict import refuse, shorten
@@ -178,8 +178,8 @@ def _locals(tree: Any) -> Any:
         return type(tree)(map(_locals, tree))
     if isinstance(tree, torch.Tensor):
         local = dtensor.plain(tree)
-        whole = local.untyped_storage().nbytes() == local.nbytes
-        return local.detach() if whole else local.detach().clone()
+        owns_storage = local.untyped_storage().nbytes() == local.nbytes
+        return local.detach() if owns_storage else local.detach().clone()
     return tree
 
 
@@ -260,5 +260,5 @@ def _in_memory(source: RankFiles) -> dict[str, torch.Tensor]:
             info = source.tensors[path]
             full[name] = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
             if info.numel:
-                source.read(path, whole(info.shape), full[name])
+                source.read(path, full_box(info.shape), full[name])
     return {name: full[hole.name] for name, hole in source.tree()["model"].items()}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.disk.commit import check_destination, written_beside
+from shardwise.checkpoint.disk.entries import dotted
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.formats.detect import TORCH_SUFFIXES, find_checkpoint, open_source
 from shardwise.checkpoint.formats.hf import DEFAULT_SHARD, write_hf, write_single
@@ -19,11 +20,10 @@ from shardwise.checkpoint.formats.source import (
     Source,
     Watch,
     Window,
-    dotted,
     model_tensors,
     unwatched,
 )
-from shardwise.checkpoint.formats.torchwrite import Hole, write_tree
+from shardwise.checkpoint.formats.torchwrite import Placeholder, write_tree
 
 # What ends so is meant to be a file: .txt, .ckpt, .h5. A version number is no such ending: lm-0.1b.
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w*")
@@ -91,7 +91,7 @@ def consolidate(
 
 def _write_torch(file: Path, source: Source, window: Window, *, everything: bool) -> None:
     """Write a file of ``torch.save``, and see it onto the disk."""
-    holes = {path: Hole(dotted(path), info) for path, info in source.tensors.items()}
+    holes = {path: Placeholder(dotted(path), info) for path, info in source.tensors.items()}
     tree: Any
     if everything:
         tree = unflatten([*source.values.items(), *holes.items()], str(source.where))

@@ -8,15 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.checkpoint.disk.entries import StatePath, torch_dtype
-from shardwise.checkpoint.formats.source import (
-    DEFAULT_BUFFER,
-    Source,
-    Watch,
-    Window,
-    dotted,
-    unwatched,
-)
+from shardwise.checkpoint.disk.entries import StatePath, dotted, torch_dtype
+from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Source, Watch, Window, unwatched
 
 _WIDENED = 8  # parts of a buffer: values are compared in 64 bits, in both checkpoints
 

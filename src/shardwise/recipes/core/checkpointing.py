@@ -148,7 +148,7 @@ class Checkpoints:
         Raises:
             SaveError: a rank could not write the one before; every rank raises it.
         """
-        from shardwise.checkpoint.ranks.saving import start
+        from shardwise.checkpoint.ranks.saving import start_saving
 
         self.settle()
         if self._is_saved(position.step):
@@ -157,7 +157,7 @@ class Checkpoints:
             write = self.copied(position, model, optimizer)
         except CheckpointError as error:
             raise SaveError(self._lost(position.step, error)) from error
-        self._under_way = position.step, start(write, self.path(position.step))
+        self._under_way = position.step, start_saving(write, self.path(position.step))
 
     def settle(self) -> int | None:
         """Wait for the checkpoint that was begun, if one was. Every rank calls it, or none does.
@@ -190,11 +190,11 @@ class Checkpoints:
         Raises:
             CheckpointError: what is in the way of it cannot be deleted; on every rank.
         """
-        from shardwise.checkpoint.ranks.saving import Copied
+        from shardwise.checkpoint.ranks.saving import Snapshot
 
         target, extra = self._prepared(position)
         keep, group = self._keep_last, self._group
-        return Copied(target, model, optimizer, extra, keep_last=keep, group=group).write
+        return Snapshot(target, model, optimizer, extra, keep_last=keep, group=group).write
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
         """Load a checkpoint into shards, on the same or another world. Every rank calls it.
