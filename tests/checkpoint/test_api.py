@@ -171,7 +171,7 @@ def test_a_folder_that_is_there_is_never_replaced(tmp_path: Path) -> None:
     save_small(tmp_path / "a")
     before = read_manifest(tmp_path / "a")
     model, _ = make(seed=1)
-    with pytest.raises(CheckpointError, match="is there already, expected a new name"):
+    with pytest.raises(CheckpointError, match="already exists, expected a new name"):
         checkpoint.save(tmp_path / "a", model)
     assert read_manifest(tmp_path / "a") == before
 

@@ -178,7 +178,7 @@ def test_verify_names_file_parameter_and_piece(shell: Shell, run: Path, tmp_path
     assert shown.count("shard-00000-of-00001.safetensors: found") == 1, "a file is named once"
 
     (tmp_path / "hurt" / "manifest.json").write_text("{")
-    assert "manifest.json: is no JSON" in shell.refused("verify", tmp_path / "hurt", code=1)
+    assert "manifest.json: is not valid JSON" in shell.refused("verify", tmp_path / "hurt", code=1)
 
 
 def test_diff_tells_what_differs(shell: Shell, run: Path) -> None:
@@ -268,7 +268,7 @@ def test_ctrl_c_is_one_line_too(
         ("consolidate bad.pt out.safetensors", 1, "bad.pt: is no file of torch.save"),
         ("consolidate good.safetensors out.ckpt", 2, "found a destination .ckpt"),
         ("consolidate good.safetensors no/out.pt", 2, "found no folder no; make it first"),
-        ("consolidate good.safetensors good.safetensors --force", 2, "holds, what is read"),
+        ("consolidate good.safetensors good.safetensors --force", 2, "contains, the checkpoint that is read"),
         ("consolidate good.safetensors out.pt --max-shard-size 1GB", 2, "goes with a folder"),
         ("consolidate good.safetensors out --everything", 2, "--everything goes with"),
         ("consolidate good.safetensors out.pt --buffer many", 2, "--buffer: found 'many'"),
@@ -278,7 +278,7 @@ def test_ctrl_c_is_one_line_too(
         ("convert good.safetensors out --to dcp --max-shard-size 1GB", 2, "with --to hf only"),
         ("convert good.safetensors out", 2, "--to"),
         ("convert good.safetensors taken --to dcp", 2, "taken exists"),
-        ("convert good.safetensors taken --to dcp --force", 2, "thesis.tex, which is no part"),
+        ("convert good.safetensors taken --to dcp --force", 2, "thesis.tex, which is not part"),
         ("diff good.safetensors nowhere", 2, "found nothing at nowhere"),
         ("verify good.safetensors", 2, "no checksums"),
         ("burn good.safetensors", 2, "burn"),

@@ -198,7 +198,7 @@ def _save_where_there_are_no_locks(rank: int, world_size: int, folder: Path) -> 
     left = commit.partial_of(checkpoints.path(2))
     left.mkdir()
     (left / "thesis.txt").touch()
-    with pytest.raises(SaveError, match="is there already"):
+    with pytest.raises(SaveError, match="already exists"):
         checkpoints.save(Position(2, 2), *_model())
     return sorted(str(path.relative_to(folder)) for path in folder.glob("**/*"))
 

@@ -110,9 +110,9 @@ def test_damage_behind_the_checkpoint_is_cut_off_with_what_came_after(tmp_path: 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"nonsense", "is no JSON that can be read"),
-        (b"\xff\xfe\0", "is no JSON that can be read"),
-        (b"", "is no JSON that can be read"),
+        (b"nonsense", "is not valid JSON"),
+        (b"\xff\xfe\0", "is not valid JSON"),
+        (b"", "is not valid JSON"),
         (b"[2]", "found list of 1, expected an object"),
         (b"{}", "has no 'step'"),
         (b'{"step": "2"}', "'step': found '2', expected an integer"),

@@ -134,11 +134,11 @@ def test_a_path_that_leaves_no_room_for_what_lies_in_a_run_is_refused(tmp_path: 
 
 
 DAMAGED = {
-    "": r"no JSON that can be read \(Expecting value: line 1",
-    '{\n"recipe": "lm",\n': "no JSON that can be read .*line 3",
+    "": r"not valid JSON \(Expecting value: line 1",
+    '{\n"recipe": "lm",\n': "not valid JSON .*line 3",
     "[]": "found list of 0, expected an object",
-    "\0\0\0": "no JSON that can be read",
-    '{"config": NaN}': "no JSON that can be read .*NaN",
+    "\0\0\0": "not valid JSON",
+    '{"config": NaN}': "not valid JSON .*NaN",
     '{"recipe": 3}': "'recipe': found 3, expected a string",
     '{"recipe": "\\u001b[2J"}': "'recipe': found .*expected printable",
     '{"config": []}': "'config': found list of 0, expected an object",
@@ -169,7 +169,7 @@ def test_what_is_no_small_file_is_never_read(tmp_path: Path) -> None:
         files.read()
     files.run_json.unlink()
     os.mkfifo(files.run_json)
-    with pytest.raises(UserError, match="expected a file"):
+    with pytest.raises(UserError, match="expected a regular file"):
         files.read()
 
 

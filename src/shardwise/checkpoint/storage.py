@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +52,18 @@ from shardwise.checkpoint.disk.entries import (
     Piece,
     StatePath,
     TensorEntry,
+    TensorInfo,
     Value,
     dtype_name,
     shard_name,
     torch_dtype,
 )
-from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest
+from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
 from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader
-from shardwise.checkpoint.disk.safetensors import BLOCK, Part, write_shard
+from shardwise.checkpoint.disk.safetensors import BLOCK, TensorData, write_shard
 from shardwise.errors import CheckpointError
+
+__all__ = ["Reader", "Writer"]
 
 
 class Reader(StorageReader):
@@ -250,21 +252,21 @@ class Writer(StorageWriter):
         path = Path(plan.storage_data)
         results: Future[list[WriteResult]] = Future()
         items = {item.index: item for item in plan.items if _chunk(item).sizes.numel()}
-        parts = {index: _part(item, planner) for index, item in items.items()}
-        written = write_shard(path, list(parts.values())) if parts else {}
+        shards = {index: _tensor_data(item, planner) for index, item in items.items()}
+        written = write_shard(path, list(shards.values())) if shards else {}
         results.set_result(
             [
                 WriteResult(
                     index,
-                    part.nbytes,
+                    shard.info.nbytes,
                     Piece(
                         path.name,
-                        written[part.key].offset,
+                        written[shard.key].offset,
                         _box(_chunk(items[index])),
-                        written[part.key].checksums,
+                        written[shard.key].checksums,
                     ),
                 )
-                for index, part in parts.items()
+                for index, shard in shards.items()
             ]
         )
         return results
@@ -294,7 +296,7 @@ class Writer(StorageWriter):
             world_size=self._world_size,
             mesh=next((entry.mesh for entry in entries if entry.mesh), ""),
             facts=self._facts_of(entries),
-            versions={"shardwise": _own_version(), "torch": str(torch.__version__)},
+            versions=writer_versions(),
         )
         write_manifest(partial, manifest)
         read_manifest(partial)  # what could not be read again must not get a name
@@ -354,12 +356,12 @@ def _box(chunk: ChunkStorageMetadata) -> Box:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def _part(item: WriteItem, planner: SavePlanner) -> Part:
-    """What a file has to take for an item of a plan."""
+def _tensor_data(item: WriteItem, planner: SavePlanner) -> TensorData:
+    """The shard that an item of a plan stands for, as a tensor to write."""
     data = item.tensor_data
     assert data is not None
 
-    def resolve() -> Tensor:
+    def load() -> Tensor:
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, Tensor)
         if tuple(tensor.shape) != tuple(data.chunk.sizes):
@@ -372,14 +374,4 @@ def _part(item: WriteItem, planner: SavePlanner) -> Part:
     piece = Piece("", 0, _box(data.chunk), ())
     dtype = dtype_name(data.properties.dtype)
     entry = TensorEntry((item.index.fqn,), tuple(data.size), dtype, "", "", ())
-    return Part(entry.key(piece), dtype, tuple(data.chunk.sizes), resolve)
-
-
-def _own_version() -> str:
-    try:
-        return version("shardwise")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-__all__ = ["Reader", "Writer"]
+    return TensorData(entry.key(piece), TensorInfo(dtype, piece.box.sizes), load)

@@ -96,7 +96,7 @@ def test_what_a_living_process_writes_and_what_is_not_ours_stays(tmp_path: Path)
     (tmp_path / ".mine.partial" / "thesis.txt").write_text("ours")
     save_small(tmp_path / "a")
     assert names(tmp_path) == [".mine.partial", ".other.partial", "a"]
-    with pytest.raises(CheckpointError, match="is another process saving to the same name"):
+    with pytest.raises(CheckpointError, match="is another process saving to the same path"):
         save_small(tmp_path / "other")
     writing.abandon()
     save_small(tmp_path / "other")
@@ -120,8 +120,8 @@ def test_a_partial_folder_has_a_lock_before_another_process_can_clean(
     """A cleaner that comes between the making of the folder and its lock has to wait."""
     lock, cleaners = commit._try_lock, []
 
-    def lock_late(handle: int) -> bool:
-        if not cleaners:
+    def lock_late(handle: int) -> commit._Lock:
+        if not cleaners and (tmp_path / ".a.partial").exists():
             cleaners.append(threading.Thread(target=commit.clean, args=(tmp_path,)))
             cleaners[0].start()
             cleaners[0].join(0.2)  # as long as it would need several times over

@@ -199,11 +199,11 @@ def other_digit(text: str) -> str:
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     # the manifest as a file
     "no manifest": (lambda folder: (folder / NAME).unlink(), "cannot be opened"),
-    "empty manifest": (text(lambda _: ""), "is no JSON"),
-    "truncated manifest": (text(lambda t: t[: len(t) // 2]), "is no JSON"),
+    "empty manifest": (text(lambda _: ""), "is not valid JSON"),
+    "truncated manifest": (text(lambda t: t[: len(t) // 2]), "is not valid JSON"),
     "manifest is a link": (lambda folder: link(folder, NAME), "cannot be opened"),
     "manifest is huge": (grow, "at most"),
-    "not UTF-8": (lambda folder: (folder / NAME).write_bytes(b'{"\xff": 1}'), "is no JSON"),
+    "not UTF-8": (lambda folder: (folder / NAME).write_bytes(b'{"\xff": 1}'), "is not valid JSON"),
     "deeply nested": (text(lambda _: "[" * 10**6), "nested too deeply"),
     "deeply nested value": (
         text(lambda t: t.replace('"value": 1', '"value": ' + "[" * 900 + "]" * 900, 1)),
@@ -220,7 +220,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "keys of one hash": (
         edited(lambda c: c["values"].append({"path": ["extra", "x"], "value": colliding()})),
-        "17 keys of one hash",
+        "17 keys with the same hash",
     ),
     "lists that take more memory than the file": (
         text(lambda t: t.replace("{", '{"x": [' + "[]," * 3_000_000 + "[]],", 1)),
@@ -243,7 +243,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "infinity": (text(lambda t: t.replace('"world_size": 1', '"world_size": Infinity')), "Inf"),
     "endless digits": (
         text(lambda t: t.replace('"world_size": 1', '"world_size": ' + "9" * 5000)),
-        "is no JSON",
+        "is not valid JSON",
     ),
     # its fields
     "another format": (put("format", "other"), "'format'"),
@@ -261,7 +261,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a config that is none": (put("config", ["model_type"]), "'config'"),
     "escape sequences": (put("strategy", "\x1b[2J"), "printable"),
     "tensors are no list": (put("tensors", {}), "expected a list"),
-    "a path through a value": (edited(through_a_value), "is a value, and holds others too"),
+    "a path through a value": (edited(through_a_value), "is a value, and contains other values"),
     "the same tensor twice": (edited(twice), "twice"),
     "a path to elsewhere": (put("tensor.path", ["__class__", "x"]), "'path'"),
     "a path of nothing": (put("tensor.path", []), "'path'"),
@@ -303,9 +303,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a piece beyond the file": (put("piece.offset", 2**40), "'offset'"),
     "a piece at a negative offset": (put("piece.offset", -8), "'offset'"),
     "a piece elsewhere": (put("piece.offset", 0), "in its header|overlap"),
-    "a piece outside the tensor": (put("piece.offsets", [1, 0]), "a part of"),
-    "a piece of another rank": (put("piece.offsets", [0]), "a part of"),
-    "a piece that is empty": (put("piece.sizes", [0, 7]), "not empty"),
+    "a piece outside the tensor": (put("piece.offsets", [1, 0]), "part of"),
+    "a piece of another rank": (put("piece.offsets", [0]), "part of"),
+    "a piece that is empty": (put("piece.sizes", [0, 7]), "non-empty"),
     "pieces with a gap": (edited(gap), "checksums|gaps"),
     "pieces that overlap": (edited(two_pieces), "gaps|overlap|checksums"),
     "tensors that overlap": (edited(overlap), "overlap in shard-"),
@@ -328,8 +328,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         shard(lambda d: struct.pack("<Q", len(d) - 7) + d[8:]),
         "header, length",
     ),
-    "a truncated header": (shard(lambda d: struct.pack("<Q", 100) + d[8:]), "is no JSON"),
-    "a header that is no JSON": (shard(lambda d: d[:8] + b"!" + d[9:]), "is no JSON"),
+    "a truncated header": (shard(lambda d: struct.pack("<Q", 100) + d[8:]), "is not valid JSON"),
+    "a header that is not valid JSON": (shard(lambda d: d[:8] + b"!" + d[9:]), "is not valid JSON"),
     "another key": (
         header(lambda h: h.update(x=h.pop("model.layers.0.weight"))),
         "null in its header",
@@ -459,7 +459,7 @@ def test_a_damaged_byte_is_never_loaded(original: Path, folder: Path) -> None:
         damaged = bytearray(data)
         damaged[at] ^= 0x10
         (folder / SHARD).write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"is damaged: bytes 0 \.\. \d+ have checksum"):
+        with pytest.raises(CheckpointError, match=r"is damaged: bytes 0 \.\. \d+ have the "):
             load_all(folder)
 
 

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, full_box, is_tiling
-from shardwise.checkpoint.disk.entries import Manifest, Piece, TensorEntry, dtype_name
+from shardwise.checkpoint.disk.entries import Manifest, Piece, TensorEntry, TensorInfo, dtype_name
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader, read_box, read_tensor
-from shardwise.checkpoint.disk.safetensors import Part, write_shard
+from shardwise.checkpoint.disk.safetensors import TensorData, write_shard
 
 FILE = "shard-00000-of-00001.safetensors"
 _QUICK = settings(
@@ -155,7 +155,8 @@ def _stored(folder: Path, tensor: torch.Tensor, cut: int, block: int) -> Manifes
     entry = TensorEntry(("model", "w"), shape, dtype, "", "", ())
     keys = {entry.key(Piece(FILE, 0, box, ())): box for box in boxes}
     parts = [
-        Part(key, dtype, box.sizes, lambda box=box: _part(tensor, box)) for key, box in keys.items()
+        TensorData(key, TensorInfo(dtype, box.sizes), lambda box=box: _part(tensor, box))
+        for key, box in keys.items()
     ]
     (folder / FILE).unlink(missing_ok=True)
     written = write_shard(folder / FILE, parts, block)

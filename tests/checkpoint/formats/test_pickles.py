@@ -89,7 +89,7 @@ def test_nothing_that_is_called_looks_at_all_of_such_a_tuple(tmp_path: Path, ste
 def test_keys_made_to_have_one_hash_are_refused(tmp_path: Path) -> None:
     prime = 2**61 - 1  # by which Python takes the remainder of numbers
     keys = [pickle.dumps(i * prime, protocol=2)[2:-1] for i in range(1, 30)]
-    _refuses(tmp_path, b"}" + b"".join(key + b"Ns" for key in keys), "keys of one hash")
+    _refuses(tmp_path, b"}" + b"".join(key + b"Ns" for key in keys), "keys with the same hash")
 
 
 @pytest.mark.parametrize(

@@ -99,10 +99,10 @@ def test_an_error_surfaces_once_at_the_next_call_or_at_the_handle(tmp_path: Path
     model, optimizer = make()
     checkpoint.save(tmp_path / "a", model)
     checkpoint.async_save(tmp_path / "a", model, optimizer)
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         checkpoint.async_save(tmp_path / "b", model, optimizer)
     handle = checkpoint.async_save(tmp_path / "a", model, optimizer)
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         handle.result()
     checkpoint.async_save(tmp_path / "b", model, optimizer).result()
     with pytest.raises(TypeError, match=r"extra\.x: found builtins\.object"):

@@ -183,14 +183,14 @@ def test_what_is_there_is_refused_or_replaced_if_forced(saved: Path, tmp_path: P
         assert (tmp_path / name).stat().st_size > 300
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").touch()
-    with pytest.raises(DestinationError, match=r"thesis\.tex, which is no part of a checkpoint"):
+    with pytest.raises(DestinationError, match=r"thesis\.tex, which is not part of a checkpoint"):
         consolidate(source, tmp_path / "out", force=True)
     (tmp_path / "out" / "thesis.tex").unlink()
     consolidate(source, tmp_path / "out", force=True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
-    with pytest.raises(DestinationError, match="is, or holds, what is read"):
+    with pytest.raises(DestinationError, match="is, or contains, the checkpoint that is read"):
         consolidate(source, source, force=True)
-    with pytest.raises(DestinationError, match="is, or holds, what is read"):
+    with pytest.raises(DestinationError, match="is, or contains, the checkpoint that is read"):
         consolidate(source, saved, force=True)
     with pytest.raises(DestinationError, match="no folder"):
         consolidate(source, tmp_path / "no" / "out.pt")

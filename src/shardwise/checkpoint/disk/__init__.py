@@ -1,1 +1,1 @@
-"""The format on the disk: what a folder holds, how it gets its name, how it is read."""
+"""The native format on disk: files, manifest, commit, and how tensors are read in pieces."""

@@ -1,7 +1,7 @@
-"""Boxes in tensors: where a piece lies, whether pieces fill a tensor, which bytes a box needs.
+"""Boxes: rectangular parts of tensors, and which bytes they occupy.
 
-A box is a tuple of offsets and a tuple of sizes, one per dimension, counted in elements. Elements
-are stored row after row. No torch here.
+A box has offsets and sizes, one of each per dimension, counted in elements. Elements are stored in
+row-major order. Torch is not imported.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _BITS = 61
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor.
+    """A rectangular part of a tensor.
 
     Attributes:
-        offsets: its first element, in each dimension.
-        sizes: its extent, in each dimension.
+        offsets: index of its first element in each dimension.
+        sizes: number of indices in each dimension.
     """
 
     offsets: tuple[int, ...]
@@ -29,11 +29,11 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """How many elements it holds."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     def intersection(self, other: Box) -> Box | None:
-        """What both hold, or ``None``."""
+        """The box of the elements that both have, or ``None`` if there are none."""
         offsets, sizes = [], []
         for (a, n), (b, m) in zip(self._spans(), other._spans(), strict=True):
             first, end = max(a, b), min(a + n, b + m)
@@ -44,18 +44,25 @@ class Box:
         return Box(tuple(offsets), tuple(sizes))
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """The same box, counted from another first element."""
+        """The same box, with offsets counted from ``origin``."""
         offsets = tuple(a - b for a, b in zip(self.offsets, origin, strict=True))
         return Box(offsets, self.sizes)
 
     def is_inside(self, shape: Sequence[int]) -> bool:
-        """Whether it lies in a tensor of this shape."""
+        """Whether the box lies inside a tensor of this shape."""
         return len(shape) == len(self.offsets) and all(
             a >= 0 and n >= 0 and a + n <= m for (a, n), m in zip(self._spans(), shape, strict=True)
         )
 
     def span(self, shape: Sequence[int]) -> tuple[int, int]:
-        """The first element, and the one after the last, in the order of storage."""
+        """The range of elements, in row-major order, from its first to its last.
+
+        Args:
+            shape: shape of the tensor that the box is part of.
+
+        Returns:
+            The index of its first element, and the index after its last; ``(0, 0)`` if it is empty.
+        """
         if self.numel == 0:
             return 0, 0
         first = last = 0
@@ -69,19 +76,24 @@ class Box:
 
 
 def full_box(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor."""
+    """The box of a full tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def boxes_of_span(shape: Sequence[int], first: int, end: int) -> Iterator[Box]:
-    """The boxes that elements ``first`` .. ``end - 1``, in the order of storage, are made of.
+    """Cut a range of elements, in row-major order, into boxes.
 
-    At most ``2 * len(shape) - 1``, in the order of storage. Here ``#`` is the span:
+    There are at most ``2 * len(shape) - 1`` boxes, in row-major order. Here ``#`` is the range:
 
         shape (4, 5)    . . # # #      rest of a row
-                        # # # # #      whole rows
+                        # # # # #      full rows
                         # # # # #
                         # . . . .      beginning of a row
+
+    Args:
+        shape: shape of the tensor.
+        first: index of the first element of the range.
+        end: index after its last element.
     """
     if first >= end:
         return
@@ -107,13 +119,13 @@ def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
 
 
 def is_tiling(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Whether boxes, all inside, fill a tensor without gap or overlap.
+    """Whether boxes, all inside a tensor, cover it without gaps or overlaps.
 
-    Each index of each dimension gets a random weight, and a cell the product of its indices'. The
-    weights of all boxes sum to that of the tensor where every cell is in one box. Where one is in
-    none or in two, the sums differ as polynomials of the weights, and so by chance agree for one
-    choice in 2**54: nobody can know the weights before. The work is linear in the boxes, however
-    they were cut.
+    Every index of every dimension gets a random weight, and every element the product of the
+    weights of its indices. If every element is in exactly one box, then the weights of the boxes
+    sum to the weight of the tensor. If one is in none or in two, the sums differ as polynomials in
+    the weights, so they agree by chance for one choice in 2**54, and nobody can know the choice
+    beforehand. The work is linear in the number of boxes, however they were cut.
     """
     if sum(box.numel for box in boxes) != math.prod(shape):
         return False
@@ -130,7 +142,7 @@ def is_tiling(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
 
 
 class _Weights:
-    """Random weights of the indices of one dimension, as sums up to where boxes begin and end."""
+    """Random weights of the indices of one dimension, as prefix sums at the bounds of boxes."""
 
     def __init__(self) -> None:
         self._up_to: dict[int, int] = {}

@@ -1,19 +1,21 @@
-"""How a checkpoint comes to be there: all at once, and only when it is on the disk.
+"""Commit: how a checkpoint gets its name, all at once, and only when it is on the disk.
 
-    root/.step-00000040.partial/    what is being written, locked by the process that commits
-    root/step-00000040/             its name after one rename
+    root/.step-00000040.partial/    being written; locked by the process that commits it
+    root/step-00000040/             complete; it got its name by one rename
 
-    root/.deleted-6f1c09d2.partial/ what is being deleted, locked by the process that deletes
+    root/.deleted-6f1c09d2.partial/ being deleted; locked by the process that deletes it
 
-Whoever is killed leaves a partial folder whose lock is free; the next save deletes it. What is
-complete is found by looking, not by a note that could be wrong. A symbolic link is no checkpoint
-of the folder that it lies in: it is not followed, and what it points to is never deleted.
+A killed process leaves a partial folder whose lock is free, and the next save deletes it. Whether a
+checkpoint is complete is found out by looking at it, not by a note that could be wrong. A symbolic
+link does not count as a checkpoint of the folder that it is in: it is not followed, and what it
+points to is never deleted.
 
-Processes may commit and delete in one folder beside each other. Names are given and taken under a
-lock on the root, held for a moment: so nobody sees a partial folder that is not locked yet, or
-deletes one under the name of another. No torch here.
+Several processes may commit and delete in one folder. They take and give up names under a lock on
+the root, which is held for a moment. So nobody sees a partial folder before it is locked, or
+deletes one under the name of another. Torch is not imported.
 
-Where something new is written: beside its name first, which it gets when it is complete.
+:func:`written_beside` does the same for single files and for the folders of other formats, which
+one process writes, without locks.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.checkpoint.disk.entries import Manifest
+from shardwise.checkpoint.disk.files import sync
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.errors import CheckpointError
 
@@ -39,23 +42,25 @@ StrPath = str | os.PathLike[str]
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.partial", re.ASCII | re.DOTALL)
-_LOOKS = 50  # at a folder from which a run deletes what is looked at
 _OURS = re.compile(r"shard-\d+-of-\d+\.safetensors|manifest\.json", re.ASCII)
-_LOOK_SECONDS, _MOST_SECONDS = 0.002, 60.0  # between looks at the lock on a root; all of them
+_LOOKS = 50  # attempts at a folder from which a run deletes what is being looked at
+_LOOK_SECONDS = 0.002  # between attempts to lock a root
+_MOST_SECONDS = 60.0  # for all of these attempts
+_MAX_NAME = 255  # bytes of a file name on Linux
 
 
 def step_folder(root: StrPath, step: int) -> Path:
-    """Where the checkpoint of a step lies: ``root/step-00000040``."""
+    """The path of the checkpoint of a step: ``root/step-00000040``."""
     return Path(root) / f"step-{step:08}"
 
 
 def steps(root: StrPath) -> list[int]:
-    """The steps of which a folder has complete checkpoints, lowest first."""
+    """The steps whose checkpoints in a folder are complete, in ascending order."""
     return [step for step, path in _step_folders(Path(root)) if is_complete(path)]
 
 
 def latest(root: StrPath) -> Path | None:
-    """The complete checkpoint of the highest step in a folder, or ``None``."""
+    """The complete checkpoint of the highest step in a folder, or ``None`` if there is none."""
     for _ in range(_LOOKS):
         folders = _step_folders(Path(root))
         for _, path in reversed(folders):
@@ -63,20 +68,25 @@ def latest(root: StrPath) -> Path | None:
                 return path
         if _step_folders(Path(root)) == folders:
             break
-        # A run has deleted what was looked at, and has saved a newer one before it did.
+        # A run deleted the checkpoint just looked at, after it had saved a newer one.
     return None
 
 
 def damage(root: Path) -> tuple[Path, str] | None:
-    """The folder of the highest step, and what is wrong with it, if it is not complete.
+    """The checkpoint of the highest step in a folder and what is wrong with it.
 
-    Checkpoints get their names and lose them at once: so that is damage, or none of ours.
+    A checkpoint gets its name and loses it in one operation. So an incomplete one was damaged, or
+    was not written by Shardwise.
+
+    Returns:
+        Its path, and the reason why it is not complete; ``None`` if it is complete, or if there is
+        none.
     """
     for step, path in reversed(_step_folders(Path(root))):
         try:
             check_complete(path)
         except CheckpointError as error:
-            if os.path.lexists(path):  # else it was deleted meanwhile
+            if os.path.lexists(path):  # else it has been deleted in the meantime
                 return step_folder(root, step), str(error)
         else:
             return None
@@ -84,9 +94,9 @@ def damage(root: Path) -> tuple[Path, str] | None:
 
 
 def is_complete(folder: StrPath) -> bool:
-    """Whether a checkpoint is whole: its manifest can be read, and its files have their sizes.
+    """Whether a checkpoint is complete: its manifest is valid, and its files have their sizes.
 
-    It does not read the files: :meth:`.pieces.PieceReader.verify` does.
+    The contents of the files are not read; :meth:`.pieces.PieceReader.verify` reads them.
     """
     try:
         check_complete(folder)
@@ -96,7 +106,7 @@ def is_complete(folder: StrPath) -> bool:
 
 
 def check_complete(folder: StrPath) -> None:
-    """Check that a checkpoint is whole, as :func:`is_complete` does.
+    """Check that a checkpoint is complete, as :func:`is_complete` does.
 
     Raises:
         CheckpointError: it is not; the message says what is missing.
@@ -105,10 +115,10 @@ def check_complete(folder: StrPath) -> None:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Check that all files of a manifest are there, with their sizes.
+    """Check that all files of a manifest exist and have their sizes.
 
     Raises:
-        CheckpointError: the message says what is missing.
+        CheckpointError: one does not; the message names it.
     """
     for name, size in manifest.files.items():
         path = Path(folder) / name
@@ -121,17 +131,17 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 
 
 def keep_last(root: StrPath, count: int, *, spare: StrPath | None = None) -> None:
-    """Delete all but the newest complete checkpoints of a folder.
+    """Delete all but the newest complete checkpoints in a folder.
 
     Args:
         root: the folder.
-        count: how many to keep, at least one.
-        spare: one that counts as the newest, whatever its step. The one of the highest step stays
-            beside it: another process may have committed that meanwhile.
+        count: number of checkpoints to keep, at least 1.
+        spare: a checkpoint that counts as the newest, whatever its step. The one of the highest
+            step is kept as well: another process may have committed it in the meantime.
 
     Raises:
-        ValueError: the count is not positive.
-        OSError: one cannot be deleted.
+        ValueError: ``count`` is less than 1.
+        OSError: a checkpoint cannot be deleted.
     """
     if count < 1:
         raise ValueError(f"keep_last: found {count}, expected 1 or more")
@@ -144,10 +154,80 @@ def keep_last(root: StrPath, count: int, *, spare: StrPath | None = None) -> Non
             delete(folder)
 
 
-def delete(folder: Path) -> None:
-    """Delete a checkpoint, complete or not. Cut short, it leaves none that looks complete.
+class Commit:
+    """A checkpoint that is being written, by the one process that commits it.
 
-    Of a symbolic link, the link is deleted, and not what it points to.
+    Args:
+        folder: path of the checkpoint once it is complete.
+
+    Attributes:
+        folder: the same.
+        partial: the folder that its files are written to, which exists and is locked.
+
+    Raises:
+        CheckpointError: the path exists, or another process is writing to it.
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.partial = partial_of(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        clean(folder.parent)
+        with _names_locked(folder.parent):
+            if os.path.lexists(folder):
+                raise CheckpointError(
+                    f"{folder}: already exists, expected a new name; nothing was written"
+                )
+            try:
+                self.partial.mkdir()
+            except FileExistsError:
+                raise CheckpointError(
+                    f"{self.partial}: already exists, and is not a leftover; is another process "
+                    "saving to the same path?"
+                ) from None
+            self._handle = os.open(self.partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            _try_lock(self._handle)
+
+    def publish(self) -> None:
+        """Give the checkpoint its name. All files in it must be on the disk.
+
+        Raises:
+            CheckpointError: the path has come to exist in the meantime.
+            OSError: the folder cannot be renamed or synced.
+        """
+        os.fsync(self._handle)
+        with _names_locked(self.folder.parent):
+            if os.path.lexists(self.folder):
+                raise CheckpointError(
+                    f"{self.folder}: was made by another process in the meantime; nothing was "
+                    "replaced"
+                )
+            self.partial.rename(self.folder)
+        sync(self.folder.parent)
+        os.close(self._handle)
+
+    def abandon(self) -> None:
+        """Delete what was written, so that a full disk has room again."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.close(self._handle)
+
+
+def partial_of(path: Path) -> Path:
+    """The name under which a checkpoint is written before it gets its own."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def is_partial(path: Path) -> bool:
+    """Whether this is the name of something being written or deleted, or of a leftover."""
+    return _PARTIAL.fullmatch(path.name) is not None
+
+
+def delete(folder: Path) -> None:
+    """Delete a checkpoint, complete or not. If interrupted, none that looks complete is left.
+
+    Of a symbolic link, the link is deleted, not what it points to.
 
     Raises:
         OSError: it cannot be deleted.
@@ -156,17 +236,18 @@ def delete(folder: Path) -> None:
         try:
             with _names_locked(folder.parent):
                 if not folder.is_symlink():
-                    held.enter_context(_locked(folder))
-                doomed = _take_away(folder)
+                    with contextlib.suppress(OSError):
+                        held.enter_context(_locked(folder))
+                doomed = _rename_away(folder)
         except FileNotFoundError:  # another process has deleted it
             return
         remove(doomed)
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a folder with all that it holds, or a symbolic link itself, if it is there.
+    """Delete a file, a folder with its contents, or a symbolic link itself, if it exists.
 
-    Where there are no locks, others may be at it too.
+    Where the file system has no locks, other processes may be deleting it too.
 
     Raises:
         OSError: it cannot be deleted.
@@ -179,73 +260,11 @@ def remove(path: Path) -> None:
                 path.unlink()
 
 
-def partial_of(folder: Path) -> Path:
-    """Where a checkpoint is written before it gets its name."""
-    return folder.with_name(f".{folder.name}.partial")
-
-
-def is_partial(path: Path) -> bool:
-    """Whether this is the name of a folder that is being written or deleted, or of a leftover."""
-    return _PARTIAL.fullmatch(path.name) is not None
-
-
-class Commit:
-    """One checkpoint on its way. Made by the one process that commits.
-
-    Args:
-        folder: its name at the end.
-
-    Raises:
-        CheckpointError: there is something of that name, or another process is writing it.
-        OSError: the folder cannot be made.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.partial = partial_of(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        clean(folder.parent)
-        with _names_locked(folder.parent):
-            if os.path.lexists(folder):
-                raise CheckpointError(
-                    f"{folder}: is there already, expected a new name; nothing was written"
-                )
-            try:
-                self.partial.mkdir()
-            except FileExistsError:
-                raise CheckpointError(
-                    f"{self.partial}: is there already, and not a leftover; is another process "
-                    "saving to the same name?"
-                ) from None
-            self._lock = os.open(self.partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            _try_lock(self._lock)
-
-    def publish(self) -> None:
-        """Give the checkpoint its name. Every file in it has to be on the disk.
-
-        Raises:
-            CheckpointError: something of that name has come up meanwhile.
-            OSError: the folder cannot be renamed or synced.
-        """
-        os.fsync(self._lock)
-        with _names_locked(self.folder.parent):
-            if os.path.lexists(self.folder):
-                raise CheckpointError(f"{self.folder}: has come up meanwhile; nothing was replaced")
-            self.partial.rename(self.folder)
-        _sync_folder(self.folder.parent)
-        os.close(self._lock)
-
-    def abandon(self) -> None:
-        """Delete what was written, so that a full disk has room again."""
-        shutil.rmtree(self.partial, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            os.close(self._lock)
-
-
 def clean(root: Path) -> None:
-    """Delete what dead processes left in a folder: partial checkpoints that nobody holds locked.
+    """Delete the partial checkpoints that dead processes left in a folder.
 
-    Only folders in which nothing but files of checkpoints lies.
+    That is every partial folder that nobody has locked, and that contains only files of
+    checkpoints. Where the file system has no locks, nothing counts as a leftover.
     """
     doomed = []
     with contextlib.ExitStack() as held:
@@ -253,9 +272,12 @@ def clean(root: Path) -> None:
             for path in root.iterdir():
                 if not is_partial(path) or path.is_symlink() or not path.is_dir():
                     continue
-                free = held.enter_context(_locked(path))
-                if free and _is_ours(path):
-                    doomed.append(_take_away(path))
+                try:
+                    lock = held.enter_context(_locked(path))
+                except OSError:  # not ours to open, or just deleted
+                    continue
+                if lock is _Lock.HELD and _is_ours(path):
+                    doomed.append(_rename_away(path))
         for path in doomed:
             remove(path)
 
@@ -263,22 +285,21 @@ def clean(root: Path) -> None:
 def delete_partial(folder: Path) -> None:
     """Delete what a process that has ended left of a checkpoint, for the only run that saves here.
 
-    :func:`clean` does, where there are locks. Without them only the caller can know that nobody is
-    writing; else what is left would be in the way of the same step for ever.
+    :func:`clean` does that where the file system has locks. Without locks, only the caller can know
+    that nobody is writing; otherwise the leftover would block the same step forever.
+
+    Args:
+        folder: path of the checkpoint, not of its partial folder.
 
     Raises:
         OSError: it cannot be deleted.
     """
     partial = partial_of(folder)
     try:
-        with _names_locked(folder.parent):
-            handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if _lock(handle) is _Locked.ELSEWHERE or not _is_ours(partial):
-                    return
-                doomed = _take_away(partial)
-            finally:
-                os.close(handle)
+        with _names_locked(folder.parent), _locked(partial) as lock:
+            if lock is _Lock.TAKEN or not _is_ours(partial):
+                return
+            doomed = _rename_away(partial)
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
@@ -288,38 +309,121 @@ def delete_partial(folder: Path) -> None:
     remove(doomed)
 
 
+class DestinationError(ValueError):
+    """A path that nothing can be written to: something else is there, or its folder is missing."""
+
+
+@contextlib.contextmanager
+def written_beside(
+    destination: Path, source: Path | None, *, force: bool = False
+) -> Iterator[Path]:
+    """Yield a free path beside ``destination``; what is written there is renamed at the end.
+
+    If the block raises, what it wrote is deleted, and what was at ``destination`` is unchanged.
+    Files inside a folder must be on the disk when the block ends; a single file is synced here.
+
+    Args:
+        destination: the file or folder to make.
+        source: the checkpoint that is read, which must not be replaced; ``None`` if there is none.
+        force: replace a file of that name, or a folder that contains nothing but a checkpoint.
+
+    Raises:
+        DestinationError: the path exists, or its folder does not.
+        OSError: it cannot be written.
+    """
+    check_destination(destination, source, force=force)
+    partial = partial_of(destination)
+    remove(partial)
+    try:
+        yield partial
+        sync(partial)
+        _replace(destination, partial)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove(partial)
+        raise
+
+
+def _replace(destination: Path, partial: Path) -> None:
+    """Rename ``partial`` to ``destination``, and delete what was there."""
+    if not destination.is_dir():  # a rename replaces a file, but no folder
+        partial.rename(destination)
+        sync(destination.parent)
+        return
+    old = _replaced(destination)
+    remove(old)
+    destination.rename(old)
+    try:
+        partial.rename(destination)
+    except BaseException:
+        old.rename(destination)
+        raise
+    sync(destination.parent)
+    remove(old)
+
+
+def _replaced(destination: Path) -> Path:
+    """The name that a folder has between its own and being deleted."""
+    return destination.with_name(f".{destination.name}.replaced")
+
+
+def check_destination(destination: Path, source: Path | None, *, force: bool = False) -> None:
+    """Check that a path can be written to, before anything is read.
+
+    Args:
+        destination: as for :func:`written_beside`, and so are the others.
+        source: see there.
+        force: see there.
+
+    Raises:
+        DestinationError: it cannot.
+    """
+    if not destination.name:
+        raise DestinationError(f"found {destination}, expected the name of a file or folder")
+    excess = len(os.fsencode(_replaced(destination).name)) - _MAX_NAME
+    if excess > 0:
+        raise DestinationError(
+            f"found a name of {len(os.fsencode(destination.name))} bytes for the file or folder to "
+            f"make, expected {excess} fewer"
+        )
+    if not destination.parent.is_dir():
+        raise DestinationError(f"found no folder {destination.parent}; make it first")
+    if not os.path.lexists(destination):
+        return
+    if not force:
+        raise DestinationError(f"{destination} exists; give another name, or --force to replace it")
+    if source is not None and source.resolve().is_relative_to(destination.resolve()):
+        raise DestinationError(
+            f"{destination} is, or contains, the checkpoint that is read; give another name"
+        )
+    if destination.is_dir() and not destination.is_symlink():
+        other = next((path for path in destination.iterdir() if not _belongs(path)), None)
+        if other is not None:
+            raise DestinationError(
+                f"{destination} contains {other.name}, which is not part of a checkpoint; nothing "
+                "was replaced"
+            )
+    elif not destination.is_file() or destination.is_symlink():
+        raise DestinationError(f"{destination} is not a regular file; nothing was replaced")
+
+
+def _belongs(path: Path) -> bool:
+    """Whether a file has the name of a file of a checkpoint, of any format."""
+    return path.is_file() and (
+        path.suffix in (".safetensors", ".distcp", ".json")
+        or path.name in (".metadata", "README.md", "tokenizer.model", "merges.txt", "vocab.txt")
+    )
+
+
 def _is_ours(partial: Path) -> bool:
     return all(_OURS.fullmatch(name) for name in os.listdir(partial))
 
 
-def _take_away(folder: Path) -> Path:
-    """Give a folder a name that is nobody's, so that its own is free at once."""
+def _rename_away(folder: Path) -> Path:
+    """Rename a folder that is to be deleted, so that its name is free at once."""
     doomed = folder.with_name(f".deleted-{secrets.token_hex(4)}.partial")
     folder.rename(doomed)
     return doomed
-
-
-@contextlib.contextmanager
-def _names_locked(root: Path) -> Iterator[None]:
-    """Be the only process that gives or takes names in a folder, where it can be locked.
-
-    Raises:
-        CheckpointError: another process does not let go of the lock.
-        OSError: the folder cannot be opened.
-    """
-    handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        deadline = time.monotonic() + _MOST_SECONDS
-        while _lock(handle) is _Locked.ELSEWHERE:
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"{root}: another process has held its lock for {_MOST_SECONDS:g} s, expected "
-                    "a moment; find out which is stopped, with lsof or fuser, and end it"
-                )
-            time.sleep(_LOOK_SECONDS)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _step_folders(root: Path) -> list[tuple[int, Path]]:
@@ -331,149 +435,56 @@ def _step_folders(root: Path) -> list[tuple[int, Path]]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a folder, if nobody else does."""
+def _names_locked(root: Path) -> Iterator[None]:
+    """Be the only process that gives or takes names in a folder, where it can be locked.
+
+    Raises:
+        CheckpointError: another process does not release the lock.
+        OSError: the folder cannot be opened.
+    """
+    handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # it has gone meanwhile
-        yield False
-        return
+        deadline = time.monotonic() + _MOST_SECONDS
+        while _try_lock(handle) is _Lock.TAKEN:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{root}: another process has held its lock for {_MOST_SECONDS:g} s, expected "
+                    "a moment; find a process that is stopped, with lsof or fuser, and end it"
+                )
+            time.sleep(_LOOK_SECONDS)
+        yield
+    finally:
+        os.close(handle)
+
+
+class _Lock(enum.Enum):
+    """The result of an attempt to lock a folder."""
+
+    HELD = "held"
+    TAKEN = "taken"  # by another process
+    UNSUPPORTED = "unsupported"  # by the file system
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[_Lock]:
+    """Hold the lock of a folder, unless another process does.
+
+    Raises:
+        OSError: the folder cannot be opened, or is a symbolic link.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield _try_lock(handle)
     finally:
         os.close(handle)
 
 
-def _try_lock(handle: int) -> bool:
-    """Lock a folder until the process closes it or ends.
-
-    Where the file system cannot, nobody's folder counts as left behind.
-    """
-    return _lock(handle) is _Locked.HERE
-
-
-class _Locked(enum.Enum):
-    """Who holds a lock."""
-
-    HERE = "here"
-    ELSEWHERE = "elsewhere"
-    NOWHERE = "nowhere"  # the file system has no locks
-
-
-def _lock(handle: int) -> _Locked:
-    """Try to lock an open file or folder, until it is closed or the process ends."""
+def _try_lock(handle: int) -> _Lock:
+    """Try to lock an open folder. The lock lasts until it is closed or the process ends."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _Locked.ELSEWHERE
+        return _Lock.TAKEN
     except OSError:
-        return _Locked.NOWHERE
-    return _Locked.HERE
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-_MAX_NAME = 255  # bytes of a file's name, on Linux
-
-
-class DestinationError(ValueError):
-    """Nothing can be written there: something is in the way, or the folder it should be in."""
-
-
-@contextlib.contextmanager
-def written_beside(
-    destination: Path, source: Path | None, *, force: bool = False
-) -> Iterator[Path]:
-    """A free name beside ``destination``; what is written to it gets that name at the end.
-
-    If the block raises, what it wrote is deleted, and what was at ``destination`` is as it was.
-
-    Args:
-        destination: the file or folder that is to be.
-        source: what is being read, which must not be replaced, if anything is.
-        force: replace a file of that name, or a folder in which nothing but a checkpoint is.
-
-    Raises:
-        DestinationError: it is there already, or its folder is not.
-        OSError: it cannot be written.
-    """
-    check_destination(destination, source, force=force)
-    partial = partial_of(destination)
-    remove(partial)
-    try:
-        yield partial
-        if partial.is_dir():
-            _sync(partial)
-        old = None
-        if destination.is_dir():
-            old = _replaced(destination)
-            remove(old)
-            destination.rename(old)
-        partial.rename(destination)
-        _sync(destination.parent)
-        if old is not None:
-            remove(old)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            remove(partial)
-        raise
-
-
-def _replaced(destination: Path) -> Path:
-    """Where what was there lies for a moment."""
-    return destination.with_name(f".{destination.name}.replaced")
-
-
-def check_destination(destination: Path, source: Path | None, *, force: bool = False) -> None:
-    """Check that something can be written there, before anything is read.
-
-    Raises:
-        DestinationError: it cannot.
-    """
-    if not destination.name:
-        raise DestinationError(f"found {destination}, expected the name of a file or folder")
-    excess = len(os.fsencode(_replaced(destination).name)) - _MAX_NAME
-    if excess > 0:
-        raise DestinationError(
-            f"found a name of {len(os.fsencode(destination.name))} bytes for what is made, "
-            f"expected {excess} fewer"
-        )
-    if not destination.parent.is_dir():
-        raise DestinationError(f"found no folder {destination.parent}; make it first")
-    if not os.path.lexists(destination):
-        return
-    if not force:
-        raise DestinationError(f"{destination} exists; give another name, or --force to replace it")
-    if source is not None and source.resolve().is_relative_to(destination.resolve()):
-        raise DestinationError(f"{destination} is, or holds, what is read; give another name")
-    if destination.is_dir() and not destination.is_symlink():
-        strange = next((p for p in destination.iterdir() if not _belongs(p)), None)
-        if strange is not None:
-            raise DestinationError(
-                f"{destination} holds {strange.name}, which is no part of a checkpoint; nothing "
-                "was replaced"
-            )
-    elif not destination.is_file() or destination.is_symlink():
-        raise DestinationError(f"{destination} is no plain file; nothing was replaced")
-
-
-def _belongs(path: Path) -> bool:
-    """Whether a file is one that checkpoints consist of, of any format."""
-    return path.is_file() and (
-        path.suffix in (".safetensors", ".distcp", ".json")
-        or path.name in (".metadata", "README.md", "tokenizer.model", "merges.txt", "vocab.txt")
-    )
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return _Lock.UNSUPPORTED
+    return _Lock.HELD

@@ -1,10 +1,7 @@
-"""What a checkpoint holds, as values: tensors, the pieces they are made of, plain values.
+"""The values that a checkpoint is described by: tensors, their pieces, plain values, dtypes.
 
-No torch here.
-
-How dtypes are called in safetensors files, and how large their elements are. No torch here.
-
-Source: the table of dtypes in the safetensors format.
+Every value here is immutable, and torch is not imported, so that ``shardwise checkpoint list``
+starts at once. Names and sizes of dtypes are those of the safetensors format.
 """
 
 from __future__ import annotations
@@ -14,189 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from shardwise.checkpoint.disk.boxes import Box
 
 if TYPE_CHECKING:
     import torch
 
-
-#: What the state of a training is made of; the first key of every path.
+#: The parts of a training state; the first key of every path.
 SECTIONS = ("model", "optimizer", "extra")
 
 PathKey = str | int
+#: The keys that lead to a tensor or value in the saved state: ``("model", "layers.0.weight")``.
 StatePath = tuple[PathKey, ...]
 
-
-def shard_name(rank: int, world_size: int) -> str:
-    """The file that a rank writes."""
-    return f"shard-{rank:05}-of-{world_size:05}.safetensors"
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What a tensor is.
-
-    Attributes:
-        dtype: its name in files: ``"F32"``.
-        shape: of the whole tensor.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return itemsize(self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.numel * self.itemsize
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a tensor, in one file.
-
-    Attributes:
-        file: the file's name, inside the folder.
-        offset: byte in the file where the piece begins.
-        box: which part of the tensor it is, in elements.
-        checksums: one per block of the piece, the last block being what is left: 16 hexadecimal
-            digits each.
-    """
-
-    file: str
-    offset: int
-    box: Box
-    checksums: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor.
-
-    Attributes:
-        path: the keys that lead to it in the saved state: ``("model", "layers.0.weight")``,
-            ``("optimizer", "state", "layers.0.weight", "exp_avg")``, ``("extra", ...)``.
-        shape: of the whole tensor.
-        dtype: its name in files: ``"F32"``.
-        placements: how the mesh cut it, ``"Shard(0)"``; empty for a plain tensor.
-        mesh: the mesh, ``"replicate=2 shard=4"``; empty for a plain tensor.
-        pieces: what it is made of; none if it has no elements.
-    """
-
-    path: StatePath
-    shape: tuple[int, ...]
-    dtype: str
-    placements: str
-    mesh: str
-    pieces: tuple[Piece, ...]
-
-    @property
-    def fqn(self) -> str:
-        """The path in one string: unique in a checkpoint."""
-        return ".".join(map(str, self.path))
-
-    @property
-    def section(self) -> str:
-        """``model``, ``optimizer`` or ``extra``."""
-        return str(self.path[0])
-
-    @property
-    def name(self) -> str:
-        """The path without the section: for a parameter, its name in the model."""
-        return ".".join(map(str, self.path[1:]))
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return itemsize(self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return TensorInfo(self.dtype, self.shape).nbytes
-
-    def key(self, piece: Piece) -> str:
-        """What a piece is called in its file."""
-        if piece.box.sizes == self.shape:
-            return self.fqn
-        spans = zip(piece.box.offsets, piece.box.sizes, strict=True)
-        return f"{self.fqn}[{','.join(f'{a}:{a + n}' for a, n in spans)}]"
-
-
-@dataclass(frozen=True)
-class Value:
-    """One plain value.
-
-    Attributes:
-        path: the keys that lead to it in the saved state.
-        value: see :mod:`.values` for what it can be.
-    """
-
-    path: StatePath
-    value: Any
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What a checkpoint tells of its model, beside its tensors.
-
-    Attributes:
-        strategy: how it was sharded, in words; empty if it was not said.
-        tied: names of tensors that were another one in the model, with the name of that one.
-        config: its ``config.json`` as ``transformers`` reads it; empty if it is none of theirs.
-    """
-
-    strategy: str = ""
-    tied: Mapping[str, str] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint holds.
-
-    Attributes:
-        tensors: in the order of the state.
-        values: everything that is not a tensor: options of the optimizer, step, random states.
-        files: the size of each file in bytes.
-        block: bytes that one checksum is of.
-        world_size: the number of ranks that saved.
-        mesh: the mesh of the model's parameters, ``"shard=4"``; empty if they are plain.
-        facts: what else it tells of the model.
-        versions: of what wrote it: ``{"shardwise": "0.1.0", "torch": "2.13.0"}``.
-    """
-
-    tensors: tuple[TensorEntry, ...]
-    values: tuple[Value, ...]
-    files: Mapping[str, int]
-    block: int
-    world_size: int
-    mesh: str = ""
-    facts: ModelFacts = ModelFacts()
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files."""
-        return sum(self.files.values())
-
-    def section(self, name: str) -> list[TensorEntry]:
-        """The tensors of ``model``, ``optimizer`` or ``extra``."""
-        return [entry for entry in self.tensors if entry.section == name]
-
-
-# name in files -> name in torch, bytes per element
+# name in safetensors files -> name in torch, bytes per element
 _DTYPES = {
     "BOOL": ("bool", 1),
     "U8": ("uint8", 1),
@@ -221,15 +48,15 @@ _BY_TORCH_NAME = {torch_name: name for name, (torch_name, _) in _DTYPES.items()}
 
 
 def itemsize(name: str) -> int:
-    """Bytes per element of a dtype, by its name in files."""
+    """Bytes per element of a dtype, given its safetensors name."""
     return _DTYPES[name][1]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name that files have for a dtype.
+    """The safetensors name of a dtype: ``"F32"`` for ``torch.float32``.
 
     Raises:
-        ValueError: the format has none.
+        ValueError: the format has no such dtype.
     """
     short = str(dtype).removeprefix("torch.")
     if short not in _BY_TORCH_NAME:
@@ -238,7 +65,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that has this name in files."""
+    """The dtype with a safetensors name: ``torch.float32`` for ``"F32"``."""
     import torch
 
     dtype = getattr(torch, _DTYPES[name][0])
@@ -246,14 +73,146 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def dotted(path: StatePath) -> str:
+    """A path as one string: ``"model.layers.0.weight"``."""
+    return ".".join(map(str, path))
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    """The name of the file that a rank writes: ``shard-00000-of-00002.safetensors``."""
+    return f"shard-{rank:05}-of-{world_size:05}.safetensors"
+
+
 @dataclass(frozen=True)
-class Origin:
-    """What a manifest says of a tensor beside its shape.
+class TensorInfo:
+    """The dtype and shape of a full tensor.
 
     Attributes:
-        path: the keys that lead to it.
-        placements: how it was cut, in words; empty for a plain tensor.
-        mesh: over what, in words; empty for a plain tensor.
+        dtype: safetensors name of the dtype, ``"F32"``.
+        shape: shape of the full tensor.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the full tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return itemsize(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full tensor."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor, stored in one file.
+
+    Attributes:
+        file: name of the file, inside the checkpoint's folder.
+        offset: byte of the file at which the piece begins.
+        box: which part of the tensor it is.
+        checksums: one checksum per block of the piece, 16 hexadecimal digits each. The last block
+            may be shorter than the others.
+    """
+
+    file: str
+    offset: int
+    box: Box
+    checksums: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in a manifest.
+
+    Attributes:
+        path: the keys that lead to it in the saved state: ``("model", "layers.0.weight")``,
+            ``("optimizer", "state", "layers.0.weight", "exp_avg")``, ``("extra", ...)``.
+        shape: shape of the full tensor.
+        dtype: safetensors name of the dtype, ``"F32"``.
+        placements: how it was sharded when it was saved, ``"Shard(0)"``; empty for a plain tensor.
+        mesh: the device mesh, ``"replicate=2 shard=4"``; empty for a plain tensor.
+        pieces: the pieces that it consists of; none if it has no elements.
+    """
+
+    path: StatePath
+    shape: tuple[int, ...]
+    dtype: str
+    placements: str
+    mesh: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def fqn(self) -> str:
+        """The path as one string, which is unique in a checkpoint."""
+        return dotted(self.path)
+
+    @property
+    def section(self) -> str:
+        """``model``, ``optimizer`` or ``extra``."""
+        return str(self.path[0])
+
+    @property
+    def name(self) -> str:
+        """The path without its section: for a parameter, its name in the model."""
+        return dotted(self.path[1:])
+
+    @property
+    def info(self) -> TensorInfo:
+        """Its dtype and shape."""
+        return TensorInfo(self.dtype, self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return itemsize(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full tensor."""
+        return self.info.nbytes
+
+    def key(self, piece: Piece) -> str:
+        """The name of a piece in its safetensors file.
+
+        That is the tensor's name if the piece is the full tensor, else the name and the indices:
+        ``"model.weight[0:2,0:5]"``.
+        """
+        if piece.box.sizes == self.shape:
+            return self.fqn
+        spans = zip(piece.box.offsets, piece.box.sizes, strict=True)
+        return f"{self.fqn}[{','.join(f'{a}:{a + n}' for a, n in spans)}]"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A plain value in a manifest.
+
+    Attributes:
+        path: the keys that lead to it in the saved state.
+        value: anything that :func:`.values.encode` accepts.
+    """
+
+    path: StatePath
+    value: Any
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a saved tensor was in the state, and how it was sharded.
+
+    Attributes:
+        path: the keys that lead to it in the state.
+        placements: how it was sharded, ``"Shard(0)"``; empty for a plain tensor.
+        mesh: the device mesh, ``"shard=4"``; empty for a plain tensor.
     """
 
     path: StatePath
@@ -261,6 +220,50 @@ class Origin:
     mesh: str = ""
 
 
-def dotted(path: StatePath) -> str:
-    """The keys that lead to something, in one string."""
-    return ".".join(map(str, path))
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a checkpoint records about its model beside the tensors.
+
+    Attributes:
+        strategy: the sharding strategy, as the command line names it; empty if unknown.
+        tied: for each tied tensor, the name of the tensor that it is tied to.
+        config: the model's ``config.json`` in the form of ``transformers``; empty if it has none.
+    """
+
+    strategy: str = ""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of a checkpoint.
+
+    Attributes:
+        tensors: all tensors, in the order of the state.
+        values: everything that is not a tensor: optimizer options, step, random states.
+        files: size in bytes of each file, by name.
+        block: number of bytes that one checksum covers.
+        world_size: number of ranks that saved it.
+        mesh: the device mesh of the model's parameters, ``"shard=4"``; empty if they are plain.
+        facts: what else is recorded about the model.
+        versions: versions of the writers: ``{"shardwise": "0.1.0", "torch": "2.13.0"}``.
+    """
+
+    tensors: tuple[TensorEntry, ...]
+    values: tuple[Value, ...]
+    files: Mapping[str, int]
+    block: int
+    world_size: int
+    mesh: str = ""
+    facts: ModelFacts = ModelFacts()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Total bytes of all files."""
+        return sum(self.files.values())
+
+    def section(self, name: str) -> list[TensorEntry]:
+        """The tensors of one section: ``model``, ``optimizer`` or ``extra``."""
+        return [entry for entry in self.tensors if entry.section == name]

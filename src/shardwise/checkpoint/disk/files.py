@@ -1,9 +1,15 @@
-"""What everything that reads files has in common. No torch here."""
+"""Files: opened safely, read in full or refused, and written so that they reach the disk.
+
+Checkpoints may come from strangers. A path in one may be a pipe, a device, or a link that leads
+elsewhere, so files are opened here and nowhere else. Torch is not imported.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+import threading
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -12,12 +18,21 @@ from typing import Self
 from shardwise.checkpoint.disk.strict import refuse
 from shardwise.errors import CheckpointError
 
+_SYNC_EVERY = 32 << 20  # bytes
+
+
+class Links(Enum):
+    """Whether to follow a symbolic link. The value is a flag of ``os.open``."""
+
+    REFUSE = os.O_NOFOLLOW
+    FOLLOW = 0
+
 
 class Closing:
-    """What holds files open. Close it, or use it in a ``with`` statement."""
+    """Base class of objects that hold files open. Close them, or use a ``with`` statement."""
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Close all files."""
 
     def __enter__(self) -> Self:
         return self
@@ -31,17 +46,43 @@ class Closing:
         self.close()
 
 
-def read_exactly(handle: int, into: memoryview, at: int, file: Path) -> None:
-    """Fill memory from a place in an open file.
+def open_file(path: Path, links: Links = Links.REFUSE) -> tuple[int, int]:
+    """Open a regular file to read.
 
-    Args:
-        handle: of the file.
-        into: of bytes.
-        at: the first byte in the file.
-        file: for messages.
+    Returns:
+        Its descriptor, and its size in bytes.
 
     Raises:
-        CheckpointError: it cannot be read, or ends before.
+        CheckpointError: it is missing, or it is a device, a pipe, or a link that is not followed.
+    """
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for its other end.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links.value)
+    except OSError as error:
+        no_link = ", not a link" if links is Links.REFUSE else ""
+        raise CheckpointError(
+            f"{path}: cannot be opened ({error.strerror}); expected a regular file{no_link}"
+        ) from None
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(handle)
+        raise CheckpointError(
+            f"{path}: found {stat.filemode(status.st_mode)}, expected a regular file"
+        )
+    return handle, status.st_size
+
+
+def read_exactly(handle: int, into: memoryview, at: int, file: Path) -> None:
+    """Fill memory from an open file.
+
+    Args:
+        handle: descriptor of the file.
+        into: memory to fill, as bytes.
+        at: first byte of the file to read.
+        file: path of the file, for error messages.
+
+    Raises:
+        CheckpointError: the file cannot be read, or ends too early.
     """
     while into.nbytes:
         try:
@@ -54,48 +95,112 @@ def read_exactly(handle: int, into: memoryview, at: int, file: Path) -> None:
         into = into[got:]
 
 
-class Links(Enum):
-    """What to do where a file is a symbolic link."""
-
-    REFUSE = os.O_NOFOLLOW
-    FOLLOW = 0
-
-
-def open_file(path: Path, links: Links = Links.REFUSE) -> tuple[int, int]:
-    """Open a regular file to read; its descriptor and its size.
-
-    Raises:
-        CheckpointError: there is none, or it is a device, a pipe, or a link that is not followed.
-    """
-    try:
-        # Without O_NONBLOCK, opening a pipe would wait for its other end.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links.value)
-    except OSError as error:
-        no_link = ", no link" if links is Links.REFUSE else ""
-        raise CheckpointError(
-            f"{path}: cannot be opened ({error.strerror}); expected a regular file{no_link}"
-        ) from None
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(handle)
-        raise CheckpointError(f"{path}: found {stat.filemode(status.st_mode)}, expected a file")
-    return handle, status.st_size
-
-
 def read_small(path: Path, most: int, links: Links = Links.REFUSE) -> bytes:
-    """All bytes of a regular file that holds no more than ``most``.
+    """Read a regular file of at most ``most`` bytes.
 
     Raises:
-        CheckpointError: it is larger, cannot be read, or is no regular file.
+        CheckpointError: it is larger, cannot be read, or is not a regular file.
     """
     handle, size = open_file(path, links)
     with os.fdopen(handle, "rb") as file:
         if size > most:
-            refuse(str(path), f"{size:,} bytes", f"{most:,} at most")
+            refuse(str(path), f"{size:,} bytes", f"at most {most:,}")
         try:
             text = file.read(size + 1)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     if len(text) > size:
-        refuse(str(path), "more bytes than it had when it was opened", f"{size:,}")
+        refuse(str(path), "more bytes than when it was opened", f"{size:,}")
     return text
+
+
+class NewFile:
+    """A new file that is written front to back, and is on the disk when the ``with`` block ends.
+
+    While it is written, another thread already syncs what has been written, so that little is
+    left to wait for at the end.
+
+    Args:
+        path: path of the file, which must not exist.
+
+    Attributes:
+        size: bytes written so far.
+
+    Raises:
+        OSError: the file exists, or cannot be written; the error names it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.size = 0
+        self._synced = 0
+        self._syncing: threading.Thread | None = None
+        self._handle = -1
+
+    def __enter__(self) -> Self:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._handle = os.open(self._path, flags, 0o666)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._syncing is not None:
+                self._syncing.join()
+            if kind is None:
+                os.fsync(self._handle)
+        except OSError as error:
+            raise _named(error, self._path) from None
+        finally:
+            os.close(self._handle)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes.
+
+        Raises:
+            OSError: they cannot be written, because the disk is full for instance.
+        """
+        left = memoryview(data)
+        try:
+            while left.nbytes:
+                count = os.write(self._handle, left)
+                self.size += count
+                left = left[count:]
+        except OSError as error:
+            raise _named(error, self._path) from None
+        idle = self._syncing is None or not self._syncing.is_alive()
+        if idle and self.size - self._synced >= _SYNC_EVERY:
+            self._synced = self.size
+            self._syncing = threading.Thread(target=self._sync)
+            self._syncing.start()
+
+    def _sync(self) -> None:
+        with contextlib.suppress(OSError):  # the sync at the end reports it
+            os.fdatasync(self._handle)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a new file, and wait until it is on the disk.
+
+    Raises:
+        OSError: the file exists, or cannot be written.
+    """
+    with NewFile(path) as file:
+        file.write(data)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of the names in a folder, is on the disk.
+
+    Raises:
+        OSError: it cannot be synced.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    """The same error, with the name of the file."""
+    return OSError(error.errno, error.strerror, str(path))

@@ -1,26 +1,27 @@
-"""The manifest: what a checkpoint holds, and where it lies. No torch here.
+"""The manifest: the file that says what a checkpoint contains, and where.
 
     step-00000040/
-      shard-00000-of-00002.safetensors    what rank 0 wrote
-      shard-00001-of-00002.safetensors
+      shard-00000-of-00002.safetensors    written by rank 0
+      shard-00001-of-00002.safetensors    written by rank 1
       manifest.json                       written last
 
-A tensor is cut into pieces, as the mesh cut it that it was saved on. Each piece lies in one file,
-row after row. Its checksums are of blocks of a fixed size, so that a part of it can be verified
+A tensor consists of pieces, as the mesh sharded it when it was saved. Each piece is in one file, in
+row-major order. Its checksums cover blocks of a fixed size, so that a part of it can be verified
 without the rest.
 
-Whatever is read here may have been written by a stranger. A manifest that was read is consistent:
-pieces lie inside their tensors and files and fill the tensors without overlap, so no shape in it
-is larger than the files are. Whether the files are as large as it says, :mod:`.pieces` checks.
+A manifest may come from a stranger. One that was read is consistent: its pieces are inside their
+tensors and files and cover the tensors without overlap, so that no shape in it is larger than its
+files. Whether the files have the sizes that it says is checked in :mod:`.pieces`. Torch is not
+imported.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ from shardwise.checkpoint.disk.entries import (
     StatePath,
     TensorEntry,
     Value,
+    dotted,
     itemsize,
 )
-from shardwise.checkpoint.disk.files import read_small
+from shardwise.checkpoint.disk.files import read_small, write_new
 from shardwise.checkpoint.disk.strict import (
     Fields,
     check_number,
@@ -58,11 +60,11 @@ FORMAT = "shardwise.checkpoint"
 VERSION = 1
 ALGORITHM = "xxh3_64"
 
-MAX_BYTES = 1 << 28  # of a manifest: 10 million pieces or so
+MAX_BYTES = 1 << 28  # of a manifest: about 10 million pieces
 MAX_DIMS = 64
 MAX_PIECES = 1 << 17  # of one tensor
 MAX_BLOCK = 1 << 30
-_DIGITS = 16  # of a checksum
+_DIGITS = 16  # hexadecimal digits of a checksum
 _FILE = re.compile(r"shard-\d{5,9}-of-\d{5,9}\.safetensors", re.ASCII)
 _CHECKSUMS = re.compile(r"[0-9a-f]*", re.ASCII)
 _LAST = "of_all_above"
@@ -72,29 +74,47 @@ _FIELDS = frozenset(
         *("checksum", "files", "values", "tensors", _LAST),
     )
 )
-# The last line of a manifest as it was written; who edits one by hand deletes it.
+# The last line of a manifest as Shardwise writes it. Whoever edits one by hand deletes this line.
 _OF_ALL_ABOVE = re.compile(rb',\n"of_all_above": "([0-9a-f]{16})"\n}\n\Z')
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, and see it onto the disk.
+    """Write the manifest, and wait until it is on the disk.
+
+    Args:
+        folder: the checkpoint's folder, without a manifest.
+        manifest: the contents of the checkpoint.
 
     Raises:
-        OSError: the disk is full, or the folder has gone.
+        OSError: it cannot be written, because the disk is full for instance.
+        TypeError: a value is not a plain value.
     """
     text = "".join(_lines(_to_json(manifest))).encode("ascii")
     above = text.removesuffix(b"\n}\n")
-    with open(Path(folder) / NAME, "xb") as file:
-        file.write(above + b',\n"of_all_above": "%s"\n}\n' % _checksum(above))
-        file.flush()
-        os.fsync(file.fileno())
+    data = above + b',\n"of_all_above": "%s"\n}\n' % _checksum(above)
+    write_new(Path(folder) / NAME, data)
+
+
+def writer_versions() -> dict[str, str]:
+    """The versions of Shardwise and torch, as a manifest records them."""
+    return {name: _version(name) for name in ("shardwise", "torch")}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint.
 
+    Args:
+        folder: the checkpoint's folder.
+
     Raises:
-        CheckpointError: there is none, or it is damaged; the message names the entry.
+        CheckpointError: it is missing or damaged; the message names the entry.
     """
     path = Path(folder) / NAME
     text = read_small(path, MAX_BYTES)
@@ -103,8 +123,8 @@ def read_manifest(folder: Path) -> Manifest:
     wrong = found is not None and found[1] != _checksum(text[: found.start()])
     if wrong or (found is None and isinstance(fields, dict) and _LAST in fields):
         raise CheckpointError(
-            f"{path}: is damaged: its checksum, {_LAST!r}, is not that of what it says; delete "
-            "that line if the file was edited on purpose"
+            f"{path}: is damaged: its contents do not match its checksum, {_LAST!r}; delete that "
+            "line if the file was edited on purpose"
         )
     return _from_json(fields, str(path))
 
@@ -114,7 +134,7 @@ def _checksum(text: bytes) -> bytes:
 
 
 def _lines(fields: dict[str, Any]) -> Iterator[str]:
-    """JSON with a line for each field, and for each item of a list, so that people can read it."""
+    """Yield JSON with one line per field and per item of a list, so that people can read it."""
     yield "{\n"
     for i, (name, value) in enumerate(fields.items(), 1):
         end = ",\n" if i < len(fields) else "\n"
@@ -142,7 +162,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "checksum": {"algorithm": ALGORITHM, "block": manifest.block},
         "files": dict(manifest.files),
         "values": [
-            {"path": list(value.path), "value": encode(value.value, ".".join(map(str, value.path)))}
+            {"path": list(value.path), "value": encode(value.value, dotted(value.path))}
             for value in manifest.values
         ],
         "tensors": [_tensor_to_json(entry) for entry in manifest.tensors],
@@ -176,12 +196,12 @@ def _from_json(value: Any, where: str) -> Manifest:
         refuse(f"{where}, 'format'", fields.any("format"), FORMAT)
     if fields.any("version") != VERSION:
         refuse(f"{where}, 'version'", fields.any("version"), f"{VERSION}, which this release reads")
-    if unknown is not None:  # of a damaged name: what it held would be missed silently
+    if unknown is not None:  # a damaged name, perhaps: its contents would be ignored silently
         refuse(where, f"the field {unknown!r}", f"one of {', '.join(sorted(_FIELDS))}")
     checksum = Fields(fields.any("checksum"), f"{where}, 'checksum'")
     if checksum.any("algorithm") != ALGORITHM:
         refuse(f"{checksum.where}, 'algorithm'", checksum.any("algorithm"), ALGORITHM)
-    # A multiple of every size of an element, so that none lies in two blocks.
+    # A multiple of every element size, so that no element is in two blocks.
     block = checksum.number("block", least=16, most=MAX_BLOCK)
     if block % 16:
         refuse(f"{checksum.where}, 'block'", block, "a multiple of 16")
@@ -221,16 +241,16 @@ def _facts(fields: Fields) -> ModelFacts:
 
 
 def _check_tied(manifest: Manifest, where: str) -> None:
-    """Of tensors that were one in the model, both are there, of one dtype and shape."""
+    """Check that both of two tied tensors exist, with the same dtype and shape."""
     model = {entry.name: (entry.dtype, entry.shape) for entry in manifest.section("model")}
     for name, other in manifest.facts.tied.items():
         known = isinstance(other, str) and name in model and other in model
         if not known or other == name or model[other] != model[name]:
-            refuse(f"{where}, 'tied', {name!r}", other, "another tensor of its dtype and shape")
+            refuse(f"{where}, 'tied', {name!r}", other, "another tensor with its dtype and shape")
 
 
 def _file_name(name: str, where: str) -> str:
-    if not _FILE.fullmatch(name):  # so neither a path nor "..": it stays in the folder
+    if not _FILE.fullmatch(name):  # neither a path nor "..", so the file is in the folder
         refuse(f"{where}, file", name, "shard-RRRRR-of-NNNNN.safetensors")
     return name
 
@@ -238,7 +258,7 @@ def _file_name(name: str, where: str) -> str:
 def _value(value: Any, where: str) -> Value:
     fields = Fields(value, where)
     path = _path(fields)
-    return Value(path, decode(fields.any("value"), f"{where} ({'.'.join(map(str, path))})"))
+    return Value(path, decode(fields.any("value"), f"{where} ({dotted(path)})"))
 
 
 def _path(fields: Fields) -> StatePath:
@@ -256,10 +276,10 @@ def _path(fields: Fields) -> StatePath:
 def _tensor(value: Any, where: str, files: Mapping[str, int], block: int) -> TensorEntry:
     fields = Fields(value, where)
     path = _path(fields)
-    fields.where = where = f"{where} ({'.'.join(map(str, path))})"
+    fields.where = where = f"{where} ({dotted(path)})"
     dtype = fields.text("dtype")
     if dtype not in DTYPE_NAMES:
-        refuse(f"{where}, 'dtype'", dtype, f"one of {', '.join(sorted(NAMES))}")
+        refuse(f"{where}, 'dtype'", dtype, f"one of {', '.join(sorted(DTYPE_NAMES))}")
     shape = fields.numbers("shape", MAX_DIMS)
     check_shape(shape, itemsize(dtype), where)
     entry = TensorEntry(
@@ -274,7 +294,7 @@ def _tensor(value: Any, where: str, files: Mapping[str, int], block: int) -> Ten
         ),
     )
     if not is_tiling([piece.box for piece in entry.pieces], shape):
-        refuse(f"{where}, pieces", "gaps or overlaps", f"pieces that fill {list(shape)} exactly")
+        refuse(f"{where}, pieces", "gaps or overlaps", f"pieces that cover {list(shape)} exactly")
     return entry
 
 
@@ -287,11 +307,15 @@ def _piece(
         refuse(f"{where}, 'file'", name, "one of 'files'")
     box = Box(fields.numbers("offsets", MAX_DIMS), fields.numbers("sizes", MAX_DIMS))
     if len(box.sizes) != len(box.offsets) or not box.is_inside(shape) or not box.numel:
-        refuse(where, f"{box.offsets} + {box.sizes}", f"a part of {list(shape)}, not empty")
+        refuse(where, f"{box.offsets} + {box.sizes}", f"a non-empty part of {list(shape)}")
     nbytes = box.numel * size
     offset = fields.number("offset", most=files[name])
     if offset + nbytes > files[name]:
-        refuse(where, f"bytes {offset} .. {offset + nbytes}", f"the {files[name]} of {name}")
+        refuse(
+            where,
+            f"bytes {offset} .. {offset + nbytes}",
+            f"bytes inside the {files[name]} of {name}",
+        )
     digits = fields.text("checksums")
     if len(digits) != -(-nbytes // block) * _DIGITS or not _CHECKSUMS.fullmatch(digits):
         refuse(
@@ -302,11 +326,11 @@ def _piece(
 
 
 class _Node:
-    """A place that paths lead through, or end at.
+    """A key of a path, as a node of a tree.
 
     Attributes:
-        kind: of all keys that lead on; ``None`` where a path ends.
-        children: by key.
+        kind: type of all keys below it; ``None`` if a path ends here.
+        children: the nodes below it, by key.
     """
 
     __slots__ = ("children", "kind")
@@ -317,11 +341,11 @@ class _Node:
 
 
 def _check_paths(entries: Iterable[TensorEntry | Value], where: str) -> None:
-    """Every path leads to one thing: none is there twice, none goes through another's end."""
+    """Check that every path leads to one thing: none occurs twice, none goes on below a value."""
     names: set[str] = set()
     root = _Node(str)
     for entry in entries:
-        name = ".".join(map(str, entry.path))
+        name = dotted(entry.path)
         if name in names:
             refuse(where, f"the name {name} twice", "each once")
         names.add(name)
@@ -332,13 +356,13 @@ def _check_paths(entries: Iterable[TensorEntry | Value], where: str) -> None:
             if node.kind is kind:
                 continue
             if node.kind is None or kind is None:
-                end = ".".join(map(str, entry.path[:i]))
-                raise CheckpointError(f"{where}: {end} is a value, and holds others too")
+                end = dotted(entry.path[:i])
+                raise CheckpointError(f"{where}: {end} is a value, and contains other values")
             refuse(where, f"both names and positions in {name}", "one kind of key")
 
 
 def _check_files(manifest: Manifest, where: str) -> None:
-    """No two pieces share bytes of a file."""
+    """Check that no two pieces share bytes of a file."""
     spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
     for entry in manifest.tensors:
         for piece in entry.pieces:

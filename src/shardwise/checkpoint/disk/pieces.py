@@ -1,8 +1,8 @@
-"""Read pieces of a checkpoint: never more than asked for, never past a checksum that is wrong.
+"""Reading pieces of a checkpoint: never more than asked for, never past a wrong checksum.
 
-A file is opened once, safely; its header must say of each piece what the manifest says. Then bytes
-come in chunks of at most ``buffer`` bytes, are hashed while the processor still has them at hand,
-and go where they belong.
+A file is opened once, safely, and its header must say the same about each piece as the manifest.
+Bytes are read in chunks of at most ``buffer`` bytes, hashed while the processor still has them in
+its cache, and go straight to where they belong.
 """
 
 from __future__ import annotations
@@ -23,34 +23,31 @@ from shardwise.checkpoint.disk.safetensors import read_fields
 from shardwise.checkpoint.disk.strict import refuse
 from shardwise.errors import CheckpointError
 
-CHUNK = 1 << 20  # bytes that are read and hashed at a time: what a core's own cache holds
+CHUNK = 1 << 20  # bytes that are read and hashed at a time: they fit in a core's own cache
 LEAST_BUFFER = 4096
-_AHEAD = 32 << 20  # bytes that the disk is asked for before they are needed
-_ALIGN = 16  # bytes of the largest element, and a divisor of every block
+_AHEAD = 32 << 20  # bytes that the kernel is asked to read before they are needed
+_ALIGN = 16  # bytes: a multiple of every element size, and a divisor of every block
 
 
 class PieceReader(Closing):
-    """The pieces of one checkpoint. Close it, or use it in a ``with`` statement.
+    """A reader of the pieces of one checkpoint. Close it, or use it in a ``with`` statement.
 
     Args:
-        folder: the checkpoint.
-        manifest: what is in it.
+        folder: the checkpoint's folder.
+        manifest: its manifest.
         buffer: bytes that reading may hold beside the tensors that are read into; at least 4096.
-            More than 1 MiB brings nothing.
-        verify: whether to compare checksums.
+            More than 1 MiB gains nothing.
 
     Raises:
         ValueError: the buffer is too small.
     """
 
-    def __init__(
-        self, folder: Path, manifest: Manifest, *, buffer: int = CHUNK, verify: bool = True
-    ) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, *, buffer: int = CHUNK) -> None:
         if buffer < LEAST_BUFFER:
             raise ValueError(f"buffer: found {buffer} bytes, expected {LEAST_BUFFER} or more")
         self._folder = Path(folder)
         self._manifest = manifest
-        self._verify = verify
+
         self._chunk = min(buffer, CHUNK) // _ALIGN * _ALIGN
         self._scratch = torch.empty(self._chunk, dtype=torch.uint8)
         self._files: dict[str, _ShardFile] = {}
@@ -65,12 +62,16 @@ class PieceReader(Closing):
         """Open the file of a piece, and compare its header with the manifest.
 
         Raises:
-            CheckpointError: it is missing, of another size, or its header says another thing.
+            CheckpointError: the file is missing, has another size, or its header says something
+                else.
         """
         self._open(entry, piece)
 
     def read(self, entry: TensorEntry, piece: Piece) -> Tensor:
-        """A whole piece, as a tensor of its sizes on the CPU.
+        """Read a full piece.
+
+        Returns:
+            A tensor on the CPU, with the sizes of the piece's box.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -83,18 +84,18 @@ class PieceReader(Closing):
     def read_into(self, entry: TensorEntry, piece: Piece, box: Box, destination: Tensor) -> None:
         """Read a part of a piece.
 
-        Every block that holds some of it is read whole, and verified. If it raises, the
+        Every block that contains some of it is read in full and verified. If this raises, the
         destination may hold some of what was read.
 
         Args:
             entry: the tensor.
             piece: one of its pieces.
-            box: the part, in elements of the whole tensor; inside the piece.
-            destination: of the sizes of the box and the dtype of the entry, or one that it can be
-                converted to; on any device, in any order of storage.
+            box: the part, in indices of the full tensor; inside the piece.
+            destination: a tensor with the sizes of the box, and the dtype of the entry or one that
+                it can be converted to; on any device, with any strides.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or a checksum is another.
+            CheckpointError: a file is missing or damaged, or a checksum does not match.
             ValueError: the destination has another shape.
         """
         if tuple(destination.shape) != box.sizes:
@@ -106,12 +107,13 @@ class PieceReader(Closing):
         inner = box.relative_to(piece.box.offsets)
         first, end = inner.span(piece.box.sizes)
         span = (first * entry.itemsize, end * entry.itemsize)
-        direct = _bytes_of(destination, entry, contiguous=end - first == box.numel)
+        is_one_run = end - first == box.numel
+        direct = _as_stored_bytes(destination, entry) if is_one_run else None
         if direct is not None:
-            direct[:0].zero_()  # for autograd, which does not see what is read past it
+            direct[:0].zero_()  # tells autograd of a write, since it does not see what is read
         dtype = torch_dtype(entry.dtype)
         for start, chunk in self._chunks(entry, piece, span, direct):
-            if chunk is None:  # is where it belongs already
+            if chunk is None:  # already where it belongs
                 continue
             size = entry.itemsize
             elements = chunk.view(dtype)
@@ -127,20 +129,20 @@ class PieceReader(Closing):
                 )
 
     def stream(self, entry: TensorEntry, piece: Piece) -> Iterator[memoryview]:
-        """The bytes of a piece, in order, in chunks; each is valid until the next is asked for.
+        """Yield the bytes of a piece, in order, in chunks; each is valid until the next one.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or a checksum is another.
+            CheckpointError: a file is missing or damaged, or a checksum does not match.
         """
         for _, chunk in self._chunks(entry, piece, (0, piece.box.numel * entry.itemsize), None):
             assert chunk is not None
             yield chunk.numpy().data
 
     def verify(self, entry: TensorEntry, piece: Piece) -> None:
-        """Read a piece, and keep nothing.
+        """Read a piece and compare its checksums, without keeping anything.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or a checksum is another.
+            CheckpointError: a file is missing or damaged, or a checksum does not match.
         """
         for _ in self.stream(entry, piece):
             pass
@@ -148,13 +150,14 @@ class PieceReader(Closing):
     def _chunks(
         self, entry: TensorEntry, piece: Piece, span: tuple[int, int], direct: Tensor | None
     ) -> Iterator[tuple[int, Tensor | None]]:
-        """Read the blocks that bytes ``span`` of a piece lie in.
+        """Read the blocks that contain a range of bytes of a piece.
 
         Args:
             entry: the tensor.
             piece: one of its pieces.
-            span: bytes of the piece that are wanted: first, and one after the last.
-            direct: memory for exactly these bytes, which chunks that lie in the span go into.
+            span: the bytes of the piece that are wanted: the first, and one past the last.
+            direct: memory for exactly these bytes; chunks inside the range are read straight into
+                it.
 
         Yields:
             Where a chunk begins in the piece, and its bytes; ``None`` if they went to ``direct``.
@@ -171,13 +174,12 @@ class PieceReader(Closing):
                 target = direct[start - first :] if inside and direct is not None else self._scratch
                 chunk = target[:size]
                 file.read(piece.offset + start, chunk)
-                if self._verify:
-                    digest.update(chunk.numpy().data)
+                digest.update(chunk.numpy().data)
                 yield start, None if inside else chunk
-            if self._verify and digest.hexdigest() != piece.checksums[index]:
+            if digest.hexdigest() != piece.checksums[index]:
                 raise CheckpointError(
                     f"{file.path}, {entry.key(piece)}: is damaged: bytes {index * block} .. "
-                    f"{block_end} have checksum {digest.hexdigest()}, expected "
+                    f"{block_end} have the checksum {digest.hexdigest()}, expected "
                     f"{piece.checksums[index]}"
                 )
 
@@ -191,16 +193,16 @@ class PieceReader(Closing):
 
 
 class _ShardFile:
-    """A safetensors file that is open.
+    """An open safetensors file of a checkpoint.
 
     Raises:
-        CheckpointError: it is no regular file, of another size than expected, or its header is
+        CheckpointError: it is not a regular file, has another size than expected, or its header is
             damaged.
     """
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
-        self._asked = 0  # bytes before this one are on their way
+        self._asked = 0  # the kernel has been asked for all bytes before this one
         self._handle, found = open_file(path)
         try:
             if found != size:
@@ -214,7 +216,7 @@ class _ShardFile:
         os.close(self._handle)
 
     def check(self, entry: TensorEntry, piece: Piece) -> None:
-        """The header says of a piece what the manifest says.
+        """Check that the header says the same about a piece as the manifest.
 
         Raises:
             CheckpointError: it does not.
@@ -230,7 +232,7 @@ class _ShardFile:
         if found != expected:
             raise CheckpointError(
                 f"{self.path}, {key}: found {json.dumps(found)[:200]} in its header, expected "
-                f"{json.dumps(expected)[:200]} by the manifest"
+                f"{json.dumps(expected)[:200]}, as the manifest says"
             )
 
     def read(self, offset: int, into: Tensor) -> None:
@@ -243,11 +245,10 @@ class _ShardFile:
         read_exactly(self._handle, view, offset, self.path)
 
 
-def _bytes_of(destination: Tensor, entry: TensorEntry, *, contiguous: bool) -> Tensor | None:
-    """The memory of a destination that bytes of a file can go into as they are, or ``None``."""
+def _as_stored_bytes(destination: Tensor, entry: TensorEntry) -> Tensor | None:
+    """The bytes of a destination, if stored bytes can be read into it as they are."""
     fits = (
-        contiguous  # in the file
-        and destination.is_contiguous()
+        destination.is_contiguous()
         and destination.device.type == "cpu"
         and destination.dtype == torch_dtype(entry.dtype)
         and type(destination) is Tensor
@@ -256,14 +257,19 @@ def _bytes_of(destination: Tensor, entry: TensorEntry, *, contiguous: bool) -> T
 
 
 def narrow(tensor: Tensor, box: Box) -> Tensor:
-    """The view of a part of a tensor."""
+    """The view of a part of a tensor.
+
+    Args:
+        tensor: the tensor.
+        box: the part, inside the tensor.
+    """
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
 
 
 def read_tensor(reader: PieceReader, entry: TensorEntry) -> Tensor:
-    """A whole tensor, on the CPU. It takes the memory of the tensor, no more.
+    """Read a full tensor to the CPU. This takes the memory of the tensor, and no more.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -276,13 +282,13 @@ def read_tensor(reader: PieceReader, entry: TensorEntry) -> Tensor:
 
 
 def read_box(reader: PieceReader, entry: TensorEntry, box: Box, destination: Tensor) -> None:
-    """Read a part of a tensor, wherever it lies.
+    """Read a part of a tensor, from all pieces that have some of it.
 
     Args:
-        reader: of the checkpoint.
+        reader: a reader of the checkpoint.
         entry: the tensor.
-        box: the part.
-        destination: of the sizes of the box; see :meth:`PieceReader.read_into`.
+        box: the part, inside the tensor.
+        destination: a tensor with the sizes of the box; see :meth:`PieceReader.read_into`.
 
     Raises:
         CheckpointError: a file is missing or damaged.

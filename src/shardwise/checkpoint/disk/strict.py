@@ -1,7 +1,8 @@
-"""JSON of strangers: read whole or refused, with the place where it is wrong.
+"""Strict reading of JSON, and of numbers and names, from files that may be hostile.
 
-Python's own reader takes more than JSON allows: ``NaN``, the same key twice, numbers of any
-length. Nothing here trusts a number before it has been compared with what can be.
+Python's JSON parser accepts more than JSON allows: ``NaN``, the same key twice, numbers of any
+length. Here a file is read in full or refused, and the error says where it is wrong. No number is
+trusted before it has been compared with what is possible. Torch is not imported.
 """
 
 from __future__ import annotations
@@ -13,47 +14,51 @@ from typing import Any, NoReturn
 
 from shardwise.errors import CheckpointError
 
-MAX_INT = 2**62  # larger numbers of bytes or elements exist nowhere, and sums of two still fit
-MAX_DEPTH = 200  # containers within containers; values of ours, which nest 64 deep, need two each
-_FEW = 1 << 20  # lists and objects that any file may hold; more of them take a longer file
-_ALIKE = 16  # keys of a dict that have the same hash; by chance there are no two
-_BYTES_EACH = 8  # of a longer file, for each of its lists and objects
+MAX_INT = 2**62  # no file has more bytes or elements, and the sum of two still fits in 64 bits
+MAX_DEPTH = 200  # levels of nesting; encoded values have up to 64, and need two for each
+_FEW = 1 << 20  # lists and objects that a file of any size may hold
+_BYTES_EACH = 8  # bytes that a file must have for each further list or object
+_MAX_SAME_HASH = 16  # keys of a dict; by chance not even two have the same hash
 
 
 def parse(text: bytes, where: str) -> Any:
     """Parse JSON, and nothing but JSON.
 
+    Args:
+        text: the JSON text, in UTF-8.
+        where: the file, for error messages.
+
     Raises:
-        CheckpointError: it is none, has a key twice in an object, is nested too deeply, or would
-            take far more memory than it has bytes.
+        CheckpointError: it is not JSON, has a key twice in one object, is nested too deeply, or
+            would take far more memory than it has bytes.
     """
 
     def constant(name: str) -> NoReturn:
-        raise ValueError(f"the number {name}")
+        raise ValueError(f"found the number {name}")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise ValueError(f"the key {shorten(twice)} twice in one object")
+            raise ValueError(f"found the key {shorten(twice)} twice in one object")
         return found
 
-    # An empty list is two bytes in the file, and sixty in memory.
+    # An empty list takes two bytes in the file, and sixty in memory.
     if text.count(b"[") + text.count(b"{") > _FEW + len(text) // _BYTES_EACH:
-        refuse(where, f"more than {_FEW:,} lists and objects", "fewer, for a file of its size")
+        refuse(where, f"more than {_FEW:,} lists and objects", "fewer in a file of this size")
     try:
         found = json.loads(text.decode("utf-8"), parse_constant=constant, object_pairs_hook=unique)
     except RecursionError:
         raise CheckpointError(f"{where}: is nested too deeply") from None
     except ValueError as error:
-        raise CheckpointError(f"{where}: is no JSON that can be read ({error})") from None
+        raise CheckpointError(f"{where}: is not valid JSON ({error})") from None
     check_depth(found, where)
     return found
 
 
 def check_depth(value: Any, where: str) -> None:
-    """Check that lists and objects from JSON are not nested deeper than code can follow.
+    """Check that lists and objects from JSON are not nested too deeply for recursive code.
 
     Raises:
         CheckpointError: they are.
@@ -69,19 +74,18 @@ def check_depth(value: Any, where: str) -> None:
         if not level:
             return
     raise CheckpointError(
-        f"{where}: is nested too deeply: found more than {MAX_DEPTH} lists and objects within "
-        "each other"
+        f"{where}: is nested too deeply: found more than {MAX_DEPTH} levels of lists and objects"
     )
 
 
 class Collisions:
-    """Keys of a dict, checked before they go in: those made to have one hash would make it slow.
+    """A counter of hash collisions among the keys of a dict.
 
-    Strings cannot be, since Python hashes them in a way that differs from process to process;
-    numbers and tuples can.
+    A file can contain numbers or tuples that all have the same hash, which would make a dict slow.
+    Strings are not counted: Python hashes them differently in every process.
 
     Args:
-        where: the file and the entry, for messages.
+        where: the file and the entry, for error messages.
     """
 
     def __init__(self, where: str) -> None:
@@ -89,26 +93,30 @@ class Collisions:
         self._seen: dict[int, int] = {}
 
     def check(self, key: Any) -> None:
-        """Count a key.
+        """Count a key before it goes into the dict.
 
         Raises:
-            CheckpointError: too many have its hash.
-            TypeError: it has none.
+            CheckpointError: too many keys have its hash.
+            TypeError: it cannot be hashed.
         """
         if isinstance(key, str):
             return
         found = hash(key)
         times = self._seen[found] = self._seen.get(found, 0) + 1
-        if times > _ALIKE:
-            refuse(self._where, f"{times} keys of one hash", f"{_ALIKE} at most")
+        if times > _MAX_SAME_HASH:
+            refuse(self._where, f"{times} keys with the same hash", f"at most {_MAX_SAME_HASH}")
 
 
 class Fields:
-    """One JSON object, read field by field; each has the type that is asked for, or is refused.
+    """A JSON object that is read field by field; a field of the wrong type is refused.
 
     Args:
-        value: what should be the object.
-        where: the file and the entry, for messages.
+        value: parsed JSON.
+        where: the file and the entry, for error messages.
+
+    Raises:
+        CheckpointError: the value is not an object. All methods raise it too, if the field is
+            missing or does not have the type asked for.
     """
 
     def __init__(self, value: Any, where: str) -> None:
@@ -118,35 +126,35 @@ class Fields:
         self.where = where
 
     def any(self, name: str) -> Any:
-        """A field of whatever type."""
+        """A field of any type."""
         if name not in self._fields:
             raise CheckpointError(f"{self.where}: has no {name!r}")
         return self._fields[name]
 
     def all(self) -> dict[str, Any]:
-        """Every field, of whatever type."""
+        """All fields, by name."""
         return self._fields
 
     def text(self, name: str) -> str:
-        """A string without control characters or half characters, which no terminal should get."""
+        """A string of printable characters, which is safe to show on a terminal."""
         value = self.any(name)
         if not isinstance(value, str):
             refuse(f"{self.where}, {name!r}", value, "a string")
         return check_text(value, f"{self.where}, {name!r}")
 
     def number(self, name: str, least: int = 0, most: int = MAX_INT) -> int:
-        """An integer between two bounds, both included."""
+        """An integer from ``least`` to ``most``."""
         return check_number(self.any(name), f"{self.where}, {name!r}", least, most)
 
     def real(self, name: str) -> float:
-        """A number that is finite, and not negative."""
+        """A finite number, 0 or more."""
         value = self.any(name)
         if type(value) not in (int, float) or not 0 <= value < math.inf:
-            refuse(f"{self.where}, {name!r}", value, "a number, 0 or more")
+            refuse(f"{self.where}, {name!r}", value, "a finite number, 0 or more")
         return float(value)
 
     def numbers(self, name: str, most_of_them: int) -> tuple[int, ...]:
-        """A list of integers, none negative."""
+        """A list of at most ``most_of_them`` integers, all 0 or more."""
         found = self.items(name, most_of_them)
         if not all(type(item) is int and 0 <= item <= MAX_INT for item in found):
             for item in found:
@@ -154,12 +162,12 @@ class Fields:
         return tuple(found)
 
     def items(self, name: str, most: int) -> Sequence[Any]:
-        """A list of whatever types, not longer than ``most``."""
+        """A list of at most ``most`` items of any type."""
         value = self.any(name)
         if not isinstance(value, list):
             refuse(f"{self.where}, {name!r}", value, "a list")
         if len(value) > most:
-            refuse(f"{self.where}, {name!r}", f"{len(value)} items", f"{most} at most")
+            refuse(f"{self.where}, {name!r}", f"{len(value)} items", f"at most {most}")
         return value
 
     def object(self, name: str) -> dict[str, Any]:
@@ -171,10 +179,10 @@ class Fields:
 
 
 def check_number(value: Any, where: str, least: int = 0, most: int = MAX_INT) -> int:
-    """An integer between two bounds, both included.
+    """Check that a value is an integer from ``least`` to ``most``, and return it.
 
     Raises:
-        CheckpointError: it is another thing, or beyond.
+        CheckpointError: it is not.
     """
     if type(value) is not int or not least <= value <= most:
         refuse(where, value, f"an integer from {least} to {most}")
@@ -182,20 +190,20 @@ def check_number(value: Any, where: str, least: int = 0, most: int = MAX_INT) ->
 
 
 def check_shape(shape: Sequence[int], itemsize: int, where: str) -> None:
-    """Check that a tensor of this shape can be; without elements, that one like it could.
+    """Check that a tensor of this shape is possible. An empty one must be possible with sizes of 1.
 
     Raises:
-        CheckpointError: its bytes, or its strides, are larger than any number that torch has.
+        CheckpointError: its bytes or its strides exceed the integers that torch has.
     """
     nbytes = math.prod(max(1, size) for size in shape) * itemsize
     check_number(nbytes, f"{where}, bytes of shape {list(shape)}")
 
 
 def check_text(value: str, where: str) -> str:
-    """A string that can be shown and encoded.
+    """Check that a string can be shown and encoded, and return it.
 
     Raises:
-        CheckpointError: it holds control characters or halves of characters.
+        CheckpointError: it contains control characters or lone surrogates.
     """
     if not value.isprintable():
         refuse(where, value, "printable characters")
@@ -203,7 +211,7 @@ def check_text(value: str, where: str) -> str:
 
 
 def shorten(value: Any) -> str:
-    """A value for a message, never long; it may hold itself a billion times over."""
+    """A short text for a value in an error message, whatever its size."""
     if isinstance(value, dict | list | tuple | set):
         return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, str | bytes):
@@ -213,7 +221,7 @@ def shorten(value: Any) -> str:
 
 
 def refuse(where: str, found: Any, expected: str) -> NoReturn:
-    """Say what is wrong where.
+    """Raise an error that says what was found and what was expected.
 
     Raises:
         CheckpointError: always.

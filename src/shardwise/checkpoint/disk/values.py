@@ -1,19 +1,18 @@
-r"""Plain Python values as JSON, and back, exactly. What is none of them is refused by name.
-
-JSON knows no tuples, bytes, dicts with other keys than strings, or numbers that are not finite.
-They become objects with a single key that begins with ``$``:
-
-    (0.9, 0.95)        {"$tuple": [0.9, 0.95]}
-    b"\x00"           {"$bytes": "AA=="}
-    float("inf")       {"$float": "inf"}
-    {1: "a"}           {"$items": [[1, "a"]]}
-    torch.float32      {"$dtype": "F32"}
-
-Nested state as paths that lead to its leaves, and back.
+r"""A training state taken apart: tensors and values with paths, and values as JSON.
 
     {"model": {"a.weight": T}, "extra": {"rows": [T, T]}}
 
-is ``("model", "a.weight")``, ``("extra", "rows", 0)`` and ``("extra", "rows", 1)``.
+has the leaves ``("model", "a.weight")``, ``("extra", "rows", 0)`` and ``("extra", "rows", 1)``.
+
+Plain Python values become JSON and come back exactly; anything else is refused by name, because a
+checkpoint holds no pickled objects. JSON has no tuples, bytes, dicts with keys other than strings,
+or non-finite numbers. They become objects with a single key that begins with ``$``:
+
+    (0.9, 0.95)        {"$tuple": [0.9, 0.95]}
+    b"\x00"            {"$bytes": "AA=="}
+    float("inf")       {"$float": "inf"}
+    {1: "a"}           {"$items": [[1, "a"]]}
+    torch.float32      {"$dtype": "F32"}
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ import base64
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-
-from torch import Tensor
 
 from shardwise.checkpoint.disk.entries import (
     DTYPE_NAMES,
@@ -40,20 +37,19 @@ _DEEPEST = 64
 
 
 def encode(value: Any, name: str, depth: int = 0) -> Any:
-    """What stands for a value in JSON.
+    """Encode a plain value as JSON.
 
     Args:
-        value: ``None``, booleans, numbers, strings, bytes, dtypes, and lists, tuples and dicts of
-            them.
-        name: what it is called, for messages.
-        depth: how many containers it is in.
+        value: ``None``, a bool, int, float, str, bytes or dtype, or a list, tuple or dict of those.
+        name: name of the value, for error messages.
+        depth: number of containers that enclose it.
 
     Raises:
-        TypeError: it is, or holds, anything else.
+        TypeError: the value is, or contains, anything else, or is nested too deeply.
     """
     if depth > _DEEPEST:
-        raise TypeError(f"{name}: is nested more than {_DEEPEST} deep")
-    # The exact types: an enum that is an integer too would come back as something else.
+        raise TypeError(f"{name}: found more than {_DEEPEST} levels of nesting, expected fewer")
+    # Exact types only: an enum that is also an integer would come back as something else.
     match value:
         case None | bool() | int() | str() if type(value) in (type(None), bool, int, str):
             return value
@@ -94,18 +90,25 @@ def _encode_dict(value: dict[Any, Any], name: str, depth: int) -> Any:
 
 
 def _is_dtype(value: Any) -> bool:
-    # Told by the name, so that reading a manifest does not import torch.
+    # Compared by name, so that reading a manifest does not import torch.
     return type(value).__module__ == "torch" and type(value).__name__ == "dtype"
 
 
 def decode(value: Any, where: str, depth: int = 0) -> Any:
-    """The value that JSON stands for.
+    """Decode what :func:`encode` returned.
+
+    Args:
+        value: parsed JSON.
+        where: the file and the entry, for error messages.
+        depth: number of containers that enclose it.
 
     Raises:
-        CheckpointError: nothing that :func:`encode` writes.
+        CheckpointError: it is not something that :func:`encode` returns.
     """
     if depth > _DEEPEST:
-        raise CheckpointError(f"{where}: is nested more than {_DEEPEST} deep")
+        raise CheckpointError(
+            f"{where}: found more than {_DEEPEST} levels of nesting, expected fewer"
+        )
     match value:
         case list():
             return [decode(item, where, depth + 1) for item in value]
@@ -138,7 +141,7 @@ def _decode_tagged(  # noqa: RET503 (refuse raises)
             return torch_dtype(value)
         case "$items", list():
             return _decode_items(value, where, depth)
-    refuse(where, tag, "$tuple, $bytes, $float, $dtype or $items, with what belongs there")
+    refuse(where, tag, "$tuple, $bytes, $float, $dtype or $items, with a value of its kind")
 
 
 def _decode_items(pairs: list[Any], where: str, depth: int) -> dict[Any, Any]:
@@ -154,14 +157,28 @@ def _decode_items(pairs: list[Any], where: str, depth: int) -> dict[Any, Any]:
                 refuse(where, key, "each key once")
             found[key] = value
         except TypeError:
-            refuse(where, key, "a key that can be hashed")
+            refuse(where, key, "a hashable key")
     return found
 
 
-def leaves(path: StatePath, tree: Any) -> Iterator[tuple[StatePath, Any]]:
-    """Tensors, and the largest parts of a tree without any, each with its path.
+def _is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor. Torch is imported only for this, not to read a manifest."""
+    from torch import Tensor
 
-    Dicts are always taken apart, so that ranks can each add keys of their own.
+    return isinstance(value, Tensor)
+
+
+def leaves(path: StatePath, tree: Any) -> Iterator[tuple[StatePath, Any]]:
+    """Yield the tensors of a nested state, and the largest parts without tensors, with their paths.
+
+    Dicts are always taken apart, so that each rank can add keys of its own.
+
+    Args:
+        path: path of ``tree``.
+        tree: nested dicts and lists of tensors and plain values.
+
+    Raises:
+        TypeError: the tree as a whole is not a dict with string keys.
     """
     if isinstance(tree, Mapping) and tree and all(type(key) is str for key in tree):
         for key, item in tree.items():
@@ -180,14 +197,18 @@ def _holds_tensor(tree: Any) -> bool:
         return any(_holds_tensor(item) for item in tree.values())
     if isinstance(tree, list | tuple):
         return any(_holds_tensor(item) for item in tree)
-    return isinstance(tree, Tensor)
+    return _is_tensor(tree)
 
 
 def unflatten(found: Iterable[tuple[StatePath, Any]], where: str) -> dict[str, Any]:
-    """The tree that paths lead through.
+    """Build the nested state that paths describe.
+
+    Args:
+        found: paths and their tensors or values, in any order.
+        where: the checkpoint, for error messages.
 
     Raises:
-        CheckpointError: a list lacks an item.
+        CheckpointError: items of a list are missing.
     """
     root: dict[PathKey, Any] = {}
     for path, value in found:
@@ -195,18 +216,18 @@ def unflatten(found: Iterable[tuple[StatePath, Any]], where: str) -> dict[str, A
         for key in path[:-1]:
             node = node.setdefault(key, _Node())
         node[path[-1]] = value
-    return {str(key): _grown(value, str(key), where) for key, value in root.items()}
+    return {str(key): _built(value, str(key), where) for key, value in root.items()}
 
 
 class _Node(dict[PathKey, Any]):
-    """A dict or list to be: no value that was saved is one."""
+    """A dict or list under construction. It has a type of its own, which no saved value has."""
 
 
-def _grown(node: Any, name: str, where: str) -> Any:
+def _built(node: Any, name: str, where: str) -> Any:
     if not isinstance(node, _Node):
         return node
     if all(type(key) is str for key in node):
-        return {key: _grown(item, f"{name}.{key}", where) for key, item in node.items()}
+        return {key: _built(item, f"{name}.{key}", where) for key, item in node.items()}
     if sorted(node) != list(range(len(node))):
-        raise CheckpointError(f"{where}: {name} is a list of which items are missing")
-    return [_grown(node[i], f"{name}.{i}", where) for i in range(len(node))]
+        raise CheckpointError(f"{where}: {name} is a list with missing items")
+    return [_built(node[i], f"{name}.{i}", where) for i in range(len(node))]

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from shardwise._torch import c10d
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
-from shardwise.checkpoint.disk.files import Links, open_file, read_small
+from shardwise.checkpoint.disk.files import Links, open_file, read_small, write_new
 from shardwise.checkpoint.disk.strict import check_number, check_shape, check_text, refuse
 from shardwise.checkpoint.formats.pickles import (
     Constructor,
@@ -516,7 +516,4 @@ def write_metadata(folder: Path, items: Sequence[Item]) -> None:
         storage_meta=StorageMeta(),
         version=_VERSION,
     )
-    with (folder / METADATA).open("xb") as file:
-        pickle.dump(metadata, file)
-        file.flush()
-        os.fsync(file.fileno())
+    write_new(folder / METADATA, pickle.dumps(metadata))

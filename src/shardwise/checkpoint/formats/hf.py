@@ -14,7 +14,6 @@ The ``config.json`` of a model: where it lies, and what it says of tied weights.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import xxhash
 
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
-from shardwise.checkpoint.disk.files import Links, read_small
+from shardwise.checkpoint.disk.files import Links, read_small, write_new
 from shardwise.checkpoint.disk.safetensors import Place, read_header, write_safetensors
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.checkpoint.formats.source import (
@@ -169,10 +168,8 @@ def write_index(folder: Path, files: list[HfFile]) -> None:
         "metadata": {"total_size": sum(sizes)},
         "weight_map": {name: file.name for file in files for name in file.tensors},
     }
-    with (folder / INDEX).open("x", encoding="utf-8") as file:
-        file.write(json.dumps(index, indent=2, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+    write_new(folder / INDEX, text.encode("utf-8"))
 
 
 def write_hf(

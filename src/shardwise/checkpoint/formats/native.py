@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from shardwise.checkpoint.disk.entries import (
     Value,
     shard_name,
 )
-from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest
+from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
-from shardwise.checkpoint.disk.safetensors import BLOCK, Part, write_shard
+from shardwise.checkpoint.disk.safetensors import BLOCK, TensorData, write_shard
 from shardwise.checkpoint.formats.source import BaseSource, Source, Window
 from shardwise.errors import CheckpointError
 
@@ -87,17 +86,16 @@ def write_shardwise(folder: Path, source: Source, window: Window) -> None:
         path: _entry(path, info, tuple(Piece(file, 0, box, ()) for box in boxes[path]))
         for path, info in source.tensors.items()
     }
-    parts = [
-        Part(
+    tensors = [
+        TensorData(
             entry.key(piece),
-            entry.dtype,
-            piece.box.sizes,
+            TensorInfo(entry.dtype, piece.box.sizes),
             functools.partial(window.read, source, path, piece.box),
         )
         for path, entry in entries.items()
         for piece in entry.pieces
     ]
-    written = write_shard(folder / file, parts)
+    written = write_shard(folder / file, tensors)
     manifest = Manifest(
         tensors=tuple(
             _entry(
@@ -115,7 +113,7 @@ def write_shardwise(folder: Path, source: Source, window: Window) -> None:
         files={file: (folder / file).stat().st_size},
         block=BLOCK,
         world_size=1,
-        versions={name: metadata.version(name) for name in ("shardwise", "torch")},
+        versions=writer_versions(),
     )
     try:
         write_manifest(folder, manifest)

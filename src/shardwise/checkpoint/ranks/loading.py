@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from shardwise.checkpoint.disk.commit import StrPath, check_files
-from shardwise.checkpoint.disk.entries import Manifest, TensorEntry
+from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, dotted
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, read_tensor
 from shardwise.checkpoint.disk.values import leaves, unflatten
@@ -101,7 +101,7 @@ def _is_filled_in_place(model: nn.Module, saved: Mapping[str, Any]) -> bool:
 
 def _model_tensors(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a state dict, by the names that they have in a manifest."""
-    found = ((".".join(map(str, path)), leaf) for path, leaf in leaves(("model",), saved))
+    found = ((dotted(path), leaf) for path, leaf in leaves(("model",), saved))
     return {name: check_tensor(leaf, name) for name, leaf in found if isinstance(leaf, Tensor)}
 
 

@@ -23,7 +23,14 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from shardwise._torch import dtensor
-from shardwise.checkpoint.disk.entries import ModelFacts, Origin, StatePath, Value, dtype_name
+from shardwise.checkpoint.disk.entries import (
+    ModelFacts,
+    Origin,
+    StatePath,
+    Value,
+    dotted,
+    dtype_name,
+)
 from shardwise.checkpoint.disk.values import encode, leaves
 from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
 from shardwise.sharding.state import groups_of
@@ -52,7 +59,7 @@ class State:
             ValueError: two things would have the same name, or a tensor is not there.
         """
         for path, leaf in leaves((section,), tree):
-            name = ".".join(map(str, path))
+            name = dotted(path)
             if not name.isprintable():
                 raise ValueError(f"{name!r}: expected a name of printable characters")
             if isinstance(leaf, Tensor):

@@ -21,7 +21,7 @@ from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.commit import written_beside
 from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.pieces import narrow
-from shardwise.checkpoint.disk.safetensors import METADATA, in_order, make_header
+from shardwise.checkpoint.disk.safetensors import PT_METADATA, in_order, make_header
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.hf import DEFAULT_SHARD, HfFile, plan_files, write_index
 from shardwise.checkpoint.formats.source import (
@@ -193,7 +193,7 @@ def _info(tensor: torch.Tensor) -> TensorInfo:
 
 def _make_file(path: Path, file: HfFile) -> None:
     """A file with a header, and room for the tensors."""
-    header = make_header(in_order(file.tensors), METADATA)
+    header = make_header(in_order(file.tensors), PT_METADATA)
     with path.open("xb") as opened:
         opened.write(header)
         opened.truncate(len(header) + sum(info.nbytes for info in file.tensors.values()))
@@ -206,7 +206,7 @@ def _write_parts(
     tensors = dict(_named(model))
     for file in files:
         ordered = in_order(file.tensors)
-        at = len(make_header(ordered, METADATA))
+        at = len(make_header(ordered, PT_METADATA))
         with (folder / file.name).open("r+b") as opened:
             for name, info in ordered.items():
                 if _writes(tensors[name], ranks):
