@@ -268,7 +268,7 @@ def test_ctrl_c_is_one_line_too(
         ("consolidate bad.pt out.safetensors", 1, "bad.pt: is no file of torch.save"),
         ("consolidate good.safetensors out.ckpt", 2, "found a destination .ckpt"),
         ("consolidate good.safetensors no/out.pt", 2, "found no folder no; make it first"),
-        ("consolidate good.safetensors good.safetensors --force", 2, "contains, the checkpoint that is read"),
+        ("consolidate good.safetensors good.safetensors --force", 2, "contains, the checkpoint"),
         ("consolidate good.safetensors out.pt --max-shard-size 1GB", 2, "goes with a folder"),
         ("consolidate good.safetensors out --everything", 2, "--everything goes with"),
         ("consolidate good.safetensors out.pt --buffer many", 2, "--buffer: found 'many'"),

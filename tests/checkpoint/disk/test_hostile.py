@@ -298,7 +298,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
                 first(c)["pieces"][0].update(sizes=[10**9, 7]),
             )
         ),
-        "expected the .* of shard",
+        "inside the .* of shard",
     ),
     "a piece beyond the file": (put("piece.offset", 2**40), "'offset'"),
     "a piece at a negative offset": (put("piece.offset", -8), "'offset'"),

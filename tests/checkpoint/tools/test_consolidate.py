@@ -195,7 +195,7 @@ def test_what_is_there_is_refused_or_replaced_if_forced(saved: Path, tmp_path: P
     with pytest.raises(DestinationError, match="no folder"):
         consolidate(source, tmp_path / "no" / "out.pt")
     (tmp_path / "link.pt").symlink_to(tmp_path / "out.pt")
-    with pytest.raises(DestinationError, match="no plain file"):
+    with pytest.raises(DestinationError, match="not a regular file"):
         consolidate(source, tmp_path / "link.pt", force=True)
     assert checkpoint.is_complete(source)
 
