@@ -18,7 +18,7 @@ def overhead_tables(content: dict[str, Any]) -> list[Table]:
         ["contender", "ranks", "µs a group", "quartiles", "x FSDP2"],
     )
     for case in content["cases"]:
-        per_round = {name: _overheads(case, name) for name in TITLES}
+        per_round = {name: overheads(case, name) for name in TITLES}
         for name, title in TITLES.items():
             low, middle, high = statistics.quantiles(per_round[name], n=4)
             ratio = statistics.median(
@@ -37,8 +37,8 @@ def overhead_tables(content: dict[str, Any]) -> list[Table]:
     return [table]
 
 
-def _overheads(case: dict[str, Any], name: str) -> list[float]:
-    """Microseconds a group over the floor, for each round."""
+def overheads(case: dict[str, Any], name: str) -> list[float]:
+    """Return the microseconds per group beyond the floor, for each round."""
     return [
         1e6 * (statistics.median(turn) - statistics.median(floor)) / case["groups"]
         for turn, floor in zip(case["seconds"][name], case["seconds"]["floor"], strict=True)

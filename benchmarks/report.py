@@ -1,13 +1,16 @@
-"""Put the tables of stored results into the documentation.
+"""Put the tables and the summary of stored results into the documentation.
 
-    python benchmarks/report.py            # rewrite docs/benchmarks.md
-    python benchmarks/report.py --check    # exit code 1 where it does not show the stored results
+    python benchmarks/report.py            # rewrite docs/benchmarks.md and docs/measurements.md
+    python benchmarks/report.py --check    # exit code 1 if they do not show the stored results
 
-A table stands between two markers that name its document under ``benchmarks/results/``:
+The tables of a document go between two markers that name it under ``benchmarks/results/``:
 
     <!-- results: 2026-11-21-step-time.json -->
     ... replaced: command, machine, tables ...
     <!-- end of results -->
+
+The summary of all documents goes between ``<!-- summary -->`` and ``<!-- end of summary -->``. Its
+picture is ``docs/images/benchmarks.svg``.
 """
 
 from __future__ import annotations
@@ -29,10 +32,13 @@ from _report import ROOT, Table, machine_line
 from _scaling_tables import scaling_tables
 from _step_tables import step_tables
 from _strategies_tables import strategies_tables
+from _summary import draw, table
 from _transport_tables import transport_tables
 from _vit_build_tables import vit_build_tables
 
 RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = [ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "measurements.md"]
+PICTURE = ROOT / "docs" / "images" / "benchmarks.svg"
 TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "step_time": step_tables,
     "memory": memory_tables,
@@ -47,6 +53,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
 }
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
+)
+_SUMMARY = re.compile(
+    r"(?P<begin><!-- summary -->\n).*?(?P<end><!-- end of summary -->)", re.DOTALL
 )
 
 
@@ -72,27 +81,34 @@ def filled(text: str, results: Path) -> str:
         content = json.loads((results / name).read_text())
         return f"{match['begin']}\n{markdown(content, name)}\n\n{match['end']}"
 
-    return _BETWEEN.sub(between, text)
+    text = _BETWEEN.sub(between, text)
+    return _SUMMARY.sub(lambda m: f"{m['begin']}\n{table(results)}\n\n{m['end']}", text)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing, only compare")
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("--document", type=Path, nargs="+", default=DOCUMENTS)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     options = parser.parse_args()
     try:
-        before = options.document.read_text()
-        after = filled(before, options.results)
+        stale = [path for path in options.document if not _is_current(path, options)]
     except FileNotFoundError as error:
         parser.error(f"{error.filename} does not exist")
-    if before == after:
-        return 0
-    if options.check:
-        print(f"{options.document} does not show the stored results: run benchmarks/report.py")
-        return 1
-    options.document.write_text(after)
-    return 0
+    if options.document == DOCUMENTS and not options.check:
+        draw(options.results, PICTURE)
+    for path in stale if options.check else []:
+        print(f"{path} does not show the stored results: run benchmarks/report.py")
+    return 1 if options.check and stale else 0
+
+
+def _is_current(path: Path, options: argparse.Namespace) -> bool:
+    """Tell whether a page shows the stored results; rewrite it unless that is forbidden."""
+    before = path.read_text()
+    after = filled(before, options.results)
+    if before != after and not options.check:
+        path.write_text(after)
+    return before == after
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.benchmarks.scripts import call_script
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 TEXT = """# Benchmarks
 before
@@ -67,6 +70,27 @@ def test_tables_replace_what_is_between_the_markers(folder: Path) -> None:
 def test_missing_result_is_one_clear_line(folder: Path) -> None:
     (folder / "run.json").unlink()
     assert report(folder) == 2
+
+
+def test_the_summary_shows_what_is_stored_beside_torch(tmp_path: Path) -> None:
+    document = tmp_path / "doc.md"
+    document.write_text("before\n<!-- summary -->\nold\n<!-- end of summary -->\nafter\n")
+
+    assert call_script("report.py", "--document", str(document)).returncode == 0
+
+    text = document.read_text()
+    assert text.startswith("before\n<!-- summary -->\n\n| | Shardwise | torch | ratio |\n")
+    assert text.endswith("|\n\n<!-- end of summary -->\nafter\n")
+    assert "old" not in text
+    assert "| 0.90 s | 1.41 s | 0.62 |" in text
+
+
+def test_the_picture_of_the_summary_shows_the_ratios_of_its_table() -> None:
+    table = (DOCS / "benchmarks.md").read_text().split("<!-- end of summary -->")[0]
+    ratios = re.findall(r"\| (\d\.\d\d) \|$", table, re.MULTILINE)
+
+    labels = re.findall(r">(\d\.\d\d)</text>", (DOCS / "images" / "benchmarks.svg").read_text())
+    assert labels == ratios
 
 
 def test_documentation_shows_the_stored_results() -> None:

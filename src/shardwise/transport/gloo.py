@@ -2,7 +2,7 @@
 
 Gloo's collectives pass the data through one flat buffer on each side and, for the reductions,
 through fresh memory. Messages go from where the data lies to where it belongs. The figures are in
-``docs/benchmarks.md``, under "Transport on gloo".
+``docs/measurements.md``, under "Transport on gloo".
 
 A reduce-scatter out of point-to-point messages.
 
