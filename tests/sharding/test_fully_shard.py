@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwise
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
+from shardwise._torch.fsdp import ShardPlacementResult
 from shardwise.sharding.state import state_of
 from shardwise.sharding.states import GroupState
 from tests.sharding.nets import Block, Net, group_of, sharded_net

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise import DataParallelMeshDims, FSDPModule, fully_shard
+from shardwise._torch.fsdp import ShardPlacementResult
 from shardwise.sharding.mesh import DataMesh
 from tests.sharding.nets import Net, batches, loss_of, seeded
 from tests.sharding.test_extension import Half, Halved, OnlyOne
