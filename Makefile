@@ -14,7 +14,7 @@ ARGS ?=
 # Tests at a time. Most wait as often as they compute, so two suit two processors.
 WORKERS ?= 2
 
-.PHONY: help train test docs fuzz ecosystem check format bench clean
+.PHONY: help train test docs wheel matrix fuzz ecosystem check format bench clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -30,6 +30,12 @@ docs: $(DEV) $(DOCS) ## run the code in the docs, and build their site into site
 	@$(BIN)/python -m pytest -n $(WORKERS) tests/test_docs.py $(ARGS)
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 	@echo "open site/index.html in a browser"
+
+wheel: $(DEV) ## build the wheel, and try it in an empty environment
+	@$(BIN)/python tests/packaging/wheel.py
+
+matrix: ## try all supported versions of Python and torch (an hour, 40 GB)
+	@$(PYTHON) tests/packaging/matrix.py $(ARGS)
 
 fuzz: $(DEV) ## damage a million checkpoints; run ten thousand random programs (hours)
 	@$(BIN)/python -m tests.fuzz.readers --mutants 1000000 --seed 1
@@ -53,7 +59,7 @@ bench: $(DEV) ## measure step time and memory beside torch's own data parallel t
 	@$(BIN)/python benchmarks/memory.py $(ARGS)
 
 clean: ## remove the virtual environment, caches and build outputs (runs/ stays)
-	rm -rf $(VENV) .venv-ecosystem .venv-docs site build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-ecosystem .venv-docs .venv-matrix site build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Setting up happens once, and again when the requirements change.
