@@ -16,7 +16,7 @@ NAMES = [str(path.relative_to(SOURCE)) for path in FILES]
 # From the bottom up; what stands on one line may import what stands on the lines before, and
 # from itself.
 LAYERS = [
-    ["_lazy", "_torch", "errors", "units"],
+    ["_lazy", "_torch", "errors", "optim_names", "units"],
     ["transport"],
     ["sharding"],
     ["compat", "wrap"],

@@ -18,7 +18,7 @@ from typing import Any, overload
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -27,6 +27,7 @@ from shardwise.diloco.average import Average, codec_of
 from shardwise.diloco.fragment import Fragment, Pending, deal_out, local_of
 from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat
 from shardwise.errors import PeerLostError
+from shardwise.optim_names import names_in_order
 from shardwise.sharding.module import FSDPModule
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.wrap.policies import repeated_blocks
@@ -383,21 +384,9 @@ def trained_parameters(model: nn.Module, inner: torch.optim.Optimizer) -> dict[s
     Raises:
         ValueError: one is none of the model's.
     """
-    held = {id(each) for group in inner.param_groups for each in group["params"]}
-    found = {fqn: each for fqn, each in model.named_parameters() if id(each) in held}
-    if len(found) < len(held):
-        known = {id(each) for each in found.values()}
-        place, missing = next(
-            ((i, j), each)
-            for i, group in enumerate(inner.param_groups)
-            for j, each in enumerate(group["params"])
-            if id(each) not in known
-        )
-        raise ValueError(
-            f"inner optimizer: parameter {place[1]} of group {place[0]}, of shape "
-            f"{list(missing.shape)}, is no parameter of the model; make the optimizer after "
-            "sharding the model, and DiLoCo after the optimizer"
-        )
+    names: dict[Tensor, str] = {each: fqn for fqn, each in model.named_parameters()}
+    held = set(names_in_order(inner, names, "inner optimizer"))
+    found = {fqn: each for fqn, each in model.named_parameters() if fqn in held}
     if not found:
         raise ValueError("inner optimizer: found no parameters, expected those of the model")
     return found

@@ -10,7 +10,7 @@ Tensors are sharded as their parameters are, so whatever saves and reshards an o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.diloco.fragment import Fragment, Pending
+from shardwise.optim_names import keys_in_order, parameters_in_order
 
 KEY = "diloco"
 _OUTER, _MOMENTUM, _ERROR, _MEAN = "outer", "momentum", "error", "pending"
@@ -28,7 +29,7 @@ def pack(inner: torch.optim.Optimizer, fragments: Sequence[Fragment], steps: int
     """The state of both optimizers; tensors are the live ones. No exchange is under way."""
     packed = inner.state_dict()
     state: dict[Any, Any] = {number: dict(found) for number, found in packed["state"].items()}
-    numbers = {parameter: number for number, parameter in _numbered(inner)}
+    numbers = {parameter: number for number, parameter in enumerate(parameters_in_order(inner))}
     for fragment in fragments:
         for name, flat in _flats(fragment).items():
             for fqn, view in fragment.views(flat).items():
@@ -72,10 +73,7 @@ def unpack(
     if facts is not None:
         told = _per_fragment(facts, len(fragments))
     inner.load_state_dict(rest)
-    numbers = {
-        parameter: number
-        for (_, parameter), number in zip(_numbered(inner), _saved_numbers(rest), strict=True)
-    }
+    numbers = dict(zip(parameters_in_order(inner), keys_in_order(rest), strict=True))
     for fragment, (rounds, even_at, begun) in zip(fragments, told, strict=True):
         fragment.begin_at_inner()
         fragment.rounds, fragment.even_at, fragment.pending = rounds, even_at, None
@@ -98,7 +96,7 @@ def _flats(fragment: Fragment) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _fill(fragment: Fragment, saved: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+def _fill(fragment: Fragment, saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
     for name, flat in _flats(fragment).items():
         for fqn, view in fragment.views(flat).items():
             value = saved[fragment.parameters[fqn]].get(name)
@@ -135,16 +133,3 @@ def _like(parameter: nn.Parameter, view: Tensor) -> Tensor:
         return view
     spec = dtensor.with_dtype(dtensor.spec_of(parameter), torch.float32)
     return dtensor.wrap_local(view, spec)
-
-
-def _numbered(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, nn.Parameter]]:
-    """The parameters of an optimizer, numbered as its state dict does."""
-    number = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield number, parameter
-            number += 1
-
-
-def _saved_numbers(state_dict: Mapping[str, Any]) -> list[Any]:
-    return [number for group in state_dict["param_groups"] for number in group["params"]]

@@ -17,6 +17,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 
 from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, torch_dtype
 from shardwise.errors import CheckpointError
+from shardwise.optim_names import keys_in_order, names_in_order, parameters_in_order
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 _STEP = "step"  # a count, also where it has the shape of its parameter
@@ -50,11 +51,10 @@ def optimizer_tree(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
         and what else the optimizer's own state dict has.
 
     Raises:
-        ValueError: it optimizes what is no parameter of the model.
+        ValueError: the optimizer has a parameter that the model does not have.
     """
     packed = optimizer.state_dict()
-    numbers = _numbers(optimizer, packed, names)
-    by_number = {number: name for name, number in numbers.items()}
+    by_number = dict(zip(keys_in_order(packed), names_in_order(optimizer, names), strict=True))
     return {
         **packed,
         STATE: {by_number.get(key, key): value for key, value in packed[STATE].items()},
@@ -75,10 +75,12 @@ def load_optimizer_tree(
         ValueError: the optimizer's parameters are none of the model's.
     """
     packed = optimizer.state_dict()
-    numbers = _numbers(optimizer, packed, names)
+    by_number = dict(zip(keys_in_order(packed), names_in_order(optimizer, names), strict=True))
+    numbers = {name: number for number, name in by_number.items()}
     saved = _groups_by_names(tree)
     groups = []
-    for group in _named_groups(optimizer, names):
+    for packed_group in packed[GROUPS]:
+        group = [by_number[number] for number in packed_group[PARAMS]]
         found = saved.get(frozenset(group))
         if found is None:
             raise CheckpointError(
@@ -104,7 +106,7 @@ def destinations(
         CheckpointError: it is of parameters that the optimizer does not have.
     """
     mine = {name: param for param, name in names.items()}
-    held = {id(param) for group in optimizer.param_groups for param in group[PARAMS]}
+    held = {id(param) for param in parameters_in_order(optimizer)}
     found: dict[str, Tensor] = {}
     for entry in manifest.section("optimizer"):
         if entry.path[1] != STATE or len(entry.path) < 4:
@@ -147,29 +149,6 @@ def _made_for(param: Tensor, entry: TensorEntry) -> Tensor:
 def _fitting(placement: Placement, shape: tuple[int, ...]) -> Placement:
     fits = type(placement) is Shard and placement.dim < len(shape)
     return placement if fits else Replicate()
-
-
-def _numbers(
-    optimizer: torch.optim.Optimizer, packed: Mapping[str, Any], names: Mapping[Tensor, str]
-) -> dict[str, int]:
-    """The number of each parameter, by its name."""
-    numbers: dict[str, int] = {}
-    for names_of_group, group in zip(_named_groups(optimizer, names), packed[GROUPS], strict=True):
-        numbers.update(zip(names_of_group, group[PARAMS], strict=True))
-    return numbers
-
-
-def _named_groups(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
-    found = []
-    for i, group in enumerate(optimizer.param_groups):
-        for j, param in enumerate(group[PARAMS]):
-            if param not in names:
-                raise ValueError(
-                    f"optimizer: parameter {j} of group {i}, of shape {list(param.shape)}, is no "
-                    "parameter of the model; make the optimizer after sharding the model"
-                )
-        found.append([names[param] for param in group[PARAMS]])
-    return found
 
 
 def _groups_by_names(tree: Mapping[str, Any]) -> dict[frozenset[str], dict[str, Any]]:

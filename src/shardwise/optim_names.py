@@ -1,0 +1,49 @@
+"""The parameters of an optimizer in the order of its state dict, and their names.
+
+An optimizer does not know names. Its state dict numbers parameters in the order of its groups, so a
+state by name needs this order and the names that the model gives its parameters. The frontends,
+checkpoints and DiLoCo all go through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def parameters_in_order(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer, in the order in which its state dict numbers them."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def keys_in_order(state_dict: Mapping[str, Any]) -> list[Any]:
+    """The keys that an optimizer's state dict has for its parameters, in their order."""
+    return [key for group in state_dict["param_groups"] for key in group["params"]]
+
+
+def names_in_order(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], what: str = "optimizer"
+) -> list[str]:
+    """The names of an optimizer's parameters, in the order of :func:`parameters_in_order`.
+
+    Args:
+        optimizer: the optimizer.
+        names: the name of each parameter of the model.
+        what: what error messages call the optimizer.
+
+    Raises:
+        ValueError: the optimizer has a parameter that is not in ``names``.
+    """
+    for i, group in enumerate(optimizer.param_groups):
+        for j, param in enumerate(group["params"]):
+            if param not in names:
+                raise ValueError(
+                    f"{what}: found parameter {j} of group {i}, of shape {list(param.shape)}, "
+                    "which the model does not have, expected its parameters; create the optimizer "
+                    "from model.parameters() after sharding the model, and do not call this inside "
+                    "summon_full_params"
+                )
+    return [names[param] for param in parameters_in_order(optimizer)]
