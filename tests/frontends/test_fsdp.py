@@ -150,28 +150,31 @@ def _what_does_not_fit(rank: int, world_size: int) -> None:
         ShardingStrategy.NO_SHARD,
     )
     for message, arguments in (
-        ("found both", {"process_group": world, "device_mesh": one}),
-        ("two process groups, found one", {"process_group": world, "sharding_strategy": hybrid}),
+        ("expected one of them", {"process_group": world, "device_mesh": one}),
+        (
+            "expects two process groups, found one",
+            {"process_group": world, "sharding_strategy": hybrid},
+        ),
         ("expects one group, found 2", {"process_group": (world, world)}),
-        ("expects a 2-D one", {"device_mesh": one, "sharding_strategy": hybrid}),
-        ("the strategy is HYBRID_SHARD", {"device_mesh": two, "sharding_strategy": full}),
+        ("expects a 2-D mesh", {"device_mesh": one, "sharding_strategy": hybrid}),
+        ("HYBRID_SHARD takes a 2-D mesh", {"device_mesh": two, "sharding_strategy": full}),
         (r"expects a shape of \(N, 1\)", {"device_mesh": two, "sharding_strategy": none}),
     ):
         with pytest.raises(ValueError, match=message):
             FullyShardedDataParallel(nn.Linear(2, 2), **arguments)
-    with pytest.raises(TypeError, match="sharding_strategy: expected a ShardingStrategy"):
+    with pytest.raises(TypeError, match="sharding_strategy: found 'FULL_SHARD', expected"):
         FullyShardedDataParallel(nn.Linear(2, 2), sharding_strategy="FULL_SHARD")
     with pytest.raises(ValueError, match="already been applied"):
         FullyShardedDataParallel(FullyShardedDataParallel(nn.Linear(2, 2)).module)
     with pytest.raises(ValueError, match="has no forward of its own"):
         FullyShardedDataParallel(nn.ModuleList([nn.Linear(2, 2)]))
     layer = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="found the Linear itself"):
+    with pytest.raises(ValueError, match="found the Linear that is to be wrapped"):
         FullyShardedDataParallel(layer, ignored_modules=[layer])
 
 
 def _hosts_that_do_not_fit(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE: expected a factor of the 2 ranks"):
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE: found '3', expected a divisor"):
         wrapped(sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
@@ -185,10 +188,10 @@ def _what_has_no_meaning(rank: int, world_size: int) -> None:
         ("use_orig_params: parameters are never flattened", {"use_orig_params": False}),
         ("limit_all_gathers: at most two units", {"limit_all_gathers": False}),
         (
-            "backward_prefetch: BACKWARD_POST gathers as BACKWARD_PRE",
+            "backward_prefetch: BACKWARD_POST gathers one unit ahead",
             {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
         ),
-        ("device_id: 0 has no meaning where ranks compute on the CPU", {"device_id": 0}),
+        ("device_id: 0 has no effect where ranks compute on the CPU", {"device_id": 0}),
     ):
         with pytest.warns(UserWarning, match=message) as caught:
             wrapped(**arguments)
@@ -255,9 +258,9 @@ def _accumulation(rank: int, world_size: int) -> None:
         for param, wanted in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(whole(param.grad), wanted.grad)
     inner = model.blocks[0]
-    with pytest.raises(RuntimeError, match="no_sync: expected the outermost"), inner.no_sync():
+    with pytest.raises(RuntimeError, match="no_sync: found a wrapper"), inner.no_sync():
         pass
-    with pytest.raises(RuntimeError, match="clip_grad_norm_: expected the outermost"):
+    with pytest.raises(RuntimeError, match="clip_grad_norm_: found a wrapper"):
         inner.clip_grad_norm_(1.0)
 
 
@@ -298,7 +301,7 @@ def _ignored(rank: int, world_size: int) -> None:
         alone = seeded(Net)
         loss_of(alone, batches(world_size)[rank]).backward()
         assert torch.equal(model.head.weight.grad, alone.head.weight.grad), "not reduced"
-    with pytest.raises(ValueError, match="expected modules that are not wrapped"):
+    with pytest.raises(ValueError, match="expected modules that are not wrapped yet"):
         FullyShardedDataParallel(nn.Sequential(model), ignored_modules=[model])
 
 

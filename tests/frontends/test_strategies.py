@@ -1,6 +1,8 @@
-"""A strategy becomes a mesh and arguments of ``fully_shard``, as the table in the design says."""
+"""Strategies and meshes by name resolve to a mesh and arguments of ``fully_shard``."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 
@@ -8,6 +10,7 @@ from shardwise.frontends.strategies import (
     MeshError,
     ShardingPlan,
     Strategy,
+    WantedMesh,
     parse_mesh,
     resolve,
 )
@@ -66,12 +69,41 @@ def test_a_mesh_is_read_by_dimension_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "4", "dp=4", "dp_shard=0", "dp_shard=x", "dp_shard=2,dp_shard=2"]
+    ("text", "expected"),
+    [
+        ("", "one of dp_replicate, dp_shard"),
+        ("4", "one of dp_replicate, dp_shard"),
+        ("dp=4", "one of dp_replicate, dp_shard"),
+        ("dp_shard", "dp_shard=N, N a number from 1"),
+        ("dp_shard=0", "dp_shard=N, N a number from 1"),
+        ("dp_shard=x", "dp_shard=N, N a number from 1"),
+        ("dp_shard=2,dp_shard=2", "each dimension once"),
+    ],
 )
-def test_a_mesh_that_is_none_is_an_error(text: str) -> None:
-    with pytest.raises(MeshError, match="expected dp_replicate=R,dp_shard=S"):
+def test_a_wrong_mesh_is_an_error(text: str, expected: str) -> None:
+    with pytest.raises(MeshError) as refused:
         parse_mesh(text)
+    assert refused.value.expected == expected
 
 
 def test_a_plan_shows_itself_by_dimension() -> None:
     assert str(resolve(Strategy.HYBRID_SHARD, 8, replicas=2)) == "dp_replicate=2 x dp_shard=4"
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "shape"),
+    [
+        ("dp=2,tp=4", ("dp", "tp"), (2, 4)),
+        ("dp_replicate=2,dp_shard=3", ("dp_replicate", "dp_shard"), (2, 3)),
+        ("dp_replicate=2,tp=3", ("dp_replicate", "dp_shard", "tp"), (2, 1, 3)),
+        ("tp=8", ("tp",), (8,)),
+    ],
+)
+def test_a_mesh_that_need_not_exist(
+    text: str, names: tuple[str, ...], shape: tuple[int, ...]
+) -> None:
+    mesh = WantedMesh.parse(text)
+    assert (mesh.names, mesh.shape) == (names, shape)
+    assert mesh.size == math.prod(shape)
+    assert mesh.data_parallel == tuple(name for name in names if name != "tp")
+    assert mesh.tensor_parallel == (shape[-1] if "tp" in names else 1)

@@ -97,9 +97,11 @@ def _groups(rank: int, world_size: int) -> None:
     average_backward(expected, batches(world_size)[groups[rank % 2]])
     for param, wanted in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(whole(param.grad), wanted.grad), "over its own group alone"
-    with pytest.raises(ValueError, match=f"sharding_rank: rank {rank} expected {rank // 2}"):
+    with pytest.raises(
+        ValueError, match=f"sharding_rank: found .* on rank {rank}, expected {rank // 2}"
+    ):
         XlaFullyShardedDataParallel(Net(), sharding_groups=groups, sharding_rank=7)
-    with pytest.raises(ValueError, match=f"expected rank {rank} in one list of ranks, found it in"):
+    with pytest.raises(ValueError, match=f"sharding_groups: found rank {rank} in . of the lists"):
         XlaFullyShardedDataParallel(Net(), sharding_groups=[[rank], [rank]])
 
 

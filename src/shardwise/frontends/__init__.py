@@ -1,1 +1,1 @@
-"""Other doors to the runtime."""
+"""APIs of other libraries on top of the runtime: FSDP1, PyTorch/XLA, strategies by name."""

@@ -17,28 +17,30 @@ _MARK = "_shardwise_checkpointed"
 
 
 def checkpoint_module(module: _Module, *, preserve_rng_state: bool = True) -> _Module:
-    """Let ``module`` keep its inputs only, and compute the rest again in backward.
+    """Keep only the inputs of ``module`` for backward, and recompute its activations there.
 
-    The module stays the object it is, of its class, with its names and hooks: only its ``forward``
-    is another. Batch norms in it see everything twice, and count it once. It combines with sharding
-    in either order, and with a policy so:
+    Replaces ``module.forward``. The module keeps its identity, class, names and hooks, and batch
+    norms inside it update their statistics once. It can be combined with sharding in either order.
+    With an ``auto_wrap_policy``:
 
         def wrapper(module, *args, **kwargs):
             return FullyShardedDataParallel(checkpoint_module(module), *args, **kwargs)
 
         model = FullyShardedDataParallel(model, auto_wrap_policy=p, auto_wrapper_callable=wrapper)
 
+    Source: ``torch.utils.checkpoint.checkpoint`` with ``use_reentrant=False``.
+
     Args:
-        module: the module; a second call changes nothing.
-        preserve_rng_state: draw the same random numbers again (dropout), at the price of saving the
-            state of the generators.
+        module: the module. A second call has no effect.
+        preserve_rng_state: draw the same random numbers again, for dropout. This saves the state of
+            the random number generators in each forward.
 
     Returns:
         ``module``.
     """
     if _MARK in module.__dict__:
         return module
-    inner = module.__dict__.get("forward")  # of an earlier patch, else that of the class
+    inner = module.__dict__.get("forward")  # that of an earlier patch, if there is one
 
     @functools.wraps(module.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +54,7 @@ def checkpoint_module(module: _Module, *, preserve_rng_state: bool = True) -> _M
             **kwargs,
         )
 
-    # Bound, so that a deep copy runs the forward of the copy.
+    # A bound method, so that a deep copy runs the forward of the copy.
     module.__dict__["forward"] = types.MethodType(forward, module)
     module.__dict__[_MARK] = True
     return module
@@ -61,20 +63,20 @@ def checkpoint_module(module: _Module, *, preserve_rng_state: bool = True) -> _M
 def _contexts(
     module: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around forward, and around the same again in backward."""
+    """The contexts around forward and around its recomputation in backward."""
     return contextlib.nullcontext(), _counted_already(module)
 
 
 @contextlib.contextmanager
 def _counted_already(module: nn.Module) -> Iterator[None]:
-    """Leave the running statistics of batch norms as they are."""
+    """Leave the running statistics of batch norms unchanged."""
     norms = [
         (m, m.momentum, m.num_batches_tracked)
         for m in module.modules()
         if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
         if m.track_running_stats
     ]
-    # Moved by nothing, and not by switching them off: autograd saves them, as it did in forward.
+    # A momentum of zero, and not eval(): autograd has to save the same tensors as in forward.
     for norm, _, _ in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:

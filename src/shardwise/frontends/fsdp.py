@@ -20,13 +20,14 @@ from shardwise.frontends.prepare import ParamInit
 from shardwise.frontends.settings import (
     Groups,
     UnitSettings,
+    WithoutEffect,
+    check_device,
     default_reshard,
     find_mesh,
-    note_on_device,
-    say_what_has_no_meaning,
+    warn_without_effect,
 )
 from shardwise.frontends.strategies import Strategy
-from shardwise.frontends.unit import Ignored, ShardedUnit, auto_wrap
+from shardwise.frontends.unit import AutoWrap, Ignored, ShardedUnit
 from shardwise.sharding.grad import clip_grad_norm_
 from shardwise.sharding.module import FSDPModule
 from shardwise.sharding.state import gather_in_order, states_of
@@ -34,47 +35,48 @@ from shardwise.sharding.state_dict import get_shard_metadata
 from shardwise.sharding.summon import SummonOptions, summoned
 from shardwise.wrap import Policy
 
-_NO_MIXED_PRECISION = MixedPrecision()
-
 
 class FullyShardedDataParallel(ShardedUnit):
-    """A module whose parameters are sharded over ranks, as torch's class of this name has it.
+    """A module whose parameters are sharded over ranks, with the API of torch's FSDP1.
 
-    Parameters are ``DTensor``s under the names that they have in ``module``; build the optimizer of
-    them after wrapping.
+    Parameters are ``DTensor``s under the names that they have in ``module``. Create the optimizer
+    from them after wrapping.
+
+    Source: ``torch.distributed.fsdp.FullyShardedDataParallel``. Arguments after ``device_mesh``
+    are FairScale's, PyTorch/XLA's or Shardwise's own.
 
     Args:
         module: the module; its parameters are sharded in place.
-        process_group: over which ranks; for hybrid strategies a tuple of the group that shards and
-            the one that replicates. By default all ranks, and for hybrid strategies sharding
-            inside each host, of ``LOCAL_WORLD_SIZE`` ranks, and replicating across.
-        sharding_strategy: by default ``FULL_SHARD``.
-        cpu_offload: ``CPUOffload(True)`` keeps shards, gradients and the optimizer on the host.
-        auto_wrap_policy: which modules inside become units of their own: see
+        process_group: the ranks; for hybrid strategies a tuple of the sharding group and the
+            replicating group. By default all ranks; hybrid strategies then shard inside each host
+            (``LOCAL_WORLD_SIZE`` ranks) and replicate across hosts.
+        sharding_strategy: ``FULL_SHARD`` by default.
+        cpu_offload: ``CPUOffload(True)`` keeps shards, gradients and optimizer state on the host.
+        auto_wrap_policy: the modules inside that become units of their own; see
             :mod:`shardwise.wrap`.
-        backward_prefetch: ``BACKWARD_PRE`` gathers one unit ahead; ``None`` none.
+        backward_prefetch: ``BACKWARD_PRE`` gathers one unit ahead in backward, ``None`` does not.
         mixed_precision: dtypes of parameters, reduction and buffers.
-        ignored_modules: modules whose parameters are left alone.
-        param_init_fn: called with every module that has tensors on the meta device, to put them on
-            a device and initialise them. By default ``to_empty`` and ``reset_parameters()``.
-        device_id: where to compute: the CPU, or the current accelerator.
-        sync_module_states: give all ranks the parameters and buffers of the first.
-        forward_prefetch: gather one unit ahead in forward, in the order of ``modules()``. What is
-            written to a unit after the forward of the one before it began is missed then.
-        limit_all_gathers: hold two units at a time at most, which is so anyway.
-        use_orig_params: keep parameters as they are, which is so anyway.
-        ignored_states: modules, or parameters, to leave alone.
-        device_mesh: in place of ``process_group``: 1-D, or 2-D ``(replicate, shard)``.
-        reshard_after_forward: free parameters between forward and backward or not, whatever the
-            strategy says; or keep them over so many ranks (an ``int``).
+        ignored_modules: modules whose parameters are not sharded.
+        param_init_fn: called with every module that has tensors on the meta device, to move them to
+            a device and initialize them. By default ``to_empty`` and ``reset_parameters()``.
+        device_id: the device to compute on: the CPU, or the current accelerator.
+        sync_module_states: broadcast parameters and buffers from the first rank.
+        forward_prefetch: gather one unit ahead in forward, in the order of ``modules()``. A write
+            to a unit's parameters after the forward of the previous unit has begun is then missed.
+        limit_all_gathers: without effect: at most two units are gathered at a time.
+        use_orig_params: without effect: parameters are never flattened.
+        ignored_states: modules or parameters that are not sharded.
+        device_mesh: a mesh in place of ``process_group``: 1-D, or 2-D ``(replicate, shard)``.
+        reshard_after_forward: override whether the strategy frees parameters between forward and
+            backward; an ``int`` keeps them sharded over that many ranks.
         auto_wrapper_callable: wraps the modules that ``auto_wrap_policy`` chooses, in place of this
             class; called as ``auto_wrapper_callable(module, **arguments)``.
-        transport: what moves the bytes: as for :func:`~shardwise.fully_shard`.
+        transport: the transport, as for :func:`~shardwise.fully_shard`.
 
     Raises:
-        ValueError: arguments that contradict each other or the world, a module that is wrapped
-            already, or one that cannot be materialised.
-        TypeError: a ``sharding_strategy`` that is none.
+        ValueError: arguments contradict each other or the world, or the module is wrapped already,
+            or cannot be materialized.
+        TypeError: ``sharding_strategy`` is no ``ShardingStrategy``.
     """
 
     def __init__(
@@ -100,45 +102,38 @@ class FullyShardedDataParallel(ShardedUnit):
         auto_wrapper_callable: Callable[..., nn.Module] | None = None,
         transport: str | None = None,
     ) -> None:
+        given = dict(locals())  # arguments by name, as the tables below list them
         strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
         mesh = find_mesh(Strategy.of(strategy), process_group, device_mesh, device_id)
-        say_what_has_no_meaning(
-            stacklevel=2,
-            use_orig_params=None if use_orig_params else _NOT_FLAT,
-            limit_all_gathers=None if limit_all_gathers else _LIMITED,
-            backward_prefetch=_ONE_AHEAD
-            if backward_prefetch is BackwardPrefetch.BACKWARD_POST
-            else None,
-            device_id=note_on_device(device_id, mesh),
-        )
-        ignored = Ignored.of(module, ignored_modules, ignored_states)
+        warn_without_effect(given, _WITHOUT_EFFECT, stacklevel=2)
+        check_device(device_id, mesh, stacklevel=2)
         settings = UnitSettings(
             strategy=strategy,
             mesh=mesh,
             reshard_after_forward=default_reshard(strategy)
             if reshard_after_forward is None
             else reshard_after_forward,
-            mixed_precision=mixed_precision or _NO_MIXED_PRECISION,
+            mixed_precision=mixed_precision or MixedPrecision(),
             cpu_offload=cpu_offload or CPUOffload(),
             backward_prefetch=backward_prefetch,
             transport=transport,
         )
-        if auto_wrap_policy is not None:
-            nested = {
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch and BackwardPrefetch.BACKWARD_PRE,
-                "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "sync_module_states": sync_module_states,
-                "ignored_states": ignored.parameters,
-                "device_mesh": mesh,
-                "reshard_after_forward": reshard_after_forward,
-                "transport": transport,
-            }
-            wrapper = auto_wrapper_callable or type(self)
-            auto_wrap(module, auto_wrap_policy, wrapper, nested, mixed_precision, ignored)
-        self.hold(module, settings, ignored, param_init_fn, sync_module_states)
+        ignored = Ignored.of(module, ignored_modules, ignored_states)
+        inner = {name: given[name] for name in _PASSED_ON}
+        inner |= {"ignored_states": ignored.parameters, "device_mesh": mesh}
+        inner["backward_prefetch"] = backward_prefetch and BackwardPrefetch.BACKWARD_PRE
+        self.wrap(
+            module,
+            settings,
+            ignored=ignored,
+            auto_wrap=None
+            if auto_wrap_policy is None
+            else AutoWrap(
+                auto_wrap_policy, auto_wrapper_callable or type(self), inner, mixed_precision
+            ),
+            param_init_fn=param_init_fn,
+            sync_module_states=sync_module_states,
+        )
         if forward_prefetch:
             gather_in_order(self)
 
@@ -146,10 +141,10 @@ class FullyShardedDataParallel(ShardedUnit):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backwards inside accumulate gradients without communication, for all units.
+        """Accumulate gradients without communication in backwards inside this context.
 
-        The first backward after it reduces what has been accumulated. Until then every rank keeps
-        whole gradients.
+        The first backward after it reduces the accumulated gradients. Until then every rank keeps
+        full gradients.
 
         Raises:
             RuntimeError: this is not the outermost wrapper.
@@ -171,12 +166,12 @@ class FullyShardedDataParallel(ShardedUnit):
                 group.options.requires_all_reduce = all_reduce
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm, over all ranks, is at most ``max_norm``.
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``.
 
-        Every rank calls it.
+        A collective: every rank has to call it.
 
         Args:
-            max_norm: the largest norm that is left as it is.
+            max_norm: the largest norm.
             norm_type: as for :func:`~shardwise.clip_grad_norm_`.
 
         Returns:
@@ -189,18 +184,18 @@ class FullyShardedDataParallel(ShardedUnit):
         return clip_grad_norm_(self.parameters(), float(max_norm), norm_type)
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Have ``hook(state, gradients, output)`` reduce every unit's gradients.
+        """Reduce the gradients of all units with ``hook(state, gradients, output)``.
 
         Args:
-            state: passed to the hook.
-            hook: is given this rank's gradients of a unit as one flat tensor, and the flat tensor
-                to put this rank's part of the result into. It divides by the number of ranks too.
-                Scalars, which are not cut, are averaged without it.
+            state: the first argument of the hook.
+            hook: takes this rank's gradients of a unit as one flat tensor, and writes this rank's
+                part of the result into the flat tensor ``output``. It also divides by the number of
+                ranks. Scalars are not sharded, and are averaged without the hook.
 
         Raises:
             RuntimeError: this is not the outermost wrapper.
-            TypeError: ``hook`` cannot be called.
-            NotImplementedError: a strategy that replicates: its all-reduce has no hook.
+            TypeError: ``hook`` is not callable.
+            NotImplementedError: the strategy replicates parameters; its all-reduce has no hook.
         """
         self._require_root("register_comm_hook")
         if not callable(hook):
@@ -209,7 +204,7 @@ class FullyShardedDataParallel(ShardedUnit):
             if unit.settings.mesh.ndim == 2:
                 raise NotImplementedError(
                     f"register_comm_hook: {unit.settings.strategy.name} replicates parameters, and "
-                    "a hook stands in for the reduce-scatter of sharded ones only. Use "
+                    "a hook replaces the reduce-scatter of sharded ones only. Use "
                     "FULL_SHARD or SHARD_GRAD_OP, or set_all_reduce_hook on fsdp.module"
                 )
         for unit in self.fsdp_modules(self):
@@ -217,7 +212,7 @@ class FullyShardedDataParallel(ShardedUnit):
             assert isinstance(inner, FSDPModule)
             inner.set_custom_reduce_scatter(HookedReduceScatter(hook, state))
 
-    # -- whole parameters ----------------------------------------------------------------------
+    # -- full parameters -----------------------------------------------------------------------
 
     @staticmethod
     @contextmanager
@@ -229,52 +224,52 @@ class FullyShardedDataParallel(ShardedUnit):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Inside, modules hold whole, plain parameters, in the dtype that they are stored in.
+        """Give modules their full, plain parameters inside this context, in the stored dtype.
 
-        Those that tensor parallelism cut before are what it left: ``DTensor``s on its own mesh.
-        Between steps only: neither forward nor backward may run inside. Every rank enters.
+        Parameters with tensor parallelism become ``DTensor``s on its mesh. Neither forward nor
+        backward may run inside. A collective: every rank has to enter.
 
         Args:
             module: the model, wrapped or with wrapped modules in it.
-            recurse: with all that is inside it; else this unit's own parameters.
-            writeback: keep what is changed: each rank takes over its own rows.
-            rank0_only: only the first rank of the mesh gets them; the others hold shards.
+            recurse: include all units inside it; otherwise only this unit's own parameters.
+            writeback: keep changes: each rank copies its rows into its shards.
+            rank0_only: only the first rank of the mesh gets full parameters.
             offload_to_cpu: put them on the host.
-            with_grads: lend gradients with them.
+            with_grads: give full gradients, too.
 
         Raises:
-            NotImplementedError: ``writeback`` with ``rank0_only``.
+            NotImplementedError: ``writeback`` together with ``rank0_only``.
             ValueError: inside a forward, a backward, or another such context.
         """
         if writeback and rank0_only:
             raise NotImplementedError(
-                "summon_full_params(writeback=True, rank0_only=True): ranks that do not hold the "
-                "parameters do not learn of changes; pass writeback=False, or rank0_only=False"
+                "summon_full_params(writeback=True, rank0_only=True): ranks without the full "
+                "parameters would miss changes; pass writeback=False or rank0_only=False"
             )
         own = [module.sharding_state] if isinstance(module, ShardedUnit) else []
-        loan = SummonOptions(
+        options = SummonOptions(
             writeback=writeback,
             first_rank_only=rank0_only,
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
         )
-        with summoned(states_of(module) if recurse else own, loan):
+        with summoned(states_of(module) if recurse else own, options):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call ``fn`` on every module inside, children first, with its whole parameters.
+        """Call ``fn`` on every module inside, children first, with its full parameters.
 
-        One unit at a time is whole, beside those that it is nested in.
+        Only the units around that module are gathered at the time.
         """
         with self.summon_full_params(self, recurse=False):
             super().apply(fn)
         return self
 
-    # -- what there is -------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrappers in ``module``, itself included; those in no other one, if ``root_only``."""
+        """The wrappers in ``module``, including itself; only outermost ones if ``root_only``."""
         found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
         if not root_only:
             return found
@@ -282,38 +277,51 @@ class FullyShardedDataParallel(ShardedUnit):
         return [each for each in found if each not in inside]
 
     def check_is_root(self) -> bool:
-        """Whether no other wrapper is around this one."""
+        """Whether this is the outermost wrapper."""
         return self.is_root
 
     def get_shard_metadata(self) -> dict[str, Any]:
-        """How this rank's shards are cut, to be saved beside them and to consolidate them by."""
+        """The layout of this rank's shards, to save with them: consolidation needs it."""
         return get_shard_metadata(self)
-
-    # -- inside --------------------------------------------------------------------------------
 
     def _require_root(self, method: str) -> None:
         if not self.is_root:
             raise RuntimeError(
-                f"{method}: expected the outermost FullyShardedDataParallel, found one around a "
-                f"{type(self.module).__name__} inside another; call it on the whole model"
+                f"{method}: found a wrapper around a {type(self.module).__name__} inside another, "
+                "expected the outermost FullyShardedDataParallel; call it on the full model"
             )
 
 
-_NOT_FLAT = "parameters are never flattened here; each stays one of its own, a DTensor"
-_LIMITED = "at most two units are gathered at a time here, always"
-_ONE_AHEAD = "BACKWARD_POST gathers as BACKWARD_PRE does here, one unit ahead of the one computing"
+_WITHOUT_EFFECT: WithoutEffect = {
+    "use_orig_params": ((True,), "parameters are never flattened; each stays a DTensor of its own"),
+    "limit_all_gathers": ((True,), "at most two units are gathered at a time anyway"),
+    "backward_prefetch": (
+        (BackwardPrefetch.BACKWARD_PRE, None),
+        "BACKWARD_POST gathers one unit ahead, as BACKWARD_PRE does",
+    ),
+}
 
+#: The arguments that modules wrapped by ``auto_wrap_policy`` get as they are.
+_PASSED_ON = (
+    "sharding_strategy",
+    "cpu_offload",
+    "mixed_precision",
+    "param_init_fn",
+    "sync_module_states",
+    "reshard_after_forward",
+    "transport",
+)
 
 #: ``hook(state, gradients, output)`` reduces flat gradients of all ranks into this rank's part.
 CommHook = Callable[[Any, torch.Tensor, torch.Tensor], object]
 
 
 class HookedReduceScatter:
-    """A reduce-scatter that is the user's hook: it divides too.
+    """A reduce-scatter that calls a user's hook, which also divides by the number of ranks.
 
     Args:
-        hook: reduces, called once per group and dtype with flat gradients.
-        state: passed to it.
+        hook: called once per group and dtype with flat gradients.
+        state: its first argument.
     """
 
     def __init__(self, hook: CommHook, state: object) -> None:
@@ -323,7 +331,7 @@ class HookedReduceScatter:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Make a buffer for the gradients or the result."""
+        """Allocate a buffer for gradients or for the result."""
         return torch.zeros(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -334,8 +342,8 @@ class HookedReduceScatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Have the hook reduce ``input_tensor`` into ``output_tensor``."""
+        """Reduce ``input_tensor`` into ``output_tensor`` with the hook."""
         self._hook(self._state, input_tensor, output_tensor)
         if op == dist.ReduceOp.SUM:
-            # The runtime divides a sum afterwards, here and for scalars, which no hook sees.
+            # The runtime divides sums afterwards, because no hook sees scalars.
             output_tensor.mul_(group.size())

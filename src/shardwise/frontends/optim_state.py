@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.state_dict import (
+    Role,
     SavingModule,
     as_shard,
     cut,
@@ -35,11 +36,15 @@ from shardwise.frontends.state_dict import (
     state_dict_settings,
     wrappers_in,
 )
+from shardwise.optim_names import names_in_order
 from shardwise.sharding.group_param import GroupParam
+
+StateDict = dict[str, Any]
+Receive = Callable[[Any], Any]
 
 
 class OptimSavingModule(SavingModule):
-    """A wrapper that knows the optimizer's state by the names of its parameters."""
+    """A wrapper that converts optimizer state between parameter ids and names."""
 
     @staticmethod
     def optim_state_dict(
@@ -48,20 +53,20 @@ class OptimSavingModule(SavingModule):
         optim_state_dict: StateDict | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """The state of ``optim`` by parameter names, in the kind that is set on ``model``.
+        """The state of ``optim`` by parameter name, in the type that is set on ``model``.
 
-        Every rank calls it.
+        A collective: every rank has to call it.
 
         Args:
             model: the model, wrapped or with wrapped modules in it.
             optim: an optimizer of its parameters.
-            optim_state_dict: in place of ``optim.state_dict()``.
-            group: not needed: parameters know over which ranks they are cut.
+            optim_state_dict: a state to convert in place of ``optim.state_dict()``.
+            group: ignored: parameters know the ranks that they are sharded over.
         """
         settings = SavingModule.get_state_dict_type(model)
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        keeps = wrappers_in(model)[0].keeps_whole(settings.optim_state_dict_config)
-        return save_by_name(model, optim, state, settings, keeps=keeps)
+        role = wrappers_in(model)[0].role_under(settings.optim_state_dict_config)
+        return save_by_name(model, optim, state, settings, role)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -72,26 +77,30 @@ class OptimSavingModule(SavingModule):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """Turn what :meth:`optim_state_dict` made into what ``optim.load_state_dict`` takes.
+        """Convert a result of :meth:`optim_state_dict` for ``optim.load_state_dict``.
 
-        With ``rank0_only`` in the settings of a whole state, only the first rank has to have it.
+        If the settings say ``rank0_only``, only the first rank needs the full state.
 
         Args:
             model: the model, wrapped or with wrapped modules in it.
             optim: an optimizer of its parameters.
-            optim_state_dict: the state by parameter names.
-            is_named_optimizer: whether ``optim`` knows its parameters by name.
-            load_directly: call ``optim.load_state_dict`` too.
-            group: over which ranks to send what only the first one has; by default all of the mesh.
+            optim_state_dict: the state by parameter name.
+            is_named_optimizer: whether ``optim`` identifies its parameters by name.
+            load_directly: also call ``optim.load_state_dict``.
+            group: the ranks to broadcast the first rank's state to; all ranks of the mesh by
+                default.
 
         Raises:
-            ValueError: a name that the model does not have, or a tensor of another shape.
+            ValueError: the model has no parameter of a name, or a tensor has another shape.
         """
         settings = SavingModule.get_state_dict_type(model)
-        only_first = getattr(settings.optim_state_dict_config, "rank0_only", False)
-        made = _to_load(
-            model, optim, optim_state_dict, settings, is_named_optimizer, only_first, group
-        )
+        keys = OptimStateKeyType.PARAM_ID
+        if is_named_optimizer:
+            keys = OptimStateKeyType.PARAM_NAME
+        if getattr(settings.optim_state_dict_config, "rank0_only", False):
+            made = _load_from_first_rank(model, optim, optim_state_dict, settings, group, keys)
+        else:
+            made = load_by_name(model, optim, optim_state_dict, settings, keys)
         if load_directly:
             optim.load_state_dict(made)
         return made
@@ -104,19 +113,19 @@ class OptimSavingModule(SavingModule):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """The whole state by parameter names, on the host; an older :meth:`optim_state_dict`."""
+        """The full state by parameter name, on the host. Superseded by :meth:`optim_state_dict`."""
         config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         settings = state_dict_settings(StateDictType.FULL_STATE_DICT, None, config)
-        keeps = wrappers_in(model)[0].keeps_whole(config)
-        return save_by_name(model, optim, optim.state_dict(), settings, keeps=keeps)
+        role = wrappers_in(model)[0].role_under(config)
+        return save_by_name(model, optim, optim.state_dict(), settings, role)
 
     @staticmethod
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> StateDict:
-        """The state by parameter names as ``DTensor``s; an older :meth:`optim_state_dict`."""
+        """The state by parameter name as ``DTensor``s. Superseded by :meth:`optim_state_dict`."""
         settings = state_dict_settings(StateDictType.SHARDED_STATE_DICT)
-        return save_by_name(model, optim, optim.state_dict(), settings, keeps=True)
+        return save_by_name(model, optim, optim.state_dict(), settings, Role.SAVES)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -125,17 +134,17 @@ class OptimSavingModule(SavingModule):
         optim_input: object = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> StateDict:
-        """What ``load_state_dict`` takes, of a whole state that every rank has."""
+        """Convert a full state on every rank for ``load_state_dict``."""
         settings = state_dict_settings(StateDictType.FULL_STATE_DICT)
-        return _to_load(model, optim, full_optim_state_dict, settings)
+        return load_by_name(model, optim, full_optim_state_dict, settings)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
     ) -> StateDict:
-        """What ``load_state_dict`` takes, of what :meth:`sharded_optim_state_dict` made."""
+        """Convert a result of :meth:`sharded_optim_state_dict` for ``load_state_dict``."""
         settings = state_dict_settings(StateDictType.SHARDED_STATE_DICT)
-        return _to_load(model, optim, sharded_optim_state_dict, settings)
+        return load_by_name(model, optim, sharded_optim_state_dict, settings)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -145,9 +154,9 @@ class OptimSavingModule(SavingModule):
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """What ``load_state_dict`` takes, of a whole state that only the first rank has."""
+        """Convert a full state that only the first rank has for ``load_state_dict``."""
         settings = state_dict_settings(StateDictType.FULL_STATE_DICT)
-        return _to_load(model, optim, full_optim_state_dict, settings, only_first=True, group=group)
+        return _load_from_first_rank(model, optim, full_optim_state_dict, settings, group)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -157,37 +166,34 @@ class OptimSavingModule(SavingModule):
         optim_input: object = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> StateDict:
-        """The same state with parameter names as keys, or with parameter ids.
+        """Convert the keys of a state to parameter names or ids.
 
         Args:
-            optim_state_dict: by names or by ids.
-            optim_state_key_type: which of both is wanted.
+            optim_state_dict: a state by name or by id.
+            optim_state_key_type: the type of keys to return.
             model: the model, which need not be wrapped.
-            optim_input: not needed.
-            optim: an optimizer of its parameters; without one, ``model.parameters()`` in order.
+            optim_input: ignored.
+            optim: an optimizer of its parameters; ``None`` for one that has
+                ``model.parameters()`` in order.
 
         Raises:
-            ValueError: some keys are names and some are ids, or one is not of this model.
+            ValueError: keys are of both types, or a parameter is not the model's.
         """
         return rekey(optim_state_dict, optim_state_key_type, model, optim)
 
 
-def _to_load(
+def _load_from_first_rank(
     model: nn.Module,
     optim: torch.optim.Optimizer | None,
     state: StateDict | None,
     settings: StateDictSettings,
-    keeps_names: bool = False,
-    only_first: bool = False,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None,
+    keys: OptimStateKeyType = OptimStateKeyType.PARAM_ID,
 ) -> StateDict:
-    if not only_first:
-        assert state is not None
-        return load_by_name(model, optim, state, settings, keeps_names=keeps_names)
     unit = wrappers_in(model)[0].settings
-    over = group if group is not None else _group_of(unit)
-    state, receive = broadcast_state(state, over, unit.device)
-    return load_by_name(model, optim, state, settings, keeps_names=keeps_names, receive=receive)
+    ranks = group if group is not None else _group_of(unit)
+    state, receive = broadcast_state(state, ranks, unit.device)
+    return load_by_name(model, optim, state, settings, keys, receive)
 
 
 def _group_of(unit: UnitSettings) -> dist.ProcessGroup:
@@ -196,15 +202,11 @@ def _group_of(unit: UnitSettings) -> dist.ProcessGroup:
         return unit.mesh.get_group()
     if unit.mesh.size() != dist.get_world_size():
         raise ValueError(
-            "a mesh of two dimensions over a part of all ranks: pass group=, the process group of "
-            "the ranks that load the state"
+            f"group: found none for a 2-D mesh over {unit.mesh.size()} of {dist.get_world_size()} "
+            "ranks; pass the process group of the ranks that load the state"
         )
     assert dist.group.WORLD is not None
     return dist.group.WORLD
-
-
-StateDict = dict[str, Any]
-Receive = Callable[[Any], Any]
 
 
 def save_by_name(
@@ -212,33 +214,32 @@ def save_by_name(
     optimizer: torch.optim.Optimizer,
     state_dict: StateDict,
     settings: StateDictSettings,
-    *,
-    keeps: bool,
+    role: Role,
 ) -> StateDict:
-    """The state of an optimizer by parameter names, its tensors as ``settings`` say.
+    """The state of an optimizer by parameter name, with tensors of the type in ``settings``.
 
     Args:
         model: the model that the optimizer trains.
         optimizer: the optimizer.
-        state_dict: its state, by parameter ids or names.
-        settings: the kind of state dict.
-        keeps: whether this rank wants whole tensors; it takes part in gathering them anyway.
+        state_dict: its state by parameter id or name.
+        settings: the type of state dict.
+        role: whether this rank keeps the state, or only takes part in gathering it.
 
     Returns:
-        The state; empty where a whole one is not wanted.
+        The state; empty on ranks that do not keep it.
     """
     names = _names_by_key(model, optimizer)
-    to_host = settings.optim_state_dict_config.offload_to_cpu
+    config = settings.optim_state_dict_config
     states: dict[str, dict[str, Any]] = {}
     for key in sorted(state_dict["state"], key=lambda key: _name_of(key, names)):
         name = _name_of(key, names)
         kept: dict[str, Any] = {}
         for kind, value in state_dict["state"][key].items():
-            made = exported(value, settings.state_dict_type, to_host=to_host)
-            if keeps:
+            made = exported(value, settings.state_dict_type, config)
+            if role is Role.SAVES:
                 kept[kind] = made
         states[name] = kept
-    if not keeps:
+    if role is Role.TAKES_PART:
         return {}
     groups = copy.deepcopy(state_dict["param_groups"])
     for group in groups:
@@ -251,22 +252,21 @@ def load_by_name(
     optimizer: torch.optim.Optimizer | None,
     state_dict: StateDict,
     settings: StateDictSettings,
-    *,
-    keeps_names: bool = False,
+    key_type: OptimStateKeyType = OptimStateKeyType.PARAM_ID,
     receive: Receive = lambda value: value,
 ) -> StateDict:
-    """What ``optimizer.load_state_dict`` takes, of a state by parameter names. No communication.
+    """Convert a state by parameter name for ``optimizer.load_state_dict``, without communication.
 
     Args:
         model: the model that the optimizer trains.
-        optimizer: the optimizer; without one, of ``model.parameters()`` in their order.
-        state_dict: whole tensors, ``DTensor``s, or this rank's rows under ``LOCAL_STATE_DICT``.
-        settings: the kind of state dict.
-        keeps_names: leave names as keys, as optimizers want that know parameters by name.
+        optimizer: the optimizer; ``None`` for one that has ``model.parameters()`` in order.
+        state_dict: full tensors, ``DTensor``s, or this rank's rows under ``LOCAL_STATE_DICT``.
+        settings: the type of state dict.
+        key_type: the type of keys that the optimizer expects.
         receive: applied to every value first; see :func:`broadcast_state`.
 
     Raises:
-        ValueError: a name is not one of the model's, or a tensor does not have the shape of its
+        ValueError: the model has no parameter of a name, or a tensor does not have the shape of its
             parameter.
     """
     keys = {name: key for key, name in _names_by_key(model, optimizer).items()}
@@ -278,9 +278,9 @@ def load_by_name(
             kind: _place(f"{kind} of {name}", receive(value), params.get(name), settings)
             for kind, value in state.items()
         }
-        states[name if keeps_names else keys[name]] = made
+        states[name if key_type is OptimStateKeyType.PARAM_NAME else keys[name]] = made
     groups = _groups_like(optimizer, state_dict["param_groups"], keys)
-    if keeps_names:
+    if key_type is OptimStateKeyType.PARAM_NAME:
         names = {key: name for name, key in keys.items()}
         for group in groups:
             group["params"] = [names[key] for key in group["params"]]
@@ -290,48 +290,48 @@ def load_by_name(
 def broadcast_state(
     state_dict: StateDict | None, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[StateDict, Receive]:
-    """Tell every rank of ``group`` what the whole state is that its first rank has.
+    """Broadcast a full state from the first rank of ``group``, one tensor at a time.
 
     Args:
-        state_dict: the state by names; looked at on the first rank only.
-        group: the ranks; all of them call it.
-        device: where collectives run.
+        state_dict: the state by name; used on the first rank only.
+        group: the ranks. All of them have to call this.
+        device: the device that collectives run on.
 
     Returns:
-        The state without its tensors, and a function that turns what stands in the place of one
-        into that tensor. All ranks call it in the same order; so no rank holds more than one.
+        The state with a placeholder for each tensor, and a function that broadcasts the tensor of a
+        placeholder. All ranks have to call it in the same order.
     """
     source = dist.get_process_group_ranks(group)[0]
     tensors: list[torch.Tensor] = []
 
-    def blank(value: Any) -> Any:
+    def placeholder(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         tensors.append(value)
-        return _Blank(len(tensors) - 1, value.shape, value.dtype)
+        return _Placeholder(len(tensors) - 1, value.shape, value.dtype)
 
-    told: list[Any] = [None]
+    sent: list[Any] = [None]
     if dist.get_rank() == source:
         if state_dict is None:
-            raise ValueError(f"rank {source}: expected the whole optimizer state, found None")
-        told[0] = {
+            raise ValueError(f"rank {source}: found None, expected the full optimizer state")
+        sent[0] = {
             "state": {
-                name: {kind: blank(value) for kind, value in state.items()}
+                name: {kind: placeholder(value) for kind, value in state.items()}
                 for name, state in state_dict["state"].items()
             },
             "param_groups": state_dict["param_groups"],
         }
-    dist.broadcast_object_list(told, src=source, group=group, device=device)
+    dist.broadcast_object_list(sent, src=source, group=group, device=device)
 
     def receive(value: Any) -> Any:
-        if not isinstance(value, _Blank):
+        if not isinstance(value, _Placeholder):
             return value
         mine = tensors[value.index] if tensors else torch.empty(value.shape, dtype=value.dtype)
         tensor = mine.to(device, copy=True).contiguous()
         dist.broadcast(tensor, source, group=group)
         return tensor.cpu()
 
-    return told[0], receive
+    return sent[0], receive
 
 
 def rekey(
@@ -340,10 +340,10 @@ def rekey(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
 ) -> StateDict:
-    """The same state with parameter names as keys, or with parameter ids.
+    """Convert the keys of a state to parameter names or ids.
 
     Raises:
-        ValueError: some keys are names and some are ids, or one is not of this model.
+        ValueError: keys are of both types, or a parameter is not the model's.
     """
     wanted = str if key_type is OptimStateKeyType.PARAM_NAME else int
     kinds = {type(key) for key in state_dict["state"]}
@@ -351,7 +351,7 @@ def rekey(
         return state_dict
     if len(kinds) > 1:
         raise ValueError(
-            f"optimizer state: expected names or ids as keys, found {sorted(map(str, kinds))}"
+            f"optimizer state: found keys of types {sorted(map(str, kinds))}, expected names or ids"
         )
     names = _names_by_key(model, optimizer)
     table: Mapping[Any, Any] = (
@@ -371,19 +371,11 @@ def rekey(
 
 
 def _names_by_key(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
-    """The name of every parameter by the id that the optimizer's state dict gives it."""
-    names = {param: name for name, param in model.named_parameters()}
+    """The name of each parameter by its id in the optimizer's state dict."""
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     if optimizer is None:
         return dict(enumerate(names.values()))
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    strange = [tuple(param.shape) for param in params if param not in names]
-    if strange:
-        raise ValueError(
-            f"the optimizer has parameters of shapes {strange} that {type(model).__name__} does "
-            "not have now; make it of model.parameters() after wrapping the model, and call this "
-            "outside of summon_full_params"
-        )
-    return {key: names[param] for key, param in enumerate(params)}
+    return dict(enumerate(names_in_order(optimizer, names)))
 
 
 def _name_of(key: Any, names: Mapping[int, str]) -> str:
@@ -391,7 +383,7 @@ def _name_of(key: Any, names: Mapping[int, str]) -> str:
 
 
 def _place(what: str, value: Any, param: GroupParam | None, settings: StateDictSettings) -> Any:
-    """A value of a state dict as the optimizer is to have it, which will write to it."""
+    """A copy of a state dict's value, sharded as the optimizer needs it."""
     if not isinstance(value, torch.Tensor):
         return value
     is_step = value.ndim == 0 and param is not None and param.sharded.ndim > 0
@@ -401,8 +393,8 @@ def _place(what: str, value: Any, param: GroupParam | None, settings: StateDictS
     expected = param.local.shape if is_local else param.sharded.shape
     if value.shape != expected:
         raise ValueError(
-            f"optimizer state {what} on rank {dist.get_rank()}: expected shape {tuple(expected)} "
-            f"under {settings.state_dict_type.name}, found {tuple(value.shape)}"
+            f"optimizer state {what} on rank {dist.get_rank()}: found shape {tuple(value.shape)}, "
+            f"expected {tuple(expected)} under {settings.state_dict_type.name}"
         )
     return as_shard(param, value) if is_local else cut(param, value)
 
@@ -421,9 +413,9 @@ def _check_names(state_dict: StateDict, keys: Mapping[str, int], model: nn.Modul
 def _groups_like(
     optimizer: torch.optim.Optimizer | None, saved: list[dict[str, Any]], keys: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Saved parameter groups, by ids, in the order and with the members that the optimizer has.
+    """Saved parameter groups with ids, in the order and with the members of the optimizer's.
 
-    ``Optimizer.load_state_dict`` goes by the place of a parameter, not by its id.
+    ``Optimizer.load_state_dict`` matches parameters by position, not by id.
     """
     groups = copy.deepcopy(saved)
     for group in groups:
@@ -442,8 +434,8 @@ def _groups_like(
 
 
 @dataclass(frozen=True)
-class _Blank:
-    """What is told of a tensor before it comes."""
+class _Placeholder:
+    """The placeholder of a tensor that has not been received yet."""
 
     index: int
     shape: torch.Size

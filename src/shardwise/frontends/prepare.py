@@ -1,4 +1,4 @@
-"""What happens to a module before it is sharded: it gets its memory, and rank 0's values."""
+"""Prepare a module to be sharded: materialize it, and broadcast the first rank's values."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from shardwise._torch import fsdp
 from shardwise.sharding.api import form_of, managed_modules
 from shardwise.transport.peers import naming_lost_peer
 
-#: Small tensors are broadcast together, up to so many bytes.
+#: Bytes of small tensors that are broadcast together.
 BUCKET_BYTES = 8 * 1024 * 1024
 
 ParamInit = Callable[[nn.Module], object]
 
 
-def materialise_unit(
+def materialize_unit(
     module: nn.Module,
     device: torch.device,
     init: ParamInit | None,
     ignored: Iterable[nn.Module] = (),
 ) -> None:
-    """Give what of ``module`` is on the meta device its memory and values, parents first.
+    """Allocate and initialize the tensors of ``module`` that are on the meta device.
 
-    Nested units have had their turn. A tied parameter stays tied, also to one in another unit.
+    Parents come before children; nested units have been materialized before. Tied parameters stay
+    tied, also across units.
 
     Args:
         module: a module that is about to be sharded.
-        device: where the memory is.
-        init: called with every module that has tensors of its own on the meta device, to put them
-            elsewhere and to fill them. By default ``to_empty`` and ``reset_parameters()``.
+        device: the device to allocate on.
+        init: called with every module that has tensors of its own on the meta device, to move them
+            to a device and initialize them. By default ``to_empty`` and ``reset_parameters()``.
         ignored: modules to leave alone.
 
     Raises:
-        ValueError: there is no ``init``, and a module has no ``reset_parameters()``; or ``init``
-            left something on the meta device.
+        ValueError: there is no ``init`` and a module has no ``reset_parameters()``, or ``init``
+            left a tensor on the meta device.
     """
     ignored = set(ignored)
     for each, name in managed_modules((module,)).items():
@@ -50,11 +51,11 @@ def materialise_unit(
             init(each)
         else:
             _reset(each, name, device)
-        _check_materialised(each, name)
+        _check_materialized(each, name)
         for own, old in before.items():
             new = fsdp.parameter_of(each, own)
             if new is not old and old.is_meta:
-                fsdp.swap_tensors(old, new)  # so whoever else holds the old one has the new one
+                fsdp.swap_tensors(old, new)  # so that other holders of the old one have the new one
                 fsdp.register_parameter(each, own, old)
 
 
@@ -64,35 +65,35 @@ def _reset(module: nn.Module, name: str, device: torch.device) -> None:
         tensors = ", ".join(own for own, tensor in _own_tensors(module) if tensor.is_meta)
         raise ValueError(
             f"{name or 'the wrapped module'} ({type(module).__name__}) has {tensors} on the meta "
-            "device and no reset_parameters(); pass param_init_fn, a function that puts a module's "
-            "own tensors on a device and initialises them"
+            "device and no reset_parameters(); pass param_init_fn, a function that moves a "
+            "module's own tensors to a device and initializes them"
         )
     module.to_empty(device=device, recurse=False)
     with torch.no_grad():
         reset()
 
 
-def _check_materialised(module: nn.Module, name: str) -> None:
+def _check_materialized(module: nn.Module, name: str) -> None:
     left = [own for own, tensor in _own_tensors(module) if tensor.is_meta]
     if left:
         raise ValueError(
             f"{name or 'the wrapped module'} ({type(module).__name__}): param_init_fn left "
             f"{', '.join(left)} on the meta device on rank {dist.get_rank()}; call "
-            "module.to_empty(device=..., recurse=False) in it and initialise"
+            "module.to_empty(device=..., recurse=False) in it, and initialize"
         )
 
 
 def broadcast_states(
     module: nn.Module, mesh: DeviceMesh, device: torch.device, ignored: set[nn.Parameter]
 ) -> None:
-    """Give every rank the parameters and buffers that the first rank of ``mesh`` has.
+    """Broadcast parameters and buffers from the first rank of ``mesh``.
 
-    Nested units have had their turn. Every rank of the mesh calls it.
+    A collective over all dimensions of the mesh. Leaves out nested units, which have had theirs.
 
     Args:
         module: a module that is about to be sharded.
-        mesh: the ranks, along all of its dimensions.
-        device: where collectives run.
+        mesh: the ranks.
+        device: the device that collectives run on.
         ignored: parameters to leave alone.
     """
     tensors: dict[torch.Tensor, None] = {}
@@ -114,7 +115,7 @@ def broadcast_states(
 
 
 def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one dtype each, of :data:`BUCKET_BYTES` together or a large one alone."""
+    """Tensors of one dtype, at most :data:`BUCKET_BYTES` together; larger ones alone."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,62 +33,68 @@ class UnitSettings:
     """How one unit is sharded.
 
     Attributes:
-        strategy: as the user named it.
-        mesh: over which ranks.
+        strategy: the sharding strategy.
+        mesh: the ranks.
         reshard_after_forward: as for ``fully_shard``.
-        mixed_precision: in which dtypes.
-        cpu_offload: where the shards live.
-        backward_prefetch: whether backward gathers ahead.
-        transport: what moves the bytes.
+        mixed_precision: dtypes of parameters, reduction and buffers.
+        cpu_offload: whether shards are kept on the host.
+        backward_prefetch: whether backward gathers one unit ahead.
+        transport: the transport, as for ``fully_shard``.
     """
 
     strategy: ShardingStrategy
     mesh: DeviceMesh
     reshard_after_forward: bool | int | None
     mixed_precision: MixedPrecision
-    cpu_offload: CPUOffload
-    backward_prefetch: BackwardPrefetch | None
-    transport: str | None
+    cpu_offload: CPUOffload = field(default_factory=CPUOffload)
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    transport: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitSettings:
-        """A copy of a module is sharded over the same ranks."""
+        """Copies of a module share the settings: they are sharded over the same ranks."""
         return self
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device that this rank computes on."""
         return device_of(self.mesh)
 
 
 def default_reshard(strategy: ShardingStrategy) -> bool | None:
-    """What a strategy says about freeing parameters, in the words of ``fully_shard``.
+    """The ``reshard_after_forward`` of a strategy.
 
-    ``None``, for those that free them: but not the root's, which backward needs at once.
+    ``None`` for strategies that free parameters after forward: ``fully_shard`` then keeps those of
+    the root, which backward needs first.
     """
     plan = resolve(Strategy.of(strategy), 1, replicas=1)
     return None if plan.reshard_after_forward else False
 
 
-def say_what_has_no_meaning(stacklevel: int, **notes: str | None) -> None:
-    """Warn of every argument for which there is a note.
+#: Arguments without effect: the values that ask for what happens anyway, and a note for others.
+WithoutEffect = Mapping[str, tuple[Collection[object], str]]
+
+
+def warn_without_effect(given: Mapping[str, object], table: WithoutEffect, stacklevel: int) -> None:
+    """Warn about each argument that has no effect and asks for something else than happens.
 
     Args:
-        stacklevel: as for ``warnings.warn``, seen from the caller.
-        notes: by argument, what to know; ``None`` where there is nothing to say.
+        given: arguments of a constructor by name.
+        table: those of them that have no effect.
+        stacklevel: as for ``warnings.warn``, as seen from the caller.
     """
-    for argument, note in notes.items():
-        if note is not None:
+    for argument, (values, note) in table.items():
+        if given[argument] not in values:
             warnings.warn(f"{argument}: {note}", stacklevel=stacklevel + 1)
 
 
-#: One process group, or for hybrid strategies the one that shards and the one that replicates.
+#: One process group, or for hybrid strategies the sharding group and the replicating group.
 Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 _Shape = tuple[str, tuple[int, ...]]
 _Meshes = weakref.WeakValueDictionary[_Shape, DeviceMesh]
 
-#: The meshes in use over all ranks, by the default process group: modules that are wrapped one by
-#: one share the process groups of one mesh. Neither group nor mesh is kept alive by this.
+#: The meshes in use over all ranks, by the default process group, so that modules that are wrapped
+#: one by one share process groups. Keeps neither groups nor meshes alive.
 _in_use: weakref.WeakKeyDictionary[dist.ProcessGroup, _Meshes] = weakref.WeakKeyDictionary()
 
 
@@ -97,20 +104,20 @@ def find_mesh(
     mesh: DeviceMesh | None,
     device_id: int | torch.device | None = None,
 ) -> DeviceMesh:
-    """The mesh to shard over.
+    """The mesh to shard over; see the table above.
 
     Args:
-        strategy: decides how many dimensions it has.
-        groups: ``process_group`` as the user gave it.
-        mesh: ``device_mesh`` as the user gave it.
-        device_id: as the user gave it; says on which kind of device to compute.
+        strategy: determines the number of dimensions.
+        groups: the constructor's ``process_group``.
+        mesh: the constructor's ``device_mesh``.
+        device_id: the constructor's ``device_id``; determines the type of device.
 
     Raises:
-        ValueError: both or neither of what a strategy needs is given, or it does not fit.
+        ValueError: both are given, or what is given does not fit the strategy.
     """
     if mesh is not None:
         if groups is not None:
-            raise ValueError("expected process_group or device_mesh, found both; pass one of them")
+            raise ValueError("found process_group and device_mesh, expected one of them")
         check_member(mesh, "FullyShardedDataParallel")
         return _check_mesh(strategy, mesh)
     device_type = _device_type(device_id)
@@ -119,8 +126,8 @@ def find_mesh(
     if groups is not None:
         if strategy.is_hybrid:
             raise ValueError(
-                f"{strategy.name} needs two process groups, found one: pass process_group=(the one "
-                "that shards, the one that replicates), or a 2-D device_mesh"
+                f"process_group: {strategy.name} expects two process groups, found one; pass "
+                "process_group=(sharding group, replicating group), or a 2-D device_mesh"
             )
         ranks = dist.get_process_group_ranks(groups)
         if strategy is Strategy.NO_SHARD:
@@ -129,18 +136,25 @@ def find_mesh(
     return _over_all_ranks(strategy, device_type)
 
 
-def note_on_device(device_id: int | torch.device | None, mesh: DeviceMesh) -> str | None:
-    """What to say about ``device_id``.
+def check_device(device_id: int | torch.device | None, mesh: DeviceMesh, stacklevel: int) -> None:
+    """Check that ``device_id`` is the device that this rank computes on.
+
+    Warns where ranks compute on the CPU, which has no device numbers.
+
+    Args:
+        device_id: the constructor's argument.
+        mesh: the mesh to shard over.
+        stacklevel: as for ``warnings.warn``, as seen from the caller.
 
     Raises:
-        MisuseError: it is another device than the one that this rank computes on.
+        MisuseError: this rank computes on another device.
     """
-    if device_id is None:
-        return None
+    if device_id is None or (mesh.device_type == "cpu" and device_id == torch.device("cpu")):
+        return
     if mesh.device_type == "cpu":
-        if isinstance(device_id, torch.device) and device_id.type == "cpu":
-            return None
-        return f"{device_id!r} has no meaning where ranks compute on the CPU"
+        note = f"device_id: {device_id!r} has no effect where ranks compute on the CPU"
+        warnings.warn(note, stacklevel=stacklevel + 1)
+        return
     index = device_id if isinstance(device_id, int) else device_id.index
     current = torch.accelerator.current_device_index()
     if index is not None and index != current:
@@ -148,7 +162,6 @@ def note_on_device(device_id: int | torch.device | None, mesh: DeviceMesh) -> st
             f"device_id: rank {dist.get_rank()} computes on {mesh.device_type}:{current}, found "
             f"{device_id!r}; call torch.accelerator.set_device_index({index}) first"
         )
-    return None
 
 
 def _check_mesh(strategy: Strategy, mesh: DeviceMesh) -> DeviceMesh:
@@ -156,8 +169,8 @@ def _check_mesh(strategy: Strategy, mesh: DeviceMesh) -> DeviceMesh:
     if strategy is Strategy.NO_SHARD and mesh.ndim == 1:
         return _replicating(mesh.get_group(), mesh.mesh.tolist(), mesh.device_type)
     if mesh.ndim != (2 if replicates else 1):
-        expected = "a 2-D one (replicate, shard)" if replicates else "a 1-D one"
-        advice = "" if replicates else "; for a 2-D mesh the strategy is HYBRID_SHARD"
+        expected = "a 2-D mesh (replicate, shard)" if replicates else "a 1-D mesh"
+        advice = "" if replicates else "; HYBRID_SHARD takes a 2-D mesh"
         raise ValueError(
             f"device_mesh: {strategy.name} expects {expected}, found {mesh.ndim} dimensions of "
             f"sizes {tuple(mesh.shape)}{advice}"
@@ -165,7 +178,7 @@ def _check_mesh(strategy: Strategy, mesh: DeviceMesh) -> DeviceMesh:
     if strategy is Strategy.NO_SHARD and mesh.size(1) != 1:
         raise ValueError(
             f"device_mesh: NO_SHARD replicates over all ranks and expects a shape of (N, 1), found "
-            f"{tuple(mesh.shape)}; the strategy for this mesh is HYBRID_SHARD"
+            f"{tuple(mesh.shape)}; HYBRID_SHARD takes such a mesh"
         )
     return mesh
 
@@ -184,21 +197,21 @@ def _replicating(group: dist.ProcessGroup, ranks: list[int], device_type: str) -
 def _mesh_of_two(
     strategy: Strategy, groups: tuple[dist.ProcessGroup, ...] | list[dist.ProcessGroup], kind: str
 ) -> DeviceMesh:
-    """The mesh whose rows shard over the first group and whose columns are the second."""
+    """The mesh whose rows are sharding groups and whose columns are replicating groups."""
     if not strategy.is_hybrid or len(groups) != 2:
         raise ValueError(
             f"process_group: {strategy.name} expects "
-            f"{'two groups (one shards, one replicates)' if strategy.is_hybrid else 'one group'}, "
+            f"{'two groups (sharding, replicating)' if strategy.is_hybrid else 'one group'}, "
             f"found {len(groups)} in a {type(groups).__name__}"
         )
     shard, replicate = groups
-    # Every replica tells over which ranks it shards: each rank knows its own row and column only.
+    # A rank knows its own row and column only, so replicas exchange their rows.
     row = dist.get_process_group_ranks(shard)
-    rows = gather_objects(row, replicate, "the making of a mesh of two process groups")
+    rows = gather_objects(row, replicate, "the construction of a mesh from two process groups")
     if len({len(each) for each in rows}) != 1:
         raise ValueError(
-            f"process_group: rank {dist.get_rank()} found replicas of different sizes {rows}; "
-            "expected groups that shard over equally many ranks"
+            f"process_group: rank {dist.get_rank()} found sharding groups of different sizes, "
+            f"{rows}, expected equal sizes"
         )
     return DeviceMesh.from_group(
         [replicate, shard], kind, mesh=torch.tensor(rows), mesh_dim_names=(REPLICATE, SHARD)
@@ -221,18 +234,18 @@ def _over_all_ranks(strategy: Strategy, device_type: str) -> DeviceMesh:
 
 
 def _ranks_of_a_host(world_size: int) -> int:
-    """How many ranks each host has: torchrun says it."""
+    """The number of ranks of each host, which torchrun sets in the environment."""
     text = os.environ.get("LOCAL_WORLD_SIZE")
     if text is None:
         raise ValueError(
-            "a hybrid strategy without device_mesh shards inside each host, and finds out by the "
-            "environment variable LOCAL_WORLD_SIZE how many ranks a host has; it is not set. Start "
-            "with torchrun, set it, or pass a 2-D device_mesh"
+            "LOCAL_WORLD_SIZE: found no such environment variable, expected the number of ranks of "
+            "a host: a hybrid strategy without device_mesh shards inside each host. Start with "
+            "torchrun, set the variable, or pass a 2-D device_mesh"
         )
     if not text.isdecimal() or not int(text) or world_size % int(text):
         raise ValueError(
-            f"LOCAL_WORLD_SIZE: expected a factor of the {world_size} ranks, found {text!r}; hosts "
-            "with different numbers of ranks need a 2-D device_mesh"
+            f"LOCAL_WORLD_SIZE: found {text!r}, expected a divisor of the {world_size} ranks; pass "
+            "a 2-D device_mesh if hosts have different numbers of ranks"
         )
     return int(text)
 

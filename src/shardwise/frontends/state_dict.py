@@ -9,6 +9,7 @@ All three use the names of the model that was wrapped.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -40,7 +40,7 @@ from shardwise.sharding.state_dict import HasStateDictKinds
 
 
 class SavingModule(TransparentModule, HasStateDictKinds):
-    """A wrapper whose state dicts are of the kind that was asked for.
+    """A wrapper whose state dicts have the type that is set on it.
 
     Attributes:
         settings: how this unit is sharded.
@@ -49,7 +49,7 @@ class SavingModule(TransparentModule, HasStateDictKinds):
     _settings_of_state_dicts: StateDictSettings
     settings: UnitSettings
 
-    # -- the kind ------------------------------------------------------------------------------
+    # -- the type of state dicts ---------------------------------------------------------------
 
     @staticmethod
     def set_state_dict_type(
@@ -58,19 +58,19 @@ class SavingModule(TransparentModule, HasStateDictKinds):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Set which kind of state dict the wrapped modules in ``module`` make and take.
+        """Set the type of state dict that the wrapped modules in ``module`` save and load.
 
         Args:
             module: the model, wrapped or with wrapped modules in it.
-            state_dict_type: whole tensors, ``DTensor``s, or this rank's shards.
-            state_dict_config: for the model's; that type's defaults where None.
+            state_dict_type: full tensors, ``DTensor``s, or this rank's shards.
+            state_dict_config: for the model's state dict; ``None`` for the defaults of the type.
             optim_state_dict_config: for the optimizer's.
 
         Returns:
-            The settings that the outermost one had before.
+            The previous settings of the outermost wrapper.
 
         Raises:
-            TypeError: a configuration that is not of this type.
+            TypeError: a configuration does not belong to this type.
             ValueError: there is no wrapped module.
         """
         new = state_dict_settings(state_dict_type, state_dict_config, optim_state_dict_config)
@@ -82,10 +82,10 @@ class SavingModule(TransparentModule, HasStateDictKinds):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The kind of state dict that the wrapped modules in ``module`` make and take.
+        """The type of state dict that the wrapped modules in ``module`` save and load.
 
         Raises:
-            ValueError: there is no wrapped module, or they differ.
+            ValueError: there is no wrapped module, or their settings differ.
         """
         found = [each._settings_of_state_dicts for each in wrappers_in(module)]
         if any(each != found[0] for each in found):
@@ -104,7 +104,7 @@ class SavingModule(TransparentModule, HasStateDictKinds):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """Inside, as :meth:`set_state_dict_type` with the same arguments."""
+        """Set the type as :meth:`set_state_dict_type` does, inside this context."""
         with _restored(wrappers_in(module)):
             SavingModule.set_state_dict_type(
                 module, state_dict_type, state_dict_config, optim_state_dict_config
@@ -113,7 +113,7 @@ class SavingModule(TransparentModule, HasStateDictKinds):
 
     @contextmanager
     def sharded_kind(self) -> Iterator[None]:
-        """Inside, this unit's own state dicts hold its shards as ``DTensor``s."""
+        """Save and load this unit's own shards as ``DTensor``s inside this context."""
         with _restored([self]):
             self._settings_of_state_dicts = state_dict_settings(StateDictType.SHARDED_STATE_DICT)
             yield
@@ -127,12 +127,12 @@ class SavingModule(TransparentModule, HasStateDictKinds):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """The state under the names of the wrapped model, in the kind that is set.
+        """The state under the names of the wrapped model, in the type that is set.
 
-        Every rank calls it; what is whole is gathered one parameter at a time.
+        With full tensors this is a collective, which gathers one parameter at a time.
         """
         names = [destination, prefix, keep_vars]
-        names[: len(args)] = args  # older code passes them by position
+        names[: len(args)] = args  # old code passes them by position
         destination, prefix, keep_vars = names  # type: ignore[assignment]
         known = set() if destination is None else set(destination)
         state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -145,13 +145,12 @@ class SavingModule(TransparentModule, HasStateDictKinds):
                 if key[len(prefix) :] in dtypes:
                     state[key] = state[key].to(dtypes[key[len(prefix) :]])
         params = {f"{prefix}{name}": param for name, param in self._own_params().items()}
-        convert_saved(
-            state, keys, params, settings, keeps=self.keeps_whole(settings.state_dict_config)
-        )
+        role = self.role_under(settings.state_dict_config)
+        convert_saved(state, keys, params, settings, role)
         return state
 
     def before_load(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
-        """Cut what is to be loaded as this unit's parameters are cut."""
+        """Shard values that are about to be loaded as this unit's parameters are sharded."""
         for name, param in self._own_params().items():
             key = f"{prefix}{name}"
             if key not in state_dict or param.form.summoned is not None:
@@ -168,7 +167,7 @@ class SavingModule(TransparentModule, HasStateDictKinds):
         return {name: param for name, param in sharded_params(self.module).items() if name in names}
 
     def _own_state_names(self) -> set[str]:
-        """The names of parameters, buffers and extra state that no wrapper inside has."""
+        """The names of parameters, buffers and extra state that belong to no inner wrapper."""
         names: set[str] = set()
         for prefix, module in self.own_modules():
             parts = [f"{prefix}.{name}" if prefix else name for name in _own_entries(module)]
@@ -176,20 +175,28 @@ class SavingModule(TransparentModule, HasStateDictKinds):
         return names
 
     def _dtypes_of_buffers(self) -> Mapping[str, torch.dtype]:
-        """In which dtypes buffers are saved that compute in another."""
+        """The dtypes to save buffers in, for those that were cast."""
         return {}
 
-    def keeps_whole(self, config: object) -> bool:
-        """Whether this rank wants what is whole."""
+    def role_under(self, config: object) -> Role:
+        """The role of this rank when full tensors are saved with this configuration."""
         only_first = isinstance(config, FullStateDictConfig | FullOptimStateDictConfig) and (
             config.rank0_only
         )
-        return not only_first or is_first_of(self.settings.mesh)
+        first = int(self.settings.mesh.mesh.flatten()[0])
+        return Role.TAKES_PART if only_first and dist.get_rank() != first else Role.SAVES
+
+
+class Role(enum.Enum):
+    """What a rank does while a state dict is saved."""
+
+    SAVES = enum.auto()
+    TAKES_PART = enum.auto()  # in gathering full tensors that another rank saves
 
 
 @contextmanager
 def _restored(units: list[SavingModule]) -> Iterator[None]:
-    """Give every unit the settings back, at the end, that it has now."""
+    """Restore the settings of all units at the end."""
     before = [unit._settings_of_state_dicts for unit in units]
     try:
         yield
@@ -199,7 +206,7 @@ def _restored(units: list[SavingModule]) -> Iterator[None]:
 
 
 def wrappers_in(module: nn.Module) -> list[SavingModule]:
-    """The wrappers in ``module``, itself included.
+    """The wrappers in ``module``, including itself.
 
     Raises:
         ValueError: there is none.
@@ -207,8 +214,8 @@ def wrappers_in(module: nn.Module) -> list[SavingModule]:
     found = [each for each in module.modules() if isinstance(each, SavingModule)]
     if not found:
         raise ValueError(
-            f"expected a model with FullyShardedDataParallel modules, found none in "
-            f"{type(module).__name__}"
+            f"found none in {type(module).__name__}, expected a model with "
+            "FullyShardedDataParallel modules"
         )
     return found
 
@@ -219,45 +226,42 @@ def _own_entries(module: nn.Module) -> Iterable[str]:
     yield "_extra_state"
 
 
-def is_first_of(mesh: DeviceMesh) -> bool:
-    """Whether this is the rank that ``rank0_only`` means: the first of the mesh."""
-    return dist.get_rank() == int(mesh.mesh.flatten()[0])
-
-
-def whole_tensor(value: DTensor) -> torch.Tensor:
-    """All of ``value``, on every rank, in memory of its own. Every rank calls it."""
+def full_tensor(value: DTensor) -> torch.Tensor:
+    """The full tensor of ``value`` on every rank, in memory of its own. A collective."""
     local = dtensor.local_of(value)
     if local.is_meta:
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     kind = value.device_mesh.device_type
-    if local.device.type != kind:  # offloaded: collectives run where computing does
+    if local.device.type != kind:  # offloaded: collectives run on the compute device
         local = local.to(kind)
         value = dtensor.wrap_local(local, dtensor.spec_of(value))
-    whole = dtensor.wait_tensor(value.full_tensor())
-    shared = whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-    return whole.clone() if shared else whole
+    full = dtensor.wait_tensor(value.full_tensor())
+    shared = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    return full.clone() if shared else full
 
 
-def exported(value: Any, kind: StateDictType, *, to_host: bool) -> Any:
-    """A value of a state dict as that kind of state dict has it.
+def exported(
+    value: Any, kind: StateDictType, config: StateDictConfig | OptimStateDictConfig
+) -> Any:
+    """Convert a value to what this type of state dict contains.
 
-    What is whole, or on the host by request, is a copy: it stays as it is while training goes on.
-    Shards that stay where they are alias the model's.
+    Full tensors, and tensors that the configuration offloads to the CPU, are copies: training does
+    not change them. Shards that stay on their device share memory with the model's.
     """
     if not isinstance(value, torch.Tensor):
         return value
     if kind is StateDictType.FULL_STATE_DICT:
         if isinstance(value, DTensor):
-            whole = whole_tensor(value)
-            return whole.cpu() if to_host else whole
-        return value.detach().to("cpu" if to_host else value.device, copy=True)
+            full = full_tensor(value)
+            return full.cpu() if config.offload_to_cpu else full
+        return value.detach().to("cpu" if config.offload_to_cpu else value.device, copy=True)
     if isinstance(value, DTensor) and kind is StateDictType.SHARDED_STATE_DICT:
-        if not to_host:
+        if not config.offload_to_cpu:
             return value
         local = dtensor.local_of(value).detach().to("cpu", copy=True)
         return dtensor.wrap_local(local, dtensor.spec_of(value))
     value = dtensor.plain(value)
-    return value.detach().to("cpu", copy=True) if to_host else value.detach()
+    return value.detach().to("cpu", copy=True) if config.offload_to_cpu else value.detach()
 
 
 def convert_saved(
@@ -265,25 +269,23 @@ def convert_saved(
     keys: list[str],
     params: Mapping[str, GroupParam],
     settings: StateDictSettings,
-    *,
-    keeps: bool,
+    role: Role,
 ) -> None:
-    """Turn values of a state dict into what ``settings`` ask for, in place.
+    """Convert values of a state dict to the type in ``settings``, in place.
 
     Args:
         state: the state dict.
-        keys: which of its keys to convert, in the same order on every rank.
-        params: those of them that are sharded parameters.
-        settings: the kind of state dict.
-        keeps: whether this rank wants whole tensors; it takes part in gathering them anyway.
+        keys: the keys to convert, in the same order on every rank.
+        params: the sharded parameters among them.
+        settings: the type of state dict.
+        role: whether this rank keeps the values.
     """
     done: dict[int, Any] = {}  # tied parameters stay tied
     for key in keys:
         tie = id(params[key].form) if key in params else id(key)
         if tie not in done:
-            to_host = settings.state_dict_config.offload_to_cpu
-            done[tie] = exported(state[key], settings.state_dict_type, to_host=to_host)
-        if keeps:
+            done[tie] = exported(state[key], settings.state_dict_type, settings.state_dict_config)
+        if role is Role.SAVES:
             state[key] = done[tie]
         else:
             del state[key]
@@ -293,42 +295,44 @@ def convert_saved(
 def convert_loaded(
     fqn: str, value: Any, param: GroupParam, settings: StateDictSettings
 ) -> torch.Tensor:
-    """What to load into a sharded parameter: a ``DTensor`` that lies as it does. No communication.
+    """Convert a loaded value to a ``DTensor`` that is sharded as the parameter is.
+
+    Communicates only to redistribute a ``DTensor`` with other placements.
 
     Args:
-        fqn: its fully qualified name, for messages.
-        value: a whole tensor, a ``DTensor``, or this rank's rows under ``LOCAL_STATE_DICT``.
+        fqn: the parameter's fully qualified name, for messages.
+        value: a full tensor, a ``DTensor``, or this rank's rows under ``LOCAL_STATE_DICT``.
         param: the parameter.
-        settings: the kind of state dict.
+        settings: the type of state dict.
 
     Raises:
-        ValueError: the value has another shape than the kind of state dict lets expect.
+        ValueError: the value does not have the shape that this type of state dict implies.
     """
     sharded = param.sharded
     assert isinstance(sharded, DTensor)
     if isinstance(value, DTensor):
-        _check_shape(fqn, value.shape, sharded.shape, "whole", settings)
+        _check_shape(fqn, value.shape, sharded.shape, "the full tensor", settings)
         if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
             return value
         return value.redistribute(sharded.device_mesh, sharded.placements)
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         _check_shape(fqn, value.shape, param.local.shape, "this rank's rows", settings)
         return as_shard(param, value)
-    _check_shape(fqn, value.shape, sharded.shape, "the whole", settings)
+    _check_shape(fqn, value.shape, sharded.shape, "the full tensor", settings)
     return cut(param, value)
 
 
-def cut(param: GroupParam, whole: torch.Tensor) -> DTensor:
-    """This rank's rows of ``whole`` as a ``DTensor``, without communication."""
+def cut(param: GroupParam, full: torch.Tensor) -> DTensor:
+    """This rank's rows of ``full`` as a ``DTensor``, without communication."""
     origin = param.form.origin
     if origin is not None:
-        split = distribute_tensor(whole, origin.mesh, origin.placements, src_data_rank=None)
-        whole = dtensor.local_of(split)
-    return as_shard(param, param.layout.cut(whole, param.form.mesh.shard.rank))
+        split = distribute_tensor(full, origin.mesh, origin.placements, src_data_rank=None)
+        full = dtensor.local_of(split)
+    return as_shard(param, param.layout.cut(full, param.form.mesh.shard.rank))
 
 
 def as_shard(param: GroupParam, rows: torch.Tensor) -> DTensor:
-    """``rows``, copied to where ``param`` keeps its own, as a ``DTensor`` like it."""
+    """A copy of ``rows`` as a ``DTensor`` with the device and placements of ``param``."""
     rows = rows.detach().to(param.local.device, copy=True).contiguous()
     return dtensor.wrap_local(rows, dtensor.with_dtype(dtensor.spec_of(param.sharded), rows.dtype))
 
@@ -342,14 +346,14 @@ def _check_shape(
 ) -> None:
     if found != expected:
         raise ValueError(
-            f"{fqn} on rank {dist.get_rank()}: expected {what}, of shape {tuple(expected)}, found "
-            f"shape {tuple(found)}; the state dict type is {settings.state_dict_type.name}, "
-            "set_state_dict_type changes it"
+            f"{fqn} on rank {dist.get_rank()}: found shape {tuple(found)}, expected {what}, of "
+            f"shape {tuple(expected)}; the state dict type is {settings.state_dict_type.name}, see "
+            "set_state_dict_type"
         )
 
 
 def sharded_params(model: nn.Module) -> dict[str, GroupParam]:
-    """The sharded parameters of ``model`` by all names that they have."""
+    """The sharded parameters of ``model`` by each of their names."""
     places: dict[tuple[nn.Module, str], GroupParam] = {}
     for group in groups_of(model):
         for param in group.params:
@@ -379,10 +383,10 @@ def state_dict_settings(
     config: StateDictConfig | None = None,
     optim_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """The settings of a kind of state dict, with its defaults where none are given.
+    """The settings of a type of state dict, with defaults for configurations that are not given.
 
     Raises:
-        TypeError: a configuration is not of that kind.
+        TypeError: a configuration does not belong to that type.
     """
     config = _MODEL_CONFIGS[kind]() if config is None else config
     optim_config = _OPTIM_CONFIGS[kind]() if optim_config is None else optim_config

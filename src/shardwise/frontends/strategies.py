@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,13 +34,17 @@ if TYPE_CHECKING:
 
 REPLICATE = "dp_replicate"
 SHARD = "dp_shard"
+DATA, TENSOR = "dp", "tp"
+MOST_RANKS = 4_096  # of a mesh that need not exist
+
+_ORDER = (REPLICATE, DATA, SHARD, TENSOR)
 
 
 class Strategy(enum.Enum):
-    """How parameters, gradients and optimizer state are spread over ranks.
+    """How parameters, gradients and optimizer state are distributed over ranks.
 
-    Torch's ``ShardingStrategy``, ZeRO-1 and DiLoCo, as the command line writes them; :meth:`of`
-    reads the first.
+    The values are the names on the command line. Beside torch's ``ShardingStrategy``, which
+    :meth:`of` converts, there are ZeRO-1 and DiLoCo.
     """
 
     FULL_SHARD = "full"
@@ -53,31 +57,31 @@ class Strategy(enum.Enum):
 
     @classmethod
     def of(cls, strategy: ShardingStrategy) -> Strategy:
-        """Torch's enum, which scripts for FSDP1 use, in the words of the command line.
+        """Convert torch's ``ShardingStrategy``.
 
         Raises:
-            TypeError: something else.
+            TypeError: ``strategy`` is something else.
         """
         name = getattr(strategy, "name", "").lstrip("_")
         if type(strategy).__name__ != "ShardingStrategy" or name not in cls.__members__:
             raise TypeError(
-                f"sharding_strategy: expected a ShardingStrategy, found {strategy!r}; import it "
+                f"sharding_strategy: found {strategy!r}, expected a ShardingStrategy; import it "
                 "from shardwise"
             )
         return cls[name]
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether it needs to be told how many replicas there are."""
+        """Whether the number of replicas has to be given."""
         return self in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2, Strategy.DILOCO)
 
 
 class MeshError(ValueError):
-    """A strategy, a number of replicas and a world that do not go together.
+    """A mesh, or a strategy with a number of replicas, that is impossible in this world.
 
     Attributes:
-        found: what was asked for.
-        expected: what would do.
+        found: what was requested.
+        expected: what is possible.
     """
 
     def __init__(self, found: str, expected: str) -> None:
@@ -88,13 +92,13 @@ class MeshError(ValueError):
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Where parameters live, in the words of ``fully_shard``.
+    """A mesh and arguments of ``fully_shard``.
 
     Attributes:
-        shape: ranks along each mesh dimension.
+        shape: number of ranks along each mesh dimension.
         names: names of the mesh dimensions.
         reshard_after_forward: free the full parameters between forward and backward.
-        apart: replicas train apart: their dimension of the mesh is none of ``fully_shard``'s.
+        apart: replicas train separately: ``fully_shard`` does not get their mesh dimension.
     """
 
     shape: tuple[int, ...]
@@ -103,13 +107,13 @@ class ShardingPlan:
     apart: bool = False
 
     def make_mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh over all ranks of the default process group."""
+        """Create the mesh over all ranks of the default process group."""
         from shardwise.sharding.mesh import make_mesh
 
         return make_mesh(device_type, self.shape, self.names)
 
     def sharding_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The part of the mesh that ``fully_shard`` takes."""
+        """The submesh that ``fully_shard`` gets."""
         return mesh[SHARD] if self.apart else mesh
 
     def __str__(self) -> str:
@@ -119,17 +123,17 @@ class ShardingPlan:
 def resolve(
     strategy: Strategy, world_size: int, *, replicas: int | None = None, hosts: int = 1
 ) -> ShardingPlan:
-    """Turn a strategy into a mesh shape and arguments.
+    """Resolve a strategy to a mesh shape and arguments of ``fully_shard``.
 
     Args:
-        strategy: what the user asks for.
+        strategy: the strategy.
         world_size: number of ranks.
-        replicas: number of copies of the model, for the hybrid strategies and DiLoCo. Where None:
-            one per host, if there are several hosts.
-        hosts: number of hosts that the ranks are spread over.
+        replicas: number of copies of the model, for hybrid strategies and DiLoCo; ``None`` for one
+            per host, if there are several hosts.
+        hosts: number of hosts.
 
     Raises:
-        MeshError: the three contradict each other.
+        MeshError: the arguments contradict each other.
     """
     reshard = strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD, Strategy.DILOCO)
     if strategy is Strategy.NO_SHARD:
@@ -159,37 +163,39 @@ def _require_replicas(strategy: Strategy, found: int | None, expected: int) -> N
         )
 
 
-def parse_mesh(text: str) -> Mapping[str, int]:
+def parse_mesh(text: str, names: Collection[str] = (REPLICATE, SHARD)) -> dict[str, int]:
     """Read ``dp_replicate=2,dp_shard=4``.
 
+    Args:
+        text: the mesh.
+        names: the names that dimensions may have.
+
     Returns:
-        Ranks by dimension name; a dimension that is not named is absent.
+        Number of ranks by dimension name, in the given order.
 
     Raises:
-        MeshError: a name that is unknown or given twice, or a size that is no positive number.
+        MeshError: a name is unknown or given twice, or a size is no positive number.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
-        name, _, size = (piece.strip() for piece in part.partition("="))
-        if name not in (REPLICATE, SHARD) or name in sizes or not size.isdecimal() or not int(size):
-            raise MeshError(text, f"{REPLICATE}=R,{SHARD}=S with whole numbers from 1")
+        name, equals, size = (piece.strip() for piece in part.partition("="))
+        if name not in names:
+            raise MeshError(f"{name!r} in {text!r}", f"one of {', '.join(names)}")
+        if name in sizes:
+            raise MeshError(f"{name} twice in {text!r}", "each dimension once")
+        if not equals or not size.isdecimal() or not int(size):
+            raise MeshError(f"{part.strip()!r} in {text!r}", f"{name}=N, N a number from 1")
         sizes[name] = int(size)
     return sizes
 
 
-DATA, TENSOR = "dp", "tp"
-MOST_RANKS = 4_096
-
-_ORDER = (REPLICATE, DATA, SHARD, TENSOR)
-
-
 @dataclass(frozen=True)
 class WantedMesh:
-    """A mesh that need not be there.
+    """The names and sizes of a mesh that need not exist.
 
     Attributes:
-        names: of its dimensions: ``dp_replicate``, ``dp`` or ``dp_shard``, ``tp``, in this order.
-        shape: ranks along each.
+        names: its dimensions: ``dp_replicate``, ``dp`` or ``dp_shard``, ``tp``, in this order.
+        shape: number of ranks along each dimension.
     """
 
     names: tuple[str, ...]
@@ -197,17 +203,17 @@ class WantedMesh:
 
     @property
     def size(self) -> int:
-        """How many ranks it takes."""
+        """Number of ranks."""
         return math.prod(self.shape)
 
     @property
     def tensor_parallel(self) -> int:
-        """Over how many ranks tensor parallelism cuts."""
+        """Number of ranks along the tensor parallel dimension."""
         return dict(zip(self.names, self.shape, strict=True)).get(TENSOR, 1)
 
     @property
     def data_parallel(self) -> tuple[str, ...]:
-        """The dimensions that ``fully_shard`` gets."""
+        """The names of the dimensions that ``fully_shard`` gets."""
         return tuple(name for name in self.names if name != TENSOR)
 
     @classmethod
@@ -215,19 +221,10 @@ class WantedMesh:
         """Read ``dp=2,tp=4`` or ``dp_replicate=2,dp_shard=4,tp=2``.
 
         Raises:
-            MeshError: a name that is unknown, given twice or in another order than these, a size
-                that is no positive number, or more than 4,096 ranks.
+            MeshError: a name is unknown, given twice or in the wrong order, a size is no positive
+                number, or there are more than 4,096 ranks.
         """
-        sizes: dict[str, int] = {}
-        for part in text.split(","):
-            name, equals, size = (piece.strip() for piece in part.partition("="))
-            if name not in _ORDER:
-                raise MeshError(f"{name!r} in {text!r}", f"one of {', '.join(_ORDER)}")
-            if name in sizes:
-                raise MeshError(f"{name} twice in {text!r}", "each dimension once")
-            if not equals or not size.isdecimal() or not int(size):
-                raise MeshError(f"{part.strip()!r} in {text!r}", f"{name}=N, N a number from 1")
-            sizes[name] = int(size)
+        sizes = parse_mesh(text, _ORDER)
         _check(text, sizes)
         if REPLICATE in sizes and not {DATA, SHARD} & sizes.keys():
             place = list(sizes).index(REPLICATE) + 1

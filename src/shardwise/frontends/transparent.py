@@ -1,7 +1,7 @@
-"""A module around another that no name tells of.
+"""A wrapper around a module that leaves all names unchanged.
 
-``FullyShardedDataParallel(model)`` holds ``model`` as torch's does. Unlike torch's, its parameters,
-buffers and modules have the names that they have in ``model``, everywhere and always:
+As in torch, ``FullyShardedDataParallel(model)`` holds ``model``. Unlike torch's, it shows
+parameters, buffers and modules under the names that they have in ``model``:
 
     model            wrapper                     inside it
     "0.weight"       "0.weight"                  "_fsdp_wrapped_module.0.weight"
@@ -16,12 +16,12 @@ from torch import nn
 
 from shardwise._torch import fsdp
 
-#: Under this name the wrapped module is registered, as in torch.
+#: The name of the wrapped module in the wrapper, as in torch.
 WRAPPED = "_fsdp_wrapped_module"
 
 
 class TransparentModule(nn.Module):
-    """A module around ``module`` that passes on its attributes, items and names."""
+    """A wrapper that forwards attributes, items and names of the wrapped module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -31,11 +31,11 @@ class TransparentModule(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module itself, also if torch's activation checkpointing is around it."""
+        """The wrapped module, without torch's activation checkpointing wrapper around it."""
         return fsdp.without_checkpointing(self.get_wrapped())
 
     def get_wrapped(self) -> nn.Module:
-        """What is registered inside: :attr:`module`, or what has been put around it since."""
+        """The registered module: :attr:`module`, or a wrapper that was put around it later."""
         return dict(fsdp.children_of(self))[WRAPPED]
 
     def __getattr__(self, name: str) -> Any:
@@ -56,7 +56,7 @@ class TransparentModule(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module; the wrapped one has the name of its wrapper."""
+        """As for any module. The wrapped module has the name of its wrapper."""
         memo = set() if memo is None else memo
         if self in memo:
             return
@@ -73,7 +73,7 @@ class TransparentModule(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """That of the wrapped module."""
+        """The state dict of the wrapped module."""
         wrapped: Any = self.get_wrapped()
         state: dict[str, Any] = wrapped.state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars
@@ -81,20 +81,20 @@ class TransparentModule(nn.Module):
         return state
 
     def own_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules inside with their names, but for those inside another such wrapper."""
+        """The modules inside and their names, except those inside another wrapper."""
         yield from _outside_wrappers(self.get_wrapped(), "", set())
 
     def before_load(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
-        """Change in place what is about to be loaded into the wrapped module.
+        """Prepare values that are about to be loaded into the wrapped module, in place.
 
         Args:
-            state_dict: what is loaded; may hold other modules' values too.
-            prefix: what the keys of this module's begin with.
-            errors: messages that ``load_state_dict`` will raise in the end.
+            state_dict: the values; it may contain those of other modules.
+            prefix: the prefix of this module's keys.
+            errors: messages that ``load_state_dict`` raises in the end.
         """
 
     def _fqn_modifiers(self) -> Mapping[str, str]:
-        """By this ``torch.distributed.checkpoint`` learns that names skip the wrapper."""
+        """Tell ``torch.distributed.checkpoint`` that names skip the wrapper."""
         return {"": WRAPPED}
 
 
@@ -119,7 +119,7 @@ def _enter_names(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Give what is to be loaded the names that it has inside."""
+    """Give values that are about to be loaded their names inside the wrapper."""
     module.before_load(state_dict, prefix, error_msgs)
     for key in list(state_dict):
         if key.startswith(prefix):
@@ -127,6 +127,6 @@ def _enter_names(
 
 
 def _leave_names(module: nn.Module, incompatible: Any) -> None:
-    """Tell what was missing and what was unexpected by the names that it has outside."""
+    """Report missing and unexpected keys under their names outside the wrapper."""
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [key.replace(f"{WRAPPED}.", "") for key in keys]

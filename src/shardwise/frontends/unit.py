@@ -1,14 +1,14 @@
 """One FSDP unit: a module that ``fully_shard`` was applied to, and the wrapper around it.
 
 ``fsdp.py`` and ``xla.py`` give the arguments of two constructors their meaning; this file builds
-what they ask for. It also chooses the modules that become units, and implements what FSDP1's
-``MixedPrecision`` has and ``fully_shard``'s policy has not: inputs that are cast at the root only,
-buffers, and classes that stay in full precision.
+what they ask for. It also chooses the modules that become units, and implements the parts of
+FSDP1's ``MixedPrecision`` that ``fully_shard``'s policy does not have: casting inputs at the root
+only, buffers, and classes that stay in full precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 
 from shardwise._torch import fsdp
 from shardwise.frontends.optim_state import OptimSavingModule
-from shardwise.frontends.prepare import ParamInit, broadcast_states, materialise_unit
+from shardwise.frontends.prepare import ParamInit, broadcast_states, materialize_unit
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.state_dict import state_dict_settings
 from shardwise.frontends.transparent import TransparentModule
@@ -39,32 +39,37 @@ from shardwise.wrap import Policy, apply_to, chosen_modules
 
 
 class ShardedUnit(OptimSavingModule):
-    """A wrapper around a module that is sharded."""
+    """A wrapper around a sharded module."""
 
     _buffer_dtypes: dict[str, torch.dtype] | None
     _has_parent: bool
 
-    def hold(
+    def wrap(
         self,
         module: nn.Module,
         settings: UnitSettings,
+        *,
         ignored: Ignored,
+        auto_wrap: AutoWrap | None,
         param_init_fn: ParamInit | None,
         sync_module_states: bool,
         state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT,
     ) -> None:
-        """Shard ``module`` and become the wrapper around it: what a constructor ends with.
+        """Shard ``module`` and become its wrapper: the last step of a constructor.
 
         Args:
             module: the module.
             settings: how to shard it.
-            ignored: what to leave alone.
-            param_init_fn: see :func:`~shardwise.frontends.prepare.materialise_unit`.
-            sync_module_states: whether the first rank's values go to all.
-            state_dict_type: the kind of state dict until another is set.
+            ignored: modules and parameters to leave alone.
+            auto_wrap: which modules inside to wrap first.
+            param_init_fn: see :func:`~shardwise.frontends.prepare.materialize_unit`.
+            sync_module_states: as for the constructors.
+            state_dict_type: the initial type of state dicts.
         """
+        if auto_wrap is not None:
+            auto_wrap.apply(module, ignored)
         inner = fsdp.without_checkpointing(module)
-        materialise_unit(inner, settings.device, param_init_fn, ignored.modules)
+        materialize_unit(inner, settings.device, param_init_fn, ignored.modules)
         if sync_module_states:
             broadcast_states(inner, settings.mesh, settings.device, ignored.parameters)
         offloads = settings.cpu_offload.offload_params
@@ -90,10 +95,10 @@ class ShardedUnit(OptimSavingModule):
             )
         if settings.backward_prefetch is None:
             assert isinstance(inner, FSDPModule)
-            inner.set_modules_to_backward_prefetch([inner])  # itself: nothing ahead of its turn
+            inner.set_modules_to_backward_prefetch([inner])  # only itself, so nothing ahead
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module, its parameters gathered for as long as it needs them.
+        """Run the wrapped module. Its parameters are gathered for as long as it needs them.
 
         Raises:
             RuntimeError: inside ``summon_full_params``.
@@ -102,47 +107,54 @@ class ShardedUnit(OptimSavingModule):
         mixed_precision = self.settings.mixed_precision
         if self._buffer_dtypes is None:
             self._buffer_dtypes = cast_buffers(self.own_modules(), mixed_precision.buffer_dtype)
-        args, kwargs = cast_inputs(mixed_precision, not self._has_parent, args, kwargs)
+        casts = (
+            mixed_precision.cast_root_forward_inputs
+            if self.is_root
+            else mixed_precision.cast_forward_inputs
+        )
+        if casts and mixed_precision.param_dtype is not None:
+            args = cast_floating(args, mixed_precision.param_dtype)
+            kwargs = cast_floating(kwargs, mixed_precision.param_dtype)
         return self.get_wrapped()(*args, **kwargs)
 
     @property
     def is_root(self) -> bool:
-        """Whether no other wrapper is around this one."""
+        """Whether this is the outermost wrapper."""
         return not self._has_parent
 
     @property
     def sharding_state(self) -> FSDPState:
-        """What ``fully_shard`` knows of it."""
+        """The state that ``fully_shard`` attached to the module."""
         state = state_of(self.module)
         assert state is not None
         return state
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """How this unit is spread over ranks."""
+        """The sharding strategy of this unit."""
         return self.settings.strategy
 
     @property
     def mixed_precision(self) -> MixedPrecision:
-        """In which dtypes it computes."""
+        """The dtypes of this unit."""
         return self.settings.mixed_precision
 
     @property
     def cpu_offload(self) -> CPUOffload:
-        """Whether its shards live on the host."""
+        """Whether shards are kept on the host."""
         return self.settings.cpu_offload
 
     @property
     def compute_device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device that this rank computes on."""
         return self.settings.device
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that its parameters are sharded over; all that replicate, under NO_SHARD."""
+        """The ranks that parameters are sharded over; under ``NO_SHARD``, those that replicate."""
         mesh = self.settings.mesh
-        whole = self.settings.strategy is ShardingStrategy.NO_SHARD
-        return mesh.get_group(0 if whole else mesh.ndim - 1)
+        replicates = self.settings.strategy is ShardingStrategy.NO_SHARD
+        return mesh.get_group(0 if replicates else mesh.ndim - 1)
 
     @property
     def rank(self) -> int:
@@ -151,7 +163,7 @@ class ShardedUnit(OptimSavingModule):
 
     @property
     def world_size(self) -> int:
-        """The size of :attr:`process_group`."""
+        """Number of ranks of :attr:`process_group`."""
         return self.process_group.size()
 
     def _dtypes_of_buffers(self) -> dict[str, torch.dtype]:
@@ -159,17 +171,17 @@ class ShardedUnit(OptimSavingModule):
 
 
 def units_in(module: nn.Module) -> list[ShardedUnit]:
-    """The wrappers in ``module``, itself included."""
+    """The wrappers in ``module``, including ``module`` itself."""
     return [each for each in module.modules() if isinstance(each, ShardedUnit)]
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """What a user wants left alone.
+    """The modules and parameters that a unit does not manage.
 
     Attributes:
-        modules: those named, and all inside them.
-        parameters: those named, and all of these modules.
+        modules: the given modules and all modules inside them.
+        parameters: the given parameters and all parameters of these modules.
     """
 
     modules: set[nn.Module]
@@ -182,11 +194,11 @@ class Ignored:
         modules: Iterable[nn.Module] | None,
         states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
     ) -> Ignored:
-        """What is meant by the arguments of a constructor.
+        """Read ``ignored_modules`` and ``ignored_states`` of a constructor.
 
         Raises:
-            TypeError: something that is neither a module nor a parameter.
-            ValueError: ``module`` itself, or a module that is wrapped.
+            TypeError: an element is neither a module nor a parameter.
+            ValueError: an element is ``module`` itself, or is wrapped already.
         """
         given: list[object] = [*(modules or ()), *(states or ())]
         wrong = [each for each in given if not isinstance(each, nn.Module | nn.Parameter)]
@@ -198,12 +210,13 @@ class Ignored:
         inside = {m for each in given if isinstance(each, nn.Module) for m in each.modules()}
         if module in inside:
             raise ValueError(
-                f"ignored_modules: found the {type(module).__name__} itself that is to be wrapped"
+                f"ignored_modules: found the {type(module).__name__} that is to be wrapped, "
+                "expected modules inside it"
             )
         wrapped = [each for each in inside if isinstance(each, TransparentModule)]
         if wrapped:
             raise ValueError(
-                "ignored_modules: expected modules that are not wrapped, found a "
+                "ignored_modules: expected modules that are not wrapped yet, found a "
                 f"FullyShardedDataParallel around a {type(wrapped[0].module).__name__}"
             )
         parameters = {each for each in given if isinstance(each, nn.Parameter)}
@@ -211,39 +224,45 @@ class Ignored:
         return cls(inside, parameters)
 
 
-def auto_wrap(
-    module: nn.Module,
-    policy: Policy,
-    wrapper: Callable[..., nn.Module],
-    arguments: dict[str, Any],
-    mixed_precision: MixedPrecision | None,
-    ignored: Ignored,
-) -> None:
-    """Wrap what ``policy`` chooses in ``module``, inner modules first, in place.
+@dataclass(frozen=True)
+class AutoWrap:
+    """How to wrap the modules inside the one that is being wrapped.
 
-    Args:
-        module: the module, which is left to the caller.
-        policy: see :mod:`shardwise.wrap`.
+    Attributes:
+        policy: chooses the modules; see :mod:`shardwise.wrap`.
         wrapper: called as ``wrapper(module, **arguments)``.
-        arguments: those of the root; a policy may have others for a module.
-        mixed_precision: that of the root: classes that it ignores become units without it.
-        ignored: modules and parameters to leave alone.
+        arguments: the arguments of the outer wrapper that inner ones get too. A policy may override
+            them for a module.
+        mixed_precision: the dtypes of the outer wrapper. Modules of classes that it ignores become
+            units in full precision.
     """
-    chosen = chosen_modules(module, policy, ignored_modules=ignored.modules)
-    for each in modules_in_full_precision(module, mixed_precision):
-        if each not in ignored.modules:
-            chosen[each] = {**chosen.get(each, {}), "mixed_precision": None}
-            keep_in_full_precision(each)
-    free = {
-        each: {**arguments, **({"device_mesh": None} if "process_group" in own else {}), **own}
-        for each, own in chosen.items()
-        if state_of(each) is None and not isinstance(each, TransparentModule)
-    }
-    apply_to(module, free, wrapper)
+
+    policy: Policy
+    wrapper: Callable[..., nn.Module]
+    arguments: Mapping[str, Any]
+    mixed_precision: MixedPrecision | None = None
+
+    def apply(self, module: nn.Module, ignored: Ignored) -> None:
+        """Wrap the chosen modules in ``module`` in place, inner ones first."""
+        chosen = chosen_modules(module, self.policy, ignored_modules=ignored.modules)
+        for each in modules_in_full_precision(module, self.mixed_precision):
+            if each not in ignored.modules:
+                chosen[each] = {**chosen.get(each, {}), "mixed_precision": None}
+                keep_in_full_precision(each)
+        unwrapped = {
+            each: self._arguments_with(own)
+            for each, own in chosen.items()
+            if state_of(each) is None and not isinstance(each, TransparentModule)
+        }
+        apply_to(module, unwrapped, self.wrapper)
+
+    def _arguments_with(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        mesh = {"device_mesh": None} if "process_group" in own else {}
+        return {**self.arguments, **mesh, **own}
 
 
 def policy_of(mixed_precision: MixedPrecision) -> MixedPrecisionPolicy:
-    """What ``fully_shard`` is told; inputs are cast by :func:`cast_inputs`."""
+    """The policy of ``fully_shard``. :meth:`ShardedUnit.forward` casts inputs."""
     return MixedPrecisionPolicy(
         param_dtype=mixed_precision.param_dtype,
         reduce_dtype=mixed_precision.reduce_dtype,
@@ -251,23 +270,10 @@ def policy_of(mixed_precision: MixedPrecision) -> MixedPrecisionPolicy:
     )
 
 
-def cast_inputs(
-    mixed_precision: MixedPrecision, is_root: bool, args: Any, kwargs: Any
-) -> tuple[Any, Any]:
-    """Inputs of a forward, in ``param_dtype`` where the policy casts them."""
-    casts = (
-        mixed_precision.cast_root_forward_inputs if is_root else mixed_precision.cast_forward_inputs
-    )
-    dtype = mixed_precision.param_dtype
-    if dtype is None or not casts:
-        return args, kwargs
-    return cast_floating(args, dtype), cast_floating(kwargs, dtype)
-
-
 def cast_buffers(
     modules: Iterable[tuple[str, nn.Module]], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """Cast floating-point buffers to ``dtype``, in place; tell by name which dtypes they had."""
+    """Cast floating-point buffers to ``dtype`` in place; return their old dtypes by name."""
     before: dict[str, torch.dtype] = {}
     if dtype is None:
         return before
@@ -282,7 +288,7 @@ def cast_buffers(
 def modules_in_full_precision(
     model: nn.Module, mixed_precision: MixedPrecision | None
 ) -> list[nn.Module]:
-    """The modules in ``model`` of classes that mixed precision is to leave alone."""
+    """The modules inside ``model`` whose classes mixed precision ignores."""
     if mixed_precision is None:
         return []
     classes = fsdp.module_classes_to_ignore(mixed_precision)
@@ -290,7 +296,7 @@ def modules_in_full_precision(
 
 
 def keep_in_full_precision(module: nn.Module) -> None:
-    """Let ``module`` compute in float32 amid others that do not: cast what goes in and out."""
+    """Have ``module`` compute in float32: cast its inputs, and its output back."""
     wanted: list[torch.dtype | None] = []
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -1,16 +1,13 @@
-"""``XlaFullyShardedDataParallel``: the same class under PyTorch/XLA's name, with its arguments."""
+"""``XlaFullyShardedDataParallel``: the wrapper with the name and arguments of PyTorch/XLA's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
     MixedPrecision,
     ShardingStrategy,
     StateDictType,
@@ -18,53 +15,79 @@ from torch.distributed.fsdp import (
 
 from shardwise.frontends.fsdp import FullyShardedDataParallel
 from shardwise.frontends.prepare import ParamInit
-from shardwise.frontends.settings import UnitSettings, find_mesh, say_what_has_no_meaning
+from shardwise.frontends.settings import UnitSettings, WithoutEffect, find_mesh, warn_without_effect
 from shardwise.frontends.strategies import Strategy
-from shardwise.frontends.unit import Ignored, auto_wrap
+from shardwise.frontends.unit import AutoWrap, Ignored
 from shardwise.transport.peers import new_group
 from shardwise.wrap import Policy
 
-_COMPILED = "a matter of the XLA compiler; there is none here"
-_PACKED = "what travels together is for the transport to choose here"
-_WHEN = "modules are sharded as they are wrapped, always"
-_FLAT = "parameters are never flattened here; each stays a parameter of its own"
+_COMPILED = "only matters to the XLA compiler, which is not used here"
+_PACKED = "the transport decides how to pack tensors into messages"
+
+_WITHOUT_EFFECT: WithoutEffect = {
+    "flatten_parameters": ((False, None), "parameters are never flattened"),
+    "execute_sharding_on_init": ((True,), "modules are always sharded when they are wrapped"),
+    "optimization_barrier_in_forward": ((True,), _COMPILED),
+    "optimization_barrier_in_backward": ((True,), _COMPILED),
+    "mark_step_on_finalization": ((False, None), _COMPILED),
+    "pin_layout_in_collective_ops": ((True,), _COMPILED),
+    "coalesce_all_gather_ops": ((False, None), _PACKED),
+    "reduce_scatter_bucket_size_mb": ((0, None), _PACKED),
+    "all_gather_bucket_size_mb": ((0, None), _PACKED),
+}
+
+#: The arguments that modules wrapped by ``auto_wrap_policy`` get as they are.
+_PASSED_ON = (
+    "reshard_after_forward",
+    "sync_module_states",
+    "disable_reshard_on_root",
+    "compute_dtype",
+    "buffer_dtype",
+    "fp32_reduce_scatter",
+    "param_init_fn",
+    "transport",
+)
 
 
 class XlaFullyShardedDataParallel(FullyShardedDataParallel):
-    """:class:`FullyShardedDataParallel` as PyTorch/XLA's class of this name is called.
+    """A module whose parameters are sharded over ranks, with the API of PyTorch/XLA's FSDP.
 
-    ``state_dict()`` gives this rank's shards, as per-rank checkpoints need;
-    ``set_state_dict_type`` changes that. It runs on CPUs and accelerators of torch, not on XLA.
+    ``state_dict()`` returns this rank's shards, for checkpoints with a file per rank;
+    ``set_state_dict_type`` changes that. Runs on CPUs and torch's accelerators, not on XLA devices.
+
+    Source: ``torch_xla.distributed.fsdp.XlaFullyShardedDataParallel``.
 
     Args:
         module: the module; its parameters are sharded in place.
-        reshard_after_forward: free parameters between forward and backward, or not (ZeRO-2).
-        flatten_parameters: parameters are never flattened.
-        sync_module_states: give all ranks the parameters and buffers of the first.
-        execute_sharding_on_init: modules are sharded as they are wrapped, always.
-        optimization_barrier_in_forward: no meaning here, as the next one.
-        optimization_barrier_in_backward: see above.
-        mark_step_on_finalization: no meaning here.
+        reshard_after_forward: free parameters between forward and backward; ``False`` is ZeRO-2.
+        flatten_parameters: without effect: parameters are never flattened.
+        sync_module_states: broadcast parameters and buffers from the first rank.
+        execute_sharding_on_init: without effect: modules are sharded when they are wrapped.
+        optimization_barrier_in_forward: without effect.
+        optimization_barrier_in_backward: without effect.
+        mark_step_on_finalization: without effect.
         disable_reshard_on_root: keep the root's parameters from forward to backward.
-        compute_dtype: of parameters and inputs in forward and backward.
-        buffer_dtype: of buffers; by default as ``compute_dtype``.
-        fp32_reduce_scatter: reduce gradients in float32, whatever is computed in.
-        sharding_groups: lists of ranks; this rank shards over the one that it is in. Gradients are
-            averaged over that list alone.
-        sharding_rank: this rank's place in its list, which is checked.
-        sharding_world_size: the length of its list, which is checked.
-        shard_param_on_dim_0: parameters are cut along dimension 0, always.
-        pin_layout_in_collective_ops: no meaning here.
-        coalesce_all_gather_ops: no meaning here: transports choose what to pack.
-        auto_wrap_policy: which modules inside become units of their own.
+        compute_dtype: dtype of parameters and inputs in forward and backward.
+        buffer_dtype: dtype of buffers; ``compute_dtype`` by default.
+        fp32_reduce_scatter: reduce gradients in float32, whatever ``compute_dtype`` is.
+        sharding_groups: lists of ranks. This rank shards, and averages gradients, over the list
+            that it is in.
+        sharding_rank: the position of this rank in its list, to be checked.
+        sharding_world_size: the length of that list, to be checked.
+        shard_param_on_dim_0: without effect: parameters are sharded along dimension 0.
+        pin_layout_in_collective_ops: without effect.
+        coalesce_all_gather_ops: without effect: transports decide what to pack.
+        auto_wrap_policy: the modules inside that become units of their own.
         auto_wrapper_callable: wraps them, in place of this class.
         param_init_fn: as for :class:`FullyShardedDataParallel`.
-        reduce_scatter_bucket_size_mb: no meaning here.
-        all_gather_bucket_size_mb: no meaning here.
+        reduce_scatter_bucket_size_mb: without effect.
+        all_gather_bucket_size_mb: without effect.
+        process_group: the ranks, in place of ``sharding_groups``.
+        transport: as for :class:`FullyShardedDataParallel`.
 
     Raises:
-        ValueError: as for :class:`FullyShardedDataParallel`; or this rank is in none, or in several
-            of ``sharding_groups``.
+        ValueError: as for :class:`FullyShardedDataParallel`; or this rank is in none or several of
+            ``sharding_groups``.
     """
 
     def __init__(
@@ -96,58 +119,32 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         process_group: dist.ProcessGroup | None = None,
         transport: str | None = None,
     ) -> None:
-        say_what_has_no_meaning(
-            stacklevel=2,
-            flatten_parameters=_FLAT if flatten_parameters else None,
-            execute_sharding_on_init=None if execute_sharding_on_init else _WHEN,
-            optimization_barrier_in_forward=None if optimization_barrier_in_forward else _COMPILED,
-            optimization_barrier_in_backward=None
-            if optimization_barrier_in_backward
-            else _COMPILED,
-            mark_step_on_finalization=_COMPILED if mark_step_on_finalization else None,
-            pin_layout_in_collective_ops=None if pin_layout_in_collective_ops else _COMPILED,
-            coalesce_all_gather_ops=_PACKED if coalesce_all_gather_ops else None,
-            reduce_scatter_bucket_size_mb=_PACKED if reduce_scatter_bucket_size_mb else None,
-            all_gather_bucket_size_mb=_PACKED if all_gather_bucket_size_mb else None,
-        )
-        group = process_group or _sharding_group(
+        given = dict(locals())  # arguments by name, as the tables below list them
+        warn_without_effect(given, _WITHOUT_EFFECT, stacklevel=2)
+        group = process_group or _group_of_this_rank(
             sharding_groups, sharding_rank, sharding_world_size
         )
         strategy = (
             ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
         )
         keeps_root = reshard_after_forward and disable_reshard_on_root
-        settings = UnitSettings(
-            strategy=strategy,
-            mesh=find_mesh(Strategy.of(strategy), group, None),
-            reshard_after_forward=None if keeps_root else reshard_after_forward,
-            mixed_precision=_mixed_precision(compute_dtype, buffer_dtype, fp32_reduce_scatter),
-            cpu_offload=CPUOffload(),
-            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-            transport=transport,
-        )
-        ignored = Ignored.of(module, None, None)
-        if auto_wrap_policy is not None:
-            nested: dict[str, Any] = {
-                "reshard_after_forward": reshard_after_forward,
-                "sync_module_states": sync_module_states,
-                "disable_reshard_on_root": disable_reshard_on_root,
-                "compute_dtype": compute_dtype,
-                "buffer_dtype": buffer_dtype,
-                "fp32_reduce_scatter": fp32_reduce_scatter,
-                "param_init_fn": param_init_fn,
-                "process_group": group,
-                "transport": transport,
-            }
-            wrapper = auto_wrapper_callable or type(self)
-            auto_wrap(module, auto_wrap_policy, wrapper, nested, None, ignored)
-        self.hold(
+        inner = {name: given[name] for name in _PASSED_ON} | {"process_group": group}
+        self.wrap(
             module,
-            settings,
-            ignored,
-            param_init_fn,
-            sync_module_states,
-            StateDictType.LOCAL_STATE_DICT,
+            UnitSettings(
+                strategy=strategy,
+                mesh=find_mesh(Strategy.of(strategy), group, None),
+                reshard_after_forward=None if keeps_root else reshard_after_forward,
+                mixed_precision=_mixed_precision(compute_dtype, buffer_dtype, fp32_reduce_scatter),
+                transport=transport,
+            ),
+            ignored=Ignored.of(module, None, None),
+            auto_wrap=None
+            if auto_wrap_policy is None
+            else AutoWrap(auto_wrap_policy, auto_wrapper_callable or type(self), inner),
+            param_init_fn=param_init_fn,
+            sync_module_states=sync_module_states,
+            state_dict_type=StateDictType.LOCAL_STATE_DICT,
         )
 
 
@@ -162,18 +159,18 @@ def _mixed_precision(
     )
 
 
-def _sharding_group(
+def _group_of_this_rank(
     groups: Sequence[Sequence[int]] | None, rank: int | None, world_size: int | None
 ) -> dist.ProcessGroup | None:
-    """The process group of the list of ranks that this one is in."""
+    """The process group of the list that this rank is in."""
     if groups is None:
         return None
     me = dist.get_rank()
     own = [list(group) for group in groups if me in group]
     if len(own) != 1:
         raise ValueError(
-            f"sharding_groups: expected rank {me} in one list of ranks, found it in {len(own)} of "
-            f"{[list(group) for group in groups]}"
+            f"sharding_groups: found rank {me} in {len(own)} of the lists "
+            f"{[list(group) for group in groups]}, expected it in one"
         )
     for name, found, expected in (
         ("sharding_rank", rank, own[0].index(me)),
@@ -181,6 +178,6 @@ def _sharding_group(
     ):
         if found is not None and found != expected:
             raise ValueError(
-                f"{name}: rank {me} expected {expected}, as sharding_groups say, found {found}"
+                f"{name}: found {found} on rank {me}, expected {expected}, as in sharding_groups"
             )
     return new_group(own[0])
