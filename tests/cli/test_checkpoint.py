@@ -1,4 +1,4 @@
-"""``shardwise checkpoint``: what it shows, what it makes, and how it says no."""
+"""``shardwise checkpoint``: what it shows and writes, and how it refuses."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Shell:
     return Shell(monkeypatch, capsys)
 
 
-# ---- looking ----
+# -- showing --
 
 
 def test_ls_tells_which_are_complete(shell: Shell, run: Path) -> None:
@@ -126,8 +126,9 @@ def test_show_names_parameters_shapes_dtypes_and_placements(shell: Shell, run: P
     assert "step-00000020" in shown, "the newest complete one"
     assert "saved by 2 ranks, mesh shard=2, full" in shown
     assert "model: 6 tensors" in shown
-    (line,) = [line for line in shown.splitlines() if line.startswith("layers.0.weight")]
-    assert line.split() == ["layers.0.weight", "5x7", "F32", "Shard(0)"]
+    lines = [line.split() for line in shown.splitlines()]
+    start = lines.index(["layers.0"])
+    assert lines[start + 1] == ["weight", "5x7", "F32", "Shard(0)"]
     assert "extra.step" not in shown
     assert "extra.step = 20" in shell("show", run, "--values")
 
@@ -148,7 +149,7 @@ def test_verify_of_a_run_tells_of_a_newer_checkpoint_that_is_damaged(
     shell: Shell, run: Path
 ) -> None:
     warning = shell("verify", run, code=1)
-    assert "step-00000030, which is newer, is not complete: " in warning
+    assert "step-00000030 is newer but not complete: " in warning
     assert "shard-00000-of-00002.safetensors" in warning
 
 
@@ -197,6 +198,51 @@ def test_diff_tells_what_differs(shell: Shell, run: Path) -> None:
     assert shown.splitlines()[-1] == "1 difference"
 
 
+def _six_layers(change: float = 0.0) -> dict[str, torch.Tensor]:
+    names = [f"layers.{i}.{name}" for i in range(6) for name in ("up.weight", "down.weight")]
+    values = {name: torch.full((4, 2), float(i)) for i, name in enumerate(names)}
+    for i, name in enumerate(names):
+        values[name][0, 0] += change * i
+    return {"embed.weight": torch.zeros(3, 2), **values}
+
+
+def test_show_folds_layers_that_are_alike(shell: Shell) -> None:
+    save_file(_six_layers(), "a.safetensors")
+    lines = [line.split() for line in shell("show", "a.safetensors").splitlines()]
+    start = lines.index(["name", "shape", "dtype"])
+    assert sorted(lines[start + 1 : start + 5]) == sorted(
+        [
+            ["embed.weight", "3x2", "F32"],
+            ["layers.0..5", "(6", "alike)"],
+            ["down.weight", "4x2", "F32"],
+            ["up.weight", "4x2", "F32"],
+        ]
+    )
+    assert len(lines) == start + 5
+    every = shell("show", "a.safetensors", "--layers")
+    assert all(f"layers.{i}\n" in re.sub(" +\n", "\n", every) for i in range(6))
+    assert len(shell.json("show", "a.safetensors")["tensors"]) == 13
+
+
+def test_diff_folds_layers_that_differ_alike(shell: Shell) -> None:
+    """The largest difference of a row's members, and the elements of all of them."""
+    save_file(_six_layers(), "a.safetensors")
+    other = _six_layers(change=0.25)
+    other["layers.3.up.weight"] = torch.zeros(4, 3)
+    save_file(other, "b.safetensors")
+    shown = shell("diff", "a.safetensors", "b.safetensors", code=1)
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["down.weight", "value", "F32", "F32", "2.75", "6"] in lines
+    assert ["model.layers.0..5", "(6", "alike)"] in lines
+    assert ["model.layers.1,2,4,5", "(4", "alike)"] in lines, "0.up.weight has not changed"
+    assert ["up.weight", "value", "F32", "F32", "2.5", "4"] in lines
+    assert ["up.weight", "shape", "[4,", "2]", "[4,", "3]"] in lines
+    assert lines[-1] == ["11", "differences"]
+    every = shell("diff", "a.safetensors", "b.safetensors", "--layers", code=1)
+    assert "alike" not in every
+    assert len(shell.json("diff", "a.safetensors", "b.safetensors", code=1)["differences"]) == 11
+
+
 @pytest.mark.parametrize("width", [60, 80])
 def test_tables_fit_a_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """Names are folded and stay whole; nothing is cut off."""
@@ -211,7 +257,7 @@ def test_tables_fit_a_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch, wi
         assert "…" not in shown
 
 
-# ---- making ----
+# -- writing --
 
 
 def test_consolidate_makes_what_others_load(shell: Shell, run: Path) -> None:
@@ -233,14 +279,14 @@ def test_convert_goes_everywhere_and_back(shell: Shell, run: Path) -> None:
     shell("convert", run, "dcp", "--to", "dcp")
     shell("convert", "dcp", "ours", "--to", "shardwise")
     told = shell("convert", "ours", "hf", "--to", "hf", "--max-shard-size", "150")
-    assert "from_pretrained needs hf/config.json; there was none to copy" in told
+    assert "from_pretrained needs hf/config.json; the source has none, so add one" in told
     assert "hold the same" in shell("diff", run, "ours")
     formats = {each["path"]: each["format"] for each in shell.json("ls", ".")}
     assert formats == {"dcp": "dcp", "hf": "hf", "ours": "shardwise"}
-    assert "no checksums" in shell.refused("verify", "dcp")
+    assert "without checksums" in shell.refused("verify", "dcp")
 
 
-# ---- saying no ----
+# -- refusing --
 
 
 def test_ctrl_c_is_one_line_too(
@@ -269,8 +315,8 @@ def test_ctrl_c_is_one_line_too(
         ("consolidate good.safetensors out.ckpt", 2, "found a destination .ckpt"),
         ("consolidate good.safetensors no/out.pt", 2, "found no folder no; make it first"),
         ("consolidate good.safetensors good.safetensors --force", 2, "contains, the checkpoint"),
-        ("consolidate good.safetensors out.pt --max-shard-size 1GB", 2, "goes with a folder"),
-        ("consolidate good.safetensors out --everything", 2, "--everything goes with"),
+        ("consolidate good.safetensors out.pt --max-shard-size 1GB", 2, "requires a folder"),
+        ("consolidate good.safetensors out --everything", 2, "--everything requires"),
         ("consolidate good.safetensors out.pt --buffer many", 2, "--buffer: found 'many'"),
         ("consolidate good.safetensors out.pt --buffer 1", 2, "buffer: found 1 bytes"),
         ("consolidate good.safetensors", 2, "DST"),
@@ -280,7 +326,7 @@ def test_ctrl_c_is_one_line_too(
         ("convert good.safetensors taken --to dcp", 2, "taken exists"),
         ("convert good.safetensors taken --to dcp --force", 2, "thesis.tex, which is not part"),
         ("diff good.safetensors nowhere", 2, "found nothing at nowhere"),
-        ("verify good.safetensors", 2, "no checksums"),
+        ("verify good.safetensors", 2, "without checksums"),
         ("burn good.safetensors", 2, "burn"),
     ],
 )

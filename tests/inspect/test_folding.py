@@ -93,7 +93,7 @@ def test_a_table_has_one_line_for_the_prefix() -> None:
     table = Table("name", "size", box=None, pad_edge=False)
     names = ["top", "l.0.a", "l.0.b", "l.1.a", "l.1.b", "odd.7.a"]
     rows: list[Row[str]] = fold(names, name=str, kind=lambda name: None)
-    add_rows(table, rows, lambda name: [str(len(name))])
+    add_rows(table, rows, lambda row: [str(len(row.first))])
     out = io.StringIO()
     Console(file=out, width=40, color_system=None).print(table)
     assert [line.split() for line in out.getvalue().splitlines()] == [

@@ -1,4 +1,4 @@
-"""``shardwise checkpoint``: options in, one call, and what it found to the terminal."""
+"""``shardwise checkpoint``: list, show, verify, compare and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.launch.errors import UserError
 
 commands = typer.Typer(
     name="checkpoint",
-    help="Look at checkpoints, verify them, and turn them into other formats.",
+    help="Show checkpoints, verify them, and convert them to other formats.",
     invoke_without_command=True,
 )
 
@@ -27,20 +27,21 @@ Checkpoint = Annotated[
     Argument(
         parser=read_path,
         metavar="SRC",
-        help="A checkpoint of any format, or a run: its newest complete one.",
+        help="A checkpoint of any format, or a run (its newest complete checkpoint).",
         show_default=False,
     ),
 ]
 Buffer = Annotated[
-    int, Option(parser=read_size, metavar="SIZE", help="Memory for what is moved: 8MiB, 1GB.")
+    int, Option(parser=read_size, metavar="SIZE", help="Memory for buffers: 8MiB, 1GB.")
 ]
+Layers = Annotated[bool, Option("--layers", help="Show repeated layers one by one.")]
 Json = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
 Force = Annotated[bool, Option("--force", help="Replace the checkpoint that is at DST.")]
 _BUFFER: Any = "32MiB"
 
 
 class DamagedError(UserError):
-    """The data is at fault, not the command line."""
+    """Damaged data, as opposed to a wrong command line."""
 
     exit_code = 1
 
@@ -50,14 +51,14 @@ def _example(arguments: str) -> str:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """What goes wrong, as one line: exit code 2 for a bad command line, 1 for bad data."""
+def _reporting_errors() -> Iterator[None]:
+    """Report errors in one line: exit code 2 for a wrong command line, 1 for damaged data."""
     try:
         yield
     except CheckpointError as error:
         raise DamagedError(str(error)) from error
     except BrokenPipeError:
-        raise  # of what is printed, not of the checkpoint
+        raise  # of the output, not of the checkpoint
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise DamagedError(f"{where}{error.strerror or error}") from error
@@ -84,10 +85,10 @@ def ls(
     ],
     json: Json = False,
 ) -> None:
-    """List checkpoints: step, size, complete or not, and the mesh that saved them."""
+    """List checkpoints: step, size, whether they are complete, and the mesh they were saved on."""
     from shardwise.checkpoint.tools.survey import list_checkpoints
 
-    with _told():
+    with _reporting_errors():
         found = list_checkpoints(_existing(directory))
     show.listing(directory, found, json=json)
 
@@ -96,26 +97,24 @@ def ls(
 def verify(path: Checkpoint, buffer: Buffer = _BUFFER, json: Json = False) -> None:
     """Read a checkpoint, and compare every checksum.
 
-    Exit code 1: something is damaged, or a newer one than the newest complete one
-    is.
+    Exit code 1: it is damaged, or the run has a newer checkpoint that is not
+    complete.
     """
     from shardwise.checkpoint.formats.detect import Format, find_checkpoint, format_of
     from shardwise.checkpoint.tools.survey import newer_incomplete
     from shardwise.checkpoint.tools.survey import verify as run
 
-    with _told():
+    with _reporting_errors():
         given = _existing(path)
         path = find_checkpoint(given)
         skipped = newer_incomplete(given, path)
         if format_of(path) is not Format.SHARDWISE:
-            raise UserError(f"{path} has no checksums; found another format than shardwise")
+            raise UserError(f"{path}: found a format without checksums, expected shardwise's own")
         with show.progress("verifying") as watch:
             damages = list(run(path, buffer=buffer, watch=watch))
     show.damages(path, damages, json=json)
     for each in skipped:
-        typer.echo(
-            f"warning: {each.path}, which is newer, is not complete: {each.problem}", err=True
-        )
+        typer.echo(f"warning: {each.path} is newer but not complete: {each.problem}", err=True)
     if damages or skipped:
         raise typer.Exit(1)
 
@@ -124,36 +123,38 @@ def verify(path: Checkpoint, buffer: Buffer = _BUFFER, json: Json = False) -> No
 def show_(
     path: Checkpoint,
     values: Annotated[
-        bool, Option("--values", help="Plain values too: options of the optimizer, step.")
+        bool, Option("--values", help="Show plain values too: hyperparameters, step.")
     ] = False,
+    layers: Layers = False,
     json: Json = False,
 ) -> None:
-    """Show what a checkpoint holds: parameters with shapes, dtypes and placements."""
+    """Show what a checkpoint contains: tensors with shapes, dtypes and placements."""
     from shardwise.checkpoint.formats.detect import open_source
 
-    with _told(), open_source(_existing(path)) as source:
-        show.contents(source, values=values, json=json)
+    with _reporting_errors(), open_source(_existing(path)) as source:
+        show.contents(source, values=values, layers=layers, json=json)
 
 
 @commands.command(epilog=_example("diff runs/lm/checkpoints/step-00000200 runs/lm"))
 def diff(
     first: Annotated[Path, Argument(parser=read_path, metavar="A", show_default=False)],
     second: Annotated[Path, Argument(parser=read_path, metavar="B", show_default=False)],
+    layers: Layers = False,
     buffer: Buffer = _BUFFER,
     json: Json = False,
 ) -> None:
-    """Compare two checkpoints: names, shapes, dtypes, values. Exit code 1: they differ."""
+    """Compare names, shapes, dtypes and values of two checkpoints. Exit code 1: they differ."""
     from shardwise.checkpoint.formats.detect import open_source
     from shardwise.checkpoint.tools.diff import differences
 
     with (
-        _told(),
+        _reporting_errors(),
         open_source(_existing(first)) as a,
         open_source(_existing(second)) as b,
         show.progress("comparing") as watch,
     ):
         found = list(differences(a, b, buffer=buffer, watch=watch))
-    show.differences(a.where, b.where, found, json=json)
+    show.differences(a.where, b.where, found, layers=layers, json=json)
     if found:
         raise typer.Exit(1)
 
@@ -166,7 +167,7 @@ def consolidate(
         Argument(
             parser=read_path,
             metavar="DST",
-            help="file.safetensors; file.pt, .pth or .bin; or a name without an ending, for a "
+            help="file.safetensors; file.pt, .pth or .bin; or a name without an extension, for a "
             "folder of safetensors files.",
             show_default=False,
         ),
@@ -176,24 +177,23 @@ def consolidate(
         Option(
             parser=read_size,
             metavar="SIZE",
-            help="Of a folder: size of a file.",
+            help="Largest size of a file in a folder.",
             show_default="50GB",
         ),
     ] = None,
     everything: Annotated[
-        bool, Option("--everything", help="Of a torch file: optimizer and the rest too.")
+        bool, Option("--everything", help="Include the optimizer and the rest, in a torch file.")
     ] = False,
     force: Force = False,
     buffer: Buffer = _BUFFER,
 ) -> None:
-    """Write full tensors into plain files, however large the checkpoint, with little memory.
+    """Write full tensors to plain files, with little memory for any size of checkpoint.
 
-    safetensors, torch.load and from_pretrained read them. No process group is
-    needed.
+    safetensors, torch.load and from_pretrained read them. Needs no process group.
     """
     from shardwise.checkpoint.tools.consolidate import consolidate as run
 
-    with _told(), show.progress("consolidating") as watch:
+    with _reporting_errors(), show.progress("consolidating") as watch:
         run(
             _existing(src),
             dst,
@@ -211,19 +211,22 @@ def convert(
     src: Checkpoint,
     dst: Annotated[
         Path,
-        Argument(parser=read_path, metavar="DST", help="The folder to make.", show_default=False),
+        Argument(parser=read_path, metavar="DST", help="The folder to write.", show_default=False),
     ],
     to: Annotated[str, Option(metavar="FORMAT", help="shardwise, dcp or hf.", show_default=False)],
     max_shard_size: Annotated[
         int | None,
         Option(
-            parser=read_size, metavar="SIZE", help="Of hf: size of a file.", show_default="50GB"
+            parser=read_size,
+            metavar="SIZE",
+            help="Largest size of a file, for hf.",
+            show_default="50GB",
         ),
     ] = None,
     force: Force = False,
     buffer: Buffer = _BUFFER,
 ) -> None:
-    """Turn a checkpoint into another format: shardwise, dcp (torch's) or hf (Hugging Face's)."""
+    """Convert a checkpoint to shardwise, dcp (torch's) or hf (Hugging Face's) format."""
     if to not in ("shardwise", "dcp", "hf"):
         raise UserError(f"--to: found {to!r}, expected one of 'shardwise', 'dcp', 'hf'")
     if max_shard_size is not None and to != "hf":
@@ -231,7 +234,7 @@ def convert(
     from shardwise.checkpoint.formats.detect import Format
     from shardwise.checkpoint.tools.convert import convert as run
 
-    with _told(), show.progress("converting") as watch:
+    with _reporting_errors(), show.progress("converting") as watch:
         run(
             _existing(src),
             dst,

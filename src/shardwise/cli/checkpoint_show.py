@@ -1,4 +1,4 @@
-"""How ``shardwise checkpoint`` shows what it found: tables for people, JSON for programs."""
+"""The output of ``shardwise checkpoint``: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json as json_module
 import math
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,20 +24,23 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.inspect.folding import Row, add_rows, fold
+from shardwise.inspect.words import counted, shape_in_words
 from shardwise.units import brief_size
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint.disk.entries import StatePath
     from shardwise.checkpoint.formats.source import Source, Watch
     from shardwise.checkpoint.tools.diff import Difference
     from shardwise.checkpoint.tools.survey import Damage, Listed
 
 _MOST_DAMAGES = 20
-_WIDE = 10_000  # columns, where nobody's terminal is in the way
+_WIDE = 10_000  # columns of a list that is not shown in a terminal: each checkpoint on a line
 
 
 @contextlib.contextmanager
 def progress(doing: str) -> Iterator[Watch]:
-    """A progress bar on stderr, if that is a terminal."""
+    """Show a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:
         yield lambda total: lambda moved: None
@@ -60,7 +64,7 @@ def progress(doing: str) -> Iterator[Watch]:
 
 
 def listing(where: Path, found: Sequence[Listed], *, json: bool) -> None:
-    """The checkpoints of a folder."""
+    """Show the checkpoints of a folder."""
     if json:
         _print_json([_listed(each) for each in found])
         return
@@ -83,7 +87,7 @@ def listing(where: Path, found: Sequence[Listed], *, json: bool) -> None:
                 ),
             ),
         )
-    console = _console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
     console.print(table)
     for each in found:
         if each.problem:
@@ -101,7 +105,7 @@ def _listed(each: Listed) -> dict[str, Any]:
 
 
 def damages(where: Path, found: Sequence[Damage], *, json: bool) -> None:
-    """What ``verify`` found."""
+    """Show what ``verify`` found."""
     if json:
         _print_json({"path": str(where), "damaged": [dataclasses.asdict(each) for each in found]})
         return
@@ -113,12 +117,19 @@ def damages(where: Path, found: Sequence[Damage], *, json: bool) -> None:
     if not found:
         print(f"{where}: every checksum is right")
     else:
-        places = "1 place" if len(found) == 1 else f"{len(found)} places"
-        print(f"{where}: damaged in {places}; an older checkpoint may be whole, see: ls")
+        places = counted(found, "place")
+        print(f"{where}: damaged in {places}; an older checkpoint may be intact, see: ls")
 
 
-def contents(source: Source, *, values: bool, json: bool) -> None:
-    """What a checkpoint holds."""
+def contents(source: Source, *, values: bool, layers: bool, json: bool) -> None:
+    """Show what a checkpoint contains.
+
+    Args:
+        source: the checkpoint.
+        values: show plain values, too.
+        layers: show repeated layers one by one.
+        json: print JSON, which always has everything but ``values``.
+    """
     if json:
         _print_json(_contents(source, values=values))
         return
@@ -128,35 +139,48 @@ def contents(source: Source, *, values: bool, json: bool) -> None:
         console.print(Text(line))
     for section in ("model", "optimizer", "extra"):
         paths = [path for path in source.tensors if path[0] == section]
-        if not paths:
-            continue
-        total = sum(source.tensors[path].nbytes for path in paths)
-        numel = sum(source.tensors[path].numel for path in paths)
-        count = "1 tensor" if len(paths) == 1 else f"{len(paths)} tensors"
-        console.print()
-        console.print(
-            Text(f"{section}: {count}, {numel:,} elements, {brief_size(total)}", style="bold")
-        )
-        table = _table("name", "shape", "dtype", "placements")
-        for path in paths:
-            info = source.tensors[path]
-            table.add_row(
-                *map(
-                    Text,
-                    (
-                        ".".join(map(str, path[1:])),
-                        "x".join(map(str, info.shape)) or "scalar",
-                        info.dtype,
-                        source.placements.get(path, ""),
-                    ),
-                )
-            )
-        console.print(table)
+        if paths:
+            _print_section(console, section, paths, source, layers=layers)
     if values and source.values:
         console.print()
         console.print(Text("values", style="bold"))
         for path, value in source.values.items():
-            console.print(Text(f"{'.'.join(map(str, path))} = {_short(value)}"))
+            console.print(Text(f"{_dotted(path)} = {_short(repr(value))}"))
+
+
+def _print_section(
+    console: Console, section: str, paths: Sequence[StatePath], source: Source, *, layers: bool
+) -> None:
+    """Print the tensors of the model, the optimizer or the rest."""
+    total = sum(source.tensors[path].nbytes for path in paths)
+    numel = sum(source.tensors[path].numel for path in paths)
+    console.print()
+    title = f"{section}: {counted(paths, 'tensor')}, {numel:,} elements, {brief_size(total)}"
+    console.print(Text(title, style="bold"))
+    sharded = any(path in source.placements for path in paths)
+    table = _table("name", "shape", "dtype", *(["placements"] if sharded else []))
+    facts = {path: _facts(source, path)[: len(table.columns) - 1] for path in paths}
+    add_rows(
+        table,
+        fold(
+            paths,
+            name=lambda path: _dotted(path[1:]),
+            kind=lambda path: path if layers else facts[path],
+        ),
+        lambda row: facts[row.first],
+    )
+    console.print(table)
+
+
+def _dotted(path: StatePath) -> str:
+    from shardwise.checkpoint.disk.entries import dotted  # imports torch
+
+    return dotted(path)
+
+
+def _facts(source: Source, path: StatePath) -> tuple[str, ...]:
+    info = source.tensors[path]
+    return shape_in_words(info.shape), info.dtype, source.placements.get(path, "")
 
 
 def _contents(source: Source, *, values: bool) -> dict[str, Any]:
@@ -166,7 +190,7 @@ def _contents(source: Source, *, values: bool) -> dict[str, Any]:
         "tensors": [
             {
                 "section": str(path[0]),
-                "name": ".".join(map(str, path[1:])),
+                "name": _dotted(path[1:]),
                 "shape": list(info.shape),
                 "dtype": info.dtype,
                 "nbytes": info.nbytes,
@@ -176,17 +200,25 @@ def _contents(source: Source, *, values: bool) -> dict[str, Any]:
         ],
     }
     if values:
-        found["values"] = {
-            ".".join(map(str, path)): repr(value) for path, value in source.values.items()
-        }
+        found["values"] = {_dotted(path): repr(value) for path, value in source.values.items()}
     return found
 
 
-def differences(first: Path, second: Path, found: Sequence[Difference], *, json: bool) -> None:
-    """In what two checkpoints differ."""
+def differences(
+    first: Path, second: Path, found: Sequence[Difference], *, layers: bool, json: bool
+) -> None:
+    """Show the differences of two checkpoints.
+
+    Args:
+        first: the path of the first one.
+        second: the path of the second one.
+        found: the differences.
+        layers: show those of repeated layers one by one.
+        json: print JSON, which always has all of them.
+    """
     if json:
         fields = [dataclasses.asdict(each) for each in found]
-        for entry in fields:  # JSON has no number for what is none
+        for entry in fields:  # JSON has neither nan nor inf
             if entry["max_abs"] is not None and not math.isfinite(entry["max_abs"]):
                 entry["max_abs"] = str(entry["max_abs"])
         _print_json({"a": str(first), "b": str(second), "differences": fields})
@@ -194,44 +226,50 @@ def differences(first: Path, second: Path, found: Sequence[Difference], *, json:
     if not found:
         print(f"{first} and {second} hold the same")
         return
+    rows = fold(
+        found,
+        name=lambda each: each.name,
+        kind=lambda each: (each.what, each.first, each.second, layers and each.name),
+    )
     table = _table("name", "differs in", "A", "B", "max abs", "elements")
-    for each in found:
-        table.add_row(
-            *map(
-                Text,
-                (
-                    each.name,
-                    each.what,
-                    _short(each.first, quote=False),
-                    _short(each.second, quote=False),
-                    "" if each.max_abs is None else f"{each.max_abs:.3g}",
-                    "" if each.count is None else f"{each.count:,}",
-                ),
-            )
-        )
+    add_rows(table, rows, _difference_cells)
     console = _console()
     console.print(Text(f"A  {first}"))
     console.print(Text(f"B  {second}"))
     console.print(table)
-    print(f"{len(found)} difference{'' if len(found) == 1 else 's'}")
+    print(counted(found, "difference"))
+
+
+def _difference_cells(row: Row[Difference]) -> tuple[str, ...]:
+    """The largest difference of a row's members, and the number of elements in all of them."""
+    largest = [each.max_abs for each in row.members if each.max_abs is not None]
+    counts = [each.count for each in row.members if each.count is not None]
+    nan = any(map(math.isnan, largest))
+    return (
+        row.first.what,
+        _short(row.first.first),
+        _short(row.first.second),
+        f"{math.nan if nan else max(largest):.3g}" if largest else "",
+        f"{sum(counts):,}" if counts else "",
+    )
 
 
 def written(path: Path) -> None:
-    """What was made, and what it lacks for ``from_pretrained``."""
+    """Show what was written, and what ``from_pretrained`` will miss in it."""
     from shardwise.checkpoint.formats.detect import Format, format_of
     from shardwise.checkpoint.formats.hf import CONFIG
 
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
     size = sum(file.stat().st_size for file in files)
-    what = "" if path.is_file() else f" in {len(files)} file{'' if len(files) == 1 else 's'}"
+    what = "" if path.is_file() else f" in {counted(files, 'file')}"
     print(f"wrote {path}: {brief_size(size)}{what}")
     if path.is_dir() and format_of(path) is Format.HF and not (path / CONFIG).exists():
-        note = f"note: from_pretrained needs {path / CONFIG}; there was none to copy, so add it"
+        note = f"note: from_pretrained needs {path / CONFIG}; the source has none, so add one"
         print(note)
 
 
 def _table(*columns: str) -> Table:
-    """A table without lines; names are folded where the terminal is narrow, figures never."""
+    """A table without lines. In a narrow terminal, text wraps and figures do not."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         figures = column in ("step", "size", "ranks", "max abs", "elements", "dtype", "state")
@@ -245,11 +283,10 @@ def _table(*columns: str) -> Table:
 
 
 def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False, soft_wrap=False)
+    return Console(width=shutil.get_terminal_size((80, 24)).columns, highlight=False)
 
 
-def _short(value: Any, *, quote: bool = True) -> str:
-    text = repr(value) if quote else str(value)
+def _short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -71,14 +71,14 @@ def fold(
 
 
 def add_rows(
-    table: Table, rows: Iterable[Row[_Item]], cells: Callable[[_Item], Sequence[str]]
+    table: Table, rows: Iterable[Row[_Item]], cells: Callable[[Row[_Item]], Sequence[str]]
 ) -> None:
     """Add folded rows to a table, those of repeated layers indented below a line with the prefix.
 
     Args:
         table: the table; its first column has the names.
         rows: the rows.
-        cells: the text of the other columns.
+        cells: makes the text of the other columns.
     """
     for prefix, group in groupby(rows, key=lambda row: row.prefix):
         members = list(group)
@@ -87,7 +87,7 @@ def add_rows(
             table.add_row(Text(f"{prefix}  ({times} alike)" if times > 1 else prefix))
         for row in members:
             name = f"  {row.name}" if prefix else row.name
-            table.add_row(Text(name), *map(Text, cells(row.first)))
+            table.add_row(Text(name), *map(Text, cells(row)))
 
 
 def _row(name: str, members: Sequence[_Item], seen: Sequence[Sequence[int]]) -> Row[_Item]:

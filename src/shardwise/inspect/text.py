@@ -145,7 +145,8 @@ def _table(report: Report, rows: Sequence[Row[ParameterReport]]) -> Table:
     table.add_column("per rank", no_wrap=True)
     _add_figures(table, "bytes")
 
-    def cells(each: ParameterReport) -> list[str]:
+    def cells(row: Row[ParameterReport]) -> list[str]:
+        each = row.first
         largest = max(each.tiling.blocks, key=lambda block: block.numel)
         even = len({block.shape for block in each.tiling.blocks}) == 1
         return [
@@ -165,7 +166,8 @@ def _rank_table(rows: Sequence[Row[ParameterReport]], rank: int) -> Table:
     table = _plain_table("parameter", "rows", "columns", "shape")
     _add_figures(table, "bytes", "padding")
 
-    def cells(each: ParameterReport) -> list[str]:
+    def cells(row: Row[ParameterReport]) -> list[str]:
+        each = row.first
         block = each.block(rank)
         if block is None:
             return ["-"] * 5

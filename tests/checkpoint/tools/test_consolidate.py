@@ -205,8 +205,8 @@ def test_what_is_there_is_refused_or_replaced_if_forced(saved: Path, tmp_path: P
     [
         ("x.ckpt", {}, "found a destination .ckpt"),
         ("x.txt", {}, "found a destination .txt, expected .*the name of a folder"),
-        ("x.safetensors", {"everything": True}, "--everything goes with"),
-        ("x.pt", {"max_shard_size": 5}, "--max-shard-size goes with"),
+        ("x.safetensors", {"everything": True}, "--everything requires"),
+        ("x.pt", {"max_shard_size": 5}, "--max-shard-size requires"),
         ("x.pt", {"buffer": 100}, "buffer: found 100 bytes"),
     ],
 )

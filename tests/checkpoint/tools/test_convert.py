@@ -183,7 +183,7 @@ def test_a_format_is_told_by_what_is_there(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(CheckpointError, match="found no checkpoint"):
         find_checkpoint(tmp_path / "notes.txt")
-    with pytest.raises(ValueError, match="consolidate makes files"):
+    with pytest.raises(ValueError, match="use consolidate"):
         convert(saved, tmp_path / "torch", Format.TORCH)
 
 

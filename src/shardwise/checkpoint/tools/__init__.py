@@ -1,1 +1,1 @@
-"""What people do with checkpoints that are there: look, compare, make others of them."""
+"""Tools for existing checkpoints: list, verify, compare, convert, consolidate."""

@@ -1,7 +1,7 @@
-"""One checkpoint for programs that know nothing of Shardwise: full tensors, in plain files.
+"""Write the full tensors of a checkpoint to plain files that other programs can read.
 
-Of checkpoints of every format but one file a rank; those are for
-:mod:`shardwise.checkpoint.consolidate`.
+Reads checkpoints of all formats except one file per rank, which
+:mod:`shardwise.checkpoint.consolidate` reads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.checkpoint.formats.source import (
 )
 from shardwise.checkpoint.formats.torchwrite import Placeholder, write_tree
 
-# What ends so is meant to be a file: .txt, .ckpt, .h5. A version number is no such ending: lm-0.1b.
+# Extensions of files, such as .txt, .ckpt or .h5, but not version numbers, as in lm-0.1b.
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w*")
 
 
@@ -41,39 +41,40 @@ def consolidate(
 ) -> None:
     """Write the full tensors of a checkpoint, which may be many times larger than memory.
 
-    By the name of the destination:
+    The name of the destination determines the format:
 
     - ``.safetensors``: one file with the model;
-    - ``.pt``, ``.pth``, ``.bin``: a file of ``torch.save`` with the model's state dict;
-    - a name without such an ending: a folder of safetensors files with an index, as
-      ``save_pretrained`` makes it.
+    - ``.pt``, ``.pth``, ``.bin``: a ``torch.save`` file with the model's state dict;
+    - a name without an extension: a folder of safetensors files with an index, as written by
+      ``save_pretrained``.
 
     Args:
         source: the checkpoint, of any format.
-        destination: the file or folder to make. It is complete, or not there.
-        everything: of a file of ``torch.save``: write ``{"model": ..., "optimizer": ...,
-            "extra": ...}``, as far as the checkpoint has them.
-        force: replace what is there.
-        buffer: bytes that may be in memory.
-        max_shard_size: of a folder: bytes of a file, 50 GB where it is ``None``.
-        watch: told how many bytes there are, and then how many were moved.
+        destination: the file or folder to write. It is complete or does not exist.
+        everything: write ``{"model": ..., "optimizer": ..., "extra": ...}`` into a ``torch.save``
+            file, as far as the checkpoint has them.
+        force: replace an existing destination.
+        buffer: bytes of memory to use.
+        max_shard_size: bytes of a file in a folder; ``None`` for 50 GB.
+        watch: called with the number of bytes to write; the function that it returns is called with
+            the bytes of each part that was written.
 
     Raises:
-        CheckpointError: the source is damaged, or holds no model.
-        ValueError: something is at the destination, or options do not go together.
-        OSError: the disk is full, say; nothing is at the destination then.
+        CheckpointError: the source is damaged, or contains no model.
+        ValueError: the destination exists, or options cannot be combined.
+        OSError: writing failed, for example because the disk is full. There is no destination then.
     """
     to_torch = destination.suffix in TORCH_SUFFIXES
     to_folder = not to_torch and destination.suffix != ".safetensors"
     if to_folder and _FILE_SUFFIX.fullmatch(destination.suffix):
         raise ValueError(
             f"found a destination {destination.suffix}, expected .safetensors, "
-            f"{', '.join(TORCH_SUFFIXES)}, or the name of a folder, without an ending"
+            f"{', '.join(TORCH_SUFFIXES)}, or the name of a folder, without an extension"
         )
     if everything and not to_torch:
-        raise ValueError("--everything goes with a file of torch.save: .pt, .pth or .bin")
+        raise ValueError("--everything requires a torch.save file: .pt, .pth or .bin")
     if max_shard_size is not None and not to_folder:
-        raise ValueError("--max-shard-size goes with a folder, and not with a single file")
+        raise ValueError("--max-shard-size requires a folder, not a single file")
     source = find_checkpoint(source)
     check_destination(destination, source, force=force)
     with open_source(source) as opened:
@@ -90,7 +91,7 @@ def consolidate(
 
 
 def _write_torch(file: Path, source: Source, window: Window, *, everything: bool) -> None:
-    """Write a file of ``torch.save``, and see it onto the disk."""
+    """Write a ``torch.save`` file, and sync it to disk."""
     holes = {path: Placeholder(dotted(path), info) for path, info in source.tensors.items()}
     tree: Any
     if everything:

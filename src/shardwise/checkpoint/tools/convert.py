@@ -1,4 +1,4 @@
-"""From one format to another, a part of a tensor at a time, without a process group."""
+"""Convert a checkpoint to another format in parts of tensors, without a process group."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format.
 
-    ``hf`` takes the model alone. The others take everything: from the formats ``hf`` and ``torch``
-    that is the model.
+    ``hf`` checkpoints contain the model only. The others contain everything that the source has;
+    ``hf`` and ``torch`` sources have only the model.
 
     Args:
         source: the checkpoint, of any format.
-        destination: the folder to make. It is complete, or not there.
+        destination: the folder to write. It is complete or does not exist.
         to: ``SHARDWISE``, ``DCP`` or ``HF``.
-        force: replace a checkpoint that is there.
-        buffer: bytes that may be in memory; parts of tensors in the result are not larger.
-        max_shard_size: of ``hf``: bytes of a file, 50 GB where it is ``None``.
-        watch: told how many bytes there are, and then how many were moved.
+        force: replace an existing checkpoint.
+        buffer: bytes of memory to use; also the largest part of a tensor in the result.
+        max_shard_size: bytes of a file, for ``hf``; ``None`` for 50 GB.
+        watch: called with the number of bytes to write; the function that it returns is called with
+            the bytes of each part that was written.
 
     Raises:
-        CheckpointError: the source is damaged, or holds what the format has no place for.
-        ValueError: something is at the destination, or ``to`` is ``TORCH``.
-        OSError: the disk is full, say; nothing is at the destination then.
+        CheckpointError: the source is damaged, or has values that the format cannot store.
+        ValueError: the destination exists, or ``to`` is ``TORCH``.
+        OSError: writing failed, for example because the disk is full. There is no destination then.
     """
     if to is Format.TORCH:
-        raise ValueError("to: found torch, expected shardwise, dcp or hf; consolidate makes files")
+        raise ValueError("to: found torch, expected shardwise, dcp or hf; use consolidate")
     source = find_checkpoint(source)
     check_destination(destination, source, force=force)
     with open_source(source) as opened:

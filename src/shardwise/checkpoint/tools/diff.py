@@ -1,4 +1,4 @@
-"""In what two checkpoints differ, of whatever formats, with bounded memory."""
+"""Compare two checkpoints of any formats, with bounded memory."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from shardwise.checkpoint.disk.entries import StatePath, dotted, torch_dtype
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Source, Watch, Window, unwatched
 
-_WIDENED = 8  # parts of a buffer: values are compared in 64 bits, in both checkpoints
+_WIDENED = 8  # values of both checkpoints are compared in 64 bits, which takes more memory
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing in which two checkpoints differ.
+    """One difference between two checkpoints.
 
     Attributes:
-        name: of the tensor or value.
-        what: ``missing`` in the first or second, another ``shape``, ``dtype``, or ``value``.
-        first: what the first has, in words.
-        second: what the second has.
-        max_abs: the largest absolute difference of two elements, where the shapes are the same:
-            ``nan`` where one of them is not a number and the other is.
-        count: elements that differ.
+        name: name of the tensor or value.
+        what: ``missing`` (in one of them), ``shape``, ``dtype`` or ``value``.
+        first: what the first checkpoint has, as text.
+        second: what the second checkpoint has.
+        max_abs: the largest absolute difference of two elements if the shapes are equal; ``nan`` if
+            one element is not a number and the other is.
+        count: number of elements that differ.
     """
 
     name: str
@@ -44,14 +44,15 @@ def differences(
     Args:
         first: one checkpoint.
         second: the other.
-        buffer: bytes that may be in memory.
-        watch: told how many bytes there are to compare, and then how many were.
+        buffer: bytes of memory to use.
+        watch: called with the number of bytes to compare; the function that it returns is called
+            with the bytes of each part that was compared.
 
     Yields:
-        What differs, in the order of the first checkpoint.
+        The differences, in the order of the first checkpoint.
 
     Raises:
-        CheckpointError: one is damaged.
+        CheckpointError: a checkpoint is damaged.
     """
     both = [path for path in first.tensors if path in second.tensors]
     window = Window(
@@ -75,7 +76,7 @@ def differences(
 
 
 def _compare(first: Source, second: Source, path: StatePath, window: Window) -> tuple[float, int]:
-    """The largest absolute difference of two elements of a tensor, and how many differ."""
+    """The largest absolute difference of two elements, and the number of elements that differ."""
     largest, count = 0.0, 0
     other_dtype = second.tensors[path].dtype
     same_dtype = first.tensors[path].dtype == other_dtype
@@ -85,7 +86,7 @@ def _compare(first: Source, second: Source, path: StatePath, window: Window) -> 
         if same_dtype and torch.equal(_bits(part), _bits(other)):
             continue
         a, b = _wide(part), _wide(other)
-        # Integers of 64 bits differ in more digits than a wide number has.
+        # float64 cannot tell all 64-bit integers apart.
         exact = same_dtype and not (part.is_floating_point() or part.is_complex())
         apart = part != other if exact else (a != b) & ~(a.isnan() & b.isnan())
         count += int(apart.sum())
@@ -115,7 +116,7 @@ def _values(first: Source, second: Source) -> Iterator[Difference]:
 
 
 def _flat(source: Source) -> dict[str, str]:
-    """Plain values by name, in words: formats take lists and dicts apart differently."""
+    """Plain values as text, by name. Lists and dicts are flattened: formats differ in that."""
     found: dict[str, str] = {}
 
     def visit(name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Looking at checkpoints: which there are, and whether what they hold is what was written."""
+"""List the checkpoints of a folder, and verify their checksums."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from shardwise.checkpoint.formats.detect import Format, format_of, open_source, 
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Watch, unwatched
 from shardwise.errors import CheckpointError
 
-_LOOKS = 50  # at a folder in which a run saves and deletes meanwhile
-_PATIENCE = 10  # looks until what was found is good enough, if a run deletes faster than we look
+_LOOKS = 50  # attempts to list a folder that a run changes at the same time
+_PATIENCE = 10  # attempts after which an incomplete list is accepted
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One checkpoint.
+    """One checkpoint in a list.
 
     Attributes:
         path: its folder or file.
-        step: by its name; ``None`` if the name does not say.
-        format: ``None`` if it is none that is known, as that of a folder being written.
-        nbytes: of all its files.
-        problem: why it is not complete; empty if it is.
-        world_size: ranks that saved it; ``None`` if the format does not tell.
-        mesh: the mesh of the model; empty if it was not sharded, or the format does not tell.
-        strategy: how it was sharded, in words; empty likewise.
+        step: the step in its name; ``None`` if there is none.
+        format: its format; ``None`` if it is unknown, as while a folder is being written.
+        nbytes: size of all its files.
+        problem: why it is not complete; empty if it is complete.
+        world_size: number of ranks that saved it; ``None`` if the format does not record it.
+        mesh: the mesh of the model; empty if it was not sharded or the format does not record it.
+        strategy: the sharding strategy; empty in the same cases.
     """
 
     path: Path
@@ -46,17 +46,17 @@ class Listed:
 
 
 def list_checkpoints(path: Path) -> list[Listed]:
-    """The checkpoints in a folder, by step; or the one that the path is itself.
+    """List the checkpoints in a folder by step, or the checkpoint at a path.
 
-    Complete or not is told by manifests and the sizes of files; the files are not read. What a run
-    saves or deletes meanwhile is shown as it was or as it is, or not at all. A symbolic link among
-    the steps is shown as one, and not followed.
+    Completeness is checked by manifests and file sizes; data is not read. A checkpoint that a run
+    saves or deletes at the same time may be listed in its old or new state, or not at all. Symbolic
+    links among the steps are listed, but not followed.
 
     Args:
         path: a run, a folder of ``step-...`` folders, or a checkpoint of any format.
 
     Raises:
-        CheckpointError: there is nothing.
+        CheckpointError: the path does not exist, or is a file that is no checkpoint.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: found nothing there, expected a folder of checkpoints")
@@ -71,9 +71,9 @@ def list_checkpoints(path: Path) -> list[Listed]:
 
 
 def newer_incomplete(path: Path, checkpoint: Path) -> list[Listed]:
-    """What of the checkpoints in ``path`` is newer than ``checkpoint``, and not complete.
+    """The incomplete checkpoints in ``path`` that are newer than ``checkpoint``.
 
-    One that is being written, or that a killed run was writing, does not count.
+    Leaves out checkpoints that are being written, or that a killed run was writing.
     """
     step = _step_of(checkpoint)
     if path == checkpoint or step is None:
@@ -86,7 +86,7 @@ def newer_incomplete(path: Path, checkpoint: Path) -> list[Listed]:
 
 
 def _look_around(root: Path) -> list[Listed]:
-    """Look at all checkpoints in a folder, again if one was renamed or deleted meanwhile."""
+    """List all checkpoints in a folder; start over if one was renamed or deleted meanwhile."""
     found: list[Listed] = []
     for look in range(_LOOKS):
         paths = _candidates(root)
@@ -124,7 +124,7 @@ def _is_partial(folder: Path) -> bool:
 
 
 def _look_steadily(path: Path) -> Listed | None:
-    """Look at one entry of a folder; ``None`` if it was renamed, replaced or deleted meanwhile."""
+    """Examine an entry of a folder; ``None`` if it was renamed, replaced or deleted meanwhile."""
     before = _identity(path)
     try:
         listed = _look_inside(path)
@@ -135,12 +135,12 @@ def _look_steadily(path: Path) -> Listed | None:
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
-    """What tells an entry from another one of the same name; ``None`` if it has gone."""
+    """What distinguishes an entry from a later one of the same name; ``None`` if it is gone."""
     try:
         status = os.lstat(path)
     except OSError:
         return None
-    # The number of one that was deleted may come back. What is being written changes all the time.
+    # Inode numbers are reused, so the time counts too, except while the entry is being written.
     changed = 0 if _is_partial(path) else status.st_ctime_ns
     return status.st_dev, status.st_ino, changed
 
@@ -181,7 +181,7 @@ def _look(path: Path) -> Listed:
 
 
 def _problem(path: Path) -> str:
-    """Why a checkpoint of others cannot be read; empty if it can."""
+    """Why a checkpoint in another format cannot be read; empty if it can."""
     try:
         open_source(path).close()
     except CheckpointError as error:
@@ -201,12 +201,12 @@ def _size(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Damage:
-    """A piece that is not what was written.
+    """A damaged piece of a checkpoint.
 
     Attributes:
-        file: where it lies.
-        parameter: the tensor that it is a part of.
-        piece: which part: the name of the tensor, and the rows and columns.
+        file: the file that contains it.
+        parameter: the tensor that it belongs to.
+        piece: the tensor's name, and the rows and columns of the piece.
         reason: what is wrong.
     """
 
@@ -219,18 +219,19 @@ class Damage:
 def verify(
     path: Path, *, buffer: int = DEFAULT_BUFFER, watch: Watch = unwatched
 ) -> Iterator[Damage]:
-    """Read a checkpoint of Shardwise, and compare every checksum.
+    """Read a checkpoint in Shardwise's format, and compare every checksum.
 
     Args:
         path: its folder.
-        buffer: bytes that may be in memory.
-        watch: told how many bytes there are, and then how many were read.
+        buffer: bytes of memory to use.
+        watch: called with the number of bytes to read; the function that it returns is called with
+            the bytes of each part that was read.
 
     Yields:
-        What is damaged.
+        Every damaged piece.
 
     Raises:
-        CheckpointError: its manifest cannot be read; or it is deleted meanwhile.
+        CheckpointError: the manifest cannot be read, or the checkpoint is deleted meanwhile.
         ValueError: the buffer is too small.
     """
     folder = _identity(path.resolve())
@@ -265,7 +266,7 @@ def _damages(path: Path, buffer: int, watch: Watch) -> Iterator[Damage]:
 
 
 def _lost_files(path: Path, manifest: Manifest) -> dict[str, str]:
-    """Files that are missing, or have another size than they had, and what is wrong with them."""
+    """The files that are missing or have the wrong size, with the reason."""
     lost = {}
     for name, size in manifest.files.items():
         try:
