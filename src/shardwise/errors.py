@@ -1,12 +1,12 @@
 """The errors that Shardwise raises by itself.
 
     ShardwiseError (RuntimeError)
-    ├── PeerLostError       a peer died, departed or stalled: a collective could not finish
+    ├── PeerLostError       a peer died, left or stalled: a collective could not finish
     ├── RanksDivergedError  ranks disagree about what they are about to do
-    └── CheckpointError     a checkpoint is damaged, is of another model, or could not be written
+    └── CheckpointError     a checkpoint is damaged, belongs to another model, or was not written
 
-Wrong use of the library is a plain ``ValueError``, ``TypeError`` or ``NotImplementedError``,
-as it is in torch; the classes above are for what goes wrong while a correct program runs. Where
+Wrong use of the library raises a plain ``ValueError``, ``TypeError`` or ``NotImplementedError``,
+as it does in torch; the classes above are for what goes wrong while a correct program runs. Where
 torch raises ``AssertionError`` for wrong use, a :class:`MisuseError` is both.
 """
 
@@ -14,22 +14,22 @@ from __future__ import annotations
 
 
 class ShardwiseError(RuntimeError):
-    """Root of the errors that are not the caller's wrong use."""
+    """Base class of the errors that do not come from wrong use."""
 
 
 class PeerLostError(ShardwiseError):
-    """A collective could not finish because a peer died, departed or stalled.
+    """A collective could not finish because a peer died, left or stalled.
 
-    The message names this rank, the group whose collective broke and, where the backend tells,
-    the peer.
+    The message names this rank, the group whose collective failed and, where the backend reports
+    it, the peer.
     """
 
 
 def lost_peer_behind(error: BaseException) -> PeerLostError | None:
     """Find the lost peer that an error reports, or that it was raised from.
 
-    Where an error came from decides, not what its text says: an error of the user's own code may
-    well speak of peers and connections.
+    The cause of an error decides, not its text: errors of the user's own code may well mention
+    peers and connections.
     """
     seen: set[int] = set()
     cause: BaseException | None = error
@@ -46,7 +46,7 @@ class RanksDivergedError(ShardwiseError):
 
 
 class CheckpointError(ShardwiseError):
-    """A checkpoint is damaged, hostile, of another model, or could not be written.
+    """A checkpoint is damaged, hostile, belongs to another model, or could not be written.
 
     The message names the file, the entry in it, what was found and what was expected.
     """

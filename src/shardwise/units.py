@@ -1,10 +1,10 @@
-"""What people read: sizes in words, and text that cannot steer a terminal."""
+"""Text for people: sizes in units, and characters that a terminal can show safely."""
 
 from __future__ import annotations
 
 
 def brief_size(nbytes: int) -> str:
-    """A size as short as it stays telling: ``1.5 GB``."""
+    """Format a size in bytes with one decimal: ``1.5 GB``."""
     size, unit = float(nbytes), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if size < 1000 or unit == "TB":
@@ -14,5 +14,5 @@ def brief_size(nbytes: int) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Text without what could steer a terminal, but for the characters to keep."""
+    """Replace the characters that could control a terminal, except those to ``keep``."""
     return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)

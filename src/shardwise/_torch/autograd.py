@@ -1,4 +1,4 @@
-"""Private names of autograd, and of the compiler and the transforms that go through it.
+"""Private names of autograd, and of the compiler and the function transforms around it.
 
 Tried on torch 2.11, 2.12 and 2.13.
 """
@@ -34,28 +34,28 @@ def in_backward() -> bool:
 
 
 def backward_id() -> int:
-    """A number of the backward that this thread is inside of."""
+    """Return a number that identifies the backward that this thread is in; -1 outside."""
     return int(torch._C._current_graph_task_id())
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward that now runs has finished."""
+    """Call ``callback`` when the current backward has finished."""
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
 
 def runs_in_this_backward(node: torch.autograd.graph.Node) -> bool:
-    """Whether the backward that now runs goes, or went, through ``node`` of the graph."""
+    """Whether the current backward executes, or has executed, ``node`` of the graph."""
     runs: bool = torch._C._will_engine_execute_node(node)
     return runs
 
 
 class _WaitInGraph(torch.autograd.Function):
-    """The plain tensor that a collective under way makes, with the gradient of the wrapper."""
+    """Return the plain tensor of a running collective; its gradient is that of the wrapper."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        # A tensor of its own: autograd marks what is returned, and the wrapper keeps what it has.
+        # A new tensor: autograd marks what is returned, and the wrapper must keep its own.
         return dtensor.wait_tensor(tensor).detach()
 
     @staticmethod
@@ -75,34 +75,34 @@ def wait_in_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
-    """What was registered with ``register_hook``, in order."""
+    """Return the hooks registered with ``register_hook``, in order."""
     return list((getattr(parameter, "_backward_hooks", None) or {}).values())
 
 
 def has_post_accumulate_hooks(parameter: torch.Tensor) -> bool:
-    """Whether someone reads ``parameter.grad`` as soon as it is there."""
+    """Whether a hook reads ``parameter.grad`` as soon as it is accumulated."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def run_post_accumulate_hooks(parameter: torch.Tensor) -> None:
-    """Run the hooks that ``register_post_accumulate_grad_hook`` put on ``parameter``."""
+    """Run the hooks registered with ``register_post_accumulate_grad_hook``."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     for hook in (hooks or {}).values():
         hook(parameter)
 
 
 def set_grad_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    """Let ``parameter.grad`` have ``dtype``, which is not the parameter's."""
+    """Let ``parameter.grad`` have ``dtype`` instead of the parameter's own."""
     parameter.grad_dtype = dtype
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """A number that grows when ``tensor`` is written to; -1 where that is not counted."""
+    """Return a number that grows when ``tensor`` is modified; -1 if that is not counted."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def version_with_local(tensor: torch.Tensor) -> int:
-    """A number that grows when ``tensor`` is written to, as ``DTensor`` or as what is in it."""
+    """Return a number that grows when ``tensor``, or the local tensor in it, is modified."""
     version = version_of(tensor)
     return (
         version + version_of(dtensor.local_of(tensor)) if isinstance(tensor, DTensor) else version
@@ -110,25 +110,25 @@ def version_with_local(tensor: torch.Tensor) -> int:
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set what :func:`version_of` returns; does nothing where that is not counted."""
+    """Set what :func:`version_of` returns; a no-op where modifications are not counted."""
     if not tensor.is_inference():
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def writable_base(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What ``tensor`` is a view of, if autograd lets the view be written to in place.
+    """Return what ``tensor`` is a view of, if autograd allows the view to be modified in place.
 
-    What a custom function returned, ``DTensor.to_local()`` for one, it does not.
+    It does not allow that for what a custom function returned, such as ``DTensor.to_local()``.
     """
-    made = torch._C._autograd
+    native = torch._C._autograd
     base = tensor._base
-    if base is None or made._get_creation_meta(tensor) != made.CreationMeta.DEFAULT:
+    if base is None or native._get_creation_meta(tensor) != native.CreationMeta.DEFAULT:
         return None
     return base
 
 
 def foreach_norm(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """The norm of every tensor, in float32 at least, in one pass for each dtype."""
+    """Compute the norm of each tensor, in float32 or wider, in one pass per dtype."""
     found: list[torch.Tensor] = []
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
@@ -143,10 +143,10 @@ def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def disable_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Keep ``torch.compile`` from tracing ``function``: it runs between graphs.
+    """Keep ``torch.compile`` from tracing ``function``, which then runs between graphs.
 
-    ``torch.compiler.disable`` for functions that run thousands of times a step in programs that
-    compile nothing: where no compiler listens, one question is all that it costs.
+    Like ``torch.compiler.disable``, but for functions that run thousands of times per step: without
+    an active compiler, it costs one lookup per call.
     """
     disabled: Callable[_P, _R] | None = None
 
@@ -159,7 +159,7 @@ def disable_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:
             disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         return disabled(*args, **kwargs)
 
-    # The question itself is not traced either: neither from a caller's frame nor as a frame.
+    # Do not trace the lookup itself either, from a caller's frame or as a frame of its own.
     call.__dict__["_torchdynamo_disable"] = True
     set_code_exec_strategy(
         cast(Any, call).__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
@@ -168,9 +168,9 @@ def disable_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """Leave the transforms of ``torch.func`` that are running, for as long as the context lasts.
+    """Leave the running ``torch.func`` transforms for the duration of the context.
 
-    Inside of them every tensor that an operation makes is a wrapper, without memory of its own.
+    Inside a transform, every tensor that an operation creates is a wrapper without memory.
     """
     if peek_interpreter_stack() is None:
         return nullcontext()

@@ -15,12 +15,12 @@ from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingM
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store over which the ranks of ``group`` found each other."""
+    """Return the store through which the ranks of ``group`` found each other."""
     return dist.distributed_c10d._get_process_group_store(group)
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds that a collective of ``group`` may take."""
+    """Return how long a collective of ``group`` may take, in seconds."""
     types = group._device_types
     cpu = torch.device("cpu")
     options = group._get_backend(cpu if cpu in types else types[0]).options
@@ -31,7 +31,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 def coalesced(group: dist.ProcessGroup) -> Iterator[_CoalescingManager]:
     """Launch the collectives called inside as one, at the end of the block.
 
-    They must be of one kind and one dtype, each called with ``async_op=False``. What is yielded
+    They must be of one kind and one dtype, each called with ``async_op=False``. The object yielded
     has a ``wait()`` for all of them.
     """
     with _coalescing_manager(group, async_ops=True) as manager:
@@ -40,15 +40,15 @@ def coalesced(group: dist.ProcessGroup) -> Iterator[_CoalescingManager]:
 
 @contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
-    """Be rank 0 of a world that is not there: its collectives return at once and move nothing.
+    """Act as rank 0 of a world without other processes, whose collectives return at once.
 
     Raises:
-        RuntimeError: this process is part of a world.
+        RuntimeError: this process is already part of a world.
     """
     if dist.is_initialized():
         raise RuntimeError(
             f"this process is rank {dist.get_rank()} of a world of {dist.get_world_size()}; "
-            "pretend another in a process of its own"
+            "simulate another one in a separate process"
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -60,12 +60,12 @@ def fake_world(world_size: int) -> Iterator[None]:
 
 
 def offset_in_file(storage: torch.UntypedStorage) -> int | None:
-    """Where a storage lies in the file that it was loaded from, to the meta device, by torch."""
+    """Return a storage's offset in its file, if torch loaded it to the meta device."""
     return getattr(storage, "_checkpoint_offset", None)
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """How the metadata of ``torch.distributed.checkpoint`` says where a chunk lies.
+    """Build the entry by which ``torch.distributed.checkpoint`` metadata locates a chunk.
 
     It has the attributes ``relative_path``, ``offset``, ``length`` and ``transform_descriptors``.
     """
@@ -75,9 +75,10 @@ def storage_info(file: str, offset: int, length: int) -> Any:
 
 
 def metadata_classes() -> dict[tuple[str, str], Any]:
-    """What a pickle of that metadata may name, by module and name; none does more than hold values.
+    """Return the classes that a pickle of that metadata may name, by module and name.
 
-    ``_get_layout`` looks a word up in a table. Dtypes are missing: they are ``torch``'s own.
+    None does more than hold values; ``_get_layout`` looks a word up in a table. Dtypes are not
+    listed: they are attributes of ``torch`` itself.
     """
     from torch.distributed.checkpoint import filesystem, metadata
 

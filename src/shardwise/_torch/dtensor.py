@@ -22,34 +22,34 @@ __all__ = ["DTensorSpec"]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a ``DTensor``: not differentiable, not waited for, not copied."""
+    """Return the local tensor of a ``DTensor``: not differentiable, not waited for, not copied."""
     return cast(DTensor, tensor)._local_tensor
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a ``DTensor``; any other as it is."""
+    """Return the local tensor of a ``DTensor``, and any other tensor as it is."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def set_local_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
-    """Have the local tensor of a ``DTensor`` live in ``memory``, of the same shape and dtype."""
+    """Move the local tensor of a ``DTensor`` into ``memory``, of the same shape and dtype."""
     dtensor = cast(DTensor, tensor)
     local = dtensor._local_tensor
     if local.device == memory.device and not local.is_inference():
-        local.data = memory  # who holds the local tensor itself goes along
+        local.data = memory  # for all who hold the local tensor itself
     else:
         dtensor._local_tensor = memory
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:
-    """Mesh, placements and global shape of a ``DTensor``, to build others like it."""
+    """Return mesh, placements and global shape of a ``DTensor``, to build others like it."""
     return cast(DTensor, tensor)._spec
 
 
 def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A ``DTensor`` around ``local``: what ``DTensor.from_local`` does, without its checks.
+    """Wrap ``local`` in a ``DTensor``, as ``DTensor.from_local`` does but without its checks.
 
-    Made once per gradient and step, where the public way would cost more than the arithmetic.
+    Called once per gradient and step, where the public way would cost more than the arithmetic.
     """
     make = cast(Callable[..., DTensor], DTensor)
     return make(local, spec, requires_grad=local.requires_grad)
@@ -62,13 +62,13 @@ def make_spec(
     strides: Sequence[int],
     dtype: torch.dtype,
 ) -> DTensorSpec:
-    """Describe a ``DTensor`` of global ``shape`` and ``strides``."""
+    """Build the spec of a ``DTensor`` of global ``shape`` and ``strides``."""
     meta = TensorMeta(shape, tuple(strides), dtype)
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """``spec`` for values of ``dtype``."""
+    """Return ``spec`` for values of ``dtype``."""
     meta = spec.tensor_meta
     assert meta is not None
     if meta.dtype == dtype:
@@ -77,18 +77,17 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` once the collective that makes it (if one does) is over."""
+    """Wait for the collective that produces ``tensor``, if one does, and return the result."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is of a subclass that has its values in tensors inside it."""
+    """Whether ``tensor`` is of a subclass that keeps its values in other tensors."""
     if type(tensor) in (torch.Tensor, nn.Parameter):
         return False
-    says_so = bool(is_traceable_wrapper_subclass(tensor))
-    if says_so:
+    if is_traceable_wrapper_subclass(tensor):
         return True
-    try:  # not all of them say so
+    try:  # not every wrapper declares itself as one
         tensor.untyped_storage().data_ptr()
     except RuntimeError:
         return True
@@ -96,53 +95,55 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a view of one memory: not on the meta device, not a wrapper."""
+    """Whether ``tensor`` is a view of a single storage: not on meta, not a wrapper."""
     return not tensor.is_meta and not is_wrapper(tensor)
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """A number that tells the storage of a tensor from all others that exist.
+    """Return a number that identifies the storage of a tensor among all that exist.
 
-    ``None`` where it has none of its own, as a wrapper around other tensors has not.
+    ``None`` if it has no storage of its own, as a wrapper around other tensors does not.
     """
     local = plain(tensor)
     if is_wrapper(local):
         return None
     try:
         return int(local.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # inside a transformation of torch.func
+    except (NotImplementedError, RuntimeError):  # inside a transform of torch.func
         return None
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Tensors made inside have a dtype, a shape and a CPU storage without memory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # trainings need none of it
+    """Create tensors inside with a dtype, a shape and a CPU storage, but without memory."""
+    from torch._subclasses.fake_tensor import (
+        FakeTensorMode,  # slow to import, and training does not need it
+    )
 
     return cast(AbstractContextManager[Any], FakeTensorMode())
 
 
 def strided_shard(dim: int, pieces: int) -> Placement:
-    """``Shard(dim)`` of a tensor that others have cut along ``dim`` into ``pieces`` before."""
+    """Return ``Shard(dim)`` for a tensor already split along ``dim`` into ``pieces`` by others."""
     return _StridedShard(dim, split_factor=pieces)
 
 
 def is_sharded_on(placement: Placement, dim: int) -> bool:
-    """Whether ``placement`` cuts along ``dim``."""
+    """Whether ``placement`` shards dimension ``dim``."""
     return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
 def sharded_dim(placement: Placement) -> int | None:
-    """The dimension of the tensor that ``placement`` cuts, ``None`` if it cuts none."""
+    """Return the tensor dimension that ``placement`` shards, or ``None``."""
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None
 
 
 def split_factor(placement: Placement) -> int:
-    """Into how many pieces others have cut the tensor before ``placement`` cuts each."""
+    """Return into how many pieces others split the tensor before ``placement`` splits each."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
 def describe_placement(placement: Placement) -> str:
-    """``Shard(0)``, ``StridedShard(0, 2)``, ``Replicate`` or ``Partial``, for people."""
+    """Describe a placement: ``Shard(0)``, ``StridedShard(0, 2)``, ``Replicate`` or ``Partial``."""
     if isinstance(placement, _StridedShard):
         return f"StridedShard({placement.dim}, {placement.split_factor})"
     if isinstance(placement, Shard):
@@ -151,27 +152,27 @@ def describe_placement(placement: Placement) -> str:
 
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """The mesh with the dimensions of all ``meshes``, in order; they are parts of one mesh."""
+    """Return the mesh with the dimensions of all ``meshes``, in order; all share a root."""
     return DeviceMesh._concatenate(list(meshes)) if len(meshes) > 1 else meshes[0]
 
 
 def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The dimensions ``names`` of ``mesh`` as one."""
+    """Return the dimensions ``names`` of ``mesh`` as one dimension."""
     return mesh[names]._flatten("_".join(names))
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that ``mesh`` was taken from, or itself."""
+    """Return the mesh that ``mesh`` was sliced from, or itself."""
     return mesh._get_root_mesh()
 
 
 def sibling_meshes(mesh: DeviceMesh) -> torch.Tensor:
-    """Ranks of all meshes that are cut from the root as ``mesh`` is, ``(count, *mesh.shape)``.
+    """Return the ranks of all meshes sliced from the root as ``mesh`` is, ``(count, *mesh.shape)``.
 
-    Of a mesh (dp, tp), ``mesh["dp"]`` has one for each place along ``tp``; this rank's is among
-    them.
+    For a mesh (dp, tp), ``mesh["dp"]`` has one sibling for each position along ``tp``; its own
+    ranks are among them.
     """
     layout, ranks = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
-    if layout is None or ranks is None:  # an older torch does not tell
+    if layout is None or ranks is None:  # an older torch does not keep them
         return mesh.mesh.unsqueeze(0)
     return cast(torch.Tensor, layout.remap_to_tensor(ranks)).view(-1, *mesh.shape)

@@ -1,4 +1,4 @@
-"""Private names by which a module passes for one that torch's FSDP2 manages.
+"""Private names by which a module looks managed by torch's FSDP2, and which FSDP needs of modules.
 
 Tried on torch 2.11, 2.12 and 2.13.
 """
@@ -33,27 +33,27 @@ else:
     DataParallelMeshDims = _newer(_fully_shard, "DataParallelMeshDims")
     ShardPlacementResult = _newer(_fully_shard._fsdp_common, "ShardPlacementResult")
 
-# The function behind torch's own fully_shard, under which torch keeps a module's state; read now,
-# because patch_torch() may have changed the name when it is needed.
+# torch keeps a module's state under the function behind its own fully_shard. Read it now:
+# patch_torch() may have replaced the name by the time it is needed.
 _FULLY_SHARD: Any = vars(_fully_shard._fully_shard)["fully_shard"].__wrapped__
 
 
 def fsdp2_functions(names: Iterable[str]) -> dict[str, Callable[..., Any]]:
-    """Torch's own FSDP2 functions of those ``names`` that this torch has."""
+    """Return torch's own FSDP2 functions of the given names, as far as this torch has them."""
     home = _fully_shard._fully_shard
     return {name: getattr(home, name) for name in names if hasattr(home, name)}
 
 
 def set_fsdp_state(module: nn.Module, state: object) -> None:
-    """Let torch's own ``fully_shard.state(module)`` return ``state``; pipelining asks for it."""
+    """Let torch's own ``fully_shard.state(module)`` return ``state``, as pipelining needs."""
     module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
 
 
 def check_composable(module: nn.Module, name: str) -> None:
-    """Check that torch's composable APIs, such as ``replicate``, leave room for ``name``.
+    """Check that torch's composable APIs, such as ``replicate``, allow ``name`` on ``module``.
 
     Raises:
-        ValueError: ``name`` is already applied to ``module``, or an API is that excludes it.
+        ValueError: ``name``, or an API that excludes it, is already applied to ``module``.
     """
     registry: dict[str, Any] = module.__dict__.get(REGISTRY_KEY, {})
     if name in registry:
@@ -68,7 +68,7 @@ def check_composable(module: nn.Module, name: str) -> None:
 
 
 def mark_composable(module: nn.Module, name: str) -> None:
-    """Enter ``name`` into the registry that torch's composable APIs (``replicate``) look at."""
+    """Add ``name`` to the registry that torch's composable APIs (``replicate``) check."""
     module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
 
 
@@ -78,7 +78,7 @@ def is_replicated(module: nn.Module) -> bool:
 
 
 class _Refusal:
-    """Stands where ``distribute_module`` notes that it has run, and raises when it is asked."""
+    """Flag in place of the one ``distribute_module`` sets, which raises when it is read."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -88,46 +88,46 @@ class _Refusal:
 
 
 def refuse_to_distribute(module: nn.Module, error: Exception) -> None:
-    """Have ``distribute_module``, behind torch's tensor parallel plans, raise ``error``."""
+    """Make ``distribute_module``, behind torch's tensor parallel plans, raise ``error``."""
     module.__dict__["_distribute_module_applied"] = _Refusal(error)
 
 
 def is_wrap_policy(policy: object) -> bool:
-    """Whether ``policy`` is one of torch's policy objects, which choose modules all at once."""
+    """Whether ``policy`` is a policy object of torch's, which chooses all modules at once."""
     return isinstance(policy, _Policy)
 
 
 def run_wrap_policy(
     policy: object, model: nn.Module, ignored: set[nn.Module]
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The modules that a policy object of torch's chooses, with their keyword arguments."""
+    """Return the modules that a policy object of torch's chooses, with their arguments."""
     return cast(_Policy, policy)._run_policy(model, ignored, {})
 
 
 def module_classes_to_ignore(mixed_precision: object) -> tuple[type[nn.Module], ...]:
-    """The classes that a ``MixedPrecision`` leaves in full precision: batch norms, by default."""
+    """Return the classes that a ``MixedPrecision`` keeps in full precision."""
     return tuple(cast(Any, mixed_precision)._module_classes_to_ignore)
 
 
 def without_checkpointing(module: nn.Module) -> nn.Module:
-    """The module inside torch's activation checkpointing wrapper; any other as it is."""
+    """Return the module inside torch's activation checkpointing wrapper, if it is one."""
     while isinstance(module, ActivationWrapper):
         module = module._checkpoint_wrapped_module
     return module
 
 
 def without_checkpoint_prefix(name: str) -> str:
-    """A name without the parts that torch's activation checkpointing wrapper adds."""
+    """Remove the name parts that torch's activation checkpointing wrapper adds."""
     return ".".join(part for part in name.split(".") if part != _CHECKPOINT_WRAPPED_MODULE)
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Whether ``torch.jit.script`` made ``module``; such ones take no hooks on state dicts."""
+    """Whether ``torch.jit.script`` made ``module``, which then takes no state dict hooks."""
     return isinstance(module, RecursiveScriptModule)
 
 
 def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put ``parameter`` under ``name``; skips ``nn.Module.__setattr__``'s checks where it can."""
+    """Register ``parameter`` as ``name``, without ``__setattr__``'s checks where possible."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[name] = parameter
     else:
@@ -135,25 +135,25 @@ def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter) ->
 
 
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
-    """The parameter now registered under ``name``."""
+    """Return the parameter now registered as ``name``."""
     return cast(nn.Parameter, module._parameters[name])
 
 
 def holds_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> bool:
-    """Whether ``parameter`` is what is registered under ``name``."""
+    """Whether ``parameter`` is the one registered as ``name``."""
     return module._parameters.get(name) is parameter
 
 
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The module's own children by name, one that is registered twice twice."""
+    """Return the module's children by name; one registered twice is listed twice."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The module's own buffers, by name, as the mutable dictionary that the module uses."""
+    """Return the module's own buffers by name: the mutable dictionary that the module uses."""
     return module._buffers
 
 
 def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Let two tensors change places, for all who hold them."""
+    """Exchange two tensors for everyone who holds them."""
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
