@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from shardwise.cli import main
 from shardwise.cli import run as cli_run
 from shardwise.cli.names import read_name, read_path
-from shardwise.launch.network import split
+from shardwise.launch.network import parse_endpoint
 
 Capture = pytest.CaptureFixture[str]
 
@@ -180,8 +180,8 @@ def test_whatever_is_typed_the_answer_is_one_short_line(
     "host", ["", "a..b", "x" * 64, "a/b", "~nosuchuser", "a b", "a\0b", "a\x1bb", "user@host"]
 )
 def test_what_is_no_name_of_a_host_is_never_looked_up(host: str) -> None:
-    assert split(f"{host}:29400") is None
-    assert split("host-a.example.org:29400") == ("host-a.example.org", 29400)
-    assert split("bücher.example:1") == ("bücher.example", 1)
-    assert split("[fe80::1%eth0]:1") == ("fe80::1%eth0", 1)
-    assert split("a:" + "9" * 5000) is None
+    assert parse_endpoint(f"{host}:29400") is None
+    assert parse_endpoint("host-a.example.org:29400") == ("host-a.example.org", 29400)
+    assert parse_endpoint("bücher.example:1") == ("bücher.example", 1)
+    assert parse_endpoint("[fe80::1%eth0]:1") == ("fe80::1%eth0", 1)
+    assert parse_endpoint("a:" + "9" * 5000) is None

@@ -59,7 +59,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--batch-tokens 0", "--batch-tokens: found 0, expected a multiple of 128"),
         ("--batch-tokens 128 --accumulate 2", "--accumulate: found 2, expected none given"),
         ("--nnodes 2 --node-rank 2 --rdzv a:1", "--node-rank: found 2, expected 0 to 1"),
-        ("--node-rank 0", "--node-rank: found without --nnodes, expected --nnodes N too"),
+        ("--node-rank 0", "--node-rank: found without --nnodes, expected --nnodes N as well"),
         ("--nnodes 2:1 --rdzv a:1", "--nnodes: found 2:1, expected 1 or more, or MIN:MAX"),
         ("--nnodes 1:2 --node-rank 2 --rdzv a:1", "--node-rank: found 2, expected 0 to 1"),
         ("--nnodes 3:3 --batch-tokens 512 --rdzv a:1", "--batch-tokens: found 512, expected a mul"),

@@ -28,7 +28,7 @@ from shardwise.doctor.facts import Facts, look
 from shardwise.doctor.table import RendezvousError, Table
 from shardwise.doctor.visit import visit
 from shardwise.launch.hosts import Nodes
-from shardwise.launch.network import reach
+from shardwise.launch.network import connect
 
 ESCAPES = "\x1b[2J\x1b]0;mine\x07\r\n\u202eok   ranks"
 FACTS = look(Nodes(2, 1, "127.0.0.1", 1), 1)
@@ -50,7 +50,7 @@ def stranger(port: int, *lines: bytes) -> Iterator[None]:
     """Somebody who comes to host 0, says some lines, and stays until it is left."""
 
     def talk() -> None:
-        line = reach("127.0.0.1", port, 10.0)
+        line = connect("127.0.0.1", port, 10.0)
         with contextlib.closing(line), socket.socket(fileno=os.dup(line.fileno())) as raw:
             raw.setblocking(True)
             with contextlib.suppress(OSError):

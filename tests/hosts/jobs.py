@@ -82,7 +82,7 @@ class Job:
         )
         began = time.monotonic()
         undo = fault(self)
-        self._wait_until(lambda: "beginning again" in self._told(0), "beginning again")
+        self._wait_until(lambda: "continuing" in self._told(0), "continuing")
         named = time.monotonic() - began
         undo()
         return self.end(began, named)

@@ -139,7 +139,7 @@ def test_a_host_joins_is_lost_and_comes_back(hosts: Pair, tmp_path: Path) -> Non
     assert (again.returncode, told.splitlines()) == (
         128 + signal.SIGTERM,
         [
-            "hosts      the others save first, and go on with this host",
+            "hosts      the other hosts save first, and continue with this host",
             "hosts      2 hosts; rank 1 of 2 here",
             "hosts      this host leaves; the job goes on without it",
         ],
@@ -148,13 +148,13 @@ def test_a_host_joins_is_lost_and_comes_back(hosts: Pair, tmp_path: Path) -> Non
     first.send_signal(signal.SIGTERM)
     _, told = first.communicate(timeout=WAIT)
     joins = [
-        "hosts      host 1 (10.77.0.2) joins; saving, to go on with 2 hosts",
-        "hosts      beginning again with 2 hosts",
+        "hosts      host 1 (10.77.0.2) joins; saving, to continue with 2 hosts",
+        "hosts      continuing with 2 hosts",
         "hosts      2 hosts; rank 0 of 2 here",
     ]
-    lost = "host 1 (10.77.0.2) was lost: the connection was closed; beginning again with 1 host"
+    lost = "host 1 (10.77.0.2) was lost: the connection was closed; continuing with 1 host"
     alone = "hosts      1 host; rank 0 of 1 here"
-    left = "hosts      host 1 (10.77.0.2) left; beginning again with 1 host"
+    left = "hosts      host 1 (10.77.0.2) left; continuing with 1 host"
     assert told.splitlines() == [
         *(alone, *joins, f"restart    {lost}"),
         *(alone, *joins, left),
@@ -203,7 +203,7 @@ def test_diloco_goes_on_with_a_host_that_joins_and_without_it(hosts: Pair, tmp_p
     first.wait(timeout=WAIT)
     told = (tmp_path / "err").read_text()
     assert first.returncode == 128 + signal.SIGINT, told
-    assert "host 1 (10.77.0.2) joins; saving, to go on with 2 hosts" in told
+    assert "host 1 (10.77.0.2) joins; saving, to continue with 2 hosts" in told
     assert "host 1 (10.77.0.2) was lost" in told
     found = config.files.read()["sessions"]
     assert [(s["world_size"], s["hosts"]) for s in found] == [(1, 1), (2, 2), (1, 1)]

@@ -125,7 +125,7 @@ def test_a_rank_that_is_killed_brings_all_hosts_back(hosts: Pair, tmp_path: Path
     job.wait_for(*BOTH)
     for code, err in job.end():
         assert code == 0, err
-        assert "a rank of host 1 (10.77.0.2) failed; beginning again with 2 hosts" in err
+        assert "a rank of host 1 (10.77.0.2) failed; continuing with 2 hosts" in err
     assert job.seen() == {*FIRST, *BOTH}
 
 
@@ -138,7 +138,7 @@ def test_a_host_that_is_killed_is_named_and_the_others_go_on(hosts: Pair, tmp_pa
     [(code, err), _] = job.end()
     assert code == 0
     assert "host 1 (10.77.0.2) was lost: the connection was closed" in err
-    assert "beginning again with 1 host" in err
+    assert "continuing with 1 host" in err
 
 
 def test_ctrl_c_on_one_host_stops_all_and_is_no_reason_to_begin_again(
@@ -173,7 +173,7 @@ def test_hosts_that_do_not_fit_together_are_refused(hosts: Pair, tmp_path: Path)
     late = Job(hosts, folders[1], 1)
     [(code, err)] = late.end()
     assert code == 2
-    assert "has begun without this host" in err
+    assert "has started without this host" in err
     (job.folder / "seen" / "end-0").touch()
     assert job.end() == [(0, ""), (0, "")]
 

@@ -134,7 +134,7 @@ def test_a_cut_link_is_named_on_both_sides_and_nothing_is_lost(
 ) -> None:
     ended = jobs["cut"].result()
     assert "host 1 (10.77.0.2) was lost: no sign of life for 10 s" in ended.told[0]
-    assert "beginning again with 1 host" in ended.told[0]
+    assert "continuing with 1 host" in ended.told[0]
     assert ended.named < 10 + SLACK
     assert ended.codes[1] == 1
     assert "host 0 (10.77.0.1:29412) was lost: no sign of life for 10 s" in ended.told[1]
@@ -149,7 +149,7 @@ def test_a_paused_host_is_named_and_harms_nothing_when_it_wakes(
 ) -> None:
     ended = jobs["paused"].result()
     assert "host 1 (10.77.0.2) was lost: no sign of life for 10 s" in ended.told[0]
-    assert "beginning again with 1 host" in ended.told[0]
+    assert "continuing with 1 host" in ended.told[0]
     assert ended.named < 10 + SLACK
     assert ended.codes[1] == 1
     assert "host 0 (10.77.0.1:29412) was lost" in ended.told[1]
@@ -162,7 +162,7 @@ def test_a_killed_rank_is_named_and_all_hosts_begin_again(
     jobs: Jobs, folder: Path, undisturbed: Losses
 ) -> None:
     ended = jobs["rank"].result()
-    again = "a rank of host 1 (10.77.0.2) failed; beginning again with 2 hosts"
+    again = "a rank of host 1 (10.77.0.2) failed; continuing with 2 hosts"
     assert all(again in told for told in ended.told)
     assert "rank 1 of 2 was killed by SIGKILL" in ended.told[1]
     assert ended.named < 1 + SLACK
@@ -176,7 +176,7 @@ def test_a_killed_host_is_named_and_the_other_trains_on(
 ) -> None:
     ended = jobs["host"].result()
     assert "host 1 (10.77.0.2) was lost: the connection was closed" in ended.told[0]
-    assert "beginning again with 1 host" in ended.told[0]
+    assert "continuing with 1 host" in ended.told[0]
     assert ended.named < 1 + SLACK
     inside = "shm" if futex.is_available() else "gloo"
     mesh = f"hybrid over dp_replicate=2 x dp_shard=2, transport gloo/{inside}"

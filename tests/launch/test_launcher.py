@@ -52,7 +52,8 @@ PARENT = """
 import sys
 from shardwise.launch import launcher
 launcher.SETTLE = float(sys.argv[4])
-sys.exit(launcher.Launcher([sys.executable, sys.argv[1], sys.argv[2]], int(sys.argv[3])).run())
+ranks = launcher.Launcher([sys.executable, sys.argv[1], sys.argv[2]], int(sys.argv[3]))
+sys.exit(ranks.run().exit_code)
 """
 
 
@@ -176,7 +177,7 @@ def test_an_error_of_the_user_is_one_line_and_exit_code_2(launch: Callable[..., 
     assert run.end() == (2, "", "error: --steps: found 0, expected 1 or more\n")
 
 
-def test_the_first_error_is_shown_not_its_echo(launch: Callable[..., Run]) -> None:
+def test_the_first_error_is_shown_not_a_secondary_one(launch: Callable[..., Run]) -> None:
     # Rank 0 loses its peer, and says so before rank 1, which is the cause.
     body = """
     if world.rank == 0:
@@ -204,7 +205,7 @@ def test_an_error_that_only_speaks_of_peers_is_an_error_of_its_own(
     assert "later" not in err
 
 
-def test_what_was_raised_from_a_lost_peer_is_an_echo_too(launch: Callable[..., Run]) -> None:
+def test_what_was_raised_from_a_lost_peer_is_secondary_too(launch: Callable[..., Run]) -> None:
     body = """
     if world.rank == 0:
         raise UserError("checkpoint of step 4: rank 1 was lost") from PeerLostError("rank 1")

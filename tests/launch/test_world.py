@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from shardwise.launch.errors import UserError
-from shardwise.launch.rank import MAX_TEXT, Ending, Report
 from shardwise.launch.world import JOB, PARENT_PID, World, find_world, job_id
 
 TORCHRUN = {
@@ -88,17 +87,3 @@ def test_under_torchrun_a_job_lasts_as_long_as_the_agent(monkeypatch: pytest.Mon
     assert told[1] == told[1][:1] * 2
     assert told[0][0].startswith("none, process ")
     assert told[0][0] != told[1][0]
-
-
-def test_a_report_survives_the_pipe() -> None:
-    report = Report(2, Ending.FAILED, 1, "Traceback\n  naïve 汉字", time=12.5)
-    assert Report.from_json(report.to_json()) == report
-
-
-def test_a_report_fits_the_buffer_of_a_pipe_however_long_the_traceback() -> None:
-    report = Report(0, Ending.FAILED, 1, "first\n" + "汉" * 10 * MAX_TEXT + "\nlast")
-    line = report.to_json().encode()
-    assert len(line) < 65536
-    text = Report.from_json(line).text
-    assert text.startswith("first")
-    assert text.endswith("last")

@@ -85,7 +85,8 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is of a subclass that keeps its values in other tensors."""
     if type(tensor) in (torch.Tensor, nn.Parameter):
         return False
-    if is_traceable_wrapper_subclass(tensor):
+    declared = bool(is_traceable_wrapper_subclass(tensor))
+    if declared:
         return True
     try:  # not every wrapper declares itself as one
         tensor.untyped_storage().data_ptr()

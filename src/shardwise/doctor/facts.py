@@ -15,7 +15,7 @@ from shardwise.checkpoint.disk.strict import Fields, check_text, refuse
 from shardwise.doctor.measure import Memory, measure_memory
 from shardwise.errors import CheckpointError
 from shardwise.launch.hosts import Nodes
-from shardwise.launch.network import addresses, interface_of, own_address
+from shardwise.launch.network import address_towards, addresses, interface_of
 
 _VERSIONS = ("python", "torch", "shardwise")
 _SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -146,7 +146,7 @@ def look(nodes: Nodes, nproc: int) -> Facts:
 
 def _address(towards: str) -> str:
     try:
-        return own_address(towards)
+        return address_towards(towards)
     except OSError:
         return ""
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from shardwise.checkpoint.disk.strict import Fields
 from shardwise.errors import CheckpointError
-from shardwise.launch.network import join, listening_everywhere
+from shardwise.launch.network import format_endpoint, listening_everywhere
 from shardwise.transport.shm import futex
 
 
@@ -120,7 +120,7 @@ def measure(address: str, port: int) -> Link:
     try:
         return Link(gbit=_stream(address, port), ms=_ping(address, port))
     except OSError as error:
-        return Link(error=f"{join(address, port)}: {error.strerror or error}")
+        return Link(error=f"{format_endpoint(address, port)}: {error.strerror or error}")
 
 
 def _ping(address: str, port: int) -> float:

@@ -17,12 +17,12 @@ from shardwise.doctor.checks import Finding, fail
 from shardwise.launch.hosts import Nodes
 from shardwise.launch.network import (
     ClosedError,
-    Line,
+    Connection,
     addresses,
-    is_number,
+    connect,
+    is_address,
     listening,
-    reach,
-    reach_of,
+    scope_of,
 )
 from shardwise.units import printable
 
@@ -65,8 +65,8 @@ class Table:
         self.seat = 0
         self._count = 0  # of seats, once host 0 has told
         self._nodes = nodes
-        self._guests: list[Line | None] = []
-        self._host: Line | None = None
+        self._guests: list[Connection | None] = []
+        self._host: Connection | None = None
         if nodes.rank == 0:
             self._wait_for_guests()
         else:
@@ -81,7 +81,7 @@ class Table:
                     deadline = min(deadline, time.monotonic() + (_GRACE if nodes.count > 1 else 0))
                 listener.settimeout(max(0.01, min(0.2, deadline - time.monotonic())))
                 with contextlib.suppress(OSError):  # none came, or one that has left already
-                    self._guests.append(Line(listener.accept()[0]))
+                    self._guests.append(Connection(listener.accept()[0]))
 
     def gather(self, value: Any, seconds: float) -> list[Any]:
         """Tell all hosts a value, and hear theirs, in the order of seats.
@@ -221,7 +221,7 @@ class Table:
             except ClosedError:
                 self._part_with(seat, guest)
 
-    def _part_with(self, seat: int, guest: Line) -> None:
+    def _part_with(self, seat: int, guest: Connection) -> None:
         guest.close()
         self._guests[seat] = None
 
@@ -257,8 +257,8 @@ def _door(told: Any, beside: str) -> tuple[str, int] | None:
             those of the others are none. Empty on host 0, which has seen where they came from.
     """
     match told:
-        case [str(address), int(port)] if port in _PORTS and is_number(address):
-            fits = not beside or reach_of(address) == reach_of(beside)
+        case [str(address), int(port)] if port in _PORTS and is_address(address):
+            fits = not beside or scope_of(address) == scope_of(beside)
             return (address, port) if fits else None
     return None
 
@@ -273,9 +273,9 @@ def _listen(nodes: Nodes) -> socket.socket:
         raise RendezvousError(fail(RENDEZVOUS, text, advice)) from None
 
 
-def _reach(nodes: Nodes) -> Line:
+def _reach(nodes: Nodes) -> Connection:
     try:
-        return reach(nodes.address, nodes.port, nodes.timeout)
+        return connect(nodes.address, nodes.port, nodes.timeout)
     except OSError as error:
         text = f"{nodes.where} cannot be reached from here ({error.strerror or error})"
         raise RendezvousError(fail(RENDEZVOUS, text, _advice(nodes, error))) from None

@@ -8,11 +8,11 @@ import sys
 
 
 class UserError(Exception):
-    """What its user can put right: shown as one line, without a traceback.
+    """An error that the user can fix, shown as one line without a traceback.
 
     Attributes:
         exit_code: the exit status of the command.
-        passing: whether the same may succeed later, so that ``--max-restarts`` begins again.
+        passing: whether the same command may succeed later, so that ``--max-restarts`` applies.
     """
 
     exit_code = 2
@@ -22,11 +22,11 @@ class UserError(Exception):
 class Stopped(BaseException):
     """The run was asked to stop (SIGINT, SIGTERM) and did.
 
-    Not an ``Exception``, so that nothing which handles failures takes it for one.
+    Not an ``Exception``, so that code which handles failures does not catch it.
 
     Attributes:
-        signum: the signal that asked.
-        message: what to tell the user.
+        signum: the signal.
+        message: what to show the user.
     """
 
     def __init__(self, signum: int, message: str) -> None:
@@ -41,7 +41,7 @@ class Stopped(BaseException):
 
 
 def signal_name(signum: int) -> str:
-    """The name of a signal, ``SIGTERM`` for 15."""
+    """Return the name of a signal, ``SIGTERM`` for 15."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -49,6 +49,6 @@ def signal_name(signum: int) -> str:
 
 
 def say(text: str) -> None:
-    """Write a line to standard error."""
+    """Write a line to standard error, unless its reader is gone."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)

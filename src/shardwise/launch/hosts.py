@@ -1,4 +1,4 @@
-"""A job over several hosts, as its user describes it, and the lines that start it."""
+"""A job over several hosts as its user describes it, and the command lines that start it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from shardwise.launch.errors import UserError
-from shardwise.launch.network import is_ipv6, join, split
+from shardwise.launch.network import format_endpoint, is_ipv6, parse_endpoint
 
-UNNUMBERED = -1  # rank of a host that host 0 gives one
+UNNUMBERED = -1  # rank of a host to which host 0 assigns one
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class Nodes:
     """A job over several hosts, as its user describes it on each of them.
 
     Attributes:
-        count: number of hosts; the most there may be where ``least`` is given.
-        rank: of this host, 0 .. count - 1; host 0 is where ``address`` is. :data:`UNNUMBERED`:
-            host 0 chooses, where ``least`` is given.
+        count: number of hosts; the largest number if ``least`` is given.
+        rank: of this host, 0 .. count - 1; host 0 is the one at ``address``. :data:`UNNUMBERED`
+            lets host 0 choose, if ``least`` is given.
         address: of host 0, a name or a number.
-        port: where the hosts meet.
+        port: of the rendezvous on host 0.
         timeout: seconds to wait for all hosts, or for ``least`` of them.
-        least: the fewest hosts that the job goes on with; others may come later. None: hosts are
-            ``count`` from the beginning, and none come later.
+        least: the smallest number of hosts that the job runs on, in an elastic job, which hosts may
+            join and leave. None if exactly ``count`` hosts take part from start to end.
     """
 
     count: int
@@ -42,44 +42,51 @@ class Nodes:
         """Read ``--nnodes``, ``--node-rank``, ``--rdzv`` and ``--rdzv-timeout``.
 
         Returns:
-            None where none of them asks for several hosts.
+            The job, or None if none of them asks for several hosts.
 
         Raises:
-            UserError: one of them is missing, or out of range.
+            UserError: one of them is missing or out of range.
         """
         if nnodes is None:
             for option, found in (("--node-rank", rank), ("--rdzv", rdzv)):
                 if found is not None:
-                    raise UserError(f"{option}: found without --nnodes, expected --nnodes N too")
+                    raise UserError(
+                        f"{option}: found without --nnodes, expected --nnodes N as well"
+                    )
             return None
         least, count = numbers_of_hosts(str(nnodes))
         if rank is None and least is not None:
             rank = UNNUMBERED
         elif rank is None or not 0 <= rank < count:
             raise UserError(f"--node-rank: found {rank}, expected 0 to {count - 1}")
-        where = split(rdzv or "")
+        where = parse_endpoint(rdzv or "")
         if where is None:
             raise UserError(
-                f"--rdzv: found {rdzv}, expected HOST:PORT, of the host of rank 0; an IPv6 address "
-                "in brackets, as [2001:db8::1]:29400"
+                f"--rdzv: found {rdzv}, expected HOST:PORT of the host with --node-rank 0; an "
+                "IPv6 address in brackets, as [2001:db8::1]:29400"
             )
         if not timeout > 0:
             raise UserError(f"--rdzv-timeout: found {timeout}, expected a number above 0")
         return cls(count, rank, *where, timeout, least)
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether hosts may join and leave while the job runs."""
+        return self.least is not None
+
+    @property
     def where(self) -> str:
-        """``HOST:PORT``."""
-        return join(self.address, self.port)
+        """The rendezvous as ``HOST:PORT``."""
+        return format_endpoint(self.address, self.port)
 
     @property
     def nnodes(self) -> str:
-        """How many hosts, as it is written: ``2``, or ``1:4``."""
+        """The number of hosts as users write it: ``2``, or ``1:4``."""
         return str(self.count) if self.least is None else f"{self.least}:{self.count}"
 
 
 def numbers_of_hosts(nnodes: str) -> tuple[int | None, int]:
-    """Read ``N`` or ``MIN:MAX``: the fewest hosts, None for ``N``, and the most.
+    """Read ``N`` or ``MIN:MAX``: the smallest number of hosts, None for ``N``, and the largest.
 
     Raises:
         UserError: it is neither.
@@ -94,11 +101,12 @@ def numbers_of_hosts(nnodes: str) -> tuple[int | None, int]:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a host that comes later has to agree with.
+    """What hosts that join later have to agree on.
 
     Attributes:
-        options: what all hosts have to be asked for alike, by the names of the options.
-        why_not: of so many hosts: why the job cannot run over them; None: it can.
+        options: what all hosts have to be started with alike, by the names of the options.
+        why_not: given a number of hosts, returns why the job cannot run over them, or None if it
+            can.
     """
 
     options: Mapping[str, object] = field(default_factory=dict)
@@ -106,21 +114,21 @@ class Terms:
 
 
 def spans_hosts(nodes: Nodes | None) -> bool:
-    """Whether a job was asked for over several hosts."""
+    """Whether the user asked for a job over several hosts."""
     return nodes is not None and nodes.count > 1
 
 
 @dataclass(frozen=True)
 class Share:
-    """The ranks of one host among all ranks of a round.
+    """The ranks of one host among all ranks of a generation.
 
     Attributes:
         first: rank of its first process.
         world_size: ranks of all hosts.
-        address: where rank 0 serves the store.
-        port: where, on that host.
-        interface: the network interface to the other hosts; None: not found.
-        round: how often the job has begun again before.
+        address: of the host of rank 0, which serves the store.
+        port: of the store.
+        interface: the network interface to the other hosts; None if it was not found.
+        generation: how many generations the job has had before.
     """
 
     first: int
@@ -128,11 +136,11 @@ class Share:
     address: str
     port: int
     interface: str | None
-    round: int = 0
+    generation: int = 0
 
 
 _NAME = re.compile(r"[\w.:-]+", re.ASCII)  # of a host, or its address
-_OVER_HOSTS = ("train", "doctor")  # the commands that take the options for several hosts
+_OVER_HOSTS = ("train", "doctor")  # commands that take the options for several hosts
 
 
 @dataclass(frozen=True)
@@ -140,11 +148,11 @@ class Layout:
     """Where a job runs.
 
     Attributes:
-        hosts: their names; the first is where they meet.
+        hosts: their names; the rendezvous is on the first.
         nproc: ranks of each.
-        port: where they meet.
+        port: of the rendezvous.
         arguments: of ``shardwise``: ``train lm --model llama-150m``.
-        nnodes: ``MIN:MAX``, where more hosts may come later, and some go; None: none.
+        nnodes: ``MIN:MAX`` for an elastic job, which hosts may join and leave.
     """
 
     hosts: tuple[str, ...]
@@ -154,23 +162,25 @@ class Layout:
     nnodes: str | None = None
 
     def check(self) -> None:
-        """Check that it can be started.
+        """Check that the job can be started.
 
         Raises:
-            UserError: naming what cannot.
+            UserError: names what is wrong.
         """
         if not self.arguments:
-            raise UserError("launch-lines: found no command, expected one behind --: -- train lm")
+            raise UserError("launch-lines: found no command, expected one after --: -- train lm")
         if self.arguments[0] not in _OVER_HOSTS:
             expected = "options of its own, then --, then train or doctor: -- train lm"
             raise UserError(f"launch-lines: found {self.arguments[0]}, expected {expected}")
         if self.arguments[0] == "train" and (*self.arguments, "")[1][:1] in ("", "-"):
-            raise UserError("launch-lines: found train, expected what to train too: -- train lm")
+            raise UserError(
+                "launch-lines: found train, expected a recipe to train as well: -- train lm"
+            )
         if len(set(self.hosts)) < len(self.hosts) or not all(map(_NAME.fullmatch, self.hosts)):
             raise UserError(f"--hosts: found {','.join(self.hosts)}, expected names, each once")
         for host in self.hosts:
             if ":" in host and not is_ipv6(host):
-                expected = "names without ports; --rdzv-port has where the hosts meet"
+                expected = "names without ports; the port goes into --rdzv-port"
                 raise UserError(f"--hosts: found {host}, expected {expected}")
         if self.nproc < 1:
             raise UserError(f"--nproc: found {self.nproc}, expected 1 or more")
@@ -184,35 +194,37 @@ class Layout:
         ours = {"--nnodes", "--node-rank", "--rdzv", "--nproc"}
         for argument in self.arguments:
             if argument.partition("=")[0] in ours:
-                raise UserError(f"launch-lines: found {argument} behind --, which it adds itself")
+                raise UserError(
+                    f"launch-lines: found {argument} after --, expected none: launch-lines adds it"
+                )
 
 
 def own_lines(layout: Layout) -> list[tuple[str, str]]:
-    """Host and line, with our own launcher; for hosts that come later, one without a number."""
+    """Return each host with its command line for our own launcher, and one for hosts that join."""
     lines = []
     places = [(host, ["--node-rank", str(rank)]) for rank, host in enumerate(layout.hosts)]
     if layout.nnodes is not None:
-        places.append(("every host that comes later", []))
+        places.append(("every host that joins later", []))
     for host, own in places:
         words = ["shardwise", *layout.arguments, "--nproc", str(layout.nproc)]
         if len(places) > 1:
             words += ["--nnodes", layout.nnodes or str(len(layout.hosts)), *own]
-            words += ["--rdzv", join(layout.hosts[0], layout.port)]
+            words += ["--rdzv", format_endpoint(layout.hosts[0], layout.port)]
         lines.append((host, shlex.join(words)))
     return lines
 
 
 def torchrun_lines(layout: Layout) -> list[tuple[str, str]]:
-    """Host and line, with torchrun.
+    """Return each host with its command line for torchrun.
 
     Raises:
-        UserError: the command has restarts of our own launcher, or is none that torchrun starts.
+        UserError: the command asks for restarts of our own launcher, or torchrun cannot start it.
     """
     command, *options = layout.arguments
     ours = [o for o in options if o.partition("=")[0] == "--max-restarts"]
     if ours or command == "doctor":
         found = ours[0] if ours else command
-        raise UserError(f"--torchrun: found {found} behind --, expected train without it")
+        raise UserError(f"--torchrun: found {found} after --, expected train without it")
     lines = []
     for rank, host in enumerate(layout.hosts):
         words = ["torchrun", f"--nnodes={len(layout.hosts)}", f"--node-rank={rank}"]
@@ -223,7 +235,7 @@ def torchrun_lines(layout: Layout) -> list[tuple[str, str]]:
 
 
 def slurm_script(layout: Layout, nodes: int) -> str:
-    """A script for ``sbatch``, over as many nodes, whichever Slurm gives."""
+    """Return a script for ``sbatch`` over ``nodes`` nodes, whichever Slurm assigns."""
     command = shlex.join(["shardwise", *layout.arguments, "--nproc", str(layout.nproc)])
     doctor = f"shardwise doctor --nproc {layout.nproc}"
     where = '--nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" --rdzv "$MEET"'
@@ -232,15 +244,15 @@ def slurm_script(layout: Layout, nodes: int) -> str:
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
-# Slurm tells ranks to save and stop, five minutes before the time is over; --auto-resume goes on.
+# Slurm asks ranks to save and stop, five minutes before the time is over; --auto-resume continues.
 #SBATCH --signal=TERM@300
 set -euo pipefail
 
-# The first host of the job is where the others meet.
+# The rendezvous is on the first host of the job.
 MEET="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):{layout.port}"
 export MEET
 
-# What would go wrong, before anything is trained.
+# Find problems between the hosts before training starts.
 srun bash -c {shlex.quote(f"exec {doctor} {where}")}
 
 srun --kill-on-bad-exit=1 bash -c {shlex.quote(f"exec {command} {where}")}

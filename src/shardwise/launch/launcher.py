@@ -9,6 +9,7 @@ spawn ──> watch ──┬─ every rank ended well ────────�
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import IO
 
@@ -28,11 +30,74 @@ from shardwise.launch.rank import STOP_SIGNALS, Ending, Report, Stage
 from shardwise.launch.world import JOB, PARENT_PID, REPORT_FD, STORE_FD
 
 POLL = 0.02  # seconds between looks at the ranks
-SETTLE = 0.5  # after a failure: seconds for its traces on other ranks to show
-ECHO = 0.5  # seconds within which a second signal is the same Ctrl-C, come by another way
-STOP_GRACE = 30.0  # after one rank has stopped: seconds for the others to do so
+SETTLE = 0.5  # seconds to wait after a failure, until other ranks that it affects have reported too
+SAME_SIGNAL = 0.5  # seconds within which a second signal is the same Ctrl-C, delivered twice
+STOP_GRACE = 30.0  # seconds for the other ranks to stop after the first one has
+TAIL_LINES = 20
 LOOPBACK = "127.0.0.1"
-THIS_JOB = uuid.uuid4().hex  # a process launches one job, however often that begins again
+THIS_JOB = uuid.uuid4().hex  # a process launches one job, however often that is restarted
+
+
+class Order(enum.Enum):
+    """What the job asks of the ranks of this host."""
+
+    CONTINUE = "continue"
+    SAVE_AND_STOP = "save and stop"  # once they train, since more hosts join
+    ABORT = "abort"  # at once: the job, or its generation, has ended elsewhere
+
+
+class Result(enum.Enum):
+    """How the ranks of a host ended."""
+
+    COMPLETED = "completed"  # all of them, or they stopped in order
+    FAILED = "failed"  # and another attempt would fail too, or nobody wants one
+    CRASHED = "crashed"  # killed, or by an error that may not happen again
+    SECONDARY = "secondary"  # only because ranks of other hosts failed first
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the ranks did not end well."""
+        return self is not Result.COMPLETED
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether another attempt may end better."""
+        return self in (Result.CRASHED, Result.SECONDARY)
+
+
+class StoppedBy(enum.Enum):
+    """What asked the ranks of a host to stop."""
+
+    NOTHING = "nothing"
+    RANK = "rank"  # a signal to a rank, or hosts that join
+    LAUNCHER = "launcher"  # a signal to the launcher itself
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run of local ranks ended.
+
+    Attributes:
+        exit_code: 0, or the exit code of the rank that failed first (128 + signal for one that a
+            signal killed), or 128 + signal when the run was stopped.
+        result: how the ranks ended.
+        stopped_by: what asked them to stop.
+        farewell: over several hosts, the last words of a rank that stopped. Whether they are true
+            depends on whether the job has ended.
+    """
+
+    exit_code: int
+    result: Result = Result.COMPLETED
+    stopped_by: StoppedBy = StoppedBy.NOTHING
+    farewell: str = ""
+
+
+class _Phase(enum.Enum):
+    """How far the ranks are."""
+
+    RUNNING = "running"
+    REGROUPING = "regrouping"  # they were asked to save and stop, since more hosts join
+    STOPPING = "stopping"  # they received the signal that asked to stop
 
 
 class Launcher:
@@ -41,12 +106,10 @@ class Launcher:
     Args:
         command: program and arguments, the same for every rank.
         nproc: number of ranks.
-        environ: environment of the ranks; this process's own where None.
-        share: which ranks of several hosts these are; None: all of them are here.
-        listener: where rank 0 is here, and hosts are several: bound, for the store.
-        is_over: asked often while ranks run: whether the job has ended elsewhere.
-        regroups: asked often, too: whether the ranks shall save and stop once they train, since
-            more hosts join.
+        environ: environment of the ranks; this process's own if None.
+        share: which ranks of several hosts these are; None if all of them are here.
+        listener: over several hosts, where rank 0 is here: the bound socket of the store.
+        order: called often while ranks run; returns what the job asks of them.
     """
 
     def __init__(
@@ -57,69 +120,36 @@ class Launcher:
         *,
         share: Share | None = None,
         listener: socket.socket | None = None,
-        is_over: Callable[[], bool] = lambda: False,
-        regroups: Callable[[], bool] = lambda: False,
+        order: Callable[[], Order] = lambda: Order.CONTINUE,
     ) -> None:
         self._command = list(command)
         self._nproc = nproc
         self._environ = dict(os.environ if environ is None else environ)
-        self._ranks: list[LocalRank] = []
-        self._signals: list[int] = []
-        self._first_signal_at = 0.0
         self._share = share
         self._listener = listener
-        self._is_over = is_over
-        self._regroups = regroups
-        self._regrouping = False  # the ranks were asked to stop, since more hosts join
-        self._cut_short = False  # some did not come to an end by themselves
-        self.farewell = ""
-        self.failed = False
-        self.echo = False
-        self.may_restart = False
+        self._order = order
+        self._ranks: list[LocalRank] = []
+        self._phase = _Phase.RUNNING
+        self._signals: list[int] = []
+        self._first_signal_at = 0.0
 
     @property
-    def stopped(self) -> bool:
-        """Whether a signal asked this launcher, or one of its ranks, to stop."""
-        asked = self.signalled or self._cut_short
-        return asked or any(rank.stopped for rank in self._ranks)
+    def has_stepped(self) -> bool:
+        """Whether every rank has completed a step."""
+        return all(rank.has_stepped for rank in self._ranks)
 
-    @property
-    def signalled(self) -> bool:
-        """Whether a signal asked this launcher itself to stop."""
-        return bool(self._signals)
-
-    @property
-    def training(self) -> bool:
-        """Whether every rank has made a step, and makes more: asked to stop now, they save."""
-        return all(rank.stage is Stage.TRAINING for rank in self._ranks)
-
-    @property
-    def stepped(self) -> bool:
-        """Whether every rank has made a step."""
-        return all(rank.stepped for rank in self._ranks)
-
-    def run(self) -> int:
-        """Start the ranks and wait for them.
-
-        Returns:
-            0, or the exit code of the rank that failed first (128 + signal for one that a signal
-            killed), or 128 + signal when the run was stopped. By then no rank is running.
-            ``failed`` says whether it ended badly, as against having been stopped in order;
-            ``echo`` whether only because ranks of other hosts went first; ``may_restart`` whether
-            another attempt may end better: a rank was killed, crashed or lost a peer, as against a
-            mistake of its user. Over several hosts ``farewell`` is what a rank that stopped had to
-            say, which may be the end of the job or not.
-        """
+    def run(self) -> Outcome:
+        """Start the ranks and wait for them. When this returns, no rank is running."""
         before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
         try:
-            # Blocked while spawning: the mask passes to the ranks, which unblock when they can
+            # Blocked while spawning: ranks inherit the mask, and unblock the signals when they can
             # tell a stop from a crash.
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             self._spawn()
             for signum in STOP_SIGNALS:
                 signal.signal(signum, self._note_signal)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-            return self._watch()
+            outcome = self._watch()
         finally:
             for rank in self._ranks:
                 rank.kill()
@@ -127,13 +157,18 @@ class Launcher:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        if self._signals:
+            return replace(outcome, stopped_by=StoppedBy.LAUNCHER)
+        if any(rank.stopped for rank in self._ranks):
+            return replace(outcome, stopped_by=StoppedBy.RANK)
+        return outcome
 
     def _note_signal(self, signum: int, frame: FrameType | None) -> None:
         del frame
         now = time.monotonic()
         if not self._signals:
             self._first_signal_at = now
-        elif now - self._first_signal_at < ECHO:
+        elif now - self._first_signal_at < SAME_SIGNAL:
             return
         self._signals.append(signum)
 
@@ -158,8 +193,8 @@ class Launcher:
         }
         env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // self._nproc)))
         if sys.platform.startswith("linux") and share.interface is not None:
-            # Else backends look up the name of this host, which need not resolve, or to what
-            # other hosts cannot reach.
+            # Otherwise backends look up the name of this host, which may not resolve, or may
+            # resolve to an address that other hosts cannot reach.
             env.setdefault("GLOO_SOCKET_IFNAME", share.interface)
             if self._share is not None:
                 env.setdefault("NCCL_SOCKET_IFNAME", share.interface)
@@ -168,7 +203,7 @@ class Launcher:
     def _start(self, first: int, local: int, shared: Mapping[str, str], listener: int) -> LocalRank:
         rank = first + local
         env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(local)}
-        # Rank 0 speaks to the user. The others' output is kept for the case that they crash.
+        # Rank 0 writes to the user. The output of the others is kept in case they crash.
         output = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the rank)
         pipe, child_pipe = os.pipe()
         os.set_blocking(pipe, False)
@@ -190,132 +225,107 @@ class Launcher:
             os.close(child_pipe)
         return LocalRank(rank, process, pipe, output)
 
-    def _watch(self) -> int:
-        forwarded = False
+    def _watch(self) -> Outcome:
         stopped_since: float | None = None
         while True:
-            self._look()
+            for rank in self._ranks:
+                rank.poll()
             if any(rank.failed for rank in self._ranks):
                 return self._fail()
             if all(rank.code is not None for rank in self._ranks):
                 return self._finish()
-            if self._is_over():
-                return self._end_with_the_job()
+            order = self._order()
+            if order is Order.ABORT:
+                self._kill_ranks()
+                return Outcome(1)
             if len(self._signals) > 1:
                 return self._kill("at once")
-            if not self._signals and self._regroups() and self.training:
-                self._regrouping = True
-            if (self._signals or self._regrouping) and not forwarded:
-                forwarded = True
-                self._forward(self._signals[0] if self._signals else signal.SIGTERM)
+            self._advance(order)
             if any(rank.stopped for rank in self._ranks):
                 stopped_since = stopped_since or time.monotonic()
                 if time.monotonic() - stopped_since > STOP_GRACE:
-                    if self._regrouping and not self._signals:
+                    if self._phase is _Phase.REGROUPING and not self._signals:
                         return self._end_regrouping()
                     return self._kill("without waiting for all ranks")
             time.sleep(POLL)
 
-    def _forward(self, signum: int) -> None:
+    def _advance(self, order: Order) -> None:
+        """Ask the ranks to stop, once, if a signal or the job asks for it."""
+        if self._phase is not _Phase.RUNNING:
+            return
+        # Ranks that have not completed a step have nothing to save, and would not stop in order.
+        training = all(rank.stage is Stage.TRAINING for rank in self._ranks)
+        if self._signals:
+            self._phase, signum = _Phase.STOPPING, self._signals[0]
+        elif order is Order.SAVE_AND_STOP and training:
+            self._phase, signum = _Phase.REGROUPING, signal.SIGTERM
+        else:
+            return
         for rank in self._ranks:
             if rank.code is None:
                 rank.process.send_signal(signum)
 
-    def _look(self) -> None:
-        for rank in self._ranks:
-            rank.look()
-
-    def _finish(self) -> int:
+    def _finish(self) -> Outcome:
         stopped = [rank.report for rank in self._ranks if rank.stopped and rank.report]
         if not stopped:
-            return 0
+            return Outcome(0)
         if self._share is not None:
-            self.farewell = stopped[0].text
-        else:
-            say(stopped[0].text)
-        return stopped[0].exit_code
+            return Outcome(stopped[0].exit_code, farewell=stopped[0].text)
+        say(stopped[0].text)
+        return Outcome(stopped[0].exit_code)
+
+    def _fail(self) -> Outcome:
+        deadline = time.monotonic() + SETTLE
+        while time.monotonic() < deadline and any(rank.code is None for rank in self._ranks):
+            time.sleep(POLL)
+            for rank in self._ranks:
+                rank.poll()
+        for rank in self._ranks:
+            rank.poll()
+        failed = [rank for rank in self._ranks if rank.failed]
+        secondary = all(rank.is_secondary for rank in failed)
+        if secondary and self._signals:
+            # These ranks lost a peer that had already stopped, as asked.
+            return self._stop_early()
+        if secondary and self._phase is _Phase.REGROUPING:
+            return self._end_regrouping()
+        first = min(failed, key=lambda rank: (rank.is_secondary, rank.failed_at))
+        self._kill_ranks()
+        code = _show(first, self._nproc if self._share is None else self._share.world_size)
+        if secondary:
+            return Outcome(code, Result.SECONDARY)
+        mistakes = [rank for rank in failed if rank.report and rank.report.ending is Ending.USER]
+        return Outcome(code, Result.FAILED if mistakes or self._signals else Result.CRASHED)
+
+    def _end_regrouping(self) -> Outcome:
+        # All ranks save together: where one of them has stopped, everything is saved.
+        self._kill_ranks()
+        return Outcome(128 + signal.SIGTERM, stopped_by=StoppedBy.RANK)
+
+    def _stop_early(self) -> Outcome:
+        self._kill_ranks()
+        signum = self._signals[0]
+        say(f"Stopped by {signal_name(signum)} before the first step; there was nothing to save.")
+        return Outcome(128 + signum, Result.FAILED)
+
+    def _kill(self, how: str) -> Outcome:
+        self._kill_ranks()
+        signum = self._signals[0] if self._signals else signal.SIGTERM
+        say(f"Stopped {how} by {signal_name(signum)}; what was not saved is lost.")
+        return Outcome(128 + signum, Result.FAILED)
 
     def _kill_ranks(self) -> None:
         for rank in self._ranks:
             rank.kill()
-        restore_cursor()
-
-    def _end_with_the_job(self) -> int:
-        self._kill_ranks()
-        return 1
-
-    def _kill(self, how: str) -> int:
-        self.failed = True
-        self._kill_ranks()
-        signum = self._signals[0] if self._signals else signal.SIGTERM
-        say(f"Stopped {how} by {signal_name(signum)}; what was not saved is lost.")
-        return 128 + signum
-
-    def _fail(self) -> int:
-        deadline = time.monotonic() + SETTLE
-        while time.monotonic() < deadline and any(rank.code is None for rank in self._ranks):
-            time.sleep(POLL)
-            self._look()
-        self._look()
-        failed = [rank for rank in self._ranks if rank.failed]
-        echo = all(rank.is_echo for rank in failed)
-        if echo and self._regrouping and not self._signals:
-            return self._end_regrouping()
-        self.failed = True
-        if echo and self._signals:
-            # Ranks that lost a peer because it had stopped already, as asked.
-            return self._stop_early()
-        self.echo = echo
-        self.may_restart = not self._signals and all(
-            rank.report is None or rank.report.ending is not Ending.USER for rank in failed
-        )
-        first = min(failed, key=lambda rank: (rank.is_echo, rank.failed_at))
-        self._kill_ranks()
-        return _show(first, self._nproc if self._share is None else self._share.world_size)
-
-    def _end_regrouping(self) -> int:
-        # Saving is what all ranks do together: where one has stopped, all is saved.
-        self._cut_short = True
-        self._end_with_the_job()
-        return 128 + signal.SIGTERM
-
-    def _stop_early(self) -> int:
-        self._kill_ranks()
-        signum = self._signals[0]
-        say(f"Stopped by {signal_name(signum)} before the first step; there was nothing to save.")
-        return 128 + signum
-
-
-def usable_cores() -> int:
-    """The number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _show(rank: LocalRank, nproc: int) -> int:
-    """Tell the user why a rank failed; return the exit code of the run."""
-    if rank.report is not None:
-        if rank.report.ending is not Ending.USER:
-            say(f"error: rank {rank.rank} of {nproc} failed:")
-        say(rank.report.text)
-        return rank.report.exit_code
-    code = rank.code or 1
-    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-    if -code == signal.SIGKILL:
-        how += " (the system may have run out of memory)"
-    tail = rank.tail()
-    if tail:
-        say(tail)
-    say(f"error: rank {rank.rank} of {nproc} {how}")
-    return 128 - code if code < 0 else code
-
-
-TAIL_LINES = 20
+        # A rank that is killed cannot show the cursor again that its progress bar hid.
+        with contextlib.suppress(OSError):
+            if sys.stdout.isatty():
+                sys.stdout.write("\x1b[?25h\n")
+                sys.stdout.flush()
 
 
 class LocalRank:
-    """One child process, its pipe for a :class:`Report` and its output."""
+    """One child process, with its pipe for stages and a :class:`Report`, and its output."""
 
     def __init__(
         self, rank: int, process: subprocess.Popen[bytes], pipe: int, output: IO[bytes]
@@ -324,7 +334,7 @@ class LocalRank:
         self.process = process
         self.report: Report | None = None
         self.stage: Stage | None = None
-        self.stepped = False
+        self.has_stepped = False
         self.ended_at = 0.0
         self._pipe = pipe
         self._received = b""
@@ -332,11 +342,11 @@ class LocalRank:
 
     @property
     def code(self) -> int | None:
-        """The exit code as Popen has it (-9 for SIGKILL), None while running."""
+        """The exit code as Popen reports it (-9 for SIGKILL), None while the rank is running."""
         return self.process.returncode
 
-    def look(self) -> None:
-        """Take in what happened since the last look."""
+    def poll(self) -> None:
+        """Read what the rank has reported since the last call, and whether it has ended."""
         if self.code is None and self.process.poll() is not None:
             self.ended_at = time.monotonic()
         with contextlib.suppress(BlockingIOError):
@@ -347,7 +357,7 @@ class LocalRank:
             stage = Stage.from_line(line)
             if stage is not None:
                 self.stage = stage
-                self.stepped |= stage is Stage.TRAINING
+                self.has_stepped |= stage is Stage.TRAINING
             elif self.report is None:
                 self.report = Report.from_json(line)
 
@@ -364,8 +374,8 @@ class LocalRank:
         return self.report is not None and self.report.ending is Ending.STOPPED
 
     @property
-    def is_echo(self) -> bool:
-        """Whether this rank failed only because another one went first."""
+    def is_secondary(self) -> bool:
+        """Whether this rank failed only because another one failed first."""
         return self.report is not None and self.report.ending is Ending.PEER
 
     @property
@@ -374,27 +384,44 @@ class LocalRank:
         return self.ended_at if self.report is None else self.report.time
 
     def kill(self) -> None:
-        """End it now, and wait until it has gone."""
+        """Kill the process, and wait until it is gone."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
 
     def tail(self) -> str:
-        """The last lines that this rank wrote (nothing for rank 0, which writes to our own)."""
+        """Return the last lines that this rank wrote; none for rank 0, which writes to our own."""
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - 16384))
         lines = self._output.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
 
     def close(self) -> None:
-        """Give back its descriptors."""
+        """Close its descriptors."""
         os.close(self._pipe)
         self._output.close()
 
 
-def restore_cursor() -> None:
-    """A rank that is killed cannot show the cursor again that its progress bar hid."""
-    with contextlib.suppress(OSError):
-        if sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h\n")
-            sys.stdout.flush()
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _show(rank: LocalRank, nproc: int) -> int:
+    """Show the user why a rank failed; return the exit code of the run."""
+    if rank.report is not None:
+        if rank.report.ending is not Ending.USER:
+            say(f"error: rank {rank.rank} of {nproc} failed:")
+        say(rank.report.text)
+        return rank.report.exit_code
+    code = rank.code or 1
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    if -code == signal.SIGKILL:
+        how += " (the system may have run out of memory)"
+    tail = rank.tail()
+    if tail:
+        say(tail)
+    say(f"error: rank {rank.rank} of {nproc} {how}")
+    return 128 - code if code < 0 else code

@@ -25,10 +25,10 @@ _HOST = re.compile(r"[\w.:%-]+")  # a name, or an address with its zone
 _Where = tuple[Any, ...]  # a socket address
 
 
-def split(where: str) -> tuple[str, int] | None:
-    """Read ``HOST:PORT`` or ``[ADDRESS]:PORT``; None where it is neither.
+def parse_endpoint(where: str) -> tuple[str, int] | None:
+    """Read ``HOST:PORT`` or ``[ADDRESS]:PORT``; None if it is neither.
 
-    An IPv6 address needs its brackets: without them nobody can tell where it ends.
+    An IPv6 address needs its brackets: without them its end would be ambiguous.
     """
     host, _, port = where.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -45,7 +45,7 @@ def split(where: str) -> tuple[str, int] | None:
 
 
 def _is_looked_up(host: str) -> bool:
-    """Whether a name can be asked for: none of its parts is empty or too long."""
+    """Whether a name can be looked up: none of its parts is empty or too long."""
     try:
         host.encode("idna")
     except UnicodeError:
@@ -53,13 +53,13 @@ def _is_looked_up(host: str) -> bool:
     return True
 
 
-def join(host: str, port: int) -> str:
-    """The inverse of :func:`split`."""
+def format_endpoint(host: str, port: int) -> str:
+    """Write what :func:`parse_endpoint` reads."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def canonical(host: str) -> str:
-    """A number in its usual spelling; a name as it is."""
+    """Return an address in its usual spelling, and a name as it is."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
@@ -67,7 +67,7 @@ def canonical(host: str) -> str:
 
 
 def is_ipv6(host: str) -> bool:
-    """Whether it is an address, and not a name."""
+    """Whether ``host`` is an IPv6 address."""
     try:
         ipaddress.IPv6Address(host)
     except ValueError:
@@ -75,8 +75,8 @@ def is_ipv6(host: str) -> bool:
     return True
 
 
-def is_number(host: str) -> bool:
-    """Whether it is an address of either kind, and not a name that would be looked up."""
+def is_address(host: str) -> bool:
+    """Whether ``host`` is an address of either kind, and not a name to be looked up."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -84,8 +84,12 @@ def is_number(host: str) -> bool:
     return True
 
 
-def reach_of(address: str) -> str:
-    """From where an address can be reached, in a word: of this host, of its links, of all."""
+def scope_of(address: str) -> str:
+    """Return from where an address can be reached, in a word.
+
+    ``host`` is only this host, ``link`` the hosts on the same link, ``group`` a multicast group and
+    ``all`` any host.
+    """
     found = ipaddress.ip_address(address)
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
         found = found.ipv4_mapped
@@ -96,11 +100,11 @@ def reach_of(address: str) -> str:
     return "link" if found.is_link_local else "all"
 
 
-def own_address(towards: str) -> str:
-    """The address from which this host sends to another; nothing is sent.
+def address_towards(towards: str) -> str:
+    """Return the address from which this host sends to another one; nothing is sent.
 
     Raises:
-        OSError: the other has no address, or there is no way to it.
+        OSError: the other host has no address, or no route leads to it.
     """
     reason: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(
@@ -110,7 +114,7 @@ def own_address(towards: str) -> str:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)
                 own, _, *more = probe.getsockname()
-                # Of an IPv6 address that means something on one link only, the link is part.
+                # The link is part of an IPv6 address that is valid on one link only.
                 return f"{own}%{socket.if_indextoname(more[1])}" if any(more[1:]) else str(own)
         except OSError as error:
             reason = reason or error
@@ -119,9 +123,9 @@ def own_address(towards: str) -> str:
 
 
 def addresses() -> dict[str, list[str]]:
-    """The addresses of every network interface of this host that has one, by name; IPv4 first.
+    """Return the addresses of this host's network interfaces that have any, by name; IPv4 first.
 
-    IPv6 addresses that mean something on one link only (``fe80::``) are left out.
+    IPv6 addresses that are valid on one link only (``fe80::``) are left out.
     """
     found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -149,7 +153,7 @@ def _ipv6_addresses() -> Iterator[tuple[str, str]]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an address of this host."""
+    """Return the network interface with the given address of this host."""
     _, _, zone = address.partition("%")
     if zone:
         return zone
@@ -157,23 +161,23 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_towards(towards: str) -> str | None:
-    """The network interface through which this host reaches another, or has an address itself."""
+    """Return the network interface that leads to another host, or that has this address."""
     try:
-        return interface_of(own_address(towards))
+        return interface_of(address_towards(towards))
     except OSError:
         return None
 
 
 def listening(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens.
+    """Open a listening socket.
 
     Args:
-        address: of this host, a name or a number. Of a name with several addresses, the first
-            that is this host's.
-        port: 0: one that the kernel chooses.
+        address: of this host, a name or a number. If a name has several addresses, the first that
+            belongs to this host is used.
+        port: 0 lets the kernel choose one.
 
     Raises:
-        OSError: the address is none of this host's, or the port is taken.
+        OSError: the address does not belong to this host, or the port is taken.
     """
     reason: OSError | None = None
     for family, _, _, _, where in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
@@ -199,31 +203,30 @@ def _listening_at(family: int, where: _Where, port: int) -> socket.socket:
 
 
 def listening_everywhere() -> socket.socket:
-    """A socket that listens at all addresses of this host, at a port that the kernel chose."""
+    """Open a socket that listens at all addresses of this host; the kernel chooses the port."""
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        except OSError:  # IPv6 is switched off here
+        except OSError:  # IPv6 is disabled here
             pass
     return socket.create_server(("", 0))
 
 
-MAX_LINE = 2**20  # bytes; whoever sends more is none of us
+MAX_LINE = 2**20  # bytes; only another program sends more
 
-
-_RETRY = 0.3  # seconds between attempts to reach a host, whose command may start later
-_ATTEMPT = 3.0  # seconds for one of them
+_RETRY = 0.3  # seconds between attempts to connect
+_ATTEMPT = 3.0  # seconds for one attempt
 
 
 class ClosedError(ConnectionError):
-    """The other end is gone, or is none of us."""
+    """The other end is gone, or does not speak this protocol."""
 
 
-class Line:
-    """One connection.
+class Connection:
+    """Messages, one line of JSON each, over a non-blocking socket between two hosts of a job.
 
     Args:
-        connection: connected; closed with this.
+        connection: the connected socket, which this closes.
 
     Attributes:
         peer: the address of the other end.
@@ -238,14 +241,14 @@ class Line:
         self._waiting: list[dict[str, Any]] = []
 
     def fileno(self) -> int:
-        """For ``select``."""
+        """Return the descriptor, for ``select``."""
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one message. They are small: the buffer of a socket takes them at once.
+        """Send one message. Messages are small: the buffer of a socket takes them at once.
 
         Raises:
-            ClosedError: the other end is gone, or has not read for long.
+            ClosedError: the other end is gone, or has not read for 5 seconds.
         """
         data = json.dumps(message).encode() + b"\n"
         while data:
@@ -259,23 +262,23 @@ class Line:
                 raise ClosedError(str(error)) from None
 
     def receive(self, seconds: float = 0.0) -> list[dict[str, Any]]:
-        """The messages that have come, waiting at most so long for the first.
+        """Return the messages that have arrived, after waiting up to ``seconds`` for the first.
 
         Raises:
-            ClosedError: the other end is gone, or sent what is no message.
+            ClosedError: the other end is gone, or sent something else than messages.
         """
         if b"\n" not in self._received and self._socket.fileno() >= 0:
             select.select([self._socket], [], [], max(0.0, seconds))
         self._received += self._read()
         *lines, self._received = self._received.split(b"\n")
         if len(self._received) > MAX_LINE:
-            raise ClosedError("a message without end")
+            raise ClosedError("a message does not end")
         try:
             messages = [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
-            raise ClosedError("what came is no message of ours") from None
+            raise ClosedError("what arrived is not a message of this protocol") from None
         if not all(isinstance(message, dict) for message in messages):
-            raise ClosedError("what came is no message of ours")
+            raise ClosedError("what arrived is not a message of this protocol")
         return messages
 
     def _read(self) -> bytes:
@@ -292,10 +295,10 @@ class Line:
         return chunk
 
     def next(self, seconds: float) -> dict[str, Any] | None:
-        """The next message, or None if none comes within so many seconds.
+        """Return the next message, or None if none arrives within ``seconds``.
 
         Raises:
-            ClosedError: as :meth:`receive`.
+            ClosedError: as for :meth:`receive`.
         """
         deadline = time.monotonic() + seconds
         while not self._waiting:
@@ -310,8 +313,8 @@ class Line:
         self._socket.close()
 
 
-def reach(host: str, port: int, seconds: float) -> Line:
-    """Connect, however often it takes within so many seconds.
+def connect(host: str, port: int, seconds: float) -> Connection:
+    """Connect to another host, and retry for ``seconds``, since its command may start later.
 
     Raises:
         OSError: why the last attempt failed.
@@ -319,7 +322,7 @@ def reach(host: str, port: int, seconds: float) -> Line:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return Line(socket.create_connection((host, port), timeout=_ATTEMPT))
+            return Connection(socket.create_connection((host, port), timeout=_ATTEMPT))
         except OSError:
             if time.monotonic() > deadline:
                 raise

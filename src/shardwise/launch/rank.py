@@ -1,8 +1,8 @@
 """The life of one rank: tied to its launcher, connected to its peers, reporting how it ends.
 
-SIGINT and SIGTERM leave at once, or let the step finish first. Before training and after it there
-is nothing to save: a signal raises :class:`Stopped` wherever the rank is. Inside
-``with signals.deferred():`` it is only noted, and the training loop reads it between steps.
+SIGINT and SIGTERM end a rank at once, or after the current step. Before and after training there is
+nothing to save: a signal raises :class:`Stopped` wherever the rank is. Inside ``with
+signals.deferred():`` it is only noted, and the training loop checks for it between steps.
 
 A rank reports over a pipe of its own: one line for every :class:`Stage`, then one JSON object, the
 :class:`Report`. The time in it is from the machine's monotonic clock, which all processes of a host
@@ -33,24 +33,24 @@ from shardwise.errors import PeerLostError, lost_peer_behind
 from shardwise.launch.errors import Stopped, UserError, signal_name
 from shardwise.launch.world import PARENT_PID, REPORT_FD, STORE_FD, World, launched_here
 
-# A disk that takes no more: nothing that a traceback would help with.
+# The disk is full or read-only: a traceback would not help.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoReturn:
     """Run ``body`` as one rank and end the process with its exit code.
 
-    Exit codes: 0 when ``body`` returns, 2 for a :class:`UserError` (unless it says another), 128 +
-    signal for :class:`Stopped`, 1 for every other error. What was raised from the loss of a peer is
-    an error of that kind, whatever it became: the same command may succeed later.
+    The exit code is 0 when ``body`` returns, 2 for a :class:`UserError` (unless it has another
+    one), 128 + signal for :class:`Stopped`, and 1 for every other error. Any error raised from the
+    loss of a peer counts as that loss: the same command may succeed later.
     """
-    signals = StopSignals(_tell)
+    signals = StopSignals(_report_stage)
     try:
         signals.install()
         faulthandler.enable()
         _die_with_parent()
         body(world, signals)
-    except BaseException as error:  # whatever it is, the launcher must hear of it
+    except BaseException as error:  # the launcher must learn of it, whatever it is
         _report(_ending(world, error), world)
         code = _exit_code(error)
     else:
@@ -60,15 +60,18 @@ def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoRetu
 
 @contextlib.contextmanager
 def connected(world: World, backend: str, timeout: float | None = None) -> Iterator[None]:
-    """Be a member of the default process group of ``torch.distributed``.
+    """Join the default process group of ``torch.distributed`` for the duration of the context.
 
-    Under our launcher rank 0 serves the store on a socket that the launcher has bound already, so
-    no port can be lost to another program; otherwise MASTER_ADDR and MASTER_PORT say where it is.
+    Under our launcher, rank 0 serves the store on a socket that the launcher has already bound, so
+    no other program can take its port; otherwise MASTER_ADDR and MASTER_PORT locate the store.
 
     Args:
         world: this rank.
         backend: for ``init_process_group``, e.g. ``gloo``.
-        timeout: seconds that a collective may take; None: torch's default.
+        timeout: seconds that a collective may take; None for torch's default.
+
+    Raises:
+        PeerLostError: another rank died, or never started.
     """
     import torch.distributed as dist
 
@@ -84,15 +87,15 @@ def connected(world: World, backend: str, timeout: float | None = None) -> Itera
             ) from error
         raise
     yield
-    # Only after success: with a peer gone, tearing down may wait for it. The barrier keeps rank
-    # 0's store alive until no rank needs it.
+    # Only after success: if a peer is gone, shutting down may wait for it. The barrier keeps the
+    # store of rank 0 alive until no rank needs it.
     with naming_lost_peer(None, "the barrier at the end"):
         dist.barrier()
     dist.destroy_process_group()
 
 
 def _connect(world: World, backend: str, timeout: timedelta | None) -> None:
-    """Make the default process group."""
+    """Create the default process group."""
     import torch.distributed as dist
 
     if not launched_here():
@@ -112,13 +115,13 @@ def _connect(world: World, backend: str, timeout: timedelta | None) -> None:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process when its launcher dies, however that happens."""
+    """Let the kernel kill this process when its launcher dies, for whatever reason."""
     parent = os.environ.get(PARENT_PID)
     if parent is None or not sys.platform.startswith("linux"):
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it died before the line above
+    if os.getppid() != int(parent):  # it died before the call above
         os._exit(1)
 
 
@@ -152,7 +155,7 @@ def _exit_code(error: BaseException) -> int:
     return 1
 
 
-def _tell(stage: Stage) -> None:
+def _report_stage(stage: Stage) -> None:
     fd = os.environ.get(REPORT_FD)
     if fd is not None:
         stage.send(int(fd))
@@ -163,7 +166,7 @@ def _report(report: Report, world: World) -> None:
     if fd is not None:
         report.send(int(fd))
         return
-    # No launcher of ours to choose among the reports: every rank shows its own failure.
+    # Without our launcher, which would choose among reports, every rank shows its own failure.
     if report.ending is Ending.STOPPED and report.rank != 0:
         return
     prefix = f"[rank {report.rank}] " if world.size > 1 else ""
@@ -175,7 +178,7 @@ def _leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     if code:
-        # Skips destructors that could wait for peers which are gone.
+        # Skip destructors that could wait for peers that are gone.
         os._exit(code)
     sys.exit(0)
 
@@ -184,27 +187,27 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """The stop signals of this process. Make one, in the main thread.
+    """The stop signals of this process. Create one, in the main thread.
 
     Args:
-        tell: tells the launcher when it may send one and lose nothing.
+        report: reports to the launcher when a signal would lose nothing.
     """
 
-    def __init__(self, tell: Callable[[Stage], None] | None = None) -> None:
+    def __init__(self, report: Callable[[Stage], None] | None = None) -> None:
         self._noted = 0
         self._deferred = False
-        self._tell = tell
+        self._report = report
         self._stage: Stage | None = None
 
     def install(self) -> None:
-        """Take over the signals, and unblock them where a launcher blocked them."""
+        """Handle the signals, and unblock them if a launcher blocked them."""
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     @property
     def noted(self) -> int:
-        """The first stop signal that came while deferred, or 0."""
+        """The first stop signal that arrived while deferred, or 0."""
         return self._noted
 
     @contextlib.contextmanager
@@ -214,16 +217,16 @@ class StopSignals:
         try:
             yield
         finally:
-            self._reach(Stage.ENDING)
+            self._enter(Stage.ENDING)
             self._deferred = False
 
     def stepped(self) -> None:
-        """A step was made: whoever asks to stop from here on finds all of it saved."""
-        self._reach(Stage.TRAINING)
+        """Report that a step was completed: from now on a stop request loses nothing."""
+        self._enter(Stage.TRAINING)
 
-    def _reach(self, stage: Stage) -> None:
-        if self._tell is not None and stage is not self._stage:
-            self._tell(stage)
+    def _enter(self, stage: Stage) -> None:
+        if self._report is not None and stage is not self._stage:
+            self._report(stage)
         self._stage = stage
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
@@ -238,19 +241,19 @@ class StopSignals:
 
 
 # Characters. Long enough for a traceback; short enough, at four bytes each, for the buffer of a
-# pipe, so that a rank which dies never waits for its launcher.
+# pipe, so that a dying rank never waits for its launcher.
 MAX_TEXT = 14 * 1024
 
 
 class Stage(enum.Enum):
-    """How far a rank is, for a launcher that may want it to stop and go on later."""
+    """How far a rank is, for a launcher that may ask it to stop and continue later."""
 
-    TRAINING = "training"  # it has made a step; asked to stop, it saves
-    ENDING = "ending"  # it makes no more steps; what there was to save is saved
+    TRAINING = "training"  # it has completed a step; asked to stop, it saves
+    ENDING = "ending"  # it takes no more steps; everything is saved
 
     @staticmethod
     def from_line(line: bytes) -> Stage | None:
-        """The stage that a line names, if it is none of a report."""
+        """Return the stage that a line names, or None if it belongs to a report."""
         return next((stage for stage in Stage if stage.value.encode() == line), None)
 
     def send(self, fd: int) -> None:
@@ -261,10 +264,10 @@ class Stage(enum.Enum):
 class Ending(enum.Enum):
     """Why a rank ended."""
 
-    STOPPED = "stopped"  # asked to, by a signal
-    USER = "user"  # an error its user can put right
+    STOPPED = "stopped"  # because a signal asked it to
+    USER = "user"  # an error that the user can fix
     FAILED = "failed"  # any other error
-    PEER = "peer"  # another rank went first
+    PEER = "peer"  # another rank failed first
 
 
 @dataclass(frozen=True)
@@ -273,7 +276,7 @@ class Report:
 
     Attributes:
         rank: the global rank.
-        ending: why.
+        ending: why it ended.
         exit_code: the status that the process is about to exit with.
         text: one line for ``USER`` and ``STOPPED``, a traceback otherwise.
         time: seconds on the host's monotonic clock.
@@ -286,7 +289,7 @@ class Report:
     time: float = field(default_factory=time.monotonic)
 
     def to_json(self) -> str:
-        """One line of JSON; the middle of a text that is too long is left out."""
+        """Return one line of JSON; a text that is too long loses its middle."""
         text = self.text
         if len(text) > MAX_TEXT:
             half = MAX_TEXT // 2
@@ -296,7 +299,7 @@ class Report:
 
     @staticmethod
     def from_json(line: str | bytes) -> Report:
-        """Read back what :meth:`to_json` wrote."""
+        """Read what :meth:`to_json` wrote."""
         fields = json.loads(line)
         return Report(**{**fields, "ending": Ending(fields["ending"])})
 
@@ -306,23 +309,23 @@ class Report:
 
 
 def _send(fd: int, line: str) -> None:
-    with contextlib.suppress(OSError):  # a launcher that is gone is not an error
+    with contextlib.suppress(OSError):  # it is no error if the launcher is gone
         os.write(fd, line.encode() + b"\n")
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Around the imports of a process that begins: what is alive afterwards is taken to stay.
+    """Import modules at the start of a process without garbage collection; all of them stay alive.
 
-    Python looks for garbage while torch and transformers make a million objects, and among them
-    again each time it looks later, and when the process ends. There is none: without looking, a
-    rank that starts and ends takes 2.4 seconds of a processor instead of 4.
+    Python searches for garbage while torch and transformers create a million objects, and searches
+    those again later and when the process ends. There is none: without the search, a rank that
+    starts and ends takes 2.4 seconds of CPU time instead of 4.
     """
-    looks = gc.isenabled()
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        if looks:
+        if collects:
             gc.enable()

@@ -1,6 +1,6 @@
-"""Which rank of which world this process is, as its environment says.
+"""The rank and the world of this process, as its environment describes them.
 
-The variables are torch's own (``torchrun`` sets the same): RANK, WORLD_SIZE, LOCAL_RANK,
+The variables are torch's own (``torchrun`` sets the same ones): RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 """
 
@@ -14,16 +14,16 @@ from pathlib import Path
 
 from shardwise.launch.errors import UserError
 
-# Set by our launcher for its children, on top of torch's variables.
-PARENT_PID = "SHARDWISE_PARENT_PID"  # process that must outlive the rank
+# Set by our launcher for its children, in addition to torch's variables.
+PARENT_PID = "SHARDWISE_PARENT_PID"  # the process that must outlive the rank
 REPORT_FD = "SHARDWISE_REPORT_FD"  # pipe for this rank's Report
-JOB = "SHARDWISE_JOB"  # id of the job, the same each time that it begins again
+JOB = "SHARDWISE_JOB"  # id of the job, the same after a restart
 STORE_FD = "SHARDWISE_STORE_FD"  # rank 0: the listening socket of the store
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all.
+    """This process among all processes of the run.
 
     Attributes:
         rank: 0 .. size - 1.
@@ -39,15 +39,15 @@ class World:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts, where every host runs as many processes."""
+        """The number of hosts, if every host runs the same number of processes."""
         return max(1, self.size // self.local_size)
 
 
 def find_world(environ: Mapping[str, str] | None = None) -> World | None:
-    """The world that the environment names, or None where it names none.
+    """Return the world that the environment describes, or None if it describes none.
 
     Raises:
-        UserError: only half of it is there, or a number is none or out of range.
+        UserError: a variable is missing, is not a number, or is out of range.
     """
     env = os.environ if environ is None else environ
     if "RANK" not in env and "WORLD_SIZE" not in env:
@@ -56,7 +56,7 @@ def find_world(environ: Mapping[str, str] | None = None) -> World | None:
         if name not in env:
             raise UserError(
                 f"environment: found no {name}, expected RANK, WORLD_SIZE, MASTER_ADDR and "
-                "MASTER_PORT together; start with torchrun, or with --nproc and none of them"
+                "MASTER_PORT together; start with torchrun, or pass --nproc and set none of them"
             )
     size = _number(env, "WORLD_SIZE", None, low=1)
     rank = _number(env, "RANK", None, low=0, below=size)
@@ -71,11 +71,11 @@ def launched_here() -> bool:
 
 
 def job_id() -> str | None:
-    """The id of the job that this process is a rank of: the same each time that it begins again.
+    """Return the id of the job that this process is a rank of, which stays the same over restarts.
 
     Our launcher hands one down. Under torchrun it is the process that starts the ranks, again after
-    one failed: run ids are names, and one may be given to two jobs. None: nobody starts it again,
-    or who does cannot be known.
+    one failed: run ids are names, and two jobs may have the same one. None if nobody restarts the
+    job, or if that process cannot be identified.
     """
     if launched_here():
         return os.environ.get(JOB)
@@ -84,7 +84,7 @@ def job_id() -> str | None:
         return None
     agent = os.getppid()
     try:
-        # The numbers of processes come again; with the time at which it started, one is unique.
+        # Process ids are reused; together with the start time they are unique.
         started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return None

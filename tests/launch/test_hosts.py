@@ -45,7 +45,7 @@ def test_every_host_has_a_line_of_its_own(
         assert shlex.split(again.splitlines()[1])[-1] == "[2001:db8::1]:29400"
     code, out, _ = output(monkeypatch, capsys, "--nnodes", "1:3", *options)
     heads, lines = out.splitlines()[::2], out.splitlines()[1::2]
-    assert heads == ["# on a", "# on b", "# on every host that comes later"]
+    assert heads == ["# on a", "# on b", "# on every host that joins later"]
     for own, line in zip((["--node-rank", "0"], ["--node-rank", "1"], []), lines, strict=True):
         words = ["shardwise", *COMMAND, "--nproc", "4", "--nnodes", "1:3"]
         assert shlex.split(line) == [*words, *own, "--rdzv", "a:29500"]
@@ -103,13 +103,19 @@ def test_a_line_in_bash_is_the_command_that_was_asked_for(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--hosts a,b", "found no command, expected one behind --"),
+        ("--hosts a,b", "found no command, expected one after --"),
         ("-- train lm", "--hosts: found none, expected --hosts A,B or --slurm NODES"),
         ("--hosts a,a -- train lm", "--hosts: found a,a, expected names, each once"),
         ("--hosts a:29400,b -- train lm", "--hosts: found a:29400, expected names without ports"),
-        ("--hosts a -- train --lr 1", "found train, expected what to train too: -- train lm"),
+        (
+            "--hosts a -- train --lr 1",
+            "found train, expected a recipe to train as well: -- train lm",
+        ),
         ("--hosts a --nproc 0 -- train lm", "--nproc: found 0"),
-        ("--hosts a -- train lm --nproc 2", "found --nproc behind --, which it adds itself"),
+        (
+            "--hosts a -- train lm --nproc 2",
+            "found --nproc after --, expected none: launch-lines adds it",
+        ),
         ("--hosts a --slurm 2 -- train lm", "expected 1 or more, and neither --hosts nor --torchr"),
         ("--hosts a --nprocs 3 -- train lm", "found --nprocs, expected options of its own, then"),
         ("--hosts a -- inspect llama-tiny", "found inspect, expected options of its own, then --"),

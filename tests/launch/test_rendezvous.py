@@ -1,7 +1,9 @@
-"""Hosts that come later, as the meeting sees them: threads stand for launchers and their ranks."""
+"""Hosts that join later, as the server sees them: threads stand for launchers and their ranks."""
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,21 +12,22 @@ from typing import Any
 
 import pytest
 
-from shardwise.launch import generation as one_round
-from shardwise.launch import rendezvous
+from shardwise.launch import generation, rendezvous
 from shardwise.launch.errors import UserError
+from shardwise.launch.generation import Next
 from shardwise.launch.hosts import UNNUMBERED, Nodes, Share, Terms
+from shardwise.launch.launcher import Order, Outcome, Result, StoppedBy
 from shardwise.launch.network import listening
-from shardwise.launch.rendezvous import Attendance, Meeting, Verdict
+from shardwise.launch.rendezvous import LostError, RendezvousClient, RendezvousServer, Verdict
 
 WAIT = 30.0  # seconds that anything may take on a busy machine
 OPTIONS = {"--lr": 0.1}
-SAVED = {"failed": False, "echo": False, "may_restart": False, "by_signal": True}
-DONE = {**SAVED, "by_signal": False}
-FAILED = {**DONE, "failed": True}
-ECHO = {**FAILED, "echo": True, "may_restart": True}
-SIGNALLED = {**SAVED, "signalled": True}
-OVER = Verdict(False, True, "", "hosts")
+SAVED = Outcome(128 + 15, stopped_by=StoppedBy.RANK)
+DONE = Outcome(0)
+FAILED = Outcome(1, Result.FAILED)
+SECONDARY = Outcome(1, Result.SECONDARY)
+SIGNALLED = Outcome(128 + 15, stopped_by=StoppedBy.LAUNCHER)
+OVER = Verdict(Next.END, "", "hosts")
 
 
 class Place:
@@ -39,39 +42,38 @@ class Place:
         self.shares: list[Share] = []
         self.verdicts: list[Verdict] = []
         self.error = ""
-        self.ending: dict[str, Any] | None = None
+        self.ending: Outcome | None = None
         self.gone = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        attendance = Attendance(self.nodes, self.nproc, self.options, self.said.append)
+        client = RendezvousClient(self.nodes, self.nproc, self.options, self.said.append)
         try:
-            while share := attendance.begin(1, self.gone.is_set):
+            while share := client.begin(1, self.gone.is_set):
                 self.shares.append(share)
-                verdict = self._train(attendance)
+                verdict = self._train(client)
                 if verdict is not None:
                     self.verdicts.append(verdict)
-                if verdict is None or not verdict.again:
+                if verdict is None or not verdict.next.begins_again:
                     break
         except UserError as error:
             self.error = str(error)
-        attendance.close()
+        client.close()
 
-    def _train(self, attendance: Attendance) -> Verdict | None:
-        """One round; None where this host vanishes."""
+    def _train(self, client: RendezvousClient) -> Verdict | None:
+        """One generation; None if this host vanishes."""
         ending = None
-        while ending is None and not attendance.is_over():
+        while ending is None and (order := client.order()) is not Order.ABORT:
             time.sleep(0.005)
             if self.gone.is_set():
                 return None
             if self.steps:
-                attendance.train()
+                client.report_training()
             ending, self.ending = self.ending, None
-            if attendance.regroups() and self.steps:
+            if order is Order.SAVE_AND_STOP and self.steps:
                 ending = ending or SAVED
-        how = {"signalled": False, **(ending or FAILED)}
-        return attendance.end(**how, stopped=self.gone.is_set)
+        return client.end(ending or FAILED, self.gone.is_set)
 
     def vanish(self) -> None:
         """As a launcher that is killed."""
@@ -80,7 +82,7 @@ class Place:
 
 
 class Job:
-    """A meeting at a free port of this machine, and the hosts that come."""
+    """A server at a free port of this machine, and the hosts that come."""
 
     def __init__(self, nnodes: str, *, restarts: int = 0, timeout: float = WAIT) -> None:
         with listening("127.0.0.1") as free:
@@ -88,8 +90,8 @@ class Job:
         first = Nodes.of(nnodes, 0, where, timeout)
         assert first is not None
         self.first = first
-        self.meeting = Meeting(first, restarts, Terms(OPTIONS, self._why_not))
-        self.meeting.start()
+        self.server = RendezvousServer(first, restarts, Terms(OPTIONS, self._why_not))
+        self.server.start()
         self.places: list[Place] = []
 
     def _why_not(self, hosts: int) -> str | None:
@@ -105,14 +107,14 @@ class Job:
         return place
 
     def begin(self, hosts: int) -> list[Place]:
-        """So many hosts come, and are in the first round together."""
+        """So many hosts come, and are in the first generation together."""
         places = [self.come(rank) for rank in range(hosts)]
         wait_for(lambda: all(each.shares for each in places))
         return places
 
-    def meeting_waits_for_a_step(self) -> bool:
+    def waits_for_a_step(self) -> bool:
         """Whether host 0 does not know of every host yet that it trains."""
-        return not all(host.training for host in self.meeting._hosts)
+        return not all(host.training for host in self.server._hosts)
 
     def end(self) -> None:
         """Whoever is left has trained to the end."""
@@ -128,7 +130,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
     for module, name, seconds in (
         (rendezvous, "LAST_CALL", 0.3),
         (rendezvous, "_POLL", 0.01),
-        (one_round, "_ECHO", 0.3),
+        (generation, "_SECONDARY", 0.3),
     ):
         monkeypatch.setattr(module, name, seconds)
     jobs: list[Job] = []
@@ -141,7 +143,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
     for each in jobs:
         for place in each.places:
             place.vanish()
-        each.meeting.close()
+        each.server.close()
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -152,7 +154,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def assert_worlds(place: Place, *expected: tuple[int, int]) -> None:
-    """First rank and world size of every round, as soon as there are so many."""
+    """First rank and world size of every generation, as soon as there are so many."""
     wait_for(lambda: len(place.shares) >= len(expected))
     assert [(share.first, share.world_size) for share in place.shares] == list(expected)
 
@@ -171,20 +173,20 @@ def test_a_job_begins_with_all_at_once_and_with_fewer_after_a_while(
     assert "found hosts [0] within 0 s, expected 2 of them or more" in alone.error
 
 
-def test_a_host_joins_between_rounds_and_that_is_no_restart(job: Callable[..., Job]) -> None:
+def test_a_host_joins_between_generations_and_that_is_no_restart(job: Callable[..., Job]) -> None:
     it = job("1:2", restarts=0)
     [first] = it.begin(1)
     first.steps = False
     second = it.come()
     wait_for(lambda: first.said and second.said)
-    assert "host 1 (127.0.0.1) joins; saving, to go on with 2 hosts" in first.said
-    assert second.said == ["the others save first, and go on with this host"]
+    assert "host 1 (127.0.0.1) joins; saving, to continue with 2 hosts" in first.said
+    assert second.said == ["the other hosts save first, and continue with this host"]
     assert first.verdicts == [], "ranks that have not made a step have nothing to save"
     first.steps = True
     assert_worlds(first, (0, 1), (0, 2))
     assert_worlds(second, (1, 2))
-    assert [share.round for share in (*first.shares, *second.shares)] == [0, 1, 1]
-    assert first.verdicts == [Verdict(True, False, "beginning again with 2 hosts", "hosts")]
+    assert [share.generation for share in (*first.shares, *second.shares)] == [0, 1, 1]
+    assert first.verdicts == [Verdict(Next.REGROUP, "continuing with 2 hosts", "hosts")]
     it.end()
     assert [each.verdicts[-1] for each in (first, second)] == [OVER] * 2
 
@@ -197,7 +199,10 @@ def test_hosts_that_do_not_fit_are_told_and_disturb_nobody(job: Callable[..., Jo
         (it.come(options={"--lr": 0.2}), "--lr: found 0.2, expected 0.1, as host 0"),
         (it.come(options={**OPTIONS, "--mesh": "x"}), "--mesh: found x, expected None, as host 0"),
         (it.come(count=4), "--nnodes: found 1:4, expected 1:3, as host 0 has"),
-        (it.come(1), "--node-rank: found 1, which the host 127.0.0.1 has too; expected one of"),
+        (
+            it.come(1),
+            "--node-rank: found 1, which the host 127.0.0.1 has too; expected a different",
+        ),
         (it.come(2), "the job cannot run over 3 hosts: --batch-tokens: found 64"),
     ]
     for place, why in refused:
@@ -227,17 +232,17 @@ def test_two_at_once_join_together_where_one_would_not_fit(
     late.thread.join(WAIT)
     assert "has its 4 hosts already" in late.error
     # And where one is lost, and the three that are left do not fit, the job goes on with two.
-    wait_for(lambda: not it.meeting_waits_for_a_step())
+    wait_for(lambda: not it.waits_for_a_step())
     others[0].vanish()
     others[1].thread.join(WAIT)
     assert "the job cannot run over 3 hosts: --batch-tokens: found 64" in others[1].error
     assert_worlds(second, (1, 2), (1, 4), (1, 2))
-    assert "was lost: the connection was closed; beginning again with 2 hosts" in (
+    assert "was lost: the connection was closed; continuing with 2 hosts" in (
         second.verdicts[-1].text
     )
 
 
-def test_a_newcomer_that_vanishes_while_it_waits_costs_nothing(job: Callable[..., Job]) -> None:
+def test_a_joining_host_that_vanishes_while_it_waits_costs_nothing(job: Callable[..., Job]) -> None:
     it = job("1:2")
     [first] = it.begin(1)
     first.steps = False
@@ -265,10 +270,10 @@ def test_what_fails_while_hosts_join_is_blamed_on_them_and_costs_no_restart(
             second.ending = FAILED
         rounds += [(0, 2), (0, 1)]
         assert_worlds(first, *rounds)
-        assert first.verdicts[-1].text.endswith("; beginning again with 1 host")
+        assert first.verdicts[-1].text.endswith("; continuing with 1 host")
     second.thread.join(WAIT)
     text = "this host failed while it joined; the job goes on without it"
-    assert second.verdicts == [Verdict(False, False, text, "restart")]
+    assert second.verdicts == [Verdict(Next.LEAVE, text, "restart")]
     again = it.come()
     again.thread.join(WAIT)
     assert "this host failed 0 s ago while it joined" in again.error
@@ -278,14 +283,14 @@ def test_what_fails_while_hosts_join_is_blamed_on_them_and_costs_no_restart(
 def test_a_host_that_has_made_a_step_is_one_like_the_others(job: Callable[..., Job]) -> None:
     it = job("1:2", restarts=1)
     [first] = it.begin(1)
-    for rounds, again in ((2, True), (4, False)):
+    for rounds, follows in ((2, Next.RESTART), (4, Next.FAIL)):
         wait_for(lambda rounds=rounds: len(first.shares) == rounds - 1)
         second = it.come()
         wait_for(lambda rounds=rounds: len(first.shares) == rounds)
-        wait_for(lambda: not it.meeting_waits_for_a_step())
+        wait_for(lambda: not it.waits_for_a_step())
         second.vanish()
         wait_for(lambda rounds=rounds: len(first.verdicts) == rounds)
-        assert first.verdicts[-1].again is again
+        assert first.verdicts[-1].next is follows
         assert "host 1 (127.0.0.1) was lost" in first.verdicts[-1].text
 
 
@@ -301,21 +306,21 @@ def test_below_the_least_the_job_waits_for_another(job: Callable[..., Job]) -> N
     assert_worlds(third, (1, 2))
 
 
-@pytest.mark.parametrize("how", [SAVED, ECHO])
+@pytest.mark.parametrize("how", [SAVED, SECONDARY])
 def test_a_host_that_a_signal_stops_leaves_and_costs_no_restart(
-    job: Callable[..., Job], how: dict[str, Any]
+    job: Callable[..., Job], how: Outcome
 ) -> None:
     it = job("1:2", restarts=0)
     first, second = it.begin(2)
-    wait_for(lambda: not it.meeting_waits_for_a_step())
+    wait_for(lambda: not it.waits_for_a_step())
     second.ending = SIGNALLED
     first.ending = how
     second.thread.join(WAIT)
     text = "this host leaves; the job goes on without it"
-    assert second.verdicts == [Verdict(False, False, text, "hosts")]
+    assert second.verdicts == [Verdict(Next.LEAVE, text, "hosts")]
     assert_worlds(first, (0, 2), (0, 1))
-    text = "host 1 (127.0.0.1) left; beginning again with 1 host"
-    assert first.verdicts == [Verdict(True, False, text, "hosts")]
+    text = "host 1 (127.0.0.1) left; continuing with 1 host"
+    assert first.verdicts == [Verdict(Next.REGROUP, text, "hosts")]
 
 
 def test_a_host_that_leaves_before_a_step_is_not_waited_for(job: Callable[..., Job]) -> None:
@@ -330,7 +335,7 @@ def test_a_host_that_leaves_before_a_step_is_not_waited_for(job: Callable[..., J
 def test_a_signal_on_all_hosts_stops_the_job(job: Callable[..., Job]) -> None:
     it = job("1:2", restarts=1)
     places = it.begin(2)
-    wait_for(lambda: not it.meeting_waits_for_a_step())
+    wait_for(lambda: not it.waits_for_a_step())
     for place in reversed(places):
         place.ending = SIGNALLED
     wait_for(lambda: all(place.verdicts for place in places))
@@ -354,3 +359,99 @@ def test_ctrl_c_while_hosts_join_stops_the_job(job: Callable[..., Job]) -> None:
 def test_numbers_of_hosts_that_are_none_are_refused(nnodes: str) -> None:
     with pytest.raises(UserError, match=f"--nnodes: found {nnodes}, expected 1 or more, or MIN:MA"):
         Nodes.of(nnodes, 0, "a:1", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "what arrived is not a message of this protocol"),
+        (b"", "the connection was closed"),
+    ],
+)
+def test_another_program_at_the_port_is_told_from_a_host_that_was_lost(
+    answer: bytes, why: str
+) -> None:
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1)
+            connection.sendall(answer)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1024):
+                pass
+
+    with listening("127.0.0.1") as listener:
+        nodes = Nodes(2, 1, "127.0.0.1", listener.getsockname()[1], timeout=10)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        client = RendezvousClient(nodes, 1)
+        with pytest.raises(UserError, match=r"--rdzv: what listens at 127\.0\.0\.1:") as raised:
+            client.begin(0, lambda: False)
+        client.close()
+        thread.join()
+    assert raised.value.exit_code == 2
+    assert why in str(raised.value)
+
+
+def test_a_host_that_is_parted_with_learns_why_though_the_server_hangs_up() -> None:
+    """Its ranks may still run, and are killed first: the verdict is there before the end."""
+    text = "this host failed while it joined; the job goes on without it"
+    messages = [
+        {"kind": "start", "first": 1, "world_size": 2, "port": 5, "generation": 1},
+        {"kind": "verdict", "next": "leave", "text": text, "label": "restart"},
+    ]
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1)
+            for message in messages:
+                connection.sendall(json.dumps(message).encode() + b"\n")
+                training.wait(WAIT)
+
+    training = threading.Event()
+    with listening("127.0.0.1") as listener:
+        nodes = Nodes(2, 1, "127.0.0.1", listener.getsockname()[1], timeout=10)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        client = RendezvousClient(nodes, 1)
+        share = client.begin(0, lambda: False)
+        assert share is not None
+        assert (share.first, share.world_size, share.port, share.generation) == (1, 2, 5, 1)
+        training.set()
+        wait_for(lambda: client.order() is Order.ABORT)
+        thread.join()
+        assert client.end(FAILED, lambda: False) == Verdict(Next.LEAVE, text, "restart")
+        client.close()
+
+
+def test_a_client_that_waits_for_others_stops_on_a_signal() -> None:
+    with listening("127.0.0.1") as listener:
+        nodes = Nodes(2, 1, "127.0.0.1", listener.getsockname()[1], timeout=10)
+        client = RendezvousClient(nodes, 1)
+        assert client.begin(0, lambda: True) is None
+        assert client.end(DONE, lambda: True) == Verdict(Next.END, "")
+        client.close()
+
+
+def test_a_host_without_host_0_is_told_where_it_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening("127.0.0.1") as free:
+        port = free.getsockname()[1]
+    with pytest.raises(UserError, match=f"host 0 cannot be reached at 127.0.0.1:{port} for 0 s"):
+        RendezvousClient(Nodes(2, 1, "127.0.0.1", port, timeout=0.01), 1)
+    with listening("127.0.0.1") as taken:
+        nodes = Nodes(2, 0, "127.0.0.1", taken.getsockname()[1])
+        with pytest.raises(UserError, match="--rdzv: host 0 cannot listen at"):
+            RendezvousServer(nodes, 0)
+
+
+def test_a_silent_host_0_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "SILENCE", 0.1)
+    monkeypatch.setattr(rendezvous, "BEAT", 0.02)
+    with listening("127.0.0.1") as listener:
+        nodes = Nodes(2, 1, "127.0.0.1", listener.getsockname()[1], timeout=10)
+        client = RendezvousClient(nodes, 1)
+        with pytest.raises(LostError, match="was lost: no sign of life") as raised:
+            client.begin(0, lambda: False)
+        assert raised.value.exit_code == 1
+        client.close()

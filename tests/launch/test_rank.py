@@ -1,0 +1,174 @@
+"""One rank: its imports, the signals that stop it, and how it reports its end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from shardwise.launch.errors import Stopped
+from shardwise.launch.rank import (
+    MAX_TEXT,
+    STOP_SIGNALS,
+    Ending,
+    Report,
+    Stage,
+    StopSignals,
+    importing,
+)
+from shardwise.launch.world import REPORT_FD
+
+
+def test_what_is_imported_is_not_looked_through_for_garbage() -> None:
+    with importing():
+        assert not gc.isenabled()
+        made = [[] for _ in range(1000)]
+    assert gc.isenabled()
+    looked_at = {id(each) for each in gc.get_objects()}
+    assert not any(id(each) in looked_at for each in made)
+    later = [[]]
+    assert id(later) in {id(each) for each in gc.get_objects()}
+
+
+def test_a_failed_import_leaves_the_collector_as_it_was() -> None:
+    with pytest.raises(ModuleNotFoundError), importing():
+        import nowhere  # type: ignore[import-not-found]  # noqa: F401
+    assert gc.isenabled()
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with importing():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stages() -> Iterator[list[Stage]]:
+    """What a rank reports to its launcher; the handlers of this process come back afterwards."""
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    yield []
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize("signum", STOP_SIGNALS)
+def test_a_signal_before_training_ends_the_rank_where_it_is(
+    stages: list[Stage], signum: signal.Signals
+) -> None:
+    signals = StopSignals(stages.append)
+    signals.install()
+    with pytest.raises(Stopped, match="there was nothing to save") as raised:
+        signal.raise_signal(signum)
+    assert raised.value.exit_code == 128 + signum
+    assert signals.noted == signum
+
+
+def test_a_signal_during_training_is_noted_once(stages: list[Stage]) -> None:
+    signals = StopSignals(stages.append)
+    signals.install()
+    with signals.deferred():
+        signals.stepped()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)  # of one Ctrl-C, the launcher's comes second
+        assert signals.noted == signal.SIGINT
+        signals.stepped()
+    assert stages == [Stage.TRAINING, Stage.ENDING], "each stage is reported once"
+
+
+def test_signals_that_a_launcher_blocked_are_delivered(stages: list[Stage]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    signals = StopSignals()
+    os.kill(os.getpid(), signal.SIGTERM)  # waits
+    with pytest.raises(Stopped):
+        signals.install()
+
+
+# -- the end of a rank -----------------------------------------------------------------------------
+
+BODY = """
+import errno, os, sys
+from shardwise.errors import PeerLostError
+from shardwise.launch.errors import Stopped, UserError
+from shardwise.launch.rank import run_rank
+from shardwise.launch.world import World
+
+class TryLaterError(UserError):
+    passing = True
+
+def body(world, signals):
+    {}
+
+run_rank(World(1, 2, 1, 2), body)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "ending", "text"),
+    [
+        ("pass", 0, None, ""),
+        ("raise UserError('--lr: found 0')", 2, Ending.USER, "error: --lr: found 0"),
+        ("raise TryLaterError('no hub')", 2, Ending.FAILED, "no hub"),
+        ("raise Stopped(15, 'saved')", 128 + 15, Ending.STOPPED, "saved"),
+        ("raise ValueError('why')", 1, Ending.FAILED, "ValueError: why"),
+        ("raise PeerLostError('rank 0')", 1, Ending.PEER, "PeerLostError: rank 0"),
+        ("raise UserError('lost') from PeerLostError('x')", 1, Ending.PEER, "lost"),
+        ("raise OSError(errno.ENOSPC, 'full')", 1, Ending.USER, "error: [Errno 28] full"),
+        ("raise BrokenPipeError()", 1, Ending.USER, "error: standard output was closed"),
+    ],
+)
+def test_a_rank_reports_why_it_ends(body: str, code: int, ending: Ending | None, text: str) -> None:
+    read, write = os.pipe()
+    ended = subprocess.run(
+        [sys.executable, "-c", BODY.format(body)],
+        env={**os.environ, REPORT_FD: str(write)},
+        pass_fds=[write],
+        check=False,
+        timeout=60,
+    )
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        lines = pipe.read().splitlines()
+    assert ended.returncode == code
+    if ending is None:
+        assert lines == []
+        return
+    report = Report.from_json(lines[-1])
+    assert (report.rank, report.ending, report.exit_code) == (1, ending, code)
+    assert report.text.splitlines()[-1] == text
+
+
+def test_without_a_launcher_every_rank_shows_its_own_error() -> None:
+    command = [sys.executable, "-c", BODY.format("raise UserError('--lr: found 0')")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (2, "[rank 1] error: --lr: found 0\n")
+
+
+def test_a_stage_is_told_from_a_report() -> None:
+    assert [Stage.from_line(stage.value.encode()) for stage in Stage] == list(Stage)
+    assert Stage.from_line(Report(0, Ending.USER, 2, "training").to_json().encode()) is None
+
+
+def test_a_report_survives_the_pipe() -> None:
+    report = Report(2, Ending.FAILED, 1, "Traceback\n  naïve 汉字", time=12.5)
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_a_report_fits_the_buffer_of_a_pipe_however_long_the_traceback() -> None:
+    report = Report(0, Ending.FAILED, 1, "first\n" + "汉" * 10 * MAX_TEXT + "\nlast")
+    line = report.to_json().encode()
+    assert len(line) < 65536
+    text = Report.from_json(line).text
+    assert text.startswith("first")
+    assert text.endswith("last")
