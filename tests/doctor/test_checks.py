@@ -1,87 +1,210 @@
-"""The doctor on one host, and what the documents say of it. Faults are in tests/hosts."""
+"""The checks: facts and measurements in, findings out."""
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
-from shardwise.cli.main import app
-from shardwise.doctor.facts import Facts, look
-from shardwise.doctor.visit import CHECKS, SECONDS
-from shardwise.launch.hosts import Nodes
-from shardwise.transport.shm import futex
+from shardwise.doctor.checks import (
+    Finding,
+    Level,
+    check_clocks,
+    check_interfaces,
+    check_limits,
+    check_links,
+    check_ports,
+    check_ranks,
+    check_versions,
+    check_within_hosts,
+    check_world,
+    files_needed,
+    gloo_interface,
+    nccl_interface,
+    shortened,
+)
+from shardwise.doctor.facts import Facts
+from shardwise.doctor.measure import Link
 
-GUIDE = Path(__file__).parents[2] / "docs" / "multi-node.md"
+HOST = Facts(
+    rank=0,
+    nnodes=2,
+    nproc=4,
+    name="a",
+    versions={"python": "3.12", "torch": "2.13"},
+    interfaces={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
+    address="10.0.0.1",
+    towards="eth0",
+    resolved="10.0.0.1",
+    files=4096,
+    memory=Link(gbit=80.0, ms=0.01),
+    shm_free=2**30,
+)
+OTHER = replace(
+    HOST,
+    rank=1,
+    name="b",
+    interfaces={"eth0": ["10.0.0.2"]},
+    address="10.0.0.2",
+    resolved="10.0.0.2",
+)
+PAIR = [HOST, OTHER]
+FAST = Link(gbit=10.0, ms=0.2)
+LINKS = {(0, 0): FAST, (1, 1): FAST, (0, 1): FAST, (1, 0): FAST}
 
 
-def test_the_troubleshooting_table_has_a_row_for_every_check() -> None:
-    table = GUIDE.read_text().split("## Troubleshooting")[1]
-    rows = re.findall(r"^\| `([\w ]+)` \|", table, re.MULTILINE)
-    assert tuple(rows) == CHECKS
+def found(findings: list[Finding], level: Level) -> str:
+    """The only finding, which has that level."""
+    [finding] = findings
+    assert finding.level is level, finding
+    assert bool(finding.advice) is (level is not Level.OK), "what is wrong comes with advice"
+    return f"{finding.text}: {finding.advice}"
 
 
-def test_the_documented_limits_are_those_of_the_code() -> None:
-    text = " ".join(GUIDE.read_text().split())
-    assert f"{SECONDS['facts']:.0f} s for what hosts say" in text
-    assert f"{SECONDS['clocks']:.0f} s a host for clocks" in text
-    assert f"measures towards one other, {SECONDS['ways']:.0f} s" in text
+def test_healthy_hosts_pass_every_check() -> None:
+    every = [
+        check_ranks(PAIR, 2),
+        check_world(PAIR),
+        check_versions(PAIR),
+        check_clocks(PAIR, {1: -0.2}),
+        check_interfaces(PAIR),
+        check_limits(PAIR),
+        check_ports(PAIR, LINKS),
+        check_links(PAIR, LINKS, 1.0),
+        check_within_hosts(PAIR, LINKS),
+    ]
+    assert all(each.level is Level.OK for findings in every for each in findings)
+    assert all(findings for findings in every), "that nothing is wrong is a finding too"
+
+
+def test_a_finding_is_a_line_of_columns() -> None:
+    line = str(Finding("clocks", Level.WARN, "host 1 (b) is late", "synchronize"))
+    assert line == "warn clocks      host 1 (b) is late: synchronize"
+
+
+def test_many_items_are_counted() -> None:
+    assert shortened([1, 2], 2, " and ") == "1 and 2"
+    assert shortened(range(10**9), 10**9).endswith("14, 15, 999999984 more")
+
+
+def test_ranks_that_are_missing_or_given_twice() -> None:
+    twice = [HOST, OTHER, replace(OTHER, name="c")]
+    text = found(check_ranks(twice, 2), Level.FAIL)
+    assert text.startswith("rank 1 is used by 2 hosts (b and c)")
+    text = found(check_ranks([HOST], 3), Level.FAIL)
+    assert text.startswith("no host has rank 1, 2: run the command there")
+
+
+def test_hosts_that_expect_another_world() -> None:
+    text = found(check_world([HOST, replace(OTHER, nproc=8)]), Level.FAIL)
+    assert text.startswith("hosts x ranks is 2 x 4 on host 0 (a), 2 x 8 on host 1 (b)")
+
+
+def test_versions_that_differ() -> None:
+    other = replace(OTHER, versions={"python": "3.12", "torch": "2.11"})
+    text = found(check_versions([HOST, other]), Level.FAIL)
+    assert text.startswith("torch is 2.13 on host 0 (a), 2.11 on host 1 (b)")
+
+
+@pytest.mark.parametrize(("ahead", "text"), [(90.0, "90.0 s ahead of"), (-2.0, "2.0 s behind")])
+def test_clocks_that_differ(ahead: float, text: str) -> None:
+    assert f"host 1 (b) is {text} host 0" in found(check_clocks(PAIR, {1: ahead}), Level.WARN)
+
+
+def test_a_host_without_a_way_to_host_0() -> None:
+    text = found(check_interfaces([HOST, replace(OTHER, towards=None)]), Level.FAIL)
+    assert text.startswith("host 1 (b): no interface leads to host 0 (eth0 10.0.0.2)")
+
+
+def test_a_host_whose_name_leads_gloo_to_another_interface() -> None:
+    lost = replace(HOST, resolved="127.0.0.1")
+    text = found(check_interfaces([lost, OTHER]), Level.WARN)
+    assert "gloo would use lo under torchrun" in text
+    assert text.endswith("export GLOO_SOCKET_IFNAME=eth0")
+    assert found(check_interfaces([lost]), Level.OK), "one host needs no way to others"
+    unknown = replace(HOST, resolved="unknown (Name or service not known)")
+    assert "gloo would use none" in found(check_interfaces([unknown, OTHER]), Level.WARN)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("value", "level"),
     [
-        ("--nproc 0", "--nproc: found 0, expected 1 or more"),
-        ("--timeout nan", "--timeout: found nan, expected seconds, above 0"),
-        ("--least-gbit -1", "--least-gbit: found -1.0, expected 0 or more"),
-        ("--nnodes 2", "--node-rank: found None, expected 0 to 1"),
-        (
-            "--nnodes 1:2 --rdzv a:1",
-            "--nnodes: found 1:2, expected the number of hosts that run the doctor now",
-        ),
+        ("eth0", Level.OK),
+        ("eth", Level.OK),
+        ("=eth0,lo", Level.OK),
+        ("^docker0", Level.OK),
+        ("eth7", Level.FAIL),
+        ("eth0,ib0", Level.FAIL),
     ],
 )
-def test_mistakes_are_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: str,
-    message: str,
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["shardwise", "doctor", *options.split()])
-    with pytest.raises(SystemExit) as ended:
-        app()
-    assert ended.value.code == 2
-    assert capsys.readouterr() == ("", f"error: {message}\n")
+def test_variables_name_interfaces_that_exist(value: str, level: Level) -> None:
+    host = replace(HOST, settings={"NCCL_SOCKET_IFNAME": value})
+    text = found(check_interfaces([host, OTHER]), level)
+    if level is Level.FAIL:
+        assert f"NCCL_SOCKET_IFNAME={value}, an interface that it does not have" in text
+        assert text.endswith("unset it, or set it to one of lo, eth0")
 
 
-def test_what_a_host_says_of_itself_is_read_or_refused() -> None:
-    facts = look(Nodes(1, 0, "127.0.0.1", 0), 2)
-    told = json.loads(json.dumps(facts.to_json()))
-    assert Facts.from_json(told) == facts
-    for other in ({**told, "of another version": 1}, {"rank": 0}, "a stranger", None):
-        assert Facts.from_json(other) is None
+def test_backends_choose_interfaces_as_they_document_it() -> None:
+    assert gloo_interface(HOST) == "eth0", "of the host's own name"
+    assert gloo_interface(replace(HOST, settings={"GLOO_SOCKET_IFNAME": "ib0,eth0"})) == "ib0"
+    names = {name: ["10.0.0.1"] for name in ("lo", "docker0", "eth0", "ib0")}
+    assert nccl_interface(replace(HOST, interfaces=names)) == "ib0", "InfiniBand first"
+    assert nccl_interface(HOST) == "eth0"
+    assert nccl_interface(replace(HOST, interfaces={"lo": ["127.0.0.1"]})) == "none"
+    assert nccl_interface(replace(HOST, settings={"NCCL_SOCKET_IFNAME": "lo"})) == "lo"
 
 
-def test_the_doctor_needs_no_torch() -> None:
-    code = "import sys, shardwise.doctor.visit; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+@pytest.mark.parametrize(
+    ("change", "level", "text"),
+    [
+        ({"files": 100}, Level.FAIL, "host 0 (a): 100 open files per process, a rank may need "),
+        ({"memory": Link("no room")}, Level.WARN, "host 0 (a): shared memory: no room"),
+        ({"shm_free": 2**20}, Level.WARN, "host 0 (a): 1 MiB free in /dev/shm"),
+        ({"shm_free": -1}, Level.OK, "4096 files, shared memory works"),
+    ],
+)
+def test_limits_of_a_process(change: dict[str, object], level: Level, text: str) -> None:
+    host = replace(HOST, **change)  # type: ignore[arg-type]
+    assert found(check_limits([host, OTHER]), level).startswith(text)
 
 
-def test_a_host_alone_is_looked_at_without_any_other(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["shardwise", "doctor", "--nproc", "2"])
-    with pytest.raises(SystemExit) as ended:
-        app()
-    lines = capsys.readouterr().out.splitlines()
-    assert (ended.value.code == 0) == (not any(line.startswith("fail") for line in lines))
-    found = {line[5:17].strip() for line in lines}
-    assert found == set(CHECKS) - {"links"}
-    [inside] = [line for line in lines if line[5:11] == "inside"]
-    figures = r"\d+\.\d\d Gbit/s, \d+\.\d\d ms"
-    shared = f"shared memory {figures}" if futex.is_available() else "no shared memory"
-    assert re.search(f"{shared}; messages {figures}", inside)
+def test_ranks_need_more_files_the_more_peers_they_have() -> None:
+    assert files_needed(1024) - files_needed(1) == 4 * 1023
+    many = [replace(HOST, nproc=512), replace(OTHER, nproc=512)]
+    findings = check_limits(many)
+    assert [each.level for each in findings] == [Level.FAIL] * 2
+    assert f"run ulimit -n {files_needed(1024)}" in findings[0].advice
+
+
+def test_pairs_that_cannot_connect() -> None:
+    links = {**LINKS, (1, 0): Link("10.0.0.1:5: timed out")}
+    text = found(check_ports(PAIR, links), Level.FAIL)
+    assert text.startswith("host 1 (b) cannot connect to host 0 (a): 10.0.0.1:5: timed out")
+    assert len(check_links(PAIR, links, 0.0)) == 1, "where nothing passes, nothing is slow"
+    assert found(check_ports([HOST], {(0, 0): FAST}), Level.OK).startswith("one host")
+
+
+@pytest.mark.parametrize(
+    ("link", "advice"),
+    [
+        (Link(gbit=0.5, ms=0.2), "expected 1 Gbit/s; train with --strategy hybrid"),
+        (Link(gbit=10, ms=20.0), "expected 5 ms; --strategy hybrid sends fewer, larger messages"),
+    ],
+)
+def test_links_that_are_slow(link: Link, advice: str) -> None:
+    slow, fast = check_links(PAIR, {(0, 1): link, (1, 0): FAST, (0, 0): link}, 1.0)
+    assert (slow.level, fast.level) == (Level.WARN, Level.OK)
+    assert slow.text == f"host 0 (a) to host 1 (b): {link}"
+    assert slow.advice.startswith(advice)
+
+
+def test_what_ranks_of_one_host_exchange() -> None:
+    mute = replace(OTHER, memory=Link("it needs Linux"))
+    first, second = check_within_hosts([HOST, mute], LINKS)
+    both = "shared memory 80.00 Gbit/s, 0.01 ms; messages 10.00 Gbit/s, 0.20 ms"
+    assert first.text == f"host 0 (a): {both}"
+    assert second.text == "host 1 (b): no shared memory; messages 10.00 Gbit/s, 0.20 ms"
+    down = {(0, 0): Link("127.0.0.1:5: unreachable")}
+    text = found(check_within_hosts([HOST], down), Level.FAIL)
+    assert text.endswith("bring up the loopback device (ip link set lo up)")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._hosts import Host, run, two_hosts
-from shardwise.doctor.visit import CHECKS
+from shardwise.doctor.diagnose import CHECKS
 from tests.hosts.network import needs_hosts, start
 
 pytestmark = needs_hosts
@@ -147,10 +147,12 @@ def test_what_is_wrong_on_one_host_is_told_on_all(hosts: Pair, tmp_path: Path) -
         assert "90.0 s ahead of host 0" in clock
         assert "NCCL_SOCKET_IFNAME=eth7" in " ".join(each.of("interfaces", "fail"))
         gloo = " ".join(each.of("interfaces", "warn"))
-        assert "gloo would take lo" in gloo
+        assert "gloo would use lo" in gloo
         assert "export GLOO_SOCKET_IFNAME=eth0" in gloo
         assert "100 open files" in " ".join(each.of("limits", "fail"))
-        assert "files may grow to 1 MiB only" in " ".join(each.of("limits", "warn"))
+        assert "files, and so shared memory, are limited to 1 MiB" in " ".join(
+            each.of("limits", "warn")
+        )
         slow = [way for way in each.of("links", "warn") if way.startswith("host 1")]
         assert "expected 0.2 Gbit/s; train with --strategy hybrid" in slow[0]
 
@@ -160,8 +162,8 @@ def test_ranks_that_are_there_twice_or_never_are_named(hosts: Pair) -> None:
     for each in visit(*guests):
         assert each.code == 1
         wrong = " ".join(each.of("node ranks", "fail"))
-        assert "rank 1 is that of 2 hosts" in wrong
-        assert "no host came as rank 2" in wrong
+        assert "rank 1 is used by 2 hosts" in wrong
+        assert "no host has rank 2" in wrong
         assert len(each.of("links", "ok")) + len(each.of("links", "warn")) == 6
 
 
@@ -173,7 +175,7 @@ def test_ports_that_are_blocked_are_found_and_nothing_hangs(hosts: Pair) -> None
         assert each.code == 1
         ways = each.of("ports", "fail")
         assert [way.split(" cannot connect to ")[0][:6] for way in ways] == ["host 0", "host 1"]
-        assert "let all TCP ports pass between the hosts" in ways[0]
+        assert "allow all TCP ports between the hosts" in ways[0]
         assert each.seconds < 30
 
 
@@ -187,9 +189,9 @@ def test_a_meeting_that_cannot_be_is_explained_to_each_host(hosts: Pair) -> None
         timeout=1,
     )
     messages = [" ".join(each.of("rendezvous", "fail")) for each in (refused, own, away, alone)]
-    assert "the host is there, and nobody listens" in messages[0]
-    assert "that is this host's own address, and its rank is 1" in messages[1]
-    assert "there is no way to it" in messages[2]
+    assert "the host is up, but nothing listens" in messages[0]
+    assert "this is the address of this host, whose rank is 1" in messages[1]
+    assert "no route leads there" in messages[2]
     assert "cannot listen at 10.77.0.2" in messages[3]
     assert "10.77.0.1 on eth0" in messages[3]
     assert [each.code for each in (refused, own, away, alone)] == [1] * 4

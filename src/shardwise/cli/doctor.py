@@ -40,7 +40,7 @@ def doctor(
     """
     # Here, and not before: other commands start without it.
     from shardwise.doctor.checks import Finding
-    from shardwise.doctor.visit import visit
+    from shardwise.doctor.diagnose import diagnose
     from shardwise.recipes.core.config import require
 
     require(nproc >= 1, "--nproc", nproc, "1 or more")
@@ -53,4 +53,4 @@ def doctor(
     def show(finding: Finding) -> None:
         print(finding, flush=True)
 
-    sys.exit(0 if visit(nodes, nproc, least_gbit, show) else 1)
+    sys.exit(0 if diagnose(nodes, nproc, least_gbit, show) else 1)

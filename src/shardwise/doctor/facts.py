@@ -1,4 +1,4 @@
-"""What a host says of itself, as plain values that travel as JSON."""
+"""The facts about one host, as plain values that are sent as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from shardwise.checkpoint.disk.strict import Fields, check_text, refuse
-from shardwise.doctor.measure import Memory, measure_memory
+from shardwise.doctor.measure import Link, measure_shared_memory
 from shardwise.errors import CheckpointError
 from shardwise.launch.hosts import Nodes
 from shardwise.launch.network import address_towards, addresses, interface_of
@@ -25,22 +25,22 @@ _MOST_ADDRESSES = 4096  # of an interface
 
 @dataclass(frozen=True)
 class Facts:
-    """One host.
+    """The facts about one host.
 
     Attributes:
-        rank: its number, as it was told.
-        nnodes: hosts of the job, as it was told.
+        rank: its ``--node-rank``.
+        nnodes: its ``--nnodes``.
         nproc: ranks on it.
         name: its host name.
         versions: of what has to be the same everywhere.
-        interfaces: addresses by name of each network interface.
-        address: its own, from which it sends to host 0; empty where there is no way.
+        interfaces: the addresses of each network interface, by name.
+        address: the one from which it sends to host 0; empty if no route leads there.
         towards: the interface that has this address.
-        resolved: the first address that its own name has, or what went wrong.
+        resolved: the first address that its own name resolves to, or what went wrong.
         settings: environment variables that choose an interface.
         files: how many files a process may have open.
-        memory: how its ranks can share memory.
-        shm_free: bytes free in ``/dev/shm``; -1 where there is none.
+        memory: shared memory between two of its processes.
+        shm_free: bytes free in ``/dev/shm``; -1 if there is none.
     """
 
     rank: int
@@ -54,74 +54,76 @@ class Facts:
     resolved: str
     settings: dict[str, str] = field(default_factory=dict)
     files: int = 0
-    memory: Memory = field(default_factory=Memory)
+    memory: Link = field(default_factory=Link)
     shm_free: int = -1
 
     @property
-    def who(self) -> str:
-        """For people."""
+    def label(self) -> str:
+        """The host, for messages."""
         return f"host {self.rank} ({self.name})"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
     @staticmethod
     def from_json(values: Any) -> Facts | None:
-        """Read back what :meth:`to_json` made; None where something else came.
+        """Read what :meth:`to_json` returned; None if it is something else.
 
-        A host with another version of Shardwise may say other things of itself, and whoever can
-        reach the port may say anything.
+        A host with another version of Shardwise may send other facts, and whoever can reach the
+        port may send anything.
         """
         try:
-            return _facts(Fields(values, "facts"))
+            return _read(Fields(values, "facts"))
         except CheckpointError:
             return None
 
 
-def _facts(said: Fields) -> Facts:
-    if said.all().keys() != {field.name for field in fields(Facts)}:
-        refuse(said.where, list(said.all()), "the fields of this version")
-    memory = Fields(said.any("memory"), "memory")
-    interfaces = Fields(said.any("interfaces"), "interfaces")
+def _read(fields_: Fields) -> Facts:
+    if fields_.all().keys() != {field.name for field in fields(Facts)}:
+        refuse(fields_.where, list(fields_.all()), "the fields of this version")
+    memory = Link.from_json(fields_.any("memory"))
+    if memory is None:
+        refuse(fields_.where, fields_.any("memory"), "a measurement")
+    interfaces = Fields(fields_.any("interfaces"), "interfaces")
     return Facts(
-        rank=said.number("rank", most=_MOST),
-        nnodes=said.number("nnodes", least=1, most=_MOST),
-        nproc=said.number("nproc", least=1, most=_MOST),
-        name=said.text("name"),
-        versions=_texts(said.any("versions"), _VERSIONS),
+        rank=fields_.number("rank", most=_MOST),
+        nnodes=fields_.number("nnodes", least=1, most=_MOST),
+        nproc=fields_.number("nproc", least=1, most=_MOST),
+        name=fields_.text("name"),
+        versions=_texts(fields_.any("versions"), _VERSIONS),
         interfaces={
             check_text(name, interfaces.where): [
                 _text(each, name) for each in interfaces.items(name, _MOST_ADDRESSES)
             ]
             for name in interfaces.all()
         },
-        address=said.text("address"),
-        towards=None if said.any("towards") is None else said.text("towards"),
-        resolved=said.text("resolved"),
-        settings=_texts(said.any("settings"), _SETTINGS),
-        files=said.number("files", least=-1),
-        memory=Memory(memory.text("error"), memory.real("gbit"), memory.real("ms")),
-        shm_free=said.number("shm_free", least=-1),
+        address=fields_.text("address"),
+        towards=None if fields_.any("towards") is None else fields_.text("towards"),
+        resolved=fields_.text("resolved"),
+        settings=_texts(fields_.any("settings"), _SETTINGS),
+        files=fields_.number("files", least=-1),
+        memory=memory,
+        shm_free=fields_.number("shm_free", least=-1),
     )
 
 
-def _text(said: Any, where: str) -> str:
-    if not isinstance(said, str):
-        refuse(where, said, "a string")
-    return check_text(said, where)
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        refuse(where, value, "a string")
+    return check_text(value, where)
 
 
-def _texts(said: Any, known: Sequence[str]) -> dict[str, str]:
-    """Texts by names, all of which are known."""
-    texts = Fields(said, "texts")
+def _texts(value: Any, known: Sequence[str]) -> dict[str, str]:
+    """Read strings by name, all names being known."""
+    texts = Fields(value, "texts")
     if not texts.all().keys() <= set(known):
         refuse(texts.where, list(texts.all()), f"only {', '.join(known)}")
     return {name: texts.text(name) for name in texts.all()}
 
 
-def look(nodes: Nodes, nproc: int) -> Facts:
-    """Look at this host."""
+def collect_facts(nodes: Nodes, nproc: int) -> Facts:
+    """Collect the facts about this host."""
     name = platform.node()
     address = _address(nodes.address)
     return Facts(
@@ -139,7 +141,7 @@ def look(nodes: Nodes, nproc: int) -> Facts:
         resolved=_resolve(name),
         settings={key: os.environ[key] for key in _SETTINGS if key in os.environ},
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        memory=measure_memory(),
+        memory=measure_shared_memory(),
         shm_free=_shm_free(),
     )
 

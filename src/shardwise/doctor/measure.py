@@ -27,15 +27,29 @@ from shardwise.errors import CheckpointError
 from shardwise.launch.network import format_endpoint, listening_everywhere
 from shardwise.transport.shm import futex
 
+CONNECT = 3.0  # seconds for a connection
+STREAM = 0.5  # seconds of sending, for bandwidth
+DRAIN = 5.0  # seconds for sent data to arrive
+_ROUND_TRIPS = 50
+_CHUNK = bytes(2**18)
+_MOST_CLIENTS = 16  # connections served at a time; hosts connect one after another
+_ECHO, _SINK = b"p", b"s"  # send the data back; answer its end only
+COPYING = 0.3  # seconds of copying, for bandwidth
+START = 3.0  # seconds for the second process to start
+_NBYTES = 16 * 2**20
+_HEADER = mmap.PAGESIZE  # holds the counters of both processes
+_TURNS = 100
+_COPY, _NOTHING, _END = 0, 1, 2
+
 
 @dataclass(frozen=True)
 class Link:
-    """What one host measured towards another.
+    """What was measured between two processes.
 
     Attributes:
-        error: why no connection was made; empty where one was.
-        gbit: bits sent a second, in 10^9.
-        ms: there and back of a small message, median, in milliseconds.
+        error: why nothing could be measured; empty if it could.
+        gbit: bandwidth in Gbit/s (10^9 bits per second).
+        ms: median round trip of a small message, in milliseconds.
     """
 
     error: str = ""
@@ -44,7 +58,7 @@ class Link:
 
     @staticmethod
     def from_json(values: Any) -> Link | None:
-        """What another host has measured; None where something else came."""
+        """Read what another host has measured; None if it is something else."""
         try:
             fields = Fields(values, "link")
             return Link(fields.text("error"), fields.real("gbit"), fields.real("ms"))
@@ -55,36 +69,70 @@ class Link:
         return f"{self.gbit:.2f} Gbit/s, {self.ms:.2f} ms"
 
 
-CONNECT = 3.0  # seconds for a connection
-STREAM = 0.5  # seconds of sending, for bandwidth
-DRAIN = 5.0  # seconds for what was sent to arrive
-_ECHOES = 50
-_CHUNK = bytes(2**18)
-_ANSWERS = 16  # connections that are answered at a time; hosts come one after another
-_BACK, _COUNTED = b"p", b"s"  # what is sent comes back; only its end is answered
+def measure_connection(address: str, port: int) -> Link:
+    """Connect to the :class:`EchoServer` of another host, and time small messages and a stream.
+
+    Takes at most ``CONNECT + STREAM + 2 * DRAIN`` seconds.
+    """
+    try:
+        return Link(gbit=_stream(address, port), ms=_ping(address, port))
+    except OSError as error:
+        return Link(error=f"{format_endpoint(address, port)}: {error.strerror or error}")
 
 
-class Echo:
-    """Answers other hosts at a port that the kernel chose, until it is closed."""
+def _ping(address: str, port: int) -> float:
+    with socket.create_connection((address, port), timeout=CONNECT) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(_ECHO)
+        took: list[float] = []
+        deadline = time.perf_counter() + DRAIN
+        while len(took) < _ROUND_TRIPS and time.perf_counter() < deadline:
+            began = time.perf_counter()
+            connection.sendall(b"x" * 8)
+            received = 0
+            while received < 8:
+                connection.settimeout(max(0.01, deadline - time.perf_counter()))
+                part = connection.recv(8 - received)
+                if not part:
+                    raise ConnectionResetError(None, "the connection was closed")
+                received += len(part)
+            took.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(took)
+
+
+def _stream(address: str, port: int) -> float:
+    with socket.create_connection((address, port), timeout=CONNECT) as connection:
+        connection.settimeout(DRAIN)
+        connection.sendall(_SINK)
+        sent, began = 0, time.perf_counter()
+        while time.perf_counter() - began < STREAM:
+            sent += connection.send(_CHUNK)
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)  # arrives once all data has
+        return 8e-9 * sent / (time.perf_counter() - began)
+
+
+class EchoServer:
+    """Answers :func:`measure_connection` of other hosts, at a port that the kernel chose."""
 
     def __init__(self) -> None:
         self._listener = listening_everywhere()
         self._listener.settimeout(0.2)
         self.port: int = self._listener.getsockname()[1]
         self._closed = threading.Event()
-        self._free = threading.BoundedSemaphore(_ANSWERS)
+        self._free = threading.BoundedSemaphore(_MOST_CLIENTS)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering."""
         self._closed.set()
         self._thread.join()
         self._listener.close()
 
     def _serve(self) -> None:
         while not self._closed.is_set():
-            with contextlib.suppress(OSError):  # none came, or one that has left already
+            with contextlib.suppress(OSError):  # no client, or one that is gone already
                 connection, _ = self._listener.accept()
                 if self._free.acquire(blocking=False):
                     threading.Thread(
@@ -106,110 +154,46 @@ def _answer_connection(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         kind = connection.recv(1)
         while chunk := connection.recv(2**18):
-            if kind == _BACK:
+            if kind == _ECHO:
                 connection.sendall(chunk)
-        if kind == _COUNTED:
+        if kind == _SINK:
             connection.sendall(b"!")
 
 
-def measure(address: str, port: int) -> Link:
-    """Connect to another host's :class:`Echo`, and time small messages and a stream.
+def measure_shared_memory() -> Link:
+    """Try shared memory between two processes, and measure it.
 
-    Takes at most ``CONNECT + STREAM + 2 * DRAIN`` seconds.
+    Takes half a second, and at most ``START`` + 2 seconds.
     """
-    try:
-        return Link(gbit=_stream(address, port), ms=_ping(address, port))
-    except OSError as error:
-        return Link(error=f"{format_endpoint(address, port)}: {error.strerror or error}")
-
-
-def _ping(address: str, port: int) -> float:
-    with socket.create_connection((address, port), timeout=CONNECT) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(_BACK)
-        took: list[float] = []
-        deadline = time.perf_counter() + DRAIN
-        while len(took) < _ECHOES and time.perf_counter() < deadline:
-            began = time.perf_counter()
-            connection.sendall(b"x" * 8)
-            received = 0
-            while received < 8:
-                connection.settimeout(max(0.01, deadline - time.perf_counter()))
-                part = connection.recv(8 - received)
-                if not part:
-                    raise ConnectionResetError(None, "the connection was closed")
-                received += len(part)
-            took.append(time.perf_counter() - began)
-    return 1e3 * statistics.median(took)
-
-
-def _stream(address: str, port: int) -> float:
-    with socket.create_connection((address, port), timeout=CONNECT) as connection:
-        connection.settimeout(DRAIN)
-        connection.sendall(_COUNTED)
-        sent, began = 0, time.perf_counter()
-        while time.perf_counter() - began < STREAM:
-            sent += connection.send(_CHUNK)
-        connection.shutdown(socket.SHUT_WR)
-        connection.recv(1)  # once all has arrived
-        return 8e-9 * sent / (time.perf_counter() - began)
-
-
-SECONDS = 0.3  # of handing over, for bandwidth
-START = 3.0  # seconds for the second process to begin
-_NBYTES = 16 * 2**20
-_HEAD = mmap.PAGESIZE  # holds the numbers by which the two tell each other how far they are
-_TURNS = 100
-_COPY, _NOTHING, _END = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class Memory:
-    """How ranks of a host can share memory.
-
-    Attributes:
-        error: what went wrong; empty where it works.
-        gbit: bits handed over a second, written and read, in 10^9.
-        ms: there and back of a turn, median, in milliseconds.
-    """
-
-    error: str = ""
-    gbit: float = 0.0
-    ms: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.gbit:.2f} Gbit/s, {self.ms:.2f} ms"
-
-
-def measure_memory() -> Memory:
-    """Try shared memory, and measure it. Takes half a second, at most ``START`` + 2 seconds."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and limit < 2**40:
-        return Memory(f"files may grow to {limit / 2**20:,.0f} MiB only (ulimit -f), memory too")
+        return Link(
+            f"files, and so shared memory, are limited to {limit / 2**20:,.0f} MiB (ulimit -f)"
+        )
     if not futex.is_available():
-        return Memory("it is for Linux on x86-64")
+        return Link("needs Linux on x86-64")
     try:
         with _shared() as handle:
             return _measure(handle)
     except OSError as error:
-        return Memory(error.strerror or str(error))
+        return Link(error.strerror or str(error))
 
 
 @contextlib.contextmanager
 def _shared() -> Iterator[int]:
     handle = os.memfd_create("shardwise-doctor")
     try:
-        os.ftruncate(handle, _HEAD + _NBYTES)
-        # Written once as a file: where there is no memory, that is an error and not a signal.
-        for at in range(0, _HEAD + _NBYTES, 2**20):
-            os.pwrite(handle, bytes(min(2**20, _HEAD + _NBYTES - at)), at)
+        os.ftruncate(handle, _HEADER + _NBYTES)
+        # Write it once as a file: if memory is missing, that raises instead of ending the process.
+        for at in range(0, _HEADER + _NBYTES, 2**20):
+            os.pwrite(handle, bytes(min(2**20, _HEADER + _NBYTES - at)), at)
         yield handle
     finally:
         os.close(handle)
 
 
 class _Side:
-    """One of the two processes: it takes turns with the other.
+    """One of the two processes, which takes turns with the other.
 
     Args:
         handle: the memory of both.
@@ -217,20 +201,20 @@ class _Side:
     """
 
     def __init__(self, handle: int, place: int) -> None:
-        shared = mmap.mmap(handle, _HEAD + _NBYTES)
+        shared = mmap.mmap(handle, _HEADER + _NBYTES)
         self._own = ctypes.c_uint32.from_buffer(shared, 64 * place)
         self._other = ctypes.c_uint32.from_buffer(shared, 64 * (1 - place))
         self.asked = ctypes.c_uint32.from_buffer(shared, 128)
-        self.data = (ctypes.c_char * _NBYTES).from_buffer(shared, _HEAD)
+        self.data = (ctypes.c_char * _NBYTES).from_buffer(shared, _HEADER)
         self.own_data = ctypes.create_string_buffer(_NBYTES)
 
     def give(self) -> None:
-        """Say that this process has done its part."""
+        """Announce that this process has finished its turn."""
         self._own.value += 1
         futex.wake(ctypes.addressof(self._own))
 
     def take(self, turn: int, seconds: float) -> bool:
-        """Sleep until the other has done its part so often; whether it has in time."""
+        """Sleep until the other process has finished its turn; return whether it has in time."""
         deadline = time.monotonic() + seconds
         while (seen := self._other.value) < turn:
             if time.monotonic() > deadline:
@@ -239,7 +223,7 @@ class _Side:
         return True
 
 
-def _measure(handle: int) -> Memory:
+def _measure(handle: int) -> Link:
     command = [sys.executable, "-m", "shardwise.doctor.measure", str(handle)]
     side = _Side(handle, 0)
     turns = 0
@@ -260,19 +244,19 @@ def _measure(handle: int) -> Memory:
         try:
             turn(_COPY, START)
             began, handed = time.perf_counter(), 0
-            while time.perf_counter() - began < SECONDS:
+            while time.perf_counter() - began < COPYING:
                 turn(_COPY)
                 handed += _NBYTES
             gbit = 8e-9 * handed / (time.perf_counter() - began)
             took = statistics.median(turn(_NOTHING) for _ in range(_TURNS))
             turn(_END)
-            return Memory(gbit=gbit, ms=1e3 * took)
+            return Link(gbit=gbit, ms=1e3 * took)
         finally:
             other.kill()
 
 
 def _answer(handle: int) -> None:
-    """Be the second process."""
+    """Run the second process."""
     side = _Side(handle, 1)
     turn, asked = 0, _NOTHING
     while asked != _END and side.take(turn := turn + 1, START):

@@ -1,4 +1,4 @@
-"""Whoever reaches the doctor's port can say anything: none of it steers a terminal or a socket."""
+"""Whoever reaches the doctor's port can send anything: none of it steers a terminal or a socket."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from typing import Any
 
 import pytest
 
-from shardwise.doctor import table
+from shardwise.doctor import group
 from shardwise.doctor.checks import (
     Finding,
     Level,
-    Link,
     check_interfaces,
     check_ranks,
     check_versions,
     check_world,
-    good,
+    ok,
 )
-from shardwise.doctor.facts import Facts, look
-from shardwise.doctor.table import RendezvousError, Table
-from shardwise.doctor.visit import visit
+from shardwise.doctor.diagnose import diagnose
+from shardwise.doctor.facts import Facts, collect_facts
+from shardwise.doctor.group import HostGroup, RendezvousError
+from shardwise.doctor.measure import Link
 from shardwise.launch.hosts import Nodes
 from shardwise.launch.network import connect
 
 ESCAPES = "\x1b[2J\x1b]0;mine\x07\r\n\u202eok   ranks"
-FACTS = look(Nodes(2, 1, "127.0.0.1", 1), 1)
+FACTS = collect_facts(Nodes(2, 1, "127.0.0.1", 1), 1)
 NOT_LOCAL = "203.0.113.7"  # of documents: nobody's
 
 
 @pytest.fixture(autouse=True)
 def _no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "_GRACE", 0.05)
+    monkeypatch.setattr(group, "_GRACE", 0.05)
 
 
 def free_port() -> int:
@@ -46,7 +46,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def stranger(port: int, *lines: bytes) -> Iterator[None]:
+def unknown_peer(port: int, *lines: bytes) -> Iterator[None]:
     """Somebody who comes to host 0, says some lines, and stays until it is left."""
 
     def talk() -> None:
@@ -96,7 +96,7 @@ def check_lines(findings: list[Finding]) -> None:
 # ---- what is said ----
 
 
-def test_a_visit_shows_nothing_raw_and_connects_to_nobody_who_was_named() -> None:
+def test_a_diagnosis_shows_nothing_raw_and_connects_to_nobody_who_was_named() -> None:
     hostile = replace(
         FACTS,
         name=ESCAPES * 1000,
@@ -109,11 +109,11 @@ def test_a_visit_shows_nothing_raw_and_connects_to_nobody_who_was_named() -> Non
     )
     port, said = free_port(), list[Finding]()
     with socket.create_server(("127.0.0.2", 0)) as trap:
-        door = ["127.0.0.2", trap.getsockname()[1]]
-        lines = [value(hostile.to_json()), value(1e18), value(ESCAPES), value(door)]
+        endpoint = ["127.0.0.2", trap.getsockname()[1]]
+        lines = [value(hostile.to_json()), value(1e18), value(ESCAPES), value(endpoint)]
         lines += [value({"error": ESCAPES, "gbit": 1.0, "ms": 1e17})] * 2
-        with stranger(port, *lines):
-            assert not visit(Nodes(2, 0, "127.0.0.1", port, 10.0), 1, 0.0, said.append)
+        with unknown_peer(port, *lines):
+            assert not diagnose(Nodes(2, 0, "127.0.0.1", port, 10.0), 1, 0.0, said.append)
         trap.settimeout(0.0)
         with pytest.raises(BlockingIOError):
             trap.accept()
@@ -139,24 +139,30 @@ def test_a_visit_shows_nothing_raw_and_connects_to_nobody_who_was_named() -> Non
         [value(FACTS.to_json()), value(10**400), value(80)],
     ],
 )
-def test_whatever_a_guest_says_host_0_goes_on(lines: list[bytes]) -> None:
+def test_whatever_a_peer_sends_host_0_continues(lines: list[bytes]) -> None:
     port = free_port()
-    with stranger(port, *lines), contextlib.closing(Table(_host_0(port))) as seats:
-        assert len(seats.gather({"mine": 1}, 0.3)) == 2
-        ahead = seats.clocks(0.3)
+    with unknown_peer(port, *lines), contextlib.closing(HostGroup(_host_0(port))) as hosts:
+        assert len(hosts.all_gather({"mine": 1}, 0.3)) == 2
+        ahead = hosts.clock_offsets(0.3)
         assert all(abs(seconds) < 2.0**64 for seconds in ahead.values())
-        assert seats.doors("127.0.0.1", 5555, 0.3) == [("127.0.0.1", 5555), None]
+        assert hosts.endpoints("127.0.0.1", 5555, 0.3) == [("127.0.0.1", 5555), None]
 
 
 def _host_0(port: int) -> Nodes:
     return Nodes(2, 0, "127.0.0.1", port, 10.0)
 
 
-def test_a_guest_is_reached_where_it_came_from() -> None:
+def test_a_host_is_reached_where_it_came_from() -> None:
     port = free_port()
     for named in (4444, 4445):
-        with stranger(port, value(named)), contextlib.closing(Table(_host_0(port))) as seats:
-            assert seats.doors("10.0.0.1", 5555, 1.0) == [("10.0.0.1", 5555), ("127.0.0.1", named)]
+        with (
+            unknown_peer(port, value(named)),
+            contextlib.closing(HostGroup(_host_0(port))) as hosts,
+        ):
+            assert hosts.endpoints("10.0.0.1", 5555, 1.0) == [
+                ("10.0.0.1", 5555),
+                ("127.0.0.1", named),
+            ]
 
 
 # ---- what host 0 says, or somebody in its place ----
@@ -166,38 +172,38 @@ def test_a_guest_is_reached_where_it_came_from() -> None:
     "answer",
     [
         {},
-        {"seat": 1},
-        {"seat": "1", "all": [1, 2]},
-        {"seat": True, "all": [1, 2]},
-        {"seat": 0, "all": [1, 2]},
-        {"seat": 2, "all": [1, 2]},
-        {"seat": 1, "all": {"0": 1, "1": 2}},
-        {"seat": 1, "all": [0] * 300},
+        {"index": 1},
+        {"index": "1", "all": [1, 2]},
+        {"index": True, "all": [1, 2]},
+        {"index": 0, "all": [1, 2]},
+        {"index": 2, "all": [1, 2]},
+        {"index": 1, "all": {"0": 1, "1": 2}},
+        {"index": 1, "all": [0] * 300},
     ],
 )
-def test_what_is_no_doctor_is_told(answer: Any) -> None:
-    told = pytest.raises(RendezvousError, match="is no doctor: run the command on host 0")
-    with impostor(answer) as nodes, contextlib.closing(Table(nodes)) as seats, told:
-        seats.gather("mine", 1.0)
+def test_what_is_not_the_doctor_is_reported(answer: Any) -> None:
+    told = pytest.raises(RendezvousError, match="is not the doctor: run the command on host 0")
+    with impostor(answer) as nodes, contextlib.closing(HostGroup(nodes)) as hosts, told:
+        hosts.all_gather("mine", 1.0)
 
 
 def test_hosts_do_not_become_more_or_fewer_on_the_way() -> None:
-    answers = [{"seat": 1, "all": [1, 2]}, {"seat": 1, "all": [1, 2, 3]}]
-    with impostor(*answers) as nodes, contextlib.closing(Table(nodes)) as seats:
-        assert seats.gather("mine", 1.0) == [1, "mine"]
-        with pytest.raises(RendezvousError, match="is no doctor"):
-            seats.gather("mine", 1.0)
+    answers = [{"index": 1, "all": [1, 2]}, {"index": 1, "all": [1, 2, 3]}]
+    with impostor(*answers) as nodes, contextlib.closing(HostGroup(nodes)) as hosts:
+        assert hosts.all_gather("mine", 1.0) == [1, "mine"]
+        with pytest.raises(RendezvousError, match="is not the doctor"):
+            hosts.all_gather("mine", 1.0)
 
 
-def test_clocks_are_numbers_of_seats() -> None:
+def test_clock_offsets_are_numbers_by_index() -> None:
     told = {"0": 1.5, "x": 2.0, ESCAPES: 3.0, "1": "late", "2": 1e300}
-    answers = [{"clock": True}, {"seat": 1, "all": [told, None]}]
+    answers = [{"clock": True}, {"index": 1, "all": [told, None]}]
 
     def ask(nodes: Nodes) -> dict[int, float]:
-        with contextlib.closing(Table(nodes)) as seats:
-            assert seats._host is not None
-            seats._host.send({"value": "so that it answers"})
-            return seats.clocks(1.0)
+        with contextlib.closing(HostGroup(nodes)) as hosts:
+            assert hosts._host_0 is not None
+            hosts._host_0.send({"value": "so that it answers"})
+            return hosts.clock_offsets(1.0)
 
     with impostor(*answers) as nodes:
         assert ask(nodes) == {0: 1.5}
@@ -206,7 +212,7 @@ def test_clocks_are_numbers_of_seats() -> None:
 @pytest.mark.parametrize(
     ("host_0", "fitting"), [("203.0.113.1", NOT_LOCAL), ("fe80::1%eth0", "fe80::2%eth0")]
 )
-def test_a_guest_connects_to_addresses_only_that_hosts_of_the_job_could_have(
+def test_a_host_connects_to_addresses_only_that_hosts_of_the_job_could_have(
     host_0: str, fitting: str
 ) -> None:
     others = [
@@ -222,10 +228,13 @@ def test_a_guest_connects_to_addresses_only_that_hosts_of_the_job_could_have(
         ESCAPES,
     ]
     told = [[NOT_LOCAL, 3333], ["10.1.1.1", 9999], *others]
-    with impostor({"seat": 1, "all": told}) as nodes, contextlib.closing(Table(nodes)) as seats:
-        assert seats._host is not None
-        seats._host.peer = host_0
-        first, own, *rest = seats.doors("203.0.113.9", 5555, 1.0)
+    with (
+        impostor({"index": 1, "all": told}) as nodes,
+        contextlib.closing(HostGroup(nodes)) as hosts,
+    ):
+        assert hosts._host_0 is not None
+        hosts._host_0.peer = host_0
+        first, own, *rest = hosts.endpoints("203.0.113.9", 5555, 1.0)
     assert first == (host_0, 3333), "where this host has reached it, whatever it says"
     assert own == ("203.0.113.9", 5555), "of itself it needs to hear from nobody"
     assert rest == [(fitting, 4444), *[None] * 9]
@@ -293,9 +302,9 @@ def test_however_many_hosts_there_are_a_verdict_is_a_line(check: Check) -> None:
 def test_missing_ranks_are_counted_where_they_are_many() -> None:
     [finding] = check_ranks([replace(FACTS, rank=0), replace(FACTS, rank=10**6)], 1000)
     assert finding.level is Level.FAIL
-    assert finding.text.startswith("no host came as rank 1, 2, 3, ")
+    assert finding.text.startswith("no host has rank 1, 2, 3, ")
     assert finding.text.endswith("15, 16, 983 more")
 
 
 def test_a_verdict_is_never_longer_than_a_screen() -> None:
-    assert len(str(good("ranks", "x" * 10**6))) < 2100
+    assert len(str(ok("ranks", "x" * 10**6))) < 2100

@@ -1,0 +1,121 @@
+"""The diagnosis: which checks run, in which order, and how long each may take."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+
+from shardwise.doctor import checks, group
+from shardwise.doctor.checks import Finding, Level, fail, ok
+from shardwise.doctor.facts import Facts, collect_facts
+from shardwise.doctor.group import HostGroup, RendezvousError
+from shardwise.doctor.measure import CONNECT, DRAIN, STREAM, EchoServer, Link, measure_connection
+from shardwise.launch.hosts import Nodes
+
+#: The names of all checks, in the order in which they run.
+CHECKS = (
+    group.RENDEZVOUS,
+    checks.RANKS,
+    checks.WORLD,
+    checks.VERSIONS,
+    checks.CLOCKS,
+    checks.INTERFACES,
+    checks.LIMITS,
+    checks.PORTS,
+    checks.LINKS,
+    checks.INSIDE,
+)
+
+#: The longest that each step takes, in seconds, in addition to ``--timeout`` for all to come.
+SECONDS = {"facts": 10.0, "clocks": 5.0, "links": CONNECT + STREAM + 2 * DRAIN + 1.5}
+
+
+def diagnose(nodes: Nodes, nproc: int, least_gbit: float, say: Callable[[Finding], None]) -> bool:
+    """Check this host and, together with all others, the connections between them.
+
+    Args:
+        nodes: the job, as this host was given it; a job of one host needs no other.
+        nproc: ranks of this host.
+        least_gbit: the bandwidth that a connection between two hosts should have, in Gbit/s.
+        say: called with each finding as soon as it is known; all hosts have the same findings.
+
+    Returns:
+        Whether a job would run.
+    """
+    healthy = True
+
+    def report(findings: Iterable[Finding]) -> None:
+        nonlocal healthy
+        for finding in findings:
+            healthy = healthy and finding.level is not Level.FAIL
+            say(finding)
+
+    own = collect_facts(nodes, nproc)
+    try:
+        with contextlib.closing(HostGroup(nodes)) as hosts:
+            _check_all(hosts, own, least_gbit, report)
+    except RendezvousError as error:
+        report([error.finding])
+        # What can be checked without the other hosts.
+        report([*checks.check_interfaces([own]), *checks.check_limits([own])])
+    return healthy
+
+
+def _check_all(
+    group_: HostGroup, own: Facts, least_gbit: float, report: Callable[[Iterable[Finding]], None]
+) -> None:
+    gathered = group_.all_gather(own.to_json(), SECONDS["facts"])
+    read = [Facts.from_json(each) for each in gathered]
+    read[group_.index] = read[group_.index] or own
+    # Hosts whose facts cannot be read take no part in the checks; indices are of the others.
+    places = [place for place, each in enumerate(read) if each is not None]
+    hosts = [each for each in read if each is not None]
+    gone = len(read) - len(hosts)
+    report([ok(group.RENDEZVOUS, f"found {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}")])
+    if gone:
+        text = f"{gone} connected and sent nothing that can be read here"
+        advice = "is another version of shardwise there, or does something else use the port?"
+        report([fail(group.RENDEZVOUS, text, advice)])
+    report(checks.check_ranks(hosts, hosts[0].nnodes))
+    report(checks.check_world(hosts))
+    report(checks.check_versions(hosts))
+    offsets = group_.clock_offsets(SECONDS["clocks"])
+    ahead = {places.index(place): seconds for place, seconds in offsets.items() if place in places}
+    report(checks.check_clocks(hosts, ahead))
+    report(checks.check_interfaces(hosts))
+    report(checks.check_limits(hosts))
+    measured = _measure_all(group_, own, [each is not None for each in read])
+    links = {
+        (places.index(a), places.index(b)): link
+        for (a, b), link in measured.items()
+        if a in places and b in places
+    }
+    report(checks.check_ports(hosts, links))
+    report(checks.check_links(hosts, links, least_gbit))
+    report(checks.check_within_hosts(hosts, links))
+
+
+def _measure_all(
+    group_: HostGroup, own: Facts, readable: Sequence[bool]
+) -> dict[tuple[int, int], Link]:
+    """Measure from every host to every other and to itself, by index of sender and receiver.
+
+    In each round, every host sends to one other. Nothing is sent to peers whose facts could not be
+    read: they may be anything.
+    """
+    found: dict[tuple[int, int], Link] = {}
+    count = len(readable)
+    with contextlib.closing(EchoServer()) as server:
+        address = own.address or "127.0.0.1"
+        endpoints = group_.endpoints(address, server.port, SECONDS["facts"])
+        for turn in range(count):
+            other = (group_.index + turn) % count
+            endpoint = endpoints[other] if readable[other] else None
+            link = Link(error="it left") if endpoint is None else measure_connection(*endpoint)
+            gathered = group_.all_gather(asdict(link), SECONDS["links"])
+            for place, each in enumerate(gathered):
+                received = Link.from_json(each)
+                if received is not None:
+                    found[place, (place + turn) % count] = received
+    return found

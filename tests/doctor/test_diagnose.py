@@ -1,0 +1,76 @@
+"""The doctor on one host, and what the documents say of it. Faults are in tests/hosts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.main import app
+from shardwise.doctor.diagnose import CHECKS, SECONDS
+from shardwise.transport.shm import futex
+
+GUIDE = Path(__file__).parents[2] / "docs" / "multi-node.md"
+
+
+def test_the_troubleshooting_table_has_a_row_for_every_check() -> None:
+    table = GUIDE.read_text().split("## Troubleshooting")[1]
+    rows = re.findall(r"^\| `([\w ]+)` \|", table, re.MULTILINE)
+    assert tuple(rows) == CHECKS
+
+
+def test_the_documented_limits_are_those_of_the_code() -> None:
+    text = " ".join(GUIDE.read_text().split())
+    assert f"{SECONDS['facts']:.0f} s for what hosts say" in text
+    assert f"{SECONDS['clocks']:.0f} s a host for clocks" in text
+    assert f"measures towards one other, {SECONDS['links']:.0f} s" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--nproc 0", "--nproc: found 0, expected 1 or more"),
+        ("--timeout nan", "--timeout: found nan, expected seconds, above 0"),
+        ("--least-gbit -1", "--least-gbit: found -1.0, expected 0 or more"),
+        ("--nnodes 2", "--node-rank: found None, expected 0 to 1"),
+        (
+            "--nnodes 1:2 --rdzv a:1",
+            "--nnodes: found 1:2, expected the number of hosts that run the doctor now",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shardwise", "doctor", *options.split()])
+    with pytest.raises(SystemExit) as ended:
+        app()
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", f"error: {message}\n")
+
+
+def test_the_doctor_needs_no_torch() -> None:
+    code = "import sys, shardwise.doctor.diagnose; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_host_alone_is_looked_at_without_any_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shardwise", "doctor", "--nproc", "2"])
+    with pytest.raises(SystemExit) as ended:
+        app()
+    lines = capsys.readouterr().out.splitlines()
+    assert (ended.value.code == 0) == (not any(line.startswith("fail") for line in lines))
+    found = {line[5:17].strip() for line in lines}
+    assert found == set(CHECKS) - {"links"}
+    [inside] = [line for line in lines if line[5:11] == "inside"]
+    figures = r"\d+\.\d\d Gbit/s, \d+\.\d\d ms"
+    shared = f"shared memory {figures}" if futex.is_available() else "no shared memory"
+    assert re.search(f"{shared}; messages {figures}", inside)

@@ -1,0 +1,130 @@
+"""Measurements between processes and hosts, on this host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from shardwise.doctor import measure
+from shardwise.doctor.measure import EchoServer, Link, measure_connection, measure_shared_memory
+from shardwise.transport.shm import futex
+
+needs_futex = pytest.mark.skipif(not futex.is_available(), reason="needs a futex")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "STREAM", 0.05)
+    monkeypatch.setattr(measure, "DRAIN", 5.0)
+    monkeypatch.setattr(measure, "COPYING", 0.05)
+
+
+@pytest.fixture
+def server() -> Iterator[EchoServer]:
+    with contextlib.closing(EchoServer()) as server:
+        yield server
+
+
+def test_a_connection_has_a_bandwidth_and_a_round_trip(server: EchoServer) -> None:
+    link = measure_connection("127.0.0.1", server.port)
+    assert link.error == ""
+    assert link.gbit > 0
+    assert 0 < link.ms < 1000
+
+
+def test_a_server_serves_again_and_again(server: EchoServer) -> None:
+    links = [measure_connection("127.0.0.1", server.port) for _ in range(3)]
+    assert [link.error for link in links] == [""] * 3
+
+
+def test_clients_that_say_nothing_keep_nobody_else_from_being_served(
+    server: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            silent = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+            stack.enter_context(silent)
+        assert measure_connection("127.0.0.1", server.port).error == ""
+
+
+def test_more_clients_than_a_server_serves_are_turned_away(server: EchoServer) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(measure._MOST_CLIENTS):
+            one = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+            stack.enter_context(one)
+            one.sendall(b"p")
+        last = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        stack.enter_context(last)
+        assert last.recv(1) == b"", "it was closed"
+
+
+def test_a_closed_server_answers_nobody() -> None:
+    with contextlib.closing(EchoServer()) as server:
+        port = server.port
+    link = measure_connection("127.0.0.1", port)
+    assert link.error == f"127.0.0.1:{port}: Connection refused"
+    assert (link.gbit, link.ms) == (0, 0)
+
+
+def test_a_peer_that_hangs_up_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up() -> None:
+            for _ in range(2):
+                with contextlib.suppress(OSError):
+                    connection, _ = listener.accept()
+                    connection.close()
+
+        thread = threading.Thread(target=hang_up, daemon=True)
+        thread.start()
+        port = listener.getsockname()[1]
+        assert measure_connection("127.0.0.1", port).error.startswith(f"127.0.0.1:{port}: ")
+    thread.join(0.1)
+
+
+# -- shared memory ---------------------------------------------------------------------------------
+
+
+@needs_futex
+def test_shared_memory_has_a_bandwidth_and_a_round_trip() -> None:
+    link = measure_shared_memory()
+    assert link.error == ""
+    assert link.gbit > 0
+    assert 0 < link.ms < 1000
+
+
+@needs_futex
+def test_a_second_process_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "START", 0.1)
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    assert measure_shared_memory() == Link("a second process did not answer")
+
+
+@needs_futex
+def test_memory_that_is_missing_is_an_error_and_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "pwrite", full)
+    assert measure_shared_memory() == Link("No space left on device")
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_limit_on_files_is_one_on_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (2**20, 2**20))
+    assert "are limited to 1 MiB (ulimit -f)" in measure_shared_memory().error
+
+
+def test_a_machine_without_futex_has_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futex, "is_available", lambda: False)
+    assert measure_shared_memory() == Link("needs Linux on x86-64")
