@@ -111,7 +111,7 @@ def test_a_plan_says_what_is_kept() -> None:
     [
         ({"blocks.*": "free"}, "expected 'free_full_weight' or 'keep_full_weight' as values"),
         ({"layers.*": "free_full_weight"}, r"none of \['layers.\*'\] matches a module of Net"),
-        ("blocks", "'auto' is the only one by name, found 'blocks'"),
+        ("blocks", "expected 'auto', the only one with a name, found 'blocks'"),
         (3, "expected a function, a policy, a dict of name patterns or 'auto', found int 3"),
     ],
 )

@@ -23,40 +23,40 @@ _FUNCTIONS = (
 
 @contextmanager
 def patch_torch() -> Iterator[None]:
-    """Inside, torch's FSDP2 functions are Shardwise's, wherever they have been imported to.
+    """Replace torch's FSDP2 functions with Shardwise's, wherever they have been imported.
 
-    A library that says ``from torch.distributed.fsdp import fully_shard`` then shards with
+    A library that does ``from torch.distributed.fsdp import fully_shard`` then shards with
     Shardwise, whether it was imported before or is imported inside:
 
         with shardwise.patch_torch():
             model = accelerator.prepare(model)
 
-    What is replaced: ``fully_shard``, ``register_fsdp_forward_method``, ``share_comm_ctx``,
-    ``get_cls_to_fsdp_cls`` and ``disable_fsdp_module_new_init``, in every module that has one of
-    them as a global. Classes stay: policies are shared, and a module that Shardwise sharded is an
-    instance of torch's ``FSDPModule``. When the block ends everything is as it was; models that
-    were sharded inside stay so. The replacement is seen by all threads of the process.
+    These are replaced in every module that has one of them as a global: ``fully_shard``,
+    ``register_fsdp_forward_method``, ``share_comm_ctx``, ``get_cls_to_fsdp_cls`` and
+    ``disable_fsdp_module_new_init``. Classes stay: policies are shared, and a module that Shardwise
+    has sharded is an instance of torch's ``FSDPModule``. When the block ends, everything is as
+    before; models that were sharded inside stay so. All threads of the process see the replacement.
     """
-    torchs = fsdp.fsdp2_functions(_FUNCTIONS)
-    lent = {name: _lend(getattr(fsdp2, name)) for name in torchs}
-    _swap({id(torchs[name]): lent[name] for name in torchs})
+    originals = fsdp.fsdp2_functions(_FUNCTIONS)
+    ours = {name: _distinct(getattr(fsdp2, name)) for name in originals}
+    _replace({id(originals[name]): ours[name] for name in originals})
     try:
         yield
     finally:
-        _swap({id(lent[name]): torchs[name] for name in torchs})
+        _replace({id(ours[name]): originals[name] for name in originals})
 
 
-def _lend(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as another object, by which those that have borrowed it are known."""
+def _distinct(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a distinct object that calls ``function``, to find later what was replaced."""
 
     @functools.wraps(function)
-    def lent(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    return lent
+    return call
 
 
-def _swap(replacements: dict[int, Callable[..., Any]]) -> None:
+def _replace(replacements: dict[int, Callable[..., Any]]) -> None:
     """Replace functions, by identity, in every module that has them as globals."""
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):

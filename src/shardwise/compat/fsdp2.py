@@ -1,6 +1,6 @@
-"""Every public name of torch's FSDP2, as Shardwise has it.
+"""Every public name of torch's FSDP2, as Shardwise implements it.
 
-Written to stand in for ``torch.distributed.fsdp``, in an import or in ``sys.modules``:
+It replaces ``torch.distributed.fsdp``, in an import or in ``sys.modules``:
 
     import sys
     import shardwise.compat.fsdp2

@@ -1,6 +1,6 @@
 """Training over slow links: many inner steps on each replica, then one outer step for all.
 
-After DiLoCo (Douillard et al., arXiv 2311.08105) and Streaming DiLoCo (arXiv 2501.18512).
+From DiLoCo (Douillard et al., arXiv 2311.08105) and Streaming DiLoCo (arXiv 2501.18512).
 """
 
 from typing import TYPE_CHECKING

@@ -2,8 +2,8 @@
 
 What happens after inner step t, for a fragment whose exchange is due every H steps:
 
-    t            pseudo-gradient = outer - inner; its exchange begins
-    t + tau / 2  its second half begins                                       (see average.py)
+    t            pseudo-gradient = outer - inner; its exchange starts
+    t + tau / 2  its second half starts                                       (see average.py)
     t + tau      outer step; inner = alpha * inner + (1 - alpha) * outer
 
 With the defaults (one fragment, tau = 0, alpha = 0) all of it happens at once every H steps, which
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.diloco import members, state
 from shardwise.diloco.average import Average, codec_of
-from shardwise.diloco.fragment import Fragment, Pending, deal_out, local_of
+from shardwise.diloco.fragment import Fragment, Pending, assign_to_fragments, local_of
 from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat
 from shardwise.errors import PeerLostError
 from shardwise.optim_names import names_in_order
@@ -34,48 +34,48 @@ from shardwise.wrap.policies import repeated_blocks
 
 
 class AroundOptimizer(torch.optim.Optimizer):
-    """Has the parameters, settings and state of another optimizer.
+    """An optimizer with the parameters, settings and state of another one.
 
     Args:
-        inner: the other one.
+        inner: the other optimizer.
 
     Attributes:
-        inner: the other one.
+        inner: the other optimizer.
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
-        self._made = False
+        self._constructed = False
         super().__init__(inner.param_groups, inner.defaults)
-        self._made = True
+        self._constructed = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's."""
+        """The parameter groups of the inner optimizer."""
         return self.inner.param_groups
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
-        """The base class begins with none of its own, and adds the inner optimizer's to them."""
+        """Ignored: the base class would start with groups of its own."""
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's; the outer state is in :meth:`state_dict`."""
+        """The state of the inner optimizer; the outer state is in :meth:`state_dict`."""
         return self.inner.state
 
     @state.setter
     def state(self, value: Any) -> None:
-        """The base class begins with an empty one of its own."""
+        """Ignored: the base class would start with a state of its own."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not after construction.
+        """Not supported after construction.
 
         Raises:
-            NotImplementedError: always; the base class does not add any either.
+            NotImplementedError: always; the base class adds none either.
         """
-        if self._made:
+        if self._constructed:
             raise NotImplementedError(
-                "DiLoCo: parameters cannot be added; add them to the inner optimizer and make "
+                "DiLoCo: parameters cannot be added; add them to the inner optimizer and create "
                 "DiLoCo again"
             )
 
@@ -87,41 +87,41 @@ class AroundOptimizer(torch.optim.Optimizer):
 class DiLoCo(AroundOptimizer):
     """Distributed low-communication training: ``every`` inner steps, then an outer step for all.
 
-    Each replica trains by itself, sharded in any way over ranks of its own. After every ``every``
-    inner steps the replicas average how far they have moved, and the outer optimizer moves the
-    outer parameters, from which all go on. Nothing else crosses between replicas.
+    Each replica trains alone, sharded in any way over its own ranks. After every ``every`` inner
+    steps the replicas average how far they have moved, and the outer optimizer moves the outer
+    parameters, from which all replicas continue. Nothing else is exchanged between replicas.
 
-    It is an optimizer itself: call its :meth:`step` and :meth:`zero_grad`, give it to learning rate
-    schedules and to ``shardwise.checkpoint``. Every rank of every replica makes it, and all call it
-    alike. Making it compares the replicas; where parameters differ, all get those of the group's
-    first.
+    It is an optimizer itself: call its :meth:`step` and :meth:`zero_grad`, and pass it to learning
+    rate schedules and to ``shardwise.checkpoint``. Every rank of every replica creates it, and all
+    make the same calls. Creating it compares the replicas; where parameters differ, all receive
+    those of the first replica in the group.
 
-    Memory of a rank, beside model and inner optimizer: two fp32 copies of its shards (outer
-    parameters, momentum), a third with error feedback, and during an exchange up to three and a
-    half of the fragment that is exchanged.
+    Memory of a rank, in addition to model and inner optimizer: two fp32 copies of its shards (outer
+    parameters and momentum), a third with error feedback, and during an exchange up to three and a
+    half copies of the fragment that is exchanged.
 
     Args:
-        model: sharded over the ranks of this replica only, or plain.
-        inner: the optimizer of its parameters, AdamW say. Parameters that it does not have are left
-            alone.
+        model: sharded over the ranks of this replica only, or not sharded.
+        inner: the optimizer of its parameters, such as AdamW. Parameters that it does not have are
+            left alone.
         outer: the outer optimizer.
         every: inner steps of a round.
         group: one rank of every replica, those that hold the same shards: a process group, or a
-            dimension of a mesh, such as ``mesh["replicate"]``. ``None``: a replica alone.
-        wire: what pseudo-gradients are on the wire.
-        error_feedback: send what encoding has lost along with the next pseudo-gradient.
-        streaming: exchange fragments one by one, while inner steps go on.
+            dimension of a mesh, such as ``mesh["replicate"]``. ``None`` for a single replica.
+        wire: the format of pseudo-gradients on the wire.
+        error_feedback: add what encoding has lost to the next pseudo-gradient.
+        streaming: exchange fragments one by one, while inner steps continue.
 
     Attributes:
         inner: the inner optimizer.
-        steps: inner steps made.
-        bytes_sent: what this rank has sent to other replicas.
+        steps: number of inner steps.
+        bytes_sent: bytes that this rank has sent to other replicas.
 
     Raises:
-        ValueError: arguments that contradict each other; the group is not one of replicas; the
-            optimizer has parameters that the model has not.
-        TypeError: a parameter's dtype is not supported.
-        RanksDivergedError: replicas have other models or settings.
+        ValueError: arguments contradict each other, the group is not one of replicas, or the
+            optimizer has parameters that the model does not have.
+        TypeError: the dtype of a parameter is not supported.
+        RanksDivergedError: replicas have different models or settings.
     """
 
     def __init__(
@@ -146,13 +146,15 @@ class DiLoCo(AroundOptimizer):
         self._model = model
         self.steps = 0
         self._sent_before = 0
-        self._swap: AllToAll | None = None
+        self._all_to_all: AllToAll | None = None
         self._group: dist.ProcessGroup | None = None
         parameters = trained_parameters(model, inner)
         blocks = [set(block.parameters()) for block in repeated_blocks(model)]
         self._fragments = [
-            Fragment(f"fragment {i}", part, keeps_error=error_feedback)
-            for i, part in enumerate(deal_out(parameters, blocks, self._streaming.fragments))
+            Fragment(f"fragment {i}", part, error_feedback=error_feedback)
+            for i, part in enumerate(
+                assign_to_fragments(parameters, blocks, self._streaming.fragments)
+            )
             if part
         ]
         self.change_group(group)
@@ -176,13 +178,13 @@ class DiLoCo(AroundOptimizer):
         return loss
 
     def after_inner_step(self) -> None:
-        """Count a step that the inner optimizer has made by itself, and do what is due.
+        """Count a step that the inner optimizer made on its own, and do what is due.
 
         For loops that step the inner optimizer themselves, such as those with a gradient scaler.
-        All replicas have to count alike.
+        All replicas must count the same steps.
 
         Raises:
-            PeerLostError: as :meth:`step`, and so are other errors.
+            PeerLostError: as for :meth:`step`, and so are other errors.
         """
         self.steps += 1
         overlap = self._streaming.overlap
@@ -202,23 +204,26 @@ class DiLoCo(AroundOptimizer):
                     self._apply(fragment)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of both optimizers, tensors sharded as the parameters are.
+        """Return the states of both optimizers, with tensors sharded as the parameters are.
 
-        Inner parameters and the inner optimizer's state are each replica's own. Where exchanges
-        overlap with steps it calls :meth:`finish_exchanges`, and so all replicas have to call it,
-        or that, after the same step.
+        Inner parameters and the state of the inner optimizer belong to each replica alone. If
+        exchanges overlap with steps, this calls :meth:`finish_exchanges`, so all replicas must call
+        either after the same step.
+
+        Raises:
+            PeerLostError: another replica is lost.
         """
         self.finish_exchanges()
         return state.pack(self.inner, self._fragments, self.steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the states of both optimizers; the model has been loaded before.
+        """Load the states of both optimizers, after the model has been loaded.
 
-        The state of an inner optimizer alone will do: then the outer parameters begin as the
-        model's are.
+        The state of an inner optimizer alone is enough: then the outer parameters start as the
+        model's.
 
         Raises:
-            ValueError: it is of other parameters, or cut in another way.
+            ValueError: it belongs to other parameters, or is sharded differently.
         """
         self.steps = state.unpack(self.inner, self._fragments, state_dict)
 
@@ -226,47 +231,49 @@ class DiLoCo(AroundOptimizer):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The replicas, or ``None`` for one alone."""
+        """The process group of the replicas, or ``None`` for a single one."""
         return self._group
 
     @property
     def rounds(self) -> tuple[int, ...]:
-        """Outer steps made, by fragment."""
+        """The number of outer steps, by fragment."""
         return tuple(fragment.rounds for fragment in self._fragments)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of encoded pseudo-gradients that this rank has sent to other replicas."""
-        return self._sent_before + (self._swap.bytes_sent if self._swap is not None else 0)
+        """The bytes of encoded pseudo-gradients that this rank has sent to other replicas."""
+        return self._sent_before + (
+            self._all_to_all.bytes_sent if self._all_to_all is not None else 0
+        )
 
     def change_group(self, group: dist.ProcessGroup | DeviceMesh | None) -> None:
-        """Go on with other replicas. Every rank of the new group calls it, or makes its DiLoCo.
+        """Continue with other replicas; every rank of the new group calls it or creates its DiLoCo.
 
-        Exchanges that are under way are finished with the old group; a replica that leaves calls
-        this with ``None``. Where the old group has broken they are given up, and nothing is lost
-        by it: what inner steps have done since is still in the inner parameters, and goes into the
-        next exchange (:meth:`flush` makes one at once).
+        Exchanges in progress are finished with the old group; a replica that leaves passes
+        ``None``. If the old group is broken, they are given up and nothing is lost: what inner
+        steps have done since is still in the inner parameters, and goes into the next exchange
+        (:meth:`flush` does one at once).
 
-        In the new group whoever has made the most outer steps hands outer parameters and momentum
-        to those who have not: to a replica that joins, or one that missed the end of an exchange.
-        The latter keep what their inner steps have done that no exchange has carried.
+        In the new group, the member with the most outer steps sends outer parameters and momentum
+        to those that do not have them: to a replica that joins, or one that missed the end of an
+        exchange. The latter keep what their inner steps have done and no exchange has carried.
 
         Args:
             group: as for the constructor.
 
         Raises:
             ValueError: it is not a group of replicas.
-            RanksDivergedError: replicas have other models or settings.
+            RanksDivergedError: replicas have different models or settings.
             PeerLostError: a member of the new group is lost.
         """
         group = checked_group(group, self._fragments)
         broken = self._finish_if_possible()
         self._sent_before = self.bytes_sent
         self._group = group
-        self._swap = None
+        self._all_to_all = None
         if group is None:
             return
-        self._swap = AllToAll(group, self._fragments[0].device)
+        self._all_to_all = AllToAll(group, self._fragments[0].device)
         settings = f"every={self._every}, {self._outer}, {self._wire}, {self._streaming}"
         mine = members.Report.of(settings, self.steps, self._fragments)
         agreed = members.agree(group, mine)
@@ -275,17 +282,17 @@ class DiLoCo(AroundOptimizer):
         for i, fragment in enumerate(self._fragments):
             moved = fragment.pseudo_gradient() if agreed.lacked[i] else None
             if agreed.needed[i]:
-                members.hand_over(group, agreed.leader_rank, fragment)
+                members.broadcast_outer_state(group, agreed.leader_rank, fragment)
             rounds = agreed.leader.rounds[i]
             if moved is not None and fragment in broken and rounds > fragment.rounds:
-                # The exchange that only others could finish: it carried what this rank has done.
+                # Only others could finish this exchange: it carried what this rank has done.
                 fragment.mix_in(self._streaming.alpha)
             elif moved is not None:
                 fragment.move_inner_by(moved)
             fragment.rounds, fragment.even_at = rounds, agreed.leader.even_at[i]
 
     def finish_exchanges(self) -> None:
-        """Wait for the exchanges under way. Their results are still applied when they are due.
+        """Wait for the exchanges in progress. Their results are still applied when they are due.
 
         Raises:
             PeerLostError: another replica is lost.
@@ -295,13 +302,13 @@ class DiLoCo(AroundOptimizer):
                 fragment.pending.wait()
 
     def flush(self) -> None:
-        """End the round now: afterwards the inner parameters of all replicas are the outer ones.
+        """End the round now: afterwards the inner parameters of all replicas equal the outer ones.
 
-        All replicas call it after the same step, at the end of the training say. Exchanges under
-        way are applied; then whatever inner steps have done since is exchanged and applied.
+        All replicas call it after the same step, for example at the end of training. Exchanges in
+        progress are applied; then whatever inner steps have done since is exchanged and applied.
 
         Raises:
-            PeerLostError: as :meth:`step`, and so are other errors.
+            PeerLostError: as for :meth:`step`, and so are other errors.
         """
         for fragment in self._fragments:
             if fragment.pending is not None:
@@ -315,10 +322,10 @@ class DiLoCo(AroundOptimizer):
 
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
-        """Inside, the model has the outer parameters: to judge it, or to export it.
+        """Put the outer parameters into the model inside the context, to evaluate or export it.
 
-        They are the same on all replicas. Takes a copy of this rank's shards. What is written to
-        parameters inside is lost.
+        They are the same on all replicas. This takes a copy of this rank's shards. What is written
+        to parameters inside is lost.
         """
         self._reshard()
         kept = {
@@ -340,11 +347,11 @@ class DiLoCo(AroundOptimizer):
     def _begin(self, fragment: Fragment) -> None:
         fragment.check()
         gradient = fragment.pseudo_gradient()
-        if self._swap is None:
+        if self._all_to_all is None:
             fragment.pending = Pending(self.steps, mean=gradient)
             return
         label = f"the pseudo-gradient of {fragment.name}"
-        average = Average(gradient, self._swap, self._codec, label, fragment.error)
+        average = Average(gradient, self._all_to_all, self._codec, label, fragment.error)
         fragment.pending = Pending(self.steps, average)
 
     def _apply(self, fragment: Fragment, alpha: float | None = None) -> None:
@@ -359,30 +366,30 @@ class DiLoCo(AroundOptimizer):
             fragment.even_at = self.steps
 
     def _finish_if_possible(self) -> list[Fragment]:
-        """Apply what is under way; return the fragments whose exchange has broken."""
+        """Apply what is in progress; return the fragments whose exchange is broken."""
         broken = []
         for fragment in self._fragments:
             if fragment.pending is None:
                 continue
             try:
                 self._apply(fragment)
-            except PeerLostError:  # which is why the caller changes the group
+            except PeerLostError:  # the reason why the caller changes the group
                 fragment.pending = None
                 broken.append(fragment)
         return broken
 
     def _reshard(self) -> None:
-        """Have no one hold full parameters made of shards that are about to change."""
+        """Free full parameters that were gathered from shards which are about to change."""
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 def trained_parameters(model: nn.Module, inner: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer moves, by fully qualified name, in the model's order.
+    """Return the parameters that the optimizer updates, by name, in the model's order.
 
     Raises:
-        ValueError: one is none of the model's.
+        ValueError: one of them does not belong to the model.
     """
     names: dict[Tensor, str] = {each: fqn for fqn, each in model.named_parameters()}
     held = set(names_in_order(inner, names, "inner optimizer"))
@@ -395,10 +402,11 @@ def trained_parameters(model: nn.Module, inner: torch.optim.Optimizer) -> dict[s
 def checked_group(
     group: dist.ProcessGroup | DeviceMesh | None, fragments: list[Fragment]
 ) -> dist.ProcessGroup | None:
-    """The process group of the replicas.
+    """Return the process group of the replicas.
 
     Raises:
-        ValueError: a mesh of several dimensions, or ranks that share a parameter of one replica.
+        ValueError: the group is a mesh of several dimensions, or has ranks that share a parameter
+            of one replica.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:

@@ -21,6 +21,7 @@ Values that are not finite stay so in every format; in int8 they make their whol
 
 from __future__ import annotations
 
+import enum
 from typing import Protocol
 
 import torch
@@ -29,38 +30,41 @@ from shardwise.diloco.settings import WireFormat
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label, Work
 
+#: Elements that share one scale.
+BLOCK = 256
+
 
 class Average:
-    """An average under way. Made alike on all ranks of the group; the first half begins at once.
+    """An average in progress, which every rank of the group creates; the first half starts at once.
 
     Args:
         vector: fp32, 1-D; may change afterwards.
-        swap: moves rows between the ranks.
-        codec: what travels.
-        label: of the vector, equal on all ranks.
-        error: fp32, as long as the vector: what encoding this rank's contributions has lost before.
-            It is sent along with this vector, and becomes what encoding loses now once the average
-            is known. ``None``: what is lost is lost, as it is in the second encoding.
+        all_to_all: moves rows between the ranks.
+        codec: encodes and decodes the rows.
+        label: names the vector in errors; equal on all ranks.
+        error: fp32, as long as the vector: what encoding has lost of this rank's earlier
+            contributions. It is added to this vector, and replaced by what encoding loses now once
+            the average is known. ``None`` drops what is lost, as the second encoding always does.
     """
 
     def __init__(
         self,
         vector: torch.Tensor,
-        swap: AllToAll,
+        all_to_all: AllToAll,
         codec: Codec,
         label: str,
         error: torch.Tensor | None = None,
     ) -> None:
-        ranks = swap.world_size
+        ranks = all_to_all.world_size
         self._numel = vector.numel()
-        self._swap = swap
+        self._all_to_all = all_to_all
         self._codec = codec
         self._label = label
         self._error = error
         self._chunk = -(-self._numel // (ranks * codec.block)) * codec.block
         self._result: torch.Tensor | None = None
         self._work: Work | None = None
-        self._second = False
+        self._half = _Half.FIRST
         if ranks == 1 or not self._numel:
             self._result = vector.clone()
             return
@@ -75,29 +79,29 @@ class Average:
         self._send(encoded, "contributions")
 
     def advance(self) -> None:
-        """Begin the second half, once the first has ended. Does nothing where it has begun.
+        """Start the second half, after waiting for the first. A no-op if it has started.
 
         Raises:
             PeerLostError: a peer is lost.
         """
-        if self._work is None or self._second:
+        if self._work is None or self._half is _Half.SECOND:
             return
         self._work.wait()
         total: torch.Tensor | None = None
-        for rank in range(self._swap.world_size):
+        for rank in range(self._all_to_all.world_size):
             decoded = self._codec.decode(self._received[rank : rank + 1])
             total = decoded.clone() if total is None else total.add_(decoded)
         assert total is not None
-        total.div_(self._swap.world_size)
+        total.div_(self._all_to_all.world_size)
         encoded = self._codec.encode(total)
-        self._send(encoded.expand(self._swap.world_size, -1), "average")
-        self._second = True
+        self._send(encoded.expand(self._all_to_all.world_size, -1), "average")
+        self._half = _Half.SECOND
 
     def wait(self) -> torch.Tensor:
-        """Finish.
+        """Wait for the result.
 
         Returns:
-            fp32, 1-D, as long as the vector; the same bits on all ranks.
+            fp32, 1-D, as long as the vector; bitwise equal on all ranks.
 
         Raises:
             PeerLostError: a peer is lost.
@@ -117,34 +121,37 @@ class Average:
     def _send(self, rows: torch.Tensor, what: str) -> None:
         self._received = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
         label = Label(f"{self._label}, {what}")
-        self._work = self._swap.start(rows, self._received, label)
+        self._work = self._all_to_all.start(rows, self._received, label)
 
 
-#: Elements that share one scale.
-BLOCK = 256
+class _Half(enum.Enum):
+    """How far an average is."""
+
+    FIRST = "first"  # contributions are on their way to the ranks that average them
+    SECOND = "second"  # averages are on their way to all ranks
 
 
 class Codec(Protocol):
-    """Rows of fp32 to rows of bytes, and back.
+    """Encodes rows of fp32 as rows of bytes, and decodes them.
 
     Attributes:
-        block: rows have a multiple of so many elements.
+        block: rows have a multiple of ``block`` elements.
     """
 
     block: int
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """From fp32 ``(rows, n)`` to uint8 ``(rows, bytes)``; may share its memory."""
+        """Encode fp32 ``(rows, n)`` as uint8 ``(rows, bytes)``, which may share its memory."""
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
-        """From uint8 ``(rows, bytes)`` to fp32 ``(rows, n)``; may share its memory."""
+        """Decode uint8 ``(rows, bytes)`` to fp32 ``(rows, n)``, which may share its memory."""
 
 
 class CastCodec:
-    """Values in a floating-point dtype.
+    """Casts values to a floating-point dtype.
 
     Args:
-        dtype: on the wire.
+        dtype: the dtype on the wire.
     """
 
     block = 1
@@ -157,15 +164,15 @@ class CastCodec:
         return rows.to(self._dtype).view(torch.uint8)
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Exact."""
+        """Decode exactly."""
         return rows.view(self._dtype).to(torch.float32)
 
 
 class Int8Codec:
-    """Whole numbers from -127 to 127, and for every block the fp32 scale to multiply them by.
+    """Integers from -127 to 127, and for every block the fp32 scale to multiply them by.
 
     A row is ``| scales | numbers |``. A scale is the largest magnitude of its block divided by 127,
-    but at least the smallest normal fp32: so the error is at most half a scale.
+    but at least the smallest normal fp32, so the error is at most half a scale.
     """
 
     block = BLOCK
@@ -188,7 +195,7 @@ class Int8Codec:
 
 
 def codec_of(format_: WireFormat) -> Codec:
-    """The codec of a wire format."""
+    """Return the codec of a wire format."""
     match format_:
         case WireFormat.INT8:
             return Int8Codec()

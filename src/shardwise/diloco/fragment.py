@@ -1,15 +1,15 @@
 """Parameters that are exchanged together, and the outer state of this rank's shards of them.
 
-Outer parameters and momentum are fp32, one flat vector each, cut exactly as the inner parameters
-are: views of them have the shapes of the local shards.
+Outer parameters and momentum are fp32, one flat vector each, sharded exactly as the inner
+parameters are: views of them have the shapes of the local shards.
 
     outer      | scalars | 0 .. 0 | embedding's rows | layer 0's rows | layer 4's rows |
     momentum   | the same                                                             |
     error      | the same, with error feedback                                        |
 
-Parameters that are placed alike lie together and begin at a multiple of a block of the wire format:
-what several ranks of a replica hold alike shares no block with what each has for itself, so it is
-rounded alike too.
+Parameters with the same placements are next to each other, and begin at a multiple of a block of
+the wire format. What several ranks of a replica hold in common thus shares no block with what each
+of them holds alone, and is rounded in the same way on all.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _INNER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def local_of(parameter: Tensor) -> Tensor:
-    """What this rank holds of a parameter, not differentiable."""
+    """Return what this rank holds of a parameter, not differentiable."""
     return dtensor.local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
 
 
 @dataclass
 class Pending:
-    """An exchange whose result is not applied yet.
+    """An exchange whose result has not been applied.
 
     Attributes:
-        begun: inner steps that had been made when it began.
-        average: under way; ``None`` where it was restored from a state dict.
+        begun: number of inner steps before it started.
+        average: in progress; ``None`` if it was restored from a state dict.
         mean: the averaged pseudo-gradient, fp32, flat, once it is known.
     """
 
@@ -48,7 +48,7 @@ class Pending:
     mean: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The averaged pseudo-gradient.
+        """Return the averaged pseudo-gradient, fp32, flat.
 
         Raises:
             PeerLostError: a peer is lost.
@@ -66,30 +66,30 @@ class Fragment:
     Args:
         name: for messages.
         parameters: by fully qualified name, in an order that is the same on all replicas.
-        keeps_error: whether to keep what encoding loses.
+        error_feedback: whether to keep what encoding loses.
 
     Attributes:
         outer: outer parameters, fp32, flat.
         momentum: of the outer optimizer, fp32, flat.
-        error: what encoding has lost, fp32, flat.
-        rounds: outer steps made.
-        even_at: inner steps that had been made when the inner parameters were the outer ones last.
-        pending: the exchange under way.
+        error: what encoding has lost, fp32, flat; ``None`` without error feedback.
+        rounds: number of outer steps.
+        even_at: number of inner steps when the inner parameters last equaled the outer ones.
+        pending: the exchange in progress.
 
     Raises:
         ValueError: a parameter is on the meta device, or they are on several devices.
-        TypeError: a parameter is not of fp32, bf16 or fp16.
+        TypeError: a parameter is not fp32, bf16 or fp16.
     """
 
     def __init__(
-        self, name: str, parameters: Mapping[str, nn.Parameter], *, keeps_error: bool
+        self, name: str, parameters: Mapping[str, nn.Parameter], *, error_feedback: bool
     ) -> None:
         self.name = name
         self.parameters = dict(parameters)
         locals_ = {fqn: local_of(each) for fqn, each in self.parameters.items()}
         for fqn, local in locals_.items():
             if local.device.type == "meta":
-                raise ValueError(f"{fqn}: is on the meta device; materialise it first")
+                raise ValueError(f"{fqn}: is on the meta device; materialize it first")
             if local.dtype not in _INNER_DTYPES:
                 raise TypeError(f"{fqn}: found {local.dtype}, expected fp32, bf16 or fp16")
         devices = {local.device for local in locals_.values()}
@@ -101,7 +101,7 @@ class Fragment:
         self._starts, numel = _starts(self.parameters, self._shapes)
         self.outer = torch.zeros(numel, dtype=torch.float32, device=self.device)
         self.momentum = torch.zeros_like(self.outer)
-        self.error = torch.zeros_like(self.outer) if keeps_error else None
+        self.error = torch.zeros_like(self.outer) if error_feedback else None
         self.rounds = 0
         self.even_at = 0
         self.pending: Pending | None = None
@@ -109,21 +109,21 @@ class Fragment:
 
     @property
     def layout(self) -> list[str]:
-        """What is equal on all replicas: names, shapes of the local shards and dtypes."""
+        """What must be equal on all replicas: names, shapes of the local shards and dtypes."""
         return [
             f"{fqn}: {tuple(self._shapes[fqn])} {str(each.dtype).removeprefix('torch.')}"
             for fqn, each in self.parameters.items()
         ]
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parts of a flat vector, by parameter, in the shapes of the local shards."""
+        """Return the parts of a flat vector, by parameter, in the shapes of the local shards."""
         return {
             fqn: flat[start : start + self._shapes[fqn].numel()].view(self._shapes[fqn])
             for fqn, start in self._starts.items()
         }
 
     def check(self) -> None:
-        """Check that the parameters are what they were.
+        """Check that the local shards have the shapes that they had at construction.
 
         Raises:
             ValueError: a parameter has another shape.
@@ -133,12 +133,12 @@ class Fragment:
             if found != expected:
                 raise ValueError(
                     f"{fqn}: this rank's shard has shape {found}, but had {expected} when DiLoCo "
-                    "was made; make the optimizer and DiLoCo again after changing the model"
+                    "was created; create the optimizer and DiLoCo again after changing the model"
                 )
 
     @torch.no_grad()
     def begin_at_inner(self) -> None:
-        """Take the inner parameters as outer ones, at rest."""
+        """Set the outer parameters to the inner ones, and momentum and error to 0."""
         for local, outer in self._pairs(self.outer):
             outer.copy_(local)
         self.momentum.zero_()
@@ -147,9 +147,10 @@ class Fragment:
 
     @torch.no_grad()
     def pseudo_gradient(self) -> Tensor:
-        """Outer parameters minus inner ones, fp32, flat.
+        """Return the outer parameters minus the inner ones, fp32, flat.
 
-        The outer ones in the dtype of the inner: what the inner steps began with.
+        The outer ones are rounded to the dtype of the inner ones first: that is what the inner
+        steps started from.
         """
         gradient = torch.zeros_like(self.outer)
         pairs = zip(self._pairs(gradient), self.views(self.outer).values(), strict=True)
@@ -159,7 +160,7 @@ class Fragment:
 
     @torch.no_grad()
     def outer_step(self, gradient: Tensor, settings: OuterSGD) -> None:
-        """Move the outer parameters against the averaged pseudo-gradient, which is written to."""
+        """Apply the averaged pseudo-gradient to the outer parameters; overwrites ``gradient``."""
         momentum = settings.momentum_of(self.rounds + 1)
         self.momentum.mul_(momentum).add_(gradient)
         if settings.nesterov:
@@ -171,7 +172,7 @@ class Fragment:
 
     @torch.no_grad()
     def mix_in(self, alpha: float) -> None:
-        """Make the inner parameters ``alpha`` of themselves and the rest of the outer ones."""
+        """Set the inner parameters to ``alpha`` * inner + (1 - ``alpha``) * outer."""
         for local, outer in self._pairs(self.outer):
             if alpha:
                 local.lerp_(outer.to(local.dtype), 1 - alpha)
@@ -180,13 +181,13 @@ class Fragment:
 
     @torch.no_grad()
     def move_inner_by(self, gradient: Tensor) -> None:
-        """Make the inner parameters the outer ones minus a pseudo-gradient."""
+        """Set the inner parameters to the outer ones minus a pseudo-gradient."""
         pairs = zip(self._pairs(self.outer), self.views(gradient).values(), strict=True)
         for (local, outer), part in pairs:
             local.copy_(outer - part)
 
     def _pairs(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each local shard, where it lives now, with its part of a flat vector."""
+        """Yield each local shard, where its memory is now, with its part of a flat vector."""
         for fqn, part in self.views(flat).items():
             yield local_of(self.parameters[fqn]), part
 
@@ -194,7 +195,7 @@ class Fragment:
 def _starts(
     parameters: Mapping[str, nn.Parameter], shapes: Mapping[str, torch.Size]
 ) -> tuple[dict[str, int], int]:
-    """Where in a flat vector each parameter begins, and how long the vector is."""
+    """Return where in a flat vector each parameter begins, and the length of the vector."""
     alike: dict[object, list[str]] = {}
     for fqn, each in parameters.items():
         key = (each.device_mesh, each.placements) if isinstance(each, DTensor) else None
@@ -208,16 +209,16 @@ def _starts(
     return starts, end
 
 
-def deal_out(
+def assign_to_fragments(
     parameters: Mapping[str, nn.Parameter], blocks: list[set[nn.Parameter]], count: int
 ) -> list[dict[str, nn.Parameter]]:
-    """Deal parameters out to fragments, block by block in turn ("strided").
+    """Assign parameters to fragments, block by block in turn ("strided").
 
     Args:
         parameters: by fully qualified name.
-        blocks: parameters of each block, in the order of the model. What is in none of them goes
-            to the fragment that has the fewest elements.
-        count: how many fragments to make.
+        blocks: parameters of each block, in the order of the model. Parameters outside of blocks go
+            to the fragment with the fewest elements.
+        count: number of fragments.
 
     Raises:
         ValueError: there are fewer blocks than fragments.

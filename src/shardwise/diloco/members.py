@@ -1,8 +1,8 @@
-"""Who is in the group, who has the newest outer state, and how the others get it.
+"""Which replicas are in the group, which has the newest outer state, and how the others receive it.
 
-Runs when a group is formed: at the start, when a replica has left, when one has joined. Every
-member tells what it has; the first of those that have made the most outer steps leads; where anyone
-has something else, the leader's outer parameters and momentum go to all.
+This runs when a group is formed: at the start, when a replica has left, when one has joined. Every
+member reports what it has; the first of those with the most outer steps leads; if any member has
+something else, the leader's outer parameters and momentum are sent to all.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shardwise.transport.peers import attended, gather_objects, naming_lost_peer
 
 @dataclass(frozen=True)
 class Report:
-    """What a member tells the others.
+    """What a member reports to the others.
 
     Attributes:
-        settings: what has to be equal, in words.
+        settings: what must be equal, in words.
         layout: names, shapes and dtypes of its shards.
         rounds: outer steps of each fragment.
         steps: inner steps.
-        even_at: when each fragment's inner parameters were the outer ones, in inner steps.
+        even_at: inner steps at which each fragment's inner parameters last equaled the outer ones.
         digests: of each fragment's outer parameters and momentum.
     """
 
@@ -41,7 +41,7 @@ class Report:
 
     @classmethod
     def of(cls, settings: str, steps: int, fragments: Sequence[Fragment]) -> Report:
-        """What this rank has to tell."""
+        """Return the report of this rank."""
         return cls(
             settings=settings,
             layout=tuple(line for fragment in fragments for line in fragment.layout),
@@ -52,7 +52,7 @@ class Report:
         )
 
     def lacks(self, other: Report) -> list[bool]:
-        """Of each fragment, whether this member needs what the other one has."""
+        """Return, for each fragment, whether this member needs what the other one has."""
         return [
             mine != theirs
             for mine, theirs in zip(
@@ -65,13 +65,13 @@ class Report:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the members have found out.
+    """What the members have agreed on.
 
     Attributes:
-        leader: its report.
+        leader: the leader's report.
         leader_rank: its rank in the group.
-        needed: of each fragment, whether anyone needs what the leader has.
-        lacked: of each fragment, whether this rank does.
+        needed: for each fragment, whether any member needs what the leader has.
+        lacked: for each fragment, whether this rank does.
     """
 
     leader: Report
@@ -81,10 +81,11 @@ class Agreement:
 
 
 def agree(group: dist.ProcessGroup, mine: Report) -> Agreement:
-    """Find out who leads. Every member calls it.
+    """Agree on the leader. Every member calls it.
 
     Raises:
-        RanksDivergedError: members train other models, or by other settings; on all of them alike.
+        RanksDivergedError: members have different models or settings; raised on all of them.
+        PeerLostError: a member is lost.
     """
     found = gather_objects(mine, group, "the agreement of DiLoCo's replicas")
     leader = max(found, key=lambda report: report.rounds)  # the first of equals
@@ -95,7 +96,7 @@ def agree(group: dist.ProcessGroup, mine: Report) -> Agreement:
             raise RanksDivergedError(
                 f"DiLoCo over ranks {members}: rank {rank} has {difference[0]}, rank "
                 f"{members[found.index(leader)]} has {difference[1]}. All replicas need the same "
-                "model, sharded alike, and the same settings"
+                "model, sharded in the same way, and the same settings"
             )
     return Agreement(
         leader=leader,
@@ -105,19 +106,17 @@ def agree(group: dist.ProcessGroup, mine: Report) -> Agreement:
     )
 
 
-def hand_over(group: dist.ProcessGroup, leader_rank: int, fragment: Fragment) -> None:
+def broadcast_outer_state(group: dist.ProcessGroup, leader_rank: int, fragment: Fragment) -> None:
     """Copy the leader's outer parameters and momentum to all members. Every member calls it.
 
-    Args:
-        group: the members.
-        leader_rank: the leader's rank in the group.
-        fragment: of this rank; overwritten, but for its inner parameters.
+    Raises:
+        PeerLostError: a member is lost.
     """
     source = dist.get_process_group_ranks(group)[leader_rank]
     for flat in (fragment.outer, fragment.momentum):
         if flat.numel():
             send = functools.partial(dist.broadcast, flat, src=source, group=group)
-            doing = f"the handing over of {fragment.name}"
+            doing = f"the broadcast of the outer state of {fragment.name}"
             if flat.is_cpu:
                 attended(send, group, doing)
             else:
@@ -133,7 +132,7 @@ def _digest(fragment: Fragment) -> int:
 
 
 def _difference(one: Report, other: Report) -> tuple[str, str] | None:
-    """The first thing that two members should have alike and do not, as each has it."""
+    """Return the first thing that two members should have in common and do not, as each has it."""
     if one.settings != other.settings:
         return one.settings, other.settings
     if one.layout != other.layout:

@@ -1,4 +1,4 @@
-"""What a user decides about the outer optimisation. No torch here: the command line asks."""
+"""The settings of the outer optimization. They do not import torch, for the command line."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 
 class WireFormat(enum.Enum):
-    """What pseudo-gradients are on the wire; they are computed and applied in fp32.
+    """The format of pseudo-gradients on the wire; they are computed and applied in fp32.
 
-    ``INT8`` sends a byte for each element and one fp32 scale for every 256 of them: 1.016 bytes an
+    ``INT8`` sends one byte per element, and one fp32 scale per 256 elements: 1.016 bytes per
     element.
     """
 
@@ -24,17 +24,17 @@ class WireFormat(enum.Enum):
 class OuterSGD:
     """The outer optimizer: SGD with momentum, as ``torch.optim.SGD`` defines it.
 
-    The defaults are those of the DiLoCo paper, section 3.
+    The defaults are those of the DiLoCo paper (arXiv 2311.08105), section 3.
 
     Attributes:
         lr: learning rate.
         momentum: decay of the running sum of pseudo-gradients.
-        nesterov: look ahead by one step of the momentum.
-        warmup: rounds over which the momentum rises, linearly from 0. From random weights the
-            direction of one round is soon wrong, and momentum overshoots.
+        nesterov: whether to use Nesterov momentum.
+        warmup: rounds over which the momentum rises linearly from 0. From random weights, the
+            direction of a round is soon wrong, and momentum overshoots.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
     """
 
     lr: float = 0.7
@@ -48,23 +48,23 @@ class OuterSGD:
         _require(self.warmup >= 0, "outer warmup", self.warmup, "0 or more rounds")
 
     def momentum_of(self, round_: int) -> float:
-        """The momentum of a round; the first is 1."""
+        """Return the momentum of a round; the first round is 1."""
         return self.momentum * min(1.0, round_ / max(1, self.warmup))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
-    """Fragments of the model that are exchanged one after another, while inner steps go on.
+    """Fragments of the model that are exchanged one after another, while inner steps continue.
 
     Attributes:
-        fragments: how many the model is cut into. Blocks are dealt out in turn ("strided"), and
-            the exchanges of the fragments are spread evenly over the inner steps of a round.
-        overlap: inner steps between the begin of an exchange and the use of its result.
-        alpha: what remains of the inner parameters when the outer ones are mixed in: 0 replaces
-            them (what the steps during the overlap did is dropped), 1 would ignore all others.
+        fragments: number of fragments. Blocks are assigned to them in turn ("strided"), and their
+            exchanges are spread evenly over the inner steps of a round.
+        overlap: inner steps between the start of an exchange and the use of its result.
+        alpha: weight of the inner parameters when the outer ones are mixed in: 0 replaces them (and
+            drops what the steps during the overlap did), 1 would ignore the other replicas.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
     """
 
     fragments: int = 1
@@ -77,7 +77,7 @@ class Streaming:
         _require(0 <= self.alpha < 1, "alpha", self.alpha, "0 to 1, without 1")
 
     def check(self, every: int) -> None:
-        """Check against the length of a round.
+        """Check the settings against the length of a round.
 
         Raises:
             ValueError: they contradict each other.
@@ -87,18 +87,18 @@ class Streaming:
             self.fragments <= every,
             "fragments",
             self.fragments,
-            f"at most {every}, the inner steps of a round: one exchange begins at a step",
+            f"at most {every}, the inner steps of a round: at most one exchange starts per step",
         )
         _require(
             self.overlap < every,
             "overlap",
             self.overlap,
-            f"less than {every}, the inner steps of a round: a fragment's exchange ends before its "
-            "next one begins",
+            f"less than {every}, the inner steps of a round: the exchange of a "
+            "fragment must end before its next one starts",
         )
 
     def due(self, fragment: int, steps: int, every: int) -> bool:
-        """Whether the exchange of a fragment begins after so many inner steps.
+        """Whether the exchange of a fragment starts after ``steps`` inner steps.
 
         Fragment 0 ends a round; the others come before it, evenly spread.
         """

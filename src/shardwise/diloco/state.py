@@ -1,11 +1,11 @@
-"""The outer state in the shape of an optimizer's state dict, beside the inner optimizer's.
+"""The outer state in the form of an optimizer's state dict, next to the inner optimizer's.
 
     {"state": {0: {"exp_avg": T, ..., "diloco": {"outer": T, "momentum": T}}},
      "param_groups": [...],
      "diloco": {"steps": 120, "rounds": [2], "even_at": [100], "begun": [None]}}
 
-Tensors are sharded as their parameters are, so whatever saves and reshards an optimizer's state
-(:mod:`shardwise.checkpoint`) does the same with the outer one.
+Tensors are sharded as their parameters are, so whatever saves and reshards the state of an
+optimizer (:mod:`shardwise.checkpoint`) does the same with the outer one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OUTER, _MOMENTUM, _ERROR, _MEAN = "outer", "momentum", "error", "pending"
 
 
 def pack(inner: torch.optim.Optimizer, fragments: Sequence[Fragment], steps: int) -> dict[str, Any]:
-    """The state of both optimizers; tensors are the live ones. No exchange is under way."""
+    """Return the state of both optimizers, with live tensors. No exchange may be in progress."""
     packed = inner.state_dict()
     state: dict[Any, Any] = {number: dict(found) for number, found in packed["state"].items()}
     numbers = {parameter: number for number, parameter in enumerate(parameters_in_order(inner))}
@@ -48,15 +48,15 @@ def pack(inner: torch.optim.Optimizer, fragments: Sequence[Fragment], steps: int
 def unpack(
     inner: torch.optim.Optimizer, fragments: Sequence[Fragment], state_dict: Mapping[str, Any]
 ) -> int:
-    """Give both optimizers a state that :func:`pack` has made, or one of the inner optimizer alone.
+    """Load into both optimizers what :func:`pack` returned, or the state of the inner one alone.
 
-    In the latter case the outer state begins at the model's present parameters.
+    In the latter case the outer state starts at the model's current parameters.
 
     Returns:
-        Inner steps made.
+        The number of inner steps.
 
     Raises:
-        ValueError: it is of other parameters, or does not fit.
+        ValueError: it belongs to other parameters, or does not fit.
     """
     rest = {key: value for key, value in state_dict.items() if key != KEY}
     saved = state_dict.get("state", {})
@@ -66,15 +66,15 @@ def unpack(
         else found
         for number, found in saved.items()
     }
-    # An optimizer that has not made a step has no state of these parameters.
+    # An optimizer that has not taken a step has no state for these parameters.
     rest["state"] = {number: found for number, found in rest["state"].items() if found}
     facts = state_dict.get(KEY)
-    told: list[tuple[int, int, int | None]] = [(0, 0, None)] * len(fragments)
+    facts_of: list[tuple[int, int, int | None]] = [(0, 0, None)] * len(fragments)
     if facts is not None:
-        told = _per_fragment(facts, len(fragments))
+        facts_of = _per_fragment(facts, len(fragments))
     inner.load_state_dict(rest)
     numbers = dict(zip(parameters_in_order(inner), keys_in_order(rest), strict=True))
-    for fragment, (rounds, even_at, begun) in zip(fragments, told, strict=True):
+    for fragment, (rounds, even_at, begun) in zip(fragments, facts_of, strict=True):
         fragment.begin_at_inner()
         fragment.rounds, fragment.even_at, fragment.pending = rounds, even_at, None
         if begun is not None:
@@ -86,7 +86,7 @@ def unpack(
 
 
 def _flats(fragment: Fragment) -> dict[str, Tensor]:
-    """What is saved of a fragment, by name."""
+    """Return what is saved of a fragment, by name."""
     flats = {_OUTER: fragment.outer, _MOMENTUM: fragment.momentum}
     if fragment.error is not None:
         flats[_ERROR] = fragment.error
@@ -109,22 +109,22 @@ def _fill(fragment: Fragment, saved: Mapping[Tensor, Mapping[str, Any]]) -> None
                 raise ValueError(
                     f"{fqn}: {KEY}.{name} of the state dict has shape {tuple(local.shape)} on this "
                     f"rank, expected {tuple(view.shape)}, as its shard; shardwise.checkpoint.load "
-                    "cuts anew what was saved on another mesh"
+                    "reshards what was saved on another mesh"
                 )
             view.copy_(local)
 
 
 def _per_fragment(facts: Mapping[str, Any], count: int) -> list[tuple[int, int, int | None]]:
-    """Of each fragment: outer steps, when inner and outer were alike, when an exchange began."""
-    told = list(zip(facts["rounds"], facts["even_at"], facts["begun"], strict=True))
-    if len(told) == count:
-        return told
-    if any(begun is not None for _, _, begun in told):
+    """Return ``rounds``, ``even_at`` and ``begun`` of each fragment."""
+    found = list(zip(facts["rounds"], facts["even_at"], facts["begun"], strict=True))
+    if len(found) == count:
+        return found
+    if any(begun is not None for _, _, begun in found):
         raise ValueError(
-            f"fragments: the state dict has an exchange under way among {len(told)} fragments, "
-            f"found {count}; load it with as many, or call flush() before saving"
+            f"fragments: the state dict has an exchange in progress among {len(found)} "
+            f"fragments, found {count}; load it with as many, or call flush() before saving"
         )
-    # Cut in another way, a fragment has come as far as the one that is least far.
+    # With other fragments, each is as far as the one that is the least far.
     return [(min(facts["rounds"]), min(facts["even_at"]), None)] * count
 
 

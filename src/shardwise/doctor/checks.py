@@ -113,8 +113,8 @@ def check_world(hosts: Sequence[Facts]) -> list[Finding]:
     if len(sizes) == 1:
         [(nnodes, nproc)] = sizes
         return [ok(WORLD, f"{nnodes} x {nproc} ranks, on every host")]
-    told = [f"{host.nnodes} x {host.nproc} on {host.label}" for host in hosts]
-    text = f"hosts x ranks is {shortened(told, len(told))}"
+    values = [f"{host.nnodes} x {host.nproc} on {host.label}" for host in hosts]
+    text = f"hosts x ranks is {shortened(values, len(values))}"
     return [fail(WORLD, text, "pass the same --nnodes and --nproc everywhere")]
 
 
@@ -123,9 +123,9 @@ def check_versions(hosts: Sequence[Facts]) -> list[Finding]:
     found = []
     for name in hosts[0].versions:
         if len({host.versions.get(name) for host in hosts}) > 1:
-            told = [f"{host.versions.get(name)} on {host.label}" for host in hosts]
+            values = [f"{host.versions.get(name)} on {host.label}" for host in hosts]
             advice = f"install the same {name} on all hosts"
-            found.append(fail(VERSIONS, f"{name} is {shortened(told, len(told))}", advice))
+            found.append(fail(VERSIONS, f"{name} is {shortened(values, len(values))}", advice))
     same = ", ".join(f"{name} {version}" for name, version in hosts[0].versions.items())
     return found or [ok(VERSIONS, same)]
 

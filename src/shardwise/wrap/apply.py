@@ -21,9 +21,8 @@ from shardwise.wrap.policies import CustomPolicy, is_bare, modules_of_plan, repe
 
 AUTO = "auto"
 
-#: What may be passed as a policy: a function, a policy of torch's, a plan, or ``"auto"``.
+#: What may be passed as a policy: a function, a policy object of torch, a plan, or ``"auto"``.
 Policy = Callable[..., Any] | CustomPolicy | Mapping[str, str] | str | object
-
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
@@ -43,17 +42,17 @@ def apply_wrap(
 
     Args:
         model: the model.
-        policy: a policy of this package or of torch, a function of that kind, a plan by names, or
-            ``"auto"``.
+        policy: a policy of this package or of torch, a function with the same arguments, a plan by
+            names, or ``"auto"``.
         fn: called as ``fn(module, **arguments)``, with the arguments that the policy has for that
-            module. Where it returns another module, that takes the module's place.
-        ignored_modules: left out, with all that is in them.
+            module. If it returns another module, that replaces the module.
+        ignored_modules: left out, with everything in them.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: a policy that is none of the above, or a plan that fits nothing.
+        ValueError: the policy is none of the above, or a plan that matches nothing.
     """
     return apply_to(model, chosen_modules(model, policy, ignored_modules=ignored_modules), fn)
 
@@ -63,13 +62,13 @@ def apply_to(
     chosen: Mapping[nn.Module, Mapping[str, Any]],
     fn: Callable[..., nn.Module | None],
 ) -> _Module:
-    """Call ``fn(module, **arguments)`` on every module that was chosen, inner ones first.
+    """Call ``fn(module, **arguments)`` on every chosen module, inner ones first.
 
     Args:
-        model: the model that they are in.
+        model: the model that contains them.
         chosen: the modules, with the arguments of each.
-        fn: where it returns another module, that takes the module's place in ``model``, wherever
-            it is registered.
+        fn: if it returns another module, that replaces the module in ``model`` wherever it is
+            registered.
 
     Returns:
         ``model``.
@@ -91,9 +90,9 @@ def apply_to(
 def chosen_modules(
     model: nn.Module, policy: Policy, *, ignored_modules: Iterable[nn.Module] = ()
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The modules that ``policy`` chooses, inner ones first, with their arguments.
+    """Return the modules that ``policy`` chooses, inner ones first, with their arguments.
 
-    Arguments and errors as for :func:`apply_wrap`. The model itself is never among them, and
+    Arguments and errors are those of :func:`apply_wrap`. The model itself is never among them, and
     neither are bare lists of modules, which have no forward.
     """
     ignored = {inner for module in ignored_modules for inner in module.modules()}
@@ -108,12 +107,59 @@ def chosen_modules(
     }
 
 
+@contextmanager
+def enable_wrap(
+    *, wrapper_cls: Callable[..., nn.Module | None], **arguments: Any
+) -> Iterator[None]:
+    """Let :func:`wrap`, called inside, apply ``wrapper_cls(module, **arguments)``.
+
+    In nested contexts, only the inner one counts.
+
+    Args:
+        wrapper_cls: ``FullyShardedDataParallel``, ``fully_shard``, or anything called like them.
+        arguments: its keyword arguments.
+    """
+    token = _CURRENT.set(_Wrapping(wrapper_cls, arguments))
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
+    """Wrap ``module`` as :func:`enable_wrap` says; outside of it, return the module unchanged.
+
+    Args:
+        module: the module, which is sharded before the next one is built.
+        overrides: keyword arguments that replace those of :func:`enable_wrap`.
+
+    Returns:
+        The wrapped module.
+    """
+    current = _CURRENT.get()
+    if current is None:
+        return module
+    made = current.wrapper_cls(module, **{**current.arguments, **overrides})
+    return module if made is None else made
+
+
+@dataclass(frozen=True)
+class _Wrapping:
+    wrapper_cls: Callable[..., nn.Module | None]
+    arguments: dict[str, Any]
+
+
+_CURRENT: ContextVar[_Wrapping | None] = ContextVar("shardwise_wrapping", default=None)
+
+
 def _ask(
     model: nn.Module, policy: Policy, ignored: set[nn.Module]
 ) -> dict[nn.Module, dict[str, Any]]:
     if isinstance(policy, str):
         if policy != AUTO:
-            raise ValueError(f"wrap policy: {AUTO!r} is the only one by name, found {policy!r}")
+            raise ValueError(
+                f"wrap policy: expected {AUTO!r}, the only one with a name, found {policy!r}"
+            )
         return {module: {} for module in repeated_blocks(model)}
     if isinstance(policy, Mapping):
         return modules_of_plan(model, policy)
@@ -139,7 +185,7 @@ def _descend(
     chosen: dict[nn.Module, dict[str, Any]],
     seen: set[nn.Module],
 ) -> int:
-    """Ask ``policy`` about everything in ``module``; return how many parameters units took."""
+    """Ask ``policy`` about everything in ``module``; return how many parameters groups took."""
     seen.add(module)
     total = _numel(module, ignored)
     if not policy(module=module, recurse=True, nonwrapped_numel=total):
@@ -178,45 +224,3 @@ def _children_first(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     return list(found)
-
-
-@dataclass(frozen=True)
-class _Wrapping:
-    wrapper_cls: Callable[..., nn.Module | None]
-    arguments: dict[str, Any]
-
-
-_CURRENT: ContextVar[_Wrapping | None] = ContextVar("shardwise_wrapping", default=None)
-
-
-@contextmanager
-def enable_wrap(
-    *, wrapper_cls: Callable[..., nn.Module | None], **arguments: Any
-) -> Iterator[None]:
-    """Let :func:`wrap`, called inside, apply ``wrapper_cls(module, **arguments)``.
-
-    Of two nested contexts the inner one counts alone.
-
-    Args:
-        wrapper_cls: ``FullyShardedDataParallel``, ``fully_shard``, or anything called alike.
-        arguments: its keyword arguments.
-    """
-    token = _CURRENT.set(_Wrapping(wrapper_cls, arguments))
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
-
-
-def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
-    """Wrap ``module`` as :func:`enable_wrap` says; outside of it return it as it is.
-
-    Args:
-        module: the module, which is sharded before the next one is built.
-        overrides: keyword arguments in place of those of :func:`enable_wrap`.
-    """
-    current = _CURRENT.get()
-    if current is None:
-        return module
-    made = current.wrapper_cls(module, **{**current.arguments, **overrides})
-    return module if made is None else made

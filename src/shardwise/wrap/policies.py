@@ -30,6 +30,7 @@ modules of a class that stand in one list: the layers of a transformer, the bott
 
 from __future__ import annotations
 
+import enum
 import fnmatch
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,12 +38,18 @@ from typing import Any
 
 from torch import nn
 
-#: Parameters from which on :data:`size_based_auto_wrap_policy` makes a unit.
+#: The number of parameters of which :data:`size_based_auto_wrap_policy` makes a group.
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
+FREE = "free_full_weight"
+KEEP = "keep_full_weight"
+_ARGUMENTS: dict[str, dict[str, Any]] = {FREE: {}, KEEP: {"reshard_after_forward": False}}
+
+#: Share of a repeated module that its own repeated modules must have to be the blocks instead.
+_MOSTLY = 0.5
 
 
 class WrapPolicy:
-    """A policy made of a function, and of the options that are to be passed to it.
+    """A policy made of a function and the options to pass to it.
 
     Args:
         decide: called with ``module``, ``recurse``, ``nonwrapped_numel`` and the options.
@@ -61,7 +68,7 @@ class WrapPolicy:
         nonwrapped_numel: int = 0,
         **options: Any,
     ) -> Any:
-        """Decide about ``module``; without one, return this policy with ``options`` set."""
+        """Decide about ``module``; without a module, return this policy with ``options`` set."""
         options = {**self._options, **options}
         if module is None:
             return WrapPolicy(self._decide, **options)
@@ -78,29 +85,72 @@ class WrapPolicy:
         return f"{self._decide.__name__.lstrip('_')}({options})"
 
 
+class ModuleWrapPolicy(WrapPolicy):
+    """Make a group of every module of certain classes.
+
+    Args:
+        module_classes: the classes; their subclasses count too.
+    """
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        super().__init__(_transformer, transformer_layer_cls=tuple(dict.fromkeys(module_classes)))
+
+    def __repr__(self) -> str:
+        names = ", ".join(each.__name__ for each in self._options["transformer_layer_cls"])
+        return f"ModuleWrapPolicy({{{names}}})"
+
+
+class CustomPolicy:
+    """Let a function decide which modules become groups, and with which arguments.
+
+    Args:
+        lambda_fn: returns ``False`` or ``{}`` for no group, ``True`` for a group with the root's
+            arguments, or keyword arguments of the group that replace the root's.
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def arguments(self, module: nn.Module, fqn: str) -> dict[str, Any] | None:
+        """Return the keyword arguments of the group of ``module``, or ``None`` if it becomes none.
+
+        Raises:
+            TypeError: the function returned something else.
+        """
+        answer = self._lambda_fn(module)
+        if isinstance(answer, dict):
+            return answer or None
+        if not isinstance(answer, bool):
+            raise TypeError(
+                f"CustomPolicy: expected the function to return True, False or a dict of keyword "
+                f"arguments for {fqn}, found {type(answer).__name__} {answer!r}"
+            )
+        return {} if answer else None
+
+
+class SizeBasedPolicy(WrapPolicy):
+    """The policy by size, with the sets of classes that scripts change."""
+
+    #: Modules that stay with their parent in full: they use their children's parameters
+    #: themselves.
+    FORCE_LEAF_MODULES: frozenset[type[nn.Module]] = frozenset({nn.MultiheadAttention})
+    #: Modules that are never groups: they have no forward that could gather.
+    EXCLUDE_WRAP_MODULES: frozenset[type[nn.Module]] = frozenset({nn.ModuleList, nn.ModuleDict})
+
+
 def or_policy(policies: Iterable[Callable[..., bool]]) -> WrapPolicy:
-    """A policy that goes on, and makes a unit, where one of ``policies`` does."""
+    """Return a policy that recurses into, or makes a group of, what any of ``policies`` would."""
     return WrapPolicy(_any_policy, policies=tuple(policies))
 
 
 def _any_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: tuple[Any, ...]
 ) -> bool:
-    """Whatever one of the policies takes."""
+    """Whether one of the policies says so."""
     return any(
         policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
         for policy in policies
     )
-
-
-class SizeBasedPolicy(WrapPolicy):
-    """The policy by size, with the sets that scripts change."""
-
-    #: Modules that stay whole with what they are in: they use their children's parameters
-    #: themselves.
-    FORCE_LEAF_MODULES: frozenset[type[nn.Module]] = frozenset({nn.MultiheadAttention})
-    #: Modules that are never units: they have no forward that could gather.
-    EXCLUDE_WRAP_MODULES: frozenset[type[nn.Module]] = frozenset({nn.ModuleList, nn.ModuleDict})
 
 
 def _size_based(
@@ -111,15 +161,16 @@ def _size_based(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """A unit wherever ``min_num_params`` parameters (100 million) have come together.
+    """Make a group wherever at least ``min_num_params`` parameters (100 million) come together.
 
     Args:
         module: the module in question.
-        recurse: whether to go on into its children, or to make it a unit.
-        nonwrapped_numel: its parameters that no unit has yet.
-        min_num_params: the number from which on it becomes a unit.
-        force_leaf_modules: classes that are not gone into, and stay with what they are in.
-        exclude_wrap_modules: classes that never become units themselves.
+        recurse: whether to decide about its children, or about the module itself.
+        nonwrapped_numel: its parameters that belong to no group yet.
+        min_num_params: the number of parameters that make a group.
+        force_leaf_modules: classes whose children are not visited, and which stay with their
+            parent.
+        exclude_wrap_modules: classes that never become groups themselves.
     """
     large = nonwrapped_numel >= min_num_params
     if recurse:
@@ -137,7 +188,7 @@ def _transformer(
     nonwrapped_numel: int,
     transformer_layer_cls: Iterable[type[nn.Module]],
 ) -> bool:
-    """A unit for every module of the classes ``transformer_layer_cls``."""
+    """Make a group of every module of the classes ``transformer_layer_cls``."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -147,12 +198,12 @@ def _lambda(
     nonwrapped_numel: int,
     lambda_fn: Callable[[nn.Module], bool],
 ) -> bool:
-    """A unit for every module of which ``lambda_fn(module)`` is true."""
+    """Make a group of every module for which ``lambda_fn(module)`` is true."""
     return recurse or bool(lambda_fn(module))
 
 
 def _always(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """A unit for every module."""
+    """Make a group of every module."""
     return True
 
 
@@ -162,57 +213,8 @@ lambda_auto_wrap_policy = WrapPolicy(_lambda)
 always_wrap_policy = WrapPolicy(_always)
 
 
-class ModuleWrapPolicy(WrapPolicy):
-    """A unit for every module of certain classes.
-
-    Args:
-        module_classes: the classes; their subclasses count too.
-    """
-
-    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        super().__init__(_transformer, transformer_layer_cls=tuple(dict.fromkeys(module_classes)))
-
-    def __repr__(self) -> str:
-        names = ", ".join(each.__name__ for each in self._options["transformer_layer_cls"])
-        return f"ModuleWrapPolicy({{{names}}})"
-
-
-class CustomPolicy:
-    """A function says of every module whether it becomes a unit, and with which arguments.
-
-    Args:
-        lambda_fn: returns ``False`` or ``{}`` (no unit), ``True`` (a unit as the root is), or
-            keyword arguments that the unit shall have in place of the root's.
-    """
-
-    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
-        self._lambda_fn = lambda_fn
-
-    def arguments(self, module: nn.Module, fqn: str) -> dict[str, Any] | None:
-        """What the unit of ``module`` shall have of its own; ``None``: it becomes none.
-
-        Raises:
-            TypeError: the function returned something else.
-        """
-        answer = self._lambda_fn(module)
-        if isinstance(answer, dict):
-            return answer or None
-        if not isinstance(answer, bool):
-            raise TypeError(
-                f"CustomPolicy: expected the function to return True, False or a dict of keyword "
-                f"arguments for {fqn}, found {type(answer).__name__} {answer!r}"
-            )
-        return {} if answer else None
-
-
-FREE = "free_full_weight"
-KEEP = "keep_full_weight"
-
-_ARGUMENTS: dict[str, dict[str, Any]] = {FREE: {}, KEEP: {"reshard_after_forward": False}}
-
-
 def modules_of_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Module, dict[str, Any]]:
-    """The modules that ``plan`` makes units, with the keyword arguments it means.
+    """Return the modules that ``plan`` makes groups, with their keyword arguments.
 
     A module that is shared goes by each of its names; the first pattern that matches counts.
 
@@ -251,64 +253,79 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-#: Share of the parts of a repeated module that its own repeated modules are, if they are blocks.
-_MOSTLY = 0.5
-
-
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of ``model``, in module order, none inside another; the model itself is none."""
-    return list(_blocks_in(model, composite=True) or _blocks_in(model, composite=False))
+    """Return the blocks of ``model``, in module order, none inside another, without the model."""
+    return list(_blocks_in(model, _Kind.COMPOSITE) or _blocks_in(model, _Kind.LAYER))
 
 
-def _blocks_in(module: nn.Module, *, composite: bool) -> dict[nn.Module, bool]:
-    """The blocks in ``module``, and whether they stand in a list."""
-    found: dict[nn.Module, bool] = {}
+class _Kind(enum.Enum):
+    """What may be a block."""
+
+    COMPOSITE = "composite"  # modules of several layers
+    LAYER = "layer"  # plain layers, in a model without such modules
+
+
+class _Place(enum.Enum):
+    """Where a module is registered."""
+
+    LIST = "list"  # in a list of modules, or in a sequence
+    ATTRIBUTE = "attribute"  # under a name of its own
+
+
+def _blocks_in(module: nn.Module, kind: _Kind) -> dict[nn.Module, _Place]:
+    """Return the blocks in ``module``, and where each is registered."""
+    found: dict[nn.Module, _Place] = {}
     members = dict(_members(module))
-    for member, in_list in members.items():
+    for member, place in members.items():
         alike = sum(type(other) is type(member) for other in members)
-        inner = _blocks_in(member, composite=composite)
-        # Inside a layer, what repeats without a list is its attention to this and to that.
-        own = [block for block, listed in inner.items() if listed or not in_list]
+        inner = _blocks_in(member, kind)
+        # What repeats inside a layer without a list is its self-attention and its cross-attention.
+        own = [
+            block
+            for block, inner_place in inner.items()
+            if inner_place is _Place.LIST or place is _Place.ATTRIBUTE
+        ]
         is_block = (
             alike > 1
-            and _can_be_block(member, in_list=in_list, composite=composite)
+            and _can_be_block(member, place, kind)
             and _numel(own) < _MOSTLY * _numel(_parts(member))
         )
-        found.update({member: in_list} if is_block else inner)
+        found.update({member: place} if is_block else inner)
     return found
 
 
-def _members(module: nn.Module, in_list: bool | None = None) -> Iterator[tuple[nn.Module, bool]]:
-    """The modules that stand side by side in ``module``, and whether they do so in a list.
+def _members(module: nn.Module, place: _Place | None = None) -> Iterator[tuple[nn.Module, _Place]]:
+    """Yield the modules side by side in ``module``, and where each is registered.
 
-    What lies in bare lists (which have no forward of their own) stands beside the list.
+    The contents of bare lists, which have no forward of their own, are side by side with the list.
     """
-    if in_list is None:
+    if place is None:
         in_list = isinstance(module, nn.Sequential) or is_bare(module)
+        place = _Place.LIST if in_list else _Place.ATTRIBUTE
     for name, child in module.named_children():
         if "expert" in name.lower():
             continue
         if is_bare(child):
-            yield from _members(child, True)
+            yield from _members(child, _Place.LIST)
         else:
-            yield child, in_list
+            yield child, place
 
 
-def _can_be_block(module: nn.Module, *, in_list: bool, composite: bool) -> bool:
-    if type(module) is nn.Sequential and not in_list:
+def _can_be_block(module: nn.Module, place: _Place, kind: _Kind) -> bool:
+    if type(module) is nn.Sequential and place is _Place.ATTRIBUTE:
         return False  # the name of a part of the model, like layer1 and layer2 of a ResNet
-    if composite:
+    if kind is _Kind.COMPOSITE:
         return _is_composite(module)
-    return in_list and not _is_composite(module) and _numel([module]) > 0
+    return place is _Place.LIST and not _is_composite(module) and _numel([module]) > 0
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
-    """Its children that are more than a plain layer: embeddings of a decoder do not count."""
+    """Return its composite children, or itself; embeddings of a decoder do not count."""
     return [child for child in module.children() if _is_composite(child)] or [module]
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Whether it is more than one layer, with its norm and its activation perhaps."""
+    """Whether it is more than one layer, perhaps with its norm and its activation."""
     return sum(parameter.ndim > 1 for parameter in module.parameters()) > 1
 
 
