@@ -141,7 +141,7 @@ def test_a_host_joins_is_lost_and_comes_back(hosts: Pair, tmp_path: Path) -> Non
         [
             "hosts      the other hosts save first, and continue with this host",
             "hosts      2 hosts; rank 1 of 2 here",
-            "hosts      this host leaves; the job goes on without it",
+            "hosts      this host leaves; the job continues without it",
         ],
     )
     wait_for(lambda: has_begun(4, 1), first)

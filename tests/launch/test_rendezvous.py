@@ -272,7 +272,7 @@ def test_what_fails_while_hosts_join_is_blamed_on_them_and_costs_no_restart(
         assert_worlds(first, *rounds)
         assert first.verdicts[-1].text.endswith("; continuing with 1 host")
     second.thread.join(WAIT)
-    text = "this host failed while it joined; the job goes on without it"
+    text = "this host failed while it joined; the job continues without it"
     assert second.verdicts == [Verdict(Next.LEAVE, text, "restart")]
     again = it.come()
     again.thread.join(WAIT)
@@ -316,7 +316,7 @@ def test_a_host_that_a_signal_stops_leaves_and_costs_no_restart(
     second.ending = SIGNALLED
     first.ending = how
     second.thread.join(WAIT)
-    text = "this host leaves; the job goes on without it"
+    text = "this host leaves; the job continues without it"
     assert second.verdicts == [Verdict(Next.LEAVE, text, "hosts")]
     assert_worlds(first, (0, 2), (0, 1))
     text = "host 1 (127.0.0.1) left; continuing with 1 host"
@@ -395,7 +395,7 @@ def test_another_program_at_the_port_is_told_from_a_host_that_was_lost(
 
 def test_a_host_that_is_parted_with_learns_why_though_the_server_hangs_up() -> None:
     """Its ranks may still run, and are killed first: the verdict is there before the end."""
-    text = "this host failed while it joined; the job goes on without it"
+    text = "this host failed while it joined; the job continues without it"
     messages = [
         {"kind": "start", "first": 1, "world_size": 2, "port": 5, "generation": 1},
         {"kind": "verdict", "next": "leave", "text": text, "label": "restart"},

@@ -16,7 +16,7 @@ of step 2.
 | bf16 | 2 | 2^-8 of the value (2^-134 below 2^-126) |
 | int8 | 1 + 4 / 256 | 1/254 of the largest value in the same block of 256 (at least 2^-127) |
 
-Values that are not finite stay so in every format; in int8 they make their whole block so.
+Values that are not finite stay so in every format; in int8 they make their entire block so.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class Next(enum.Enum):
     REGROUP = "regroup"  # a generation with hosts that join, or without hosts that leave
     EXPEL = "expel"  # a generation without the hosts that failed while they joined
     RESTART = "restart"  # a generation after a failure; counts as one of --max-restarts
-    LEAVE = "leave"  # for one host only: nothing; the job goes on without it
+    LEAVE = "leave"  # for one host only: nothing; the job continues without it
 
     @property
     def begins_again(self) -> bool:
@@ -326,7 +326,7 @@ class Generation:
         why = "; ".join(reasons or [f"a rank of {host.name} failed" for host in failed])
         expelled = self._joining_at_fault(causes)
         if expelled:
-            text = "this host failed while it joined; the job goes on without it"
+            text = "this host failed while it joined; the job continues without it"
             parted = tuple((host, text) for host in expelled)
             return Decision(Next.EXPEL, why, (*parted, *_farewell(leaving)))
         final = any(host.result is not None and not host.result.may_restart for host in failed)
@@ -343,4 +343,4 @@ class Generation:
 
 
 def _farewell(leaving: list[Host]) -> tuple[tuple[Host, str], ...]:
-    return tuple((host, "this host leaves; the job goes on without it") for host in leaving)
+    return tuple((host, "this host leaves; the job continues without it") for host in leaving)

@@ -11,6 +11,8 @@ from shardwise.launch.errors import UserError
 from shardwise.launch.network import format_endpoint, is_ipv6, parse_endpoint
 
 UNNUMBERED = -1  # rank of a host to which host 0 assigns one
+_NAME = re.compile(r"[\w.:-]+", re.ASCII)  # of a host, or its address
+_OVER_HOSTS = ("train", "doctor")  # commands that take the options for several hosts
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Terms:
     """What hosts that join later have to agree on.
 
     Attributes:
-        options: what all hosts have to be started with alike, by the names of the options.
+        options: the options that must be the same on all hosts, by name.
         why_not: given a number of hosts, returns why the job cannot run over them, or None if it
             can.
     """
@@ -137,10 +139,6 @@ class Share:
     port: int
     interface: str | None
     generation: int = 0
-
-
-_NAME = re.compile(r"[\w.:-]+", re.ASCII)  # of a host, or its address
-_OVER_HOSTS = ("train", "doctor")  # commands that take the options for several hosts
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Result(enum.Enum):
     """How the ranks of a host ended."""
 
     COMPLETED = "completed"  # all of them, or they stopped in order
-    FAILED = "failed"  # and another attempt would fail too, or nobody wants one
+    FAILED = "failed"  # another attempt would fail too, or is not wanted
     CRASHED = "crashed"  # killed, or by an error that may not happen again
     SECONDARY = "secondary"  # only because ranks of other hosts failed first
 

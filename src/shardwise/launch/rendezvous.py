@@ -16,7 +16,7 @@ notices it in the same time. A host that a signal stopped stops the job: the oth
 
 In an elastic job (``--nnodes MIN:MAX``), hosts that come later wait until the others have saved,
 and take part in the next generation. Until all hosts have completed a step in it, those that joined
-are on probation: a failure is attributed to them, costs no restart, and the job goes on without
+are on probation: a failure is attributed to them, costs no restart, and the job continues without
 them. In such a job a signal stops the job on host 0 only; any other host leaves.
 """
 
@@ -336,7 +336,7 @@ class RendezvousClient:
     Args:
         nodes: the job.
         nproc: ranks of this host.
-        options: what all hosts have to be started with alike, by the names of the options.
+        options: the options that must be the same on all hosts, by name.
         say: shows a line of news.
 
     Raises:

@@ -1,6 +1,6 @@
 """Which modules of a model become groups of their own, and how to wrap them.
 
-``policies.py`` decides about modules; ``apply.py`` asks a policy about a whole model and wraps what
+``policies.py`` decides about modules; ``apply.py`` asks a policy about a model and wraps what
 it chose, or wraps by hand while a model is built.
 """
 
