@@ -24,9 +24,9 @@ def test_the_troubleshooting_table_has_a_row_for_every_check() -> None:
 
 def test_the_documented_limits_are_those_of_the_code() -> None:
     text = " ".join(GUIDE.read_text().split())
-    assert f"{SECONDS['facts']:.0f} s for what hosts say" in text
-    assert f"{SECONDS['clocks']:.0f} s a host for clocks" in text
-    assert f"measures towards one other, {SECONDS['links']:.0f} s" in text
+    assert f"{SECONDS['facts']:.0f} s for each host to describe itself" in text
+    assert f"{SECONDS['clocks']:.0f} s per host for clocks" in text
+    assert f"{SECONDS['links']:.0f} s for each of the N rounds" in text
 
 
 @pytest.mark.parametrize(

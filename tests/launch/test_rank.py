@@ -122,7 +122,7 @@ run_rank(World(1, 2, 1, 2), body)
         ("raise TryLaterError('no hub')", 2, Ending.FAILED, "no hub"),
         ("raise Stopped(15, 'saved')", 128 + 15, Ending.STOPPED, "saved"),
         ("raise ValueError('why')", 1, Ending.FAILED, "ValueError: why"),
-        ("raise PeerLostError('rank 0')", 1, Ending.PEER, "PeerLostError: rank 0"),
+        ("raise PeerLostError('rank 0')", 1, Ending.PEER, "shardwise.errors.PeerLostError: rank 0"),
         ("raise UserError('lost') from PeerLostError('x')", 1, Ending.PEER, "lost"),
         ("raise OSError(errno.ENOSPC, 'full')", 1, Ending.USER, "error: [Errno 28] full"),
         ("raise BrokenPipeError()", 1, Ending.USER, "error: standard output was closed"),
