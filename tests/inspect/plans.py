@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from shardwise.frontends.strategies import WantedMesh
 from shardwise.inspect.planning import Planned, plan
@@ -32,11 +32,16 @@ def planned_report(mesh: str, make: Callable[[], nn.Module] = Net) -> Report:
     with torch.device("meta"):
         model = make()
     blocks = list(getattr(model, "blocks", ()))
-    styles = {}
+    wanted = WantedMesh.parse(mesh)
+    return plan(Planned(model, blocks, styles_of(model)), wanted, make.__name__)
+
+
+def styles_of(model: nn.Module) -> dict[str, ParallelStyle]:
+    """Tensor parallelism for the modules that are called ``up`` and ``down``."""
+    styles: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.endswith("up"):
             styles[name] = ColwiseParallel()
         elif isinstance(module, nn.Linear) and name.endswith("down"):
             styles[name] = RowwiseParallel()
-    wanted = WantedMesh.parse(mesh)
-    return plan(Planned(model, blocks, styles, {}), wanted, make.__name__)
+    return styles

@@ -23,7 +23,7 @@ from shardwise.inspect.text import as_text
 from shardwise.inspect.tiling import take
 from tests.sharding.nets import Net
 
-Ranks = Callable[..., list[Any]]
+Threads = Callable[..., list[Any]]
 
 
 def counted_net() -> Net:
@@ -196,8 +196,8 @@ def _every_kind(rank: int, world_size: int) -> None:
     values_of_ranks(rank, mesh)
 
 
-def test_reports_are_what_ranks_hold(ranks: Ranks) -> None:
-    ranks(_every_kind, 4)
+def test_reports_are_what_ranks_hold(threads: Threads) -> None:
+    threads(_every_kind, 4)
 
 
 def _stage(rank: int, world_size: int) -> tuple[str, tuple[int, ...]]:
@@ -207,8 +207,8 @@ def _stage(rank: int, world_size: int) -> tuple[str, tuple[int, ...]]:
     return str(grid), grid.ranks
 
 
-def test_stages_of_a_pipeline_report_their_own_ranks(ranks: Ranks) -> None:
-    assert ranks(_stage, 4) == [("dp=2", (0, 1))] * 2 + [("dp=2", (2, 3))] * 2
+def test_stages_of_a_pipeline_report_their_own_ranks(threads: Threads) -> None:
+    assert threads(_stage, 4) == [("dp=2", (0, 1))] * 2 + [("dp=2", (2, 3))] * 2
 
 
 def test_a_report_shows_itself(tmp_path: Path) -> None:

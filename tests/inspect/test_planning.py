@@ -1,0 +1,103 @@
+"""A plan says what ranks hold once the model is sharded for real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import shardwise
+from shardwise import fully_shard
+from shardwise.frontends.strategies import WantedMesh
+from shardwise.inspect.planning import Planned, plan, with_counted_values
+from shardwise.inspect.tiling import take
+from tests.inspect.plans import Wide, planned_report, styles_of
+from tests.sharding.nets import Net
+
+Threads = Callable[..., list[Any]]
+
+
+def _sharded(rank: int, world_size: int, mesh: str, make: Callable[[], nn.Module]) -> Any:
+    wanted = WantedMesh.parse(mesh)
+    real = init_device_mesh("cpu", wanted.shape, mesh_dim_names=wanted.names)
+    model = make()
+    if wanted.tensor_parallel > 1:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        parallelize_module(model, real["tp"], styles_of(model))
+    for block in (*getattr(model, "blocks", ()), model):
+        fully_shard(block, mesh=real[wanted.data_parallel])
+    return shardwise.inspect(model, name=make.__name__, mesh=real).to_json()
+
+
+@pytest.mark.parametrize("make", [Net, Wide])
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=3", "dp_replicate=2,dp_shard=2", "dp=2,tp=2"])
+def test_a_plan_is_what_ranks_report(
+    threads: Threads, mesh: str, make: Callable[[], nn.Module]
+) -> None:
+    planned = planned_report(mesh, make).to_json()
+    size = WantedMesh.parse(mesh).size
+    assert threads(_sharded, size, mesh, make) == [planned] * size
+
+
+def test_a_plan_leaves_no_process_group() -> None:
+    planned_report("dp=4")
+    assert not dist.is_initialized()
+
+
+def test_a_plan_allocates_no_parameters() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1 << 20, 1 << 20)
+    report = plan(Planned(model, ()), WantedMesh.parse("dp=1024"), "large")
+    assert report.nbytes == 4 * ((1 << 40) + (1 << 20))
+    assert report.totals[1023].parameters == report.nbytes // 1024
+
+
+def test_tied_parameters_stay_tied_under_tensor_parallelism() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 8, bias=False)
+            self.head = nn.Linear(4, 8, bias=False)
+            self.head.weight = self.up.weight
+
+    (weight,) = planned_report("dp=2,tp=2", Tied).parameters
+    assert weight.aliases == ("head.weight",)
+    assert weight.placements == (("dp", "StridedShard(0, 2)"), ("tp", "Shard(0)"))
+
+
+def test_a_placement_function_decides_what_is_sharded() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(6, 4)
+    planned = Planned(model, (), placement=lambda p: Shard(1) if p.ndim == 2 else None)
+    report = plan(planned, WantedMesh.parse("dp=3"), "columns")
+    assert [each.cut_dim for each in report.parameters] == [1, 0]
+
+
+def test_tensor_parallelism_without_data_parallelism() -> None:
+    report = planned_report("tp=4")
+    assert {each.kind.value for each in report.parameters} == {"tensor parallel only", "plain"}
+    assert report.find("blocks.0.up.weight").block(0).shape == (2, 6)  # type: ignore[union-attr]
+
+
+def test_counted_values_follow_the_rows() -> None:
+    report = with_counted_values(planned_report("dp=2,tp=2"))
+    assert report.values is not None
+    assert set(report.values) == {each.name for each in report.parameters}
+    for each in report.parameters:
+        counted = torch.arange(each.tiling.numel).view(each.shape)
+        for rank, elements in report.values[each.name].items():
+            block = each.block(rank)
+            assert block is not None
+            assert elements == take(counted, block.part).tolist()
+
+
+def test_large_parameters_have_no_values() -> None:
+    report = planned_report("dp=2", lambda: nn.Linear(16, 17))
+    assert list(with_counted_values(report).values or ()) == ["bias"]
