@@ -20,13 +20,13 @@ WORKERS ?= 2
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-train: $(TRAIN) ## train a small language model, sharded over two processes
+train: $(TRAIN) ## train a small language model, sharded over two local processes
 	@$(BIN)/shardwise train lm --nproc 2 $(ARGS)
 
 test: $(DEV) ## run the tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-docs: $(DEV) $(DOCS) ## run the code in the docs and build the site into site/
+docs: $(DEV) $(DOCS) ## run the code in the docs, and build their site into site/
 	@$(BIN)/python -m pytest -n $(WORKERS) tests/test_docs.py $(ARGS)
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 	@echo "open site/index.html in a browser"
@@ -37,11 +37,11 @@ wheel: $(DEV) ## build the wheel, and try it in an empty environment
 matrix: ## try all supported versions of Python and torch (an hour, 40 GB)
 	@$(PYTHON) tests/packaging/matrix.py $(ARGS)
 
-fuzz: $(DEV) ## damage a million checkpoints and run ten thousand random programs (hours)
+fuzz: $(DEV) ## damage a million checkpoints; run ten thousand random programs (hours)
 	@$(BIN)/python -m tests.fuzz.readers --mutants 1000000 --seed 1
 	@$(BIN)/python -m tests.fuzz.programs --programs 10000 --seed 1
 
-ecosystem: ## run all tests with other libraries, in .venv-ecosystem
+ecosystem: ## run the tests with other people's programs, all of them, in .venv-ecosystem
 	@$(MAKE) --no-print-directory VENV=.venv-ecosystem .venv-ecosystem/.ready-ecosystem
 	@.venv-ecosystem/bin/python -m pytest tests/ecosystem $(ARGS)
 
@@ -50,15 +50,15 @@ check: $(DEV) ## check formatting, lint and types
 	@$(BIN)/ruff check
 	@$(BIN)/mypy
 
-format: $(DEV) ## format, and fix what lint can fix
+format: $(DEV) ## format, and repair what lint can repair
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-bench: $(DEV) ## measure step time and memory beside torch's trainers
+bench: $(DEV) ## measure step time and memory beside torch's own data parallel trainers
 	@$(BIN)/python benchmarks/step_time.py $(ARGS)
 	@$(BIN)/python benchmarks/memory.py $(ARGS)
 
-clean: ## remove virtual environments, caches and build outputs (keeps runs/)
+clean: ## remove the virtual environment, caches and build outputs (runs/ stays)
 	rm -rf $(VENV) .venv-ecosystem .venv-docs .venv-matrix site build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -69,7 +69,7 @@ $(BIN)/python:
 		echo "Shardwise needs Python 3.11 or newer, but $(PYTHON) is" \
 			"$$($(PYTHON) -V 2>/dev/null || echo 'not there'); name another:" \
 			"make PYTHON=python3.12 ..." >&2; exit 1; }
-	@echo "creating $(VENV)" && $(PYTHON) -m venv $(VENV)
+	@echo "making $(VENV)" && $(PYTHON) -m venv $(VENV)
 
 $(TRAIN): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing shardwise and what training needs into $(VENV)"
@@ -83,7 +83,7 @@ $(DEV): pyproject.toml constraints.txt $(TITAN) | $(BIN)/python
 	@touch $@ $(TRAIN)
 
 $(VENV)/.ready-ecosystem: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing shardwise and other libraries into $(VENV)"
+	@echo "installing shardwise and other people's programs into $(VENV)"
 	@$(PIP) -e '.[ecosystem]'
 	@touch $@
 

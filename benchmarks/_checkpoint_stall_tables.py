@@ -27,15 +27,7 @@ def _table(case: dict[str, Any]) -> Table:
     table = Table(
         f"{case['params']} parameters with AdamW, {case['ranks']} ranks, "
         f"{12 * case['numel'] / 1e9:.2f} GB saved in {case['steps']} steps",
-        [
-            "way",
-            "stall s",
-            "quartiles s",
-            "x save",
-            "in all s",
-            "quartiles s",
-            "extra MiB per rank",
-        ],
+        ["way", "stall s", "quartiles s", "x save", "in all s", "quartiles s", "extra MiB a rank"],
     )
     stalls = {way: [_slowest(turn, "stall") for turn in turns[way]] for way in WAYS}
     alone = [_slowest(turn, "seconds") for turn in turns["steps"]]
@@ -56,7 +48,7 @@ def _table(case: dict[str, Any]) -> Table:
         )
     table.notes.append(
         f"{len(alone)} rounds, the slowest rank of each; {case['steps']} steps of "
-        f"{case['tokens']} tokens per rank take {statistics.median(alone):.2f} s alone; ratios "
+        f"{case['tokens']} tokens a rank take {statistics.median(alone):.2f} s alone; ratios "
         "are medians of those within each round"
     )
     return table

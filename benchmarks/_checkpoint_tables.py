@@ -21,7 +21,7 @@ def _table(case: dict[str, Any]) -> Table:
     table = Table(
         f"{case['params']} parameters with AdamW, {case['ranks']} ranks, "
         f"{case['nbytes'] / 1e9:.2f} GB",
-        ["contender", "s", "quartiles s", "GB/s", "x DCP", "x plain", "extra MiB per rank"],
+        ["contender", "s", "quartiles s", "GB/s", "x DCP", "x plain", "extra MiB a rank"],
     )
     for what in ("save", "load"):
         seconds = {

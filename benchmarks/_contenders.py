@@ -62,7 +62,7 @@ class Case:
         """Name the case in a table's title."""
         return (
             f"{self.params} parameters, {self.ranks} ranks, {self.dtype}, ZeRO-{self.zero}, "
-            f"{self.tokens} tokens per rank{', SGD' if self.optimizer == 'sgd' else ''}"
+            f"{self.tokens} tokens a rank{', SGD' if self.optimizer == 'sgd' else ''}"
         )
 
 

@@ -12,7 +12,7 @@ ALLOWED = 1.05
 """Ours may take this much of the formula's peak, and of FSDP2's."""
 
 COLUMNS = [
-    "MiB per rank",
+    "MiB a rank",
     "peak",
     "x formula",
     "x FSDP2",

@@ -59,7 +59,7 @@ def parser(
     add("--params", type=one_of(*PRESETS), default=["34m"], help=f"models: {', '.join(PRESETS)}")
     add("--dtype", type=one_of(*dtypes), default=["fp32"], help=f"some of {', '.join(dtypes)}")
     add("--zero", type=one_of("2", "3"), default=["3"], help="2, 3 or both")
-    add("--tokens", type=positive_int, default=256, help="tokens per rank and step (256)")
+    add("--tokens", type=positive_int, default=256, help="tokens a rank and step (256)")
     add(
         "--contenders",
         type=one_of(*CONTENDERS),

@@ -14,8 +14,8 @@ def overhead_tables(content: dict[str, Any]) -> list[Table]:
     """Make one table, a row for each world size and contender."""
     groups = content["cases"][0]["groups"]
     table = Table(
-        f"Overhead per group and step, {groups} tiny groups (µs, over the unsharded step)",
-        ["contender", "ranks", "µs per group", "quartiles", "x FSDP2"],
+        f"Overhead of a group and step, {groups} tiny groups (µs, over the unsharded step)",
+        ["contender", "ranks", "µs a group", "quartiles", "x FSDP2"],
     )
     for case in content["cases"]:
         per_round = {name: overheads(case, name) for name in TITLES}

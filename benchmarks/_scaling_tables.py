@@ -97,7 +97,7 @@ def _table(axis: str, cases: list[dict[str, Any]]) -> Table:
     foreign = sum(t["foreign_cpu_seconds"] for c in cases for n in CONTENDERS for t in _turns(c, n))
     table.notes += [
         "losses: OK, equal to four decimals" if not table.notes else "the others are equal",
-        f"{min(rounds)} rounds; {', '.join(map(str, tokens))} tokens per rank; transport of ours: "
+        f"{min(rounds)} rounds; {', '.join(map(str, tokens))} tokens a rank; transport of ours: "
         f"{cases[0]['transport']}; other programs took {foreign:.1f} s of processor time",
     ]
     return table

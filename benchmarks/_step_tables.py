@@ -120,7 +120,7 @@ def _table(case: dict[str, Any]) -> Table:
         rows=[_row(case, name) for name in turns],
         notes=[
             f"losses: {'DIFFERENT: ' + wrong if wrong else 'OK, equal to four decimals'}",
-            f"{rounds} rounds, {max(counts)} measured steps per contender; transport of ours: "
+            f"{rounds} rounds, {max(counts)} measured steps each contender; transport of ours: "
             f"{case['transport']}; {case['worlds']} worlds",
             f"while {measured:.0f} s were measured, sleeping contenders took "
             f"{case['idle_cpu_seconds']:.2f} s of processor time, other programs "

@@ -45,7 +45,7 @@ def _panel(panel: Axes, case: dict[str, Any]) -> None:
     if "floor" in case["contenders"]:
         panel.axvline(median(seconds_by_round(case, "floor")), color=INK, ls="--", lw=1)
     panel.set_title(
-        f"{case['gbit']:g} Gbit/s, {case['tokens']:,} tokens per rank", loc="left", fontsize=11
+        f"{case['gbit']:g} Gbit/s, {case['tokens']:,} tokens a rank", loc="left", fontsize=11
     )
     panel.margins(x=0.2)
     panel.set_xlim(left=0)

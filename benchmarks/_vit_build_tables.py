@@ -10,7 +10,7 @@ from _report import Table
 ALLOWED = 1.05
 """A peak may take this much of its formula."""
 
-COLUMNS = ["MiB per rank", "peak PSS", "formula", "x formula", "x full parameters", "seconds"]
+COLUMNS = ["MiB a rank", "peak PSS", "formula", "x formula", "x whole parameters", "seconds"]
 
 
 def vit_build_tables(content: dict[str, Any]) -> list[Table]:
@@ -51,8 +51,8 @@ def _table(case: dict[str, Any]) -> Table:
     ]
     build, step = expected["build"], Formula(**expected["step"])
     wrong = too_high(case)
-    kept = "recomputed" if case["checkpointing"] else "kept"
-    images = f"{case['batch']} {'image' if case['batch'] == 1 else 'images'} per rank"
+    kept = "computed again" if case["checkpointing"] else "kept"
+    pictures = f"{case['batch']} {'picture' if case['batch'] == 1 else 'pictures'} a rank"
     return Table(
         title=f"{case['model']} with {case['layers']} blocks, {expected['numel']:,} parameters, "
         f"{case['ranks']} ranks, {case['dtype']}",
@@ -61,10 +61,11 @@ def _table(case: dict[str, Any]) -> Table:
         notes=[
             f"TOO HIGH: {wrong}" if wrong else "OK, no higher than the formula + 5 %",
             f"building: shards {_mib(build['shards'])} + the largest layer {_mib(build['layer'])}; "
-            f"the full parameters are {_mib(expected['whole'])}",
+            f"the whole parameters are {_mib(expected['whole'])}",
             f"a step: shards {_mib(step.shards)} + unsharded {_mib(step.unsharded)} + full "
             f"gradients {_mib(step.gradients)} + activations {_mib(step.activations)} "
-            f"({images}, activations {kept})",
+            f"({pictures}, "
+            f"activations {kept})",
             f"all ranks together held at most {_mib(case['ranks'] * measured['step'])}; groups: "
             f"{'blocks' if case['nested'] else 'one'}; transport: {case['transport']}; losses "
             f"{', '.join(f'{loss:.3f}' for loss in measured['losses'])}",

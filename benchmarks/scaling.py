@@ -92,7 +92,7 @@ def _options() -> argparse.Namespace:
         default=[*map(str, GROUPS)],
         help=f"of the axis groups ({','.join(map(str, GROUPS))})",
     )
-    add("--tokens", type=positive_int, default=64, help="tokens per rank and step (64)")
+    add("--tokens", type=positive_int, default=64, help="tokens a rank and step (64)")
     add("--rounds", type=positive_int, default=5, help="turns of a contender (5)")
     add("--steps", type=positive_int, default=2, help="steps in a turn (2)")
     add("--warmup", type=positive_int, default=3, help="steps before a world is measured (3)")

@@ -213,7 +213,7 @@ def _options() -> argparse.Namespace:
     add("--gbit", type=_speed, default=1.0, help="speed of the link in Gbit/s (1)")
     add("--params", choices=tuple(PRESETS), default="5m", help="the model (5m)")
     add("--ranks", type=positive_int, default=4, help="on both hosts together, even (4)")
-    add("--tokens", type=positive_int, default=256, help="tokens per rank and step (256)")
+    add("--tokens", type=positive_int, default=256, help="tokens a rank and step (256)")
     add("--contenders", type=one_of(*STRATEGIES), default=[*STRATEGIES], help=names)
     add("--rounds", type=positive_int, default=5, help="turns of a contender (5)")
     add("--steps", type=positive_int, default=2, help="steps in a turn (2)")

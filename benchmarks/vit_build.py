@@ -63,7 +63,7 @@ class VitCase:
         model: a preset.
         layers: its number of blocks.
         ranks: world size.
-        batch: images per rank.
+        batch: pictures a rank.
         dtype: ``"fp32"`` or ``"bf16"``: to compute in.
         nested: every block is a group of its own.
         checkpointing: compute activations again in backward.
@@ -274,7 +274,7 @@ def _options() -> argparse.Namespace:
     add("--model", choices=VIT_PRESETS, default="vit-huge", help="the shape (vit-huge)")
     add("--layers", type=positive_int, help="blocks, if not those of the model")
     add("--ranks", type=positive_int, default=4, help="world size (4)")
-    add("--batch", type=positive_int, default=1, help="images per rank (1)")
+    add("--batch", type=positive_int, default=1, help="pictures a rank (1)")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="to compute in (fp32)")
     add("--no-nested-fsdp", action="store_true", help="one group, not one for each block")
     add("--transport", choices=TRANSPORTS, default="auto", help="who moves bytes (auto)")

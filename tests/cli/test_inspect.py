@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,3 +153,151 @@ def test_files_are_written(monkeypatch: Patch, capsys: Capture, tmp_path: Path) 
     assert "wrote up.svg" in shown.err
     assert "model.layers.0..3.mlp.up_proj.weight" in Path("plan.html").read_text()
     assert Path("up.svg").read_text().startswith("<svg")
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 101,
+}
+VIT = {
+    "model_type": "vit",
+    "hidden_size": 24,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "image_size": 16,
+    "patch_size": 8,
+    "id2label": {str(i): f"label {i}" for i in range(7)},
+}
+RESNET = {
+    "model_type": "resnet",
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16],
+    "depths": [1, 1],
+    "layer_type": "basic",
+    "id2label": {str(i): f"label {i}" for i in range(7)},
+}
+
+
+def write_run(
+    folder: Path,
+    mesh: object,
+    *,
+    recipe: str = "lm",
+    model: dict[str, object] | None = None,
+    config: dict[str, object] | None = None,
+) -> None:
+    """The files of a run that say what was trained, and on which mesh."""
+    folder.mkdir()
+    record = {
+        "recipe": recipe,
+        "config": {"train": {"sharding": {"strategy": "full"}}, **(config or {})},
+        "model": {"name": "small"},
+        "sessions": [{"mesh": {"dp_shard": 99}}, {"mesh": mesh}],
+    }
+    (folder / "run.json").write_text(json.dumps(record))
+    if model is not None:
+        (folder / "config.json").write_text(json.dumps(model))
+
+
+def report_of(monkeypatch: Patch, capsys: Capture, *arguments: str) -> dict[str, Any]:
+    assert call(monkeypatch, *arguments, "--json") == 0
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def test_a_run_is_shown_on_the_mesh_of_its_last_session(
+    monkeypatch: Patch, capsys: Capture, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("run"), {"dp_replicate": 2, "dp_shard": 3}, model=LLAMA)
+    report = report_of(monkeypatch, capsys, "run")
+    assert report["model"] == "small of run"
+    assert report["mesh"] == {
+        "names": ["dp_replicate", "dp_shard"],
+        "shape": [2, 3],
+        "ranks": list(range(6)),
+    }
+    embedding = next(p for p in report["parameters"] if p["name"] == "model.embed_tokens.weight")
+    assert embedding["shape"] == [101, 32], "the vocabulary of its tokenizer"
+    other = report_of(monkeypatch, capsys, "run", "--mesh", "dp=2,tp=2")
+    assert other["mesh"]["names"] == ["dp", "tp"]
+    assert other["numel"] == report["numel"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "head"),
+    [
+        ("vit", VIT, ("classifier.weight", [7, 24])),
+        ("imagenet", RESNET, ("classifier.1.weight", [7, 16])),
+        ("mnist", None, ("head.3.weight", [10, 64])),
+    ],
+)
+def test_runs_of_every_recipe(
+    monkeypatch: Patch,
+    capsys: Capture,
+    tmp_path: Path,
+    recipe: str,
+    model: dict[str, object] | None,
+    head: tuple[str, list[int]],
+) -> None:
+    folder = tmp_path / "run"
+    write_run(folder, {"dp_shard": 2}, recipe=recipe, model=model)
+    report = report_of(monkeypatch, capsys, str(folder))
+    shapes = {each["name"]: each["shape"] for each in report["parameters"]}
+    assert shapes[head[0]] == head[1]
+    assert len({each["group"] for each in report["parameters"]}) > 1
+
+
+def test_a_run_whose_model_was_one_group(
+    monkeypatch: Patch, capsys: Capture, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    write_run(folder, {"dp_shard": 2}, recipe="mnist", config={"nested": False})
+    report = report_of(monkeypatch, capsys, str(folder))
+    assert {each["group"] for each in report["parameters"]} == {""}
+
+
+def test_one_replica_of_a_run_with_diloco(
+    monkeypatch: Patch, capsys: Capture, tmp_path: Path
+) -> None:
+    """Replicas are not copies of each other."""
+    folder = tmp_path / "run"
+    config: dict[str, object] = {"train": {"sharding": {"strategy": "diloco"}}}
+    mesh = {"dp_replicate": 2, "dp_shard": 3}
+    write_run(folder, mesh, recipe="mnist", config=config)
+    report = report_of(monkeypatch, capsys, str(folder))
+    assert report["mesh"]["names"] == ["dp_shard"]
+    assert len(report["ranks"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model", "arguments", "message"),
+    [
+        ({"dp_shard": 2}, LLAMA, "empty", "RUN: found no run in empty, expected a folder with run"),
+        ({"dp_shard": 2}, None, "run", "RUN: found no run/config.json, expected the model's"),
+        (None, LLAMA, "run", "RUN: found no mesh in run/run.json, expected that of a session"),
+        ({"pp": 2}, LLAMA, "run", "RUN: run/run.json, 'mesh': found 'pp' in 'pp=2', expected one"),
+        ({"dp_shard": 2}, LLAMA, "run --model llama-tiny", "--model: found llama-tiny with a RUN"),
+        ({"dp_shard": 2}, LLAMA, "run --rank 2", "--rank: found 2, expected a rank from 0 to 1"),
+        ({"dp_shard": 2}, LLAMA, "run --mesh tp=3", "--mesh: found tp=3, expected a tp that divid"),
+    ],
+)
+def test_mistakes_about_runs(
+    monkeypatch: Patch,
+    capsys: Capture,
+    tmp_path: Path,
+    mesh: object,
+    model: dict[str, object] | None,
+    arguments: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    write_run(Path("run"), mesh, model=model)
+    assert call(monkeypatch, *arguments.split()) == 2
+    assert message in capsys.readouterr().err

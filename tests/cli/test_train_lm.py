@@ -20,6 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shardwise.checkpoint.disk.manifest import read_manifest
+from shardwise.cli.main import app
 from shardwise.recipes.core.checkpointing import Checkpoints
 from shardwise.recipes.core.journal import read_metrics
 from shardwise.units import printable
@@ -81,6 +83,25 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 
 def test_a_run_ends_well_and_warns_of_nothing(whole: Ended) -> None:
     assert (whole.code, whole.err) == (0, "")
+
+
+def test_inspect_shows_what_the_ranks_of_the_run_hold(
+    whole: Ended, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the checkpoint has it: names, shapes, and how they are cut."""
+    run = whole.folder / "run"
+    monkeypatch.setattr(sys, "argv", ["shardwise", "inspect", str(run), "--json"])
+    with pytest.raises(SystemExit):
+        app()
+    report = json.loads(capsys.readouterr().out)
+    newest = max((run / "checkpoints").iterdir())
+    saved = {entry.path[1]: entry for entry in read_manifest(newest).section("model")}
+    assert [each["name"] for each in report["parameters"]] == list(saved)
+    for each in report["parameters"]:
+        assert tuple(each["shape"]) == saved[each["name"]].shape
+        blocks = report["tilings"][each["tiling"]]["blocks"]
+        pieces = saved[each["name"]].pieces
+        assert [block["spans"][0][0][0] for block in blocks] == [p.box.offsets[0] for p in pieces]
 
 
 def test_the_first_lines_say_what_is_trained(whole: Ended) -> None:

@@ -1,4 +1,4 @@
-"""``shardwise inspect``: plan a layout, and print it or write it to a file."""
+"""``shardwise inspect``: plan a layout, or that of a run, and print it or write it to a file."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from shardwise.cli.names import read_name, read_path
 from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.launch.errors import UserError
 from shardwise.recipes.core.config import OptionError, require
-from shardwise.recipes.planned import PLANNED, make_plan, settings_of
+from shardwise.recipes.core.rundir import RunDir
+from shardwise.recipes.planned import PLANNED, Subject, make_plan
 from shardwise.units import brief_size
 
 if TYPE_CHECKING:
     from shardwise.inspect.report import ParameterReport, Report
+
+_MODEL, _MESH = "llama-150m", "dp=8"
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -34,23 +37,38 @@ All blocks of the embedding, and a picture of it:
   [cyan]shardwise inspect --model llama-150m --mesh dp=8 \\
       --param model.embed_tokens.weight --svg embedding.svg[/cyan]
 
+What the ranks of a run hold:
+  [cyan]shardwise inspect runs/lm[/cyan]
+
 A page for the browser, for a transformers model on 512 ranks:
   [cyan]shardwise inspect --model my-llama/config.json \\
       --mesh dp_replicate=4,dp_shard=16,tp=8 --html plan.html[/cyan]
 """
 
+Run = Annotated[
+    Path | None,
+    Argument(
+        parser=read_path,
+        metavar="RUN",
+        help="The folder of a run of shardwise train: its model, on the mesh of its last session.",
+        show_default=False,
+    ),
+]
 Model = Annotated[
-    str,
+    str | None,
     Option(
         parser=read_name,
         metavar="NAME",
         help=", ".join(PLANNED) + ", or the path of a config.json of transformers.",
+        show_default=_MODEL,
     ),
 ]
 Mesh = Annotated[
-    str,
+    str | None,
     Option(
-        help="Ranks by dimension: dp=N, or dp_replicate=R,dp_shard=S; then tp=T.", metavar="MESH"
+        help="Ranks by dimension: dp=N, or dp_replicate=R,dp_shard=S; then tp=T.",
+        metavar="MESH",
+        show_default=f"{_MESH}, or that of the run",
     ),
 ]
 Rank = Annotated[int | None, Option(help="Show what this rank holds.", show_default="all ranks")]
@@ -87,8 +105,9 @@ Svg = Annotated[
 
 def inspect(
     *,
-    model: Model = "llama-150m",
-    mesh: Mesh = "dp=8",
+    run: Run = None,
+    model: Model = None,
+    mesh: Mesh = None,
     rank: Rank = None,
     param: Param = None,
     layers: Layers = False,
@@ -98,19 +117,19 @@ def inspect(
     html: Html = None,
     svg: Svg = None,
 ) -> None:
-    """Show which rank would hold what of a model, before anything runs.
+    """Show which rank holds what of a model, before anything runs or of a run.
 
     One process, and no memory for parameters: the model is built on the meta
     device and sharded over a mesh that need not exist. In a running job,
     shardwise.inspect(model) makes the same report.
     """
-    wanted = _wanted(mesh)
-    settings = settings_of(model)
+    subject = _subject(run, model)
+    wanted = _wanted(mesh, subject)
     if rank is not None:
         last = wanted.size - 1
         require(0 <= rank <= last, "--rank", rank, f"a rank from 0 to {last}")
     require(svg is None or param is not None, "--svg", "no --param", "one, to draw it")
-    report = make_plan(settings, model, wanted, mesh)
+    report = make_plan(subject, wanted)
     found = _matching(report, param)
     if svg is not None:
         _write(svg, _drawing(report, found, rank))
@@ -126,9 +145,18 @@ def inspect(
         print(as_text(report, View(rank=rank, pattern=param, layers=layers, full=full)))
 
 
-def _wanted(mesh: str) -> WantedMesh:
+def _subject(run: Path | None, model: str | None) -> Subject:
+    if run is None:
+        return Subject.of_model(_MODEL if model is None else model)
+    require(model is None, "--model", f"{model} with a RUN", "none: a run has its model")
+    return Subject.of_run(RunDir(run))
+
+
+def _wanted(mesh: str | None, subject: Subject) -> WantedMesh:
+    if mesh is None and subject.mesh is not None:
+        return subject.mesh
     try:
-        return WantedMesh.parse(mesh)
+        return WantedMesh.parse(_MESH if mesh is None else mesh)
     except MeshError as error:
         raise OptionError("--mesh", error.found, error.expected) from None
 

@@ -216,6 +216,9 @@ class WantedMesh:
         """The names of the dimensions that ``fully_shard`` gets."""
         return tuple(name for name in self.names if name != TENSOR)
 
+    def __str__(self) -> str:
+        return ",".join(f"{n}={s}" for n, s in zip(self.names, self.shape, strict=True))
+
     @classmethod
     def parse(cls, text: str) -> WantedMesh:
         """Read ``dp=2,tp=4`` or ``dp_replicate=2,dp_shard=4,tp=2``.

@@ -1,14 +1,20 @@
-"""Models that a plan may be made for, by name: what ``shardwise inspect --model`` takes."""
+"""The models of ``shardwise inspect``: presets, config files and runs."""
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardwise.frontends.strategies import WantedMesh
-from shardwise.recipes.core.config import find_settings, require
+from shardwise.frontends.strategies import REPLICATE, MeshError, Strategy, WantedMesh
+from shardwise.launch.errors import UserError
+from shardwise.recipes.core.config import find_settings, flatten, require
+from shardwise.recipes.core.rundir import RunDir
 from shardwise.recipes.text.config import PRESETS
+from shardwise.recipes.vision.config import FAKE_CLASSES
 from shardwise.recipes.vision.presets import VIT_PRESETS
 
 if TYPE_CHECKING:
@@ -19,7 +25,7 @@ if TYPE_CHECKING:
     from shardwise.inspect.report import Report
 
 
-#: Every preset of every recipe, as the ``config.json`` that it stands for.
+#: The presets of language models and Vision Transformers, as settings of a ``config.json``.
 PLANNED: dict[str, dict[str, Any]] = {
     name: preset.settings()
     for presets in (PRESETS, VIT_PRESETS)
@@ -27,71 +33,164 @@ PLANNED: dict[str, dict[str, Any]] = {
 }
 
 
-def settings_of(model: str) -> dict[str, Any]:
-    """The settings of a preset or of a ``config.json``; see :func:`find_settings`."""
-    return find_settings(model, PLANNED)
+@dataclass(frozen=True)
+class Subject:
+    """A model to plan for.
+
+    Attributes:
+        name: the name to show.
+        build: builds the model on the meta device. Imports torch and transformers.
+        mesh: the mesh that it was trained on; ``None`` if it was not.
+    """
+
+    name: str
+    build: Callable[[], Planned]
+    mesh: WantedMesh | None = None
+
+    @classmethod
+    def of_model(cls, model: str) -> Subject:
+        """A preset, or the model of a ``config.json``.
+
+        Raises:
+            OptionError: there is neither.
+        """
+        settings = find_settings(model, PLANNED)
+        if model in PRESETS:  # as `train lm` builds it
+            return cls(model, partial(_language_model, settings, preset=True))
+        return cls(model, partial(_build, settings))
+
+    @classmethod
+    def of_run(cls, files: RunDir) -> Subject:
+        """The model of a run of ``shardwise train``, and the mesh of its last session.
+
+        Raises:
+            UserError: the folder contains no run, or the run did not record its model or mesh.
+        """
+        if not files.run_json.is_file():
+            raise UserError(f"RUN: found no run in {files.root}, expected a folder with run.json")
+        record = files.read()
+        if record.get("recipe") == "mnist":
+            build: Callable[[], Planned] = _convnet
+        elif files.model_config.is_file():
+            build = partial(_build, find_settings(str(files.model_config), {}))
+        else:
+            raise UserError(f"RUN: found no {files.model_config}, expected the model's settings")
+        settings = flatten(record.get("config", {}))
+        if not settings.get("nested", True):
+            build = partial(_as_one_group, build)
+        name = record.get("model", {}).get("name", "model")
+        return cls(f"{name} of {files.root}", build, _mesh_of(files, record, settings))
 
 
-def make_plan(settings: dict[str, Any], model: str, wanted: WantedMesh, text: str) -> Report:
-    """The report of a plan.
+def _mesh_of(files: RunDir, record: Mapping[str, Any], settings: Mapping[str, Any]) -> WantedMesh:
+    """The mesh of the last session; with DiLoCo, of one replica: replicas differ in values."""
+    sessions = record.get("sessions", [])
+    sizes = sessions[-1].get("mesh") if sessions else None
+    if not isinstance(sizes, Mapping) or not sizes:
+        raise UserError(f"RUN: found no mesh in {files.run_json}, expected that of a session")
+    if settings.get("strategy") == Strategy.DILOCO.value:
+        sizes = {name: size for name, size in sizes.items() if name != REPLICATE}
+    try:
+        return WantedMesh.parse(",".join(f"{name}={size}" for name, size in sizes.items()))
+    except MeshError as error:
+        raise UserError(f"RUN: {files.run_json}, 'mesh': {error}") from None
+
+
+def make_plan(subject: Subject, wanted: WantedMesh) -> Report:
+    """Report which rank of a mesh would hold what of a model.
 
     Args:
-        settings: of the model; those of type ``vit`` tell classes of pictures apart, all others
-            are causal language models.
-        model: its name or path.
+        subject: the model.
         wanted: the mesh.
-        text: the mesh as it was written.
 
     Raises:
-        OptionError: the model cannot be built, or the mesh does not suit it.
+        OptionError: the model cannot be built, or the mesh does not fit it.
     """
     from shardwise.inspect.planning import plan
 
-    is_vit = settings["model_type"] == "vit"
-    planned = _vision_transformer(settings) if is_vit else _language_model(model, settings)
+    planned = subject.build()
     size = wanted.tensor_parallel
     for what, count in planned.heads.items():
-        require(count % size == 0, "--mesh", text, f"a tp that divides the {count} {what}")
+        require(count % size == 0, "--mesh", str(wanted), f"a tp that divides the {count} {what}")
     require(
         size == 1 or bool(planned.tensor_parallel),
         "--mesh",
-        f"{text} for {model}, which has no tensor parallel plan",
+        f"{wanted} for {subject.name}, which has no tensor parallel plan",
         "data parallel dimensions only",
     )
-    return plan(planned, wanted, model)
+    return plan(planned, wanted, subject.name)
+
+
+def _build(settings: dict[str, Any]) -> Planned:
+    match settings["model_type"]:
+        case "vit":
+            return _vision_transformer(settings)
+        case "resnet":
+            return _residual_net(settings)
+    return _language_model(settings)
 
 
 def _vision_transformer(settings: dict[str, Any]) -> Planned:
     from shardwise.inspect.planning import Planned
-    from shardwise.recipes.vision.config import FAKE_CLASSES
     from shardwise.recipes.vit import build, placement, units_of
 
-    made = build(settings, FAKE_CLASSES)
-    return Planned(model=made, blocks=units_of(made, nested=True), placement=placement)
+    model = build(settings, _classes(settings))
+    return Planned(model=model, blocks=units_of(model, nested=True), placement=placement)
 
 
-def _language_model(model: str, settings: dict[str, Any]) -> Planned:
+def _residual_net(settings: dict[str, Any]) -> Planned:
+    import torch
+
+    from shardwise.inspect.planning import Planned
+    from shardwise.recipes.core.model import build_classifier
+    from shardwise.wrap import repeated_blocks
+
+    with torch.device("meta"):
+        model = build_classifier(settings, _classes(settings))
+    return Planned(model=model, blocks=repeated_blocks(model))
+
+
+def _classes(settings: dict[str, Any]) -> int:
+    return len(settings.get("id2label", ())) or FAKE_CLASSES
+
+
+def _convnet() -> Planned:
+    import torch
+
+    from shardwise.inspect.planning import Planned
+    from shardwise.recipes.mnist import build_convnet
+
+    with torch.device("meta"):
+        model = build_convnet()
+    return Planned(model=model, blocks=list(model)[:-1])
+
+
+def _as_one_group(build: Callable[[], Planned]) -> Planned:
+    return dataclasses.replace(build(), blocks=())
+
+
+def _language_model(settings: dict[str, Any], *, preset: bool = False) -> Planned:
+    """A causal language model. A preset gets the vocabulary of ``train lm``'s default tokenizer."""
     from shardwise.inspect.planning import Planned
     from shardwise.recipes.core.model import build, decoder_layers
     from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE
 
-    # A preset is what `train lm` makes of it; a config file describes a model of its own.
-    ours = model in PRESETS
-    made = build(settings, VOCAB_SIZE if ours else None, SEPARATOR if ours else None)
+    vocabulary = (VOCAB_SIZE, SEPARATOR) if preset else (None, None)
+    model = build(settings, *vocabulary)
     return Planned(
-        model=made,
-        blocks=list(decoder_layers(made)),
-        tensor_parallel=dict(_styles(made)),
-        heads=dict(_heads(made.config)),
+        model=model,
+        blocks=list(decoder_layers(model)),
+        tensor_parallel=dict(_styles(model)),
+        heads=dict(_heads(model.config)),
     )
 
 
 def _styles(model: PreTrainedModel) -> Iterator[tuple[str, ParallelStyle]]:
-    """Torch's style for every module of the plan that transformers has for the model.
+    """Torch's parallel style for each module of the plan that transformers has for the model.
 
-    The embedding and the head are cut by rows of the vocabulary, whether or not the plan has them.
-    Styles that torch has no counterpart for (fused projections, experts) are left out: what they
-    are for stays whole.
+    The embedding and the head are sharded along the vocabulary, whether or not the plan has them.
+    Styles without a counterpart in torch (fused projections, experts) are left out, and their
+    modules are replicated.
     """
     from torch import nn
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
