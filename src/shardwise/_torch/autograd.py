@@ -177,15 +177,27 @@ def outside_transforms() -> AbstractContextManager[object]:
     return temporarily_clear_interpreter_stack()
 
 
-def no_grad() -> AbstractContextManager[object]:
-    """Return a context for writes to parameter memory that nothing must record.
+class no_grad:  # noqa: N801 (as torch's)
+    """A context for writes to parameter memory that nothing must record.
 
     Inside there are no gradients and no ``torch.func`` transforms, and new tensors are not those
-    of inference mode.
+    of inference mode. It is entered several times for each group and step, so it does nothing more
+    than it must.
     """
-    stack = ExitStack()
-    stack.enter_context(outside_transforms())
-    if torch.is_inference_mode_enabled():
-        stack.enter_context(torch.inference_mode(False))  # enables gradients
-    stack.enter_context(torch.no_grad())
-    return stack
+
+    __slots__ = ("_before", "_outside")
+
+    def __enter__(self) -> None:
+        self._outside: ExitStack | None = None
+        self._before = torch.is_grad_enabled()
+        if peek_interpreter_stack() is not None or torch.is_inference_mode_enabled():
+            self._outside = ExitStack()
+            self._outside.enter_context(outside_transforms())
+            if torch.is_inference_mode_enabled():
+                self._outside.enter_context(torch.inference_mode(False))  # enables gradients
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *raised: object) -> None:
+        if self._outside is not None:
+            self._outside.close()
+        torch._C._set_grad_enabled(self._before)

@@ -5,7 +5,7 @@ Tried on torch 2.11, 2.12 and 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ __all__ = ["DTensorSpec"]
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a ``DTensor``: not differentiable, not waited for, not copied."""
-    return cast(DTensor, tensor)._local_tensor
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,9 +50,9 @@ def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Wrap ``local`` in a ``DTensor``, as ``DTensor.from_local`` does but without its checks.
 
     Called once per gradient and step, where the public way would cost more than the arithmetic.
+    ``DTensor.__init__`` only serves ``torch.export``, and costs more than the rest.
     """
-    make = cast(Callable[..., DTensor], DTensor)
-    return make(local, spec, requires_grad=local.requires_grad)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=local.requires_grad)
 
 
 def make_spec(

@@ -67,6 +67,7 @@ class FullParams:
         self._transport = mesh.shard
         self._post_forward = post_forward
         self._works: list[Work] = []
+        self._is_allocated = False
         self._source: PostForwardShards | None = None
         self._direct: list[GroupParam] = []
         self._staged: list[GroupParam] = []
@@ -111,7 +112,7 @@ class FullParams:
     @property
     def is_outdated(self) -> bool:
         """Whether an aliased full parameter no longer shares memory with its shard."""
-        return not all(param.shares_memory for param in self._aliased)
+        return any(not param.shares_memory for param in self._aliased)
 
     def start(self, label: Label, source: PostForwardShards | None = None) -> None:
         """Allocate memory, and start the all-gather. Shards must not change until :meth:`finish`.
@@ -121,6 +122,7 @@ class FullParams:
             source: the post-forward shards to gather instead of the shards, if there are any.
         """
         self._source = source
+        self._is_allocated = True
         self._owned.allocate()
         self._gathered.allocate()
         self._staging.allocate()
@@ -169,6 +171,9 @@ class FullParams:
 
     def free(self) -> None:
         """Free the memory that is not aliased. Autograd refuses it until the next gather."""
+        if not self._is_allocated:
+            return
+        self._is_allocated = False
         for param in self._freed:
             param.seal()
         for param in self._aliased:

@@ -194,13 +194,15 @@ class ParamGroup:
         """
         if self._state is GroupState.SUMMONED:
             return
+        if self._state is GroupState.SHARDED:
+            self._free()  # what a gather that failed has left
+            return
         self.wait_for_unshard()
         replaced = []
         written = [] if self.post_forward is None else self.post_forward.written
         if self._state is GroupState.UNSHARDED:
             replaced = [param for param in self.params if param.is_replaced]
-        if self._state is not GroupState.SHARDED:
-            self._use_sharded()
+        self._use_sharded()
         self._free()
         for param in written:
             raise MisuseError(
@@ -446,11 +448,11 @@ class ParamGroup:
             ValueError: the new one is not a ``DTensor`` like the old one, or a tied parameter was
                 replaced in only some of its modules.
         """
-        places = [(param, owner) for param in self.params for owner in param.owners]
-        if all(owner.holds(param.sharded) for param, owner in places):
+        if self._modules_hold_shards():
             if self._memory is not None and self._memory.is_outdated:  # after swap_tensors, say
                 self.refresh()
             return
+        places = [(param, owner) for param in self.params for owner in param.owners]
         for param, owner in places:
             if owner.holds(None):
                 raise MisuseError(
@@ -461,6 +463,14 @@ class ParamGroup:
         self.refresh()
         for param, owner in places:
             param.form.take_over(owner)  # in the other modules that it is tied to
+
+    def _modules_hold_shards(self) -> bool:
+        for param in self.params:
+            sharded = param.form.parameter
+            for owner in param.owners:
+                if not owner.holds(sharded):
+                    return False
+        return True
 
     def _use_sharded(self) -> None:
         for param in self.params:

@@ -111,8 +111,10 @@ class GroupParam:
 
     def use_sharded(self) -> None:
         """Put the sharded form into the modules."""
-        if self.full is not None and self.owners[0].holds(self.full):
-            self.follow_requires_grad(self.full)
+        full = self.full
+        changed = full is not None and full.requires_grad != self._requires_grad
+        if full is not None and changed and self.owners[0].holds(full):
+            self.follow_requires_grad(full)
         self.register(self.form.parameter)
 
     def refresh(self) -> bool:
@@ -311,7 +313,7 @@ class GroupParam:
     @property
     def is_replaced(self) -> bool:
         """Whether a module holds something other than the full parameter."""
-        return not all(owner.holds(self.full) for owner in self.owners)
+        return any(not owner.holds(self.full) for owner in self.owners)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` into the modules."""
@@ -329,6 +331,8 @@ class GroupParam:
         """Make the shard and the full parameter agree on ``requires_grad``."""
         full = self.full
         if full is None:
+            return
+        if full.requires_grad == self._requires_grad == self.form.parameter.requires_grad:
             return
         if self.owners[0].holds(full):
             self.follow_requires_grad(full)  # users see this one

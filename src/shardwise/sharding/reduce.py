@@ -9,6 +9,7 @@ A reduction runs while the backward of the next groups computes, in three steps:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class Scaling:
     after: float
 
     @classmethod
+    @functools.cache
     def of(
         cls,
         dtype: torch.dtype,
@@ -99,10 +101,8 @@ class Reduction:
         self._pending_all_reduce = pending_all_reduce
         factor, force_sum = options.gradient_divide_factor, options.force_sum_reduction
         dtypes = [precision.reduce_dtype(param.dtype) for param in params]
-        scalings = {
-            dtype: Scaling.of(dtype, mesh.world_size, factor, force_sum) for dtype in set(dtypes)
-        }
-        self._scalings = [scalings[dtype] for dtype in dtypes]
+        world_size = mesh.world_size
+        self._scalings = [Scaling.of(dtype, world_size, factor, force_sum) for dtype in dtypes]
         self._is_over_replicate = False
         self._hooked = {param.form for param in self._params}
         self._works: list[Work] = []
@@ -110,7 +110,7 @@ class Reduction:
         self._alive: list[torch.Tensor] = []
         # The reduced gradients, concatenated by dtype; only for an all-reduce hook.
         self._flat: dict[torch.dtype, torch.Tensor] = {}
-        with torch.no_grad():
+        with autograd.no_grad():
             self._shards = self._start_over_shard(list(grads), dtypes)
 
     @property
@@ -141,7 +141,7 @@ class Reduction:
         Returns:
             Whether the sharded gradients are complete.
         """
-        with torch.no_grad():
+        with autograd.no_grad():
             for work in self._works:
                 work.wait()
             self._works.clear()

@@ -116,13 +116,14 @@ class Passes:
     """The passes of a group whose graphs still exist. The graphs keep them alive."""
 
     def __init__(self) -> None:
-        self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
+        self._passes: list[weakref.ref[Pass]] = []
         self._current: Pass | None = None
 
     def begin(self, makes: int) -> Pass:
         """Start a pass. It is kept alive here until :meth:`end`, and then by its graph."""
         self._current = Pass(makes)
-        self._passes.add(self._current)
+        self._passes = [ref for ref in self._passes if ref() is not None]
+        self._passes.append(weakref.ref(self._current))
         return self._current
 
     def end(self) -> Pass | None:
@@ -132,11 +133,12 @@ class Passes:
 
     def end_backward(self) -> None:
         """Note that the running backward is over for all passes."""
-        for each in list(self._passes):
+        for each in self._alive():
             each.end_backward()
 
     def has_backward_to_come(self) -> bool:
         """Whether the gradient of the group still grows in the running backward."""
-        return autograd.in_backward() and any(
-            each.has_backward_to_come() for each in list(self._passes)
-        )
+        return autograd.in_backward() and any(each.has_backward_to_come() for each in self._alive())
+
+    def _alive(self) -> list[Pass]:
+        return [each for ref in self._passes if (each := ref()) is not None]
