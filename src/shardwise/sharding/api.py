@@ -172,9 +172,7 @@ def fully_shard(
     for group in groups:
         for each in group.params:
             each.install()
-    state = FSDPState(
-        tops, groups, data_mesh.device, mp_policy, keep_if_root=reshard_after_forward is None
-    )
+    state = FSDPState(tops, groups, data_mesh.device, mp_policy, reshard_after_forward)
     hooks.install(state)
     _keep_state_dicts_sharded(groups)
     _become_managed(tops, managed)

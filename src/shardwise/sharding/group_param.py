@@ -381,13 +381,9 @@ class GroupParam:
         grad, full.grad = full.grad, None
         return None if grad is None else self._plain(grad)
 
-    def zero_grad(self, *, of_frozen: bool = False) -> torch.Tensor | None:
-        """Make a gradient of zeros for a parameter that was not used; ``None`` if it is frozen.
-
-        Args:
-            of_frozen: also make one for a frozen parameter.
-        """
-        if not (of_frozen or self.sharded.requires_grad) or self.full is None:
+    def zeros_for_grad(self) -> torch.Tensor | None:
+        """Make a gradient of zeros; ``None`` if the parameter was never unsharded."""
+        if self.full is None:
             return None
         # The memory of the full parameter may be freed; only its metadata is read.
         return torch.zeros(self.layout.shape, dtype=self.full.dtype, device=self.full.device)

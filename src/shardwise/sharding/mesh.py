@@ -77,20 +77,20 @@ class DataMesh:
         check_member(mesh, what)
         if dims is None:
             check_mesh(mesh, what)
-            return cls._over(mesh, transport, shards=True)
+            return cls._over(mesh, transport, mesh.ndim - 1)
         _check_dims(mesh, dims)
         data = _data_parallel_part(mesh, dims)
-        made = cls._over(data, transport, shards=bool(dims.shard_names))
+        made = cls._over(data, transport, data.ndim - 1 if dims.shard_names else None)
         return dataclasses.replace(made, outer=mesh, dims=dims)
 
     @classmethod
-    def _over(cls, mesh: DeviceMesh, transport: str | None, *, shards: bool) -> DataMesh:
+    def _over(cls, mesh: DeviceMesh, transport: str | None, shard_dim: int | None) -> DataMesh:
         device = device_of(mesh)
-        replicates = mesh.ndim == 2 or not shards
+        replicates = mesh.ndim == 2 or shard_dim is None
         shard = (
-            select_transport(mesh.get_group(mesh.ndim - 1), device, transport)
-            if shards
-            else LocalTransport()
+            LocalTransport()
+            if shard_dim is None
+            else select_transport(mesh.get_group(shard_dim), device, transport)
         )
         return cls(
             mesh=mesh,
@@ -150,7 +150,7 @@ class DataMesh:
         mesh = DeviceMesh.from_group(
             groups, self.mesh.device_type, mesh=rows, mesh_dim_names=("replicate", "shard")
         )
-        return self._over(mesh, self.requested, shards=True)
+        return self._over(mesh, self.requested, mesh.ndim - 1)
 
     def with_scatter_group(self, group: dist.ProcessGroup | None) -> DataMesh:
         """The same mesh with reductions over ``group``, or (``None``) over the gathering group."""

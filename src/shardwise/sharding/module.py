@@ -21,6 +21,7 @@ from shardwise.sharding.hooks import run_as_forward
 from shardwise.sharding.param import COPIED
 from shardwise.sharding.state import FSDPState, groups_of, require_state, states_of
 from shardwise.sharding.states import GroupState, Phase
+from shardwise.transport.base import Reduce
 from shardwise.transport.custom import AllGather, ReduceScatter
 from shardwise.transport.peers import new_group
 
@@ -276,7 +277,7 @@ class FSDPModule(_Sharded):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether collectives only add gradients, which are then divided afterwards."""
         for group in groups_of(self, recurse=False):
-            group.options.force_sum_reduction = enable
+            group.options.reduce_op = Reduce.SUM if enable else Reduce.AVG
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from shardwise._torch import autograd
 from shardwise.sharding.tree import map_tensors
+from shardwise.transport.base import Reduce
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class GroupOptions:
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     gradient_divide_factor: float | None = None
-    force_sum_reduction: bool = False
+    reduce_op: Reduce = Reduce.AVG
     reduce_scatter_unused_params: bool = False
     reduce_scatter_max_input_buffers: int = 1
     all_reduce_hook: AllReduceHook | None = None

@@ -44,7 +44,7 @@ class Scaling:
         dtype: torch.dtype,
         world_size: int,
         factor: float | None,
-        force_sum: bool = False,
+        op: Reduce = Reduce.AVG,
     ) -> Scaling:
         """Choose the scaling for gradients reduced in ``dtype``.
 
@@ -52,7 +52,7 @@ class Scaling:
             dtype: the dtype of the reduction.
             world_size: the number of contributing ranks, over all mesh dimensions.
             factor: what to divide the sum by; ``None`` means ``world_size``.
-            force_sum: only add during the reduction, and divide afterwards.
+            op: whether the reduction itself may divide (``AVG``), or only add (``SUM``).
         """
         if dtype == torch.float16:
             # Divide half before and half after: all of it before underflows, all of it after
@@ -62,7 +62,7 @@ class Scaling:
             while before * before < divisor:
                 before *= 2.0
             return cls(before, Reduce.SUM, divisor / before)
-        if factor is None and not force_sum:
+        if factor is None and op is Reduce.AVG:
             return cls(1.0, Reduce.AVG, 1.0)
         return cls(1.0, Reduce.SUM, float(world_size) if factor is None else factor)
 
@@ -99,10 +99,10 @@ class Reduction:
         self._all_reduce = options.requires_all_reduce and mesh.replicate is not None
         self.awaits_all_reduce = mesh.replicate is not None and not options.requires_all_reduce
         self._pending_all_reduce = pending_all_reduce
-        factor, force_sum = options.gradient_divide_factor, options.force_sum_reduction
+        factor, op = options.gradient_divide_factor, options.reduce_op
         dtypes = [precision.reduce_dtype(param.dtype) for param in params]
         world_size = mesh.world_size
-        self._scalings = [Scaling.of(dtype, world_size, factor, force_sum) for dtype in dtypes]
+        self._scalings = [Scaling.of(dtype, world_size, factor, op) for dtype in dtypes]
         self._is_over_replicate = False
         self._hooked = {param.form for param in self._params}
         self._works: list[Work] = []
@@ -299,8 +299,9 @@ class UnreducedGrads:
             # Gradients that earlier backwards only reduce-scattered are completed even if this
             # backward adds nothing.
             completes = options.requires_all_reduce and param in self.pending_all_reduce
-            if grad is None and (completes or options.reduce_scatter_unused_params):
-                grad = param.zero_grad(of_frozen=completes)  # it may have been frozen since
+            unused = options.reduce_scatter_unused_params and param.sharded.requires_grad
+            if grad is None and (completes or unused):
+                grad = param.zeros_for_grad()
             if grad is not None:
                 params.append(param)
                 grads.append(grad)

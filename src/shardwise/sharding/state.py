@@ -342,8 +342,7 @@ class FSDPState:
         groups: list[ParamGroup],
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
-        *,
-        keep_if_root: bool,
+        reshard_after_forward: bool | int | None,
     ) -> None:
         self.modules = modules
         self.groups = groups
@@ -357,7 +356,8 @@ class FSDPState:
         self.before_forward: Callable[..., Any]
         self.after_forward: Callable[..., Any]
         self.precision = Precision(mp_policy)
-        self._keep_if_root = keep_if_root
+        # Nothing was asked for: then the root keeps its parameters, which backward needs first.
+        self._keep_if_root = reshard_after_forward is None
         self._is_root: bool | None = None
         for module in modules:
             module.__dict__[_STATE] = self
@@ -386,11 +386,11 @@ class FSDPState:
         """Whether this is the outermost state. ``None`` before the first forward."""
         return self._is_root
 
-    def set_reshard_after_forward(self, value: bool) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
         """Set ``reshard_after_forward`` for all groups, also if this is or becomes the root."""
         self._keep_if_root = False
         for group in self.groups:
-            group.options.reshard_after_forward = value
+            group.options.reshard_after_forward = reshard_after_forward
 
     def lazy_init(self) -> None:
         """Make this state the root of its module tree, unless the root is known.
@@ -426,7 +426,6 @@ class FSDPState:
                 group.refresh()
                 group.post_backward = functools.partial(state.root.post_backward, group)
         if self._keep_if_root:
-            # Backward needs its parameters first.
             for group in self.groups:
                 group.options.reshard_after_forward = False
 
