@@ -17,7 +17,7 @@ from tests.fuzz.worker import Report
 #: Not as the unsharded program, but as torch's FSDP2.
 AS_TORCH = "differs as torch does"
 
-_REFUSED_TIES = "was tied to it, and is another parameter now"
+_REFUSED_TIES = "was tied to it, but is another parameter now"
 _REFUSED_STALE = (
     "were written to while it was kept unsharded for another forward",
     "were replaced (by load_state_dict(assign=True), to() or swap_tensors) between a forward",

@@ -1046,7 +1046,7 @@ def _ties_stay(rank: int, world_size: int) -> None:
     x = batches(world_size)
     state = {name: value.clone() for name, value in net.state_dict().items()}
     net.load_state_dict(state, assign=True)  # which unties them, in any module
-    with pytest.raises(ValueError, match="was tied to it, and is another parameter now"):
+    with pytest.raises(ValueError, match="was tied to it, but is another parameter now"):
         net(x[rank])
     net.load_state_dict(state, assign=True)
     net.out.weight = net.embed.weight
