@@ -123,9 +123,9 @@ CASES: dict[str, tuple[Callable[[], None], list[str]]] = {
     "no names": (_no_names, ["dp_mesh_dims", "whose dimensions have names", "mesh_dim_names=..."]),
     "no names beside tensor parallelism": (
         _no_names_beside,
-        ["0.weight", "found ranks", "also in the mesh to shard over", "this rank only"],
+        ["0.weight", "found ranks", "also in the mesh to shard over", "only this rank"],
     ),
-    "of another mesh": (_of_another_mesh, ["0.weight", "not a slice of the mesh", "init_mesh"]),
+    "of another mesh": (_of_another_mesh, ["0.weight", "two slices of one mesh", "init_mesh"]),
     "the same dimension": (_same_dimension, ["0.weight", "(Shard(dim=0),)", "found ranks"]),
     "tensor parallelism after sharding": (
         _tensor_parallel_after_sharding,

@@ -164,7 +164,7 @@ def _no_factor_of_its_own_mesh() -> Case:
 
 def _warned_where_warnings_are_errors() -> Case:
     net = seeded(Net)
-    return Case(net, {"reshard_after_forward": 1}, UserWarning, "keeps parameters whole")
+    return Case(net, {"reshard_after_forward": 1}, UserWarning, "keeps full parameters")
 
 
 def _keeps_a_dtensor() -> Case:

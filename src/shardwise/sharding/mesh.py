@@ -386,6 +386,6 @@ def check_beside(param: nn.Parameter, fqn: str, mesh: DeviceMesh) -> None:
         dtensor.join_meshes([mesh, other])
     except RuntimeError as error:
         raise ValueError(
-            f"{where}: it is on {other}, and is to be sharded over {mesh}; expected two slices of "
-            f"one mesh: {advice}"
+            f"{where}: it is on {other}, and is to be sharded over {mesh}; expected "
+            f"two slices of one mesh: {advice}"
         ) from error

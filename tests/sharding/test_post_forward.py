@@ -169,5 +169,5 @@ def _refuses(rank: int, world_size: int) -> None:
             fully_shard(seeded(Net), reshard_after_forward=wrong)
     with pytest.raises(ValueError, match="expected a bool, an int or None, found str"):
         fully_shard(seeded(Net), reshard_after_forward="2")
-    with pytest.warns(UserWarning, match="reshard_after_forward=1 keeps parameters whole"):
+    with pytest.warns(UserWarning, match="reshard_after_forward=1 keeps full parameters"):
         fully_shard(seeded(Net), reshard_after_forward=1)
