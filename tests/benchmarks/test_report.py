@@ -74,14 +74,14 @@ def test_missing_result_is_one_clear_line(folder: Path) -> None:
 
 def test_the_summary_shows_what_is_stored_beside_torch(tmp_path: Path) -> None:
     document = tmp_path / "doc.md"
-    document.write_text("before\n<!-- summary -->\nold\n<!-- end of summary -->\nafter\n")
+    document.write_text("before\n<!-- summary -->\nto replace\n<!-- end of summary -->\nafter\n")
 
     assert call_script("report.py", "--document", str(document)).returncode == 0
 
     text = document.read_text()
     assert text.startswith("before\n<!-- summary -->\n\n| | Shardwise | torch | ratio |\n")
     assert text.endswith("|\n\n<!-- end of summary -->\nafter\n")
-    assert "old" not in text
+    assert "to replace" not in text
     assert "| 0.90 s | 1.41 s | 0.62 |" in text
 
 
