@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise._torch import c10d
-from shardwise.inspect.grid import Grid, Line, grid_of, names_of, reachable, standings
+from shardwise.inspect.grid import Grid, Line, coordinates_in, grid_of, names_of, reachable
 
 CUBE = Grid(("pp", "dp", "tp"), (2, 2, 3), tuple(range(12)))
 
@@ -62,7 +62,7 @@ def test_names_of_dimensions() -> None:
 def test_siblings_of_a_mesh_have_coordinates_too() -> None:
     def check() -> dict[int, tuple[int, ...]]:
         mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
-        return standings(mesh["dp"])
+        return coordinates_in(mesh["dp"])
 
     assert in_a_world(6, check) == {0: (0,), 3: (1,), 1: (0,), 4: (1,), 2: (0,), 5: (1,)}
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.inspect.grid import Grid
 from shardwise.inspect.report import Kind, ParameterReport, Report, folded, unfolded
-from shardwise.inspect.tiling import Part, Tiling, whole
+from shardwise.inspect.tiling import Part, Tiling, full_part
 from tests.inspect.plans import planned_report
 
 
@@ -49,7 +49,7 @@ def on_two_ranks(*parameters: ParameterReport) -> Report:
 
 
 EVEN = {0: rows(0, 2), 1: rows(2, 2)}
-FULL = {0: (whole((4, 2)), 0), 1: (whole((4, 2)), 0)}
+FULL = {0: (full_part((4, 2)), 0), 1: (full_part((4, 2)), 0)}
 
 
 def remarks(*parameters: ParameterReport) -> dict[str, str]:
@@ -162,7 +162,7 @@ def test_totals_add_up_the_blocks_of_a_rank() -> None:
 
 
 def test_a_parameter_that_is_not_on_a_rank() -> None:
-    alone = parameter("a", {0: (whole((4, 2)), 0)})
+    alone = parameter("a", {0: (full_part((4, 2)), 0)})
     assert alone.block(1) is None
     assert alone.nbytes_on(1) == 0
     assert on_two_ranks(alone).totals[1].parameters == 0
@@ -176,7 +176,7 @@ def test_a_parameter_that_no_call_reached() -> None:
 
 
 def test_one_rank_has_nothing_to_shard() -> None:
-    alone = parameter("b", {0: (whole((4, 2)), 0)}, kind=Kind.PLAIN)
+    alone = parameter("b", {0: (full_part((4, 2)), 0)}, kind=Kind.PLAIN)
     report = Report(model="m", grid=Grid(("rank",), (1,), (0,)), parameters=(alone,))
     assert report.remarks == ()
 
@@ -211,6 +211,25 @@ def test_shards_of_columns_cost_a_copy() -> None:
         "1 parameter is sharded along a dimension other than the first; every unshard copies "
         "32 B once more"
     )
+
+
+def test_groups_have_their_parameters_and_the_models_own_is_last() -> None:
+    uneven = {0: rows(0, 3), 1: rows(3, 1, 4)}
+    report = on_two_ranks(
+        parameter("top", EVEN),
+        parameter("0.w", uneven, group="0"),
+        parameter("1.w", EVEN, group="1"),
+        parameter("0.b", EVEN, group="0"),
+        parameter("plain", FULL, kind=Kind.PLAIN, group=None),
+    )
+    assert [(each.name, len(each.parameters)) for each in report.groups] == [
+        ("0", 2),
+        ("1", 1),
+        ("", 1),
+    ]
+    first = report.groups[0]
+    assert (first.numel, first.padding) == (16, 4)
+    assert [first.numel_on(rank) for rank in (0, 1, 2)] == [10, 6, 0]
 
 
 def test_a_parameter_is_found_by_each_of_its_names() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from shardwise._torch import dtensor
-from shardwise.inspect.tiling import Block, cut, placed, shape_of, take, whole
+from shardwise.inspect.tiling import Block, cut, full_part, placed, shape_of, take
 from tests.inspect.plans import planned_report
 
 SIZE = st.integers(min_value=1, max_value=4)
@@ -66,7 +66,7 @@ def test_chunks_that_are_gathered_together_have_one_length(
 
 def test_seven_rows_over_three_ranks() -> None:
     """The picture that ``Layout`` opens with."""
-    rows = [cut(whole((7, 2)), 0, 3, rank)[0] for rank in range(3)]
+    rows = [cut(full_part((7, 2)), 0, 3, rank)[0] for rank in range(3)]
     assert rows == [((0, 3),), ((3, 3),), ((6, 1),)]
 
 
@@ -88,5 +88,5 @@ def test_spans_that_meet_are_one() -> None:
 
 @pytest.mark.parametrize("shape", [(), (0, 4)])
 def test_what_has_no_rows_to_give(shape: tuple[int, ...]) -> None:
-    part = whole(shape) if not shape else cut(whole(shape), 0, 3, 1)
+    part = full_part(shape) if not shape else cut(full_part(shape), 0, 3, 1)
     assert Block(part, (0,)).shape == shape

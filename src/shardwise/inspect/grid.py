@@ -81,7 +81,7 @@ class Grid:
         return " x ".join(f"{n}={s}" for n, s in zip(self.names, self.shape, strict=True))
 
 
-def standings(mesh: DeviceMesh) -> dict[int, Coordinate]:
+def coordinates_in(mesh: DeviceMesh) -> dict[int, Coordinate]:
     """The coordinates of every rank in ``mesh`` or in one of its sibling meshes.
 
     ``world["dp"]`` has only the ranks that this rank shards with. The other ranks of ``world`` have

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
-from shardwise.inspect.grid import Coordinate, Grid, grid_of, names_of, reachable, standings
+from shardwise.inspect.grid import Coordinate, Grid, coordinates_in, grid_of, names_of, reachable
 from shardwise.inspect.report import MOST_VALUES, Kind, ParameterReport, Report, Values
-from shardwise.inspect.tiling import Part, Tiling, cut, placed, shape_of, whole
+from shardwise.inspect.tiling import Part, Tiling, cut, full_part, placed, shape_of
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import state_of
@@ -104,7 +104,7 @@ class _Reader:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._tilings: dict[object, tuple[Tiling, tuple[tuple[int, ...], ...]]] = {}
-        self._standings: dict[DeviceMesh, Mapping[int, Coordinate]] = {}
+        self._coordinates: dict[DeviceMesh, Mapping[int, Coordinate]] = {}
 
     def report(self, found: Found) -> ParameterReport:
         stored = found.stored
@@ -158,7 +158,7 @@ class _Reader:
     def _parts(self, shape: tuple[int, ...], spec: dtensor.DTensorSpec | None) -> dict[int, Part]:
         """The part of a tensor that each rank has before ``fully_shard`` shards it."""
         if spec is None:
-            return dict.fromkeys(self._grid.ranks, whole(shape))
+            return dict.fromkeys(self._grid.ranks, full_part(shape))
         places = self._places(spec.mesh)
         return {
             rank: placed(shape, spec.placements, spec.mesh.shape, places[rank])
@@ -167,9 +167,9 @@ class _Reader:
         }
 
     def _places(self, mesh: DeviceMesh) -> Mapping[int, Coordinate]:
-        if mesh not in self._standings:
-            self._standings[mesh] = standings(mesh)
-        return self._standings[mesh]
+        if mesh not in self._coordinates:
+            self._coordinates[mesh] = coordinates_in(mesh)
+        return self._coordinates[mesh]
 
 
 def _cut_by(own: Layout, part: Part, index: int) -> tuple[Part, int]:

@@ -109,6 +109,34 @@ class ParameterReport:
         return block.numel * self.itemsize if block else 0
 
 
+@dataclass(frozen=True)
+class GroupReport:
+    """Parameters that are gathered and freed together.
+
+    Attributes:
+        name: name of the module whose ``fully_shard`` call made the group, ``""`` for the model.
+        parameters: the parameters of the group.
+    """
+
+    name: str
+    parameters: tuple[ParameterReport, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the full parameters."""
+        return sum(each.tiling.numel for each in self.parameters)
+
+    @property
+    def padding(self) -> int:
+        """Number of padding elements on all ranks together."""
+        return sum(each.tiling.padding for each in self.parameters)
+
+    def numel_on(self, rank: int) -> int:
+        """Number of elements that ``rank`` holds."""
+        blocks = (each.block(rank) for each in self.parameters)
+        return sum(block.numel for block in blocks if block is not None)
+
+
 def folded(parameters: Iterable[ParameterReport]) -> list[Row[ParameterReport]]:
     """One row for the parameters of repeated layers that are sharded alike."""
     return fold(
@@ -203,6 +231,18 @@ class Report:
     def nbytes(self) -> int:
         """Bytes of the full model's parameters."""
         return sum(each.nbytes for each in self.parameters)
+
+    @cached_property
+    def groups(self) -> tuple[GroupReport, ...]:
+        """The groups of ``fully_shard``, the model's own last; tied parameters in their first."""
+        members: dict[str, list[ParameterReport]] = {}
+        for each in self.parameters:
+            if each.group is not None:
+                members.setdefault(each.group, []).append(each)
+        own = members.pop("", None)
+        if own is not None:
+            members[""] = own
+        return tuple(GroupReport(name, tuple(group)) for name, group in members.items())
 
     @cached_property
     def totals(self) -> tuple[RankTotals, ...]:

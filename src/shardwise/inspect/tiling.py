@@ -93,7 +93,7 @@ class Tiling:
         return sum(block.padding * len(block.ranks) for block in self.blocks)
 
 
-def whole(shape: Sequence[int]) -> Part:
+def full_part(shape: Sequence[int]) -> Part:
     """The part that covers a full tensor."""
     return tuple(((0, size),) for size in shape)
 
@@ -114,7 +114,7 @@ def placed(
     Mesh dimensions shard one after the other. ``_StridedShard`` shards each of the pieces that a
     later mesh dimension will shard the tensor into.
     """
-    part = whole(shape)
+    part = full_part(shape)
     for placement, size, index in zip(placements, sizes, coordinate, strict=True):
         dim = dtensor.sharded_dim(placement)
         if dim is not None:
