@@ -43,9 +43,13 @@ class OuterSGD:
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        _require(0 < self.lr < math.inf, "outer lr", self.lr, "a number above 0")
-        _require(0 <= self.momentum < 1, "outer momentum", self.momentum, "0 to 1, without 1")
-        _require(self.warmup >= 0, "outer warmup", self.warmup, "0 or more rounds")
+        # Conditions are written so that NaN fails every one of them.
+        if not 0 < self.lr < math.inf:
+            raise _out_of_range("outer lr", self.lr, "a number above 0")
+        if not 0 <= self.momentum < 1:
+            raise _out_of_range("outer momentum", self.momentum, "0 to 1, without 1")
+        if not self.warmup >= 0:
+            raise _out_of_range("outer warmup", self.warmup, "0 or more rounds")
 
     def momentum_of(self, round_: int) -> float:
         """Return the momentum of a round; the first round is 1."""
@@ -72,9 +76,12 @@ class Streaming:
     alpha: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(self.fragments >= 1, "fragments", self.fragments, "1 or more")
-        _require(self.overlap >= 0, "overlap", self.overlap, "0 or more inner steps")
-        _require(0 <= self.alpha < 1, "alpha", self.alpha, "0 to 1, without 1")
+        if not self.fragments >= 1:
+            raise _out_of_range("fragments", self.fragments, "1 or more")
+        if not self.overlap >= 0:
+            raise _out_of_range("overlap", self.overlap, "0 or more inner steps")
+        if not 0 <= self.alpha < 1:
+            raise _out_of_range("alpha", self.alpha, "0 to 1, without 1")
 
     def check(self, every: int) -> None:
         """Check the settings against the length of a round.
@@ -82,20 +89,17 @@ class Streaming:
         Raises:
             ValueError: they contradict each other.
         """
-        _require(every >= 1, "every", every, "1 or more inner steps")
-        _require(
-            self.fragments <= every,
-            "fragments",
-            self.fragments,
-            f"at most {every}, the inner steps of a round: at most one exchange starts per step",
-        )
-        _require(
-            self.overlap < every,
-            "overlap",
-            self.overlap,
-            f"less than {every}, the inner steps of a round: the exchange of a "
-            "fragment must end before its next one starts",
-        )
+        if not every >= 1:
+            raise _out_of_range("every", every, "1 or more inner steps")
+        if not self.fragments <= every:
+            expected = f"at most {every}, the inner steps of a round: one exchange starts per step"
+            raise _out_of_range("fragments", self.fragments, expected)
+        if not self.overlap < every:
+            expected = (
+                f"less than {every}, the inner steps of a round: the exchange of a fragment ends "
+                "before its next one starts"
+            )
+            raise _out_of_range("overlap", self.overlap, expected)
 
     def due(self, fragment: int, steps: int, every: int) -> bool:
         """Whether the exchange of a fragment starts after ``steps`` inner steps.
@@ -105,6 +109,5 @@ class Streaming:
         return (steps + fragment * every // self.fragments) % every == 0
 
 
-def _require(condition: bool, name: str, found: object, expected: str) -> None:
-    if not condition:  # written so that NaN fails every one of them
-        raise ValueError(f"{name}: found {found}, expected {expected}")
+def _out_of_range(name: str, found: object, expected: str) -> ValueError:
+    return ValueError(f"{name}: found {found}, expected {expected}")
