@@ -59,11 +59,6 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def offset_in_file(storage: torch.UntypedStorage) -> int | None:
-    """Return a storage's offset in its file, if torch loaded it to the meta device."""
-    return getattr(storage, "_checkpoint_offset", None)
-
-
 def storage_info(file: str, offset: int, length: int) -> Any:
     """Build the entry by which ``torch.distributed.checkpoint`` metadata locates a chunk.
 

@@ -1,0 +1,160 @@
+"""Private names of DTensor and device meshes do on this torch what ``_torch.dtensor`` promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from shardwise._torch import dtensor
+from shardwise._torch.c10d import fake_world
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of 2 by 2 ranks, of which this is rank 0."""
+    with fake_world(4):
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def sharded(mesh: DeviceMesh, *shape: int) -> DTensor:
+    return distribute_tensor(torch.zeros(shape), mesh["dp"], [Shard(0)])
+
+
+class Undeclared(torch.Tensor):
+    """A wrapper that does not declare itself as one."""
+
+    @staticmethod
+    def __new__(cls: type[torch.Tensor], inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def test_the_local_tensor_is_the_one_inside(mesh: DeviceMesh) -> None:
+    tensor = sharded(mesh, 4, 3)
+    local = dtensor.local_of(tensor)
+    assert local.shape == (2, 3)
+    local.fill_(7.0)
+    assert tensor.to_local().eq(7.0).all()
+    assert dtensor.plain(tensor) is local
+    assert dtensor.plain(local) is local
+
+
+def test_a_dtensor_is_wrapped_as_torch_wraps_it(mesh: DeviceMesh) -> None:
+    like = sharded(mesh, 4, 3)
+    local = torch.ones(2, 3, requires_grad=True)
+    made = dtensor.wrap_local(local, dtensor.spec_of(like))
+    assert (made.shape, made.placements, made.device_mesh) == (
+        like.shape,
+        like.placements,
+        like.device_mesh,
+    )
+    assert made.requires_grad
+    assert dtensor.local_of(made) is local
+
+
+def test_a_spec_describes_shape_strides_and_dtype(mesh: DeviceMesh) -> None:
+    spec = dtensor.make_spec(mesh["dp"], [Shard(0)], torch.Size([4, 3]), (3, 1), torch.bfloat16)
+    tensor = dtensor.wrap_local(torch.zeros(2, 3, dtype=torch.bfloat16), spec)
+    assert (tensor.shape, tensor.dtype, tensor.stride()) == ((4, 3), torch.bfloat16, (3, 1))
+    wide = dtensor.with_dtype(spec, torch.float32)
+    assert wide.tensor_meta is not None
+    assert wide.tensor_meta.dtype is torch.float32
+    assert dtensor.with_dtype(wide, torch.float32) is wide
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_local_tensor_moves_to_another_memory(mesh: DeviceMesh, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        tensor = sharded(mesh, 4, 3)
+    before, memory = dtensor.local_of(tensor), torch.full((2, 3), 5.0)
+    dtensor.set_local_memory(tensor, memory)
+    assert dtensor.local_of(tensor).data_ptr() == memory.data_ptr()
+    if not inference:
+        assert before.data_ptr() == memory.data_ptr(), "whoever holds the local tensor sees it"
+
+
+def test_a_running_collective_is_waited_for(mesh: DeviceMesh) -> None:
+    result = funcol.all_reduce(torch.ones(3), "sum", mesh["dp"])
+    assert type(result) is not torch.Tensor
+    assert type(dtensor.wait_tensor(result)) is torch.Tensor
+    plain = torch.ones(3)
+    assert dtensor.wait_tensor(plain) is plain
+
+
+def test_wrappers_are_known_whether_they_declare_themselves_or_not(mesh: DeviceMesh) -> None:
+    assert dtensor.is_wrapper(sharded(mesh, 4, 3))
+    assert dtensor.is_wrapper(Undeclared(torch.ones(2)))
+    for tensor in (torch.ones(2), nn.Parameter(torch.ones(2)), torch.Tensor(2)):
+        assert not dtensor.is_wrapper(tensor)
+        assert dtensor.has_memory(tensor)
+    assert not dtensor.has_memory(torch.ones(2, device="meta"))
+    assert not dtensor.has_memory(Undeclared(torch.ones(2)))
+
+
+def test_views_have_one_storage(mesh: DeviceMesh) -> None:
+    tensor = torch.ones(4, 3)
+    assert dtensor.storage_of(tensor[1:]) == dtensor.storage_of(tensor)
+    assert dtensor.storage_of(tensor.clone()) != dtensor.storage_of(tensor)
+    whole = sharded(mesh, 4, 3)
+    assert dtensor.storage_of(whole) == dtensor.storage_of(dtensor.local_of(whole))
+    assert dtensor.storage_of(Undeclared(torch.ones(2))) is None
+
+
+def test_tensors_inside_a_transform_have_no_storage() -> None:
+    seen: list[int | None] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        seen.append(dtensor.storage_of(x * 2))
+        return x
+
+    torch.func.vmap(body)(torch.ones(3))
+    assert seen == [None]
+
+
+def test_fake_tensors_take_no_memory() -> None:
+    with dtensor.fake_tensors():
+        huge = torch.empty(2**40, dtype=torch.bfloat16)
+        assert (huge.shape, huge.dtype, huge.device.type) == ((2**40,), torch.bfloat16, "cpu")
+
+
+def test_placements_say_what_they_shard() -> None:
+    strided = dtensor.strided_shard(1, 2)
+    assert dtensor.is_sharded_on(strided, 1)
+    assert not dtensor.is_sharded_on(strided, 0)
+    placements = [Shard(0), strided, Replicate(), Partial()]
+    assert [dtensor.sharded_dim(each) for each in placements] == [0, 1, None, None]
+    assert [dtensor.split_factor(each) for each in placements] == [1, 2, 1, 1]
+    assert [dtensor.describe_placement(each) for each in placements] == [
+        "Shard(0)",
+        "StridedShard(1, 2)",
+        "Replicate",
+        "Partial",
+    ]
+
+
+def test_meshes_are_joined_flattened_and_traced_to_their_root(mesh: DeviceMesh) -> None:
+    joined = dtensor.join_meshes([mesh["dp"], mesh["tp"]])
+    assert joined.mesh_dim_names == ("dp", "tp")
+    assert joined.mesh.tolist() == mesh.mesh.tolist()
+    only = mesh["dp"]
+    assert dtensor.join_meshes([only]) is only
+    flat = dtensor.flatten_mesh(mesh, ("dp", "tp"))
+    assert (flat.ndim, flat.mesh.tolist()) == (1, [0, 1, 2, 3])
+    assert dtensor.root_mesh(mesh["tp"]) == mesh
+    assert dtensor.root_mesh(mesh) == mesh
+
+
+def test_siblings_of_a_mesh_are_all_slices_of_its_kind(mesh: DeviceMesh) -> None:
+    assert dtensor.sibling_meshes(mesh["dp"]).tolist() == [[0, 2], [1, 3]]
+    assert dtensor.sibling_meshes(mesh["tp"]).tolist() == [[0, 1], [2, 3]]
+    assert dtensor.sibling_meshes(mesh).tolist() == [[[0, 1], [2, 3]]]
