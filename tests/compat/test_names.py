@@ -37,7 +37,7 @@ def _public_methods(cls: type) -> set[str]:
 
 
 def _own_methods() -> set[str]:
-    """Public methods of ours, and not of torch's class that it stands for."""
+    """Return our public methods that the class of torch does not have."""
     bases = shardwise.FSDPModule.__mro__
     ours = bases[: bases.index(TorchFSDPModule)]
     return set().union(*map(_public_methods, ours))

@@ -1,4 +1,4 @@
-"""Lending our implementation to programs that import torch's."""
+"""Shardwise in programs that import torch's FSDP2."""
 
 from __future__ import annotations
 

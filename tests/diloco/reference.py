@@ -15,13 +15,13 @@ ROWS = 4  # of a replica's batch, however many ranks share it
 
 
 def make_inner(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    """The inner optimizer of all tests."""
-    # A large epsilon: else the sign of a rounding error becomes a whole step.
+    """Return the inner optimizer of all tests."""
+    # A large epsilon: otherwise the sign of a rounding error becomes a full step.
     return torch.optim.AdamW(parameters, lr=0.02, eps=1e-3)
 
 
 def batch_of(replica: int, step: int) -> torch.Tensor:
-    """What a replica learns from in a step (the first is 1), ``(ROWS, WIDTH)``."""
+    """Return what a replica trains on in a step (the first is 1), ``(ROWS, WIDTH)``."""
     return batches(3, step, ROWS)[replica]
 
 
@@ -70,18 +70,18 @@ class Reference:
         self.under_way: dict[int, Mapping[str, torch.Tensor]] = {}
 
     def join(self, replica: int) -> None:
-        """A replica begins at the outer parameters, with a new optimizer."""
+        """Add a replica, at the outer parameters and with a new optimizer."""
         model = seeded(Net)
         model.load_state_dict(self.outer.state_dict())
         self.replicas[replica] = model
         self.inner[replica] = make_inner(model.parameters())
 
     def leave(self, replica: int) -> None:
-        """A replica is gone."""
+        """Remove a replica."""
         del self.replicas[replica], self.inner[replica]
 
     def inner_step(self, step: int) -> None:
-        """One inner step of every replica."""
+        """Take one inner step on every replica."""
         for replica, model in self.replicas.items():
             loss_of(model, batch_of(replica, step)).backward()
             self.inner[replica].step()
@@ -89,7 +89,7 @@ class Reference:
 
     @torch.no_grad()
     def begin(self, fragment: int = 0) -> None:
-        """Average the pseudo-gradients as they are now."""
+        """Return the average of the pseudo-gradients as they are now."""
         outer = dict(self.outer.named_parameters())
         found = [dict(model.named_parameters()) for model in self.replicas.values()]
         self.under_way[fragment] = {
@@ -99,7 +99,7 @@ class Reference:
 
     @torch.no_grad()
     def apply(self, fragment: int = 0) -> None:
-        """Make the outer step, and mix it into every replica."""
+        """Take the outer step, and mix it into every replica."""
         outer = dict(self.outer.named_parameters())
         for name, mean in self.under_way.pop(fragment).items():
             outer[name].grad = mean
@@ -115,7 +115,7 @@ class Reference:
                 inner[name].mul_(self.alpha).add_(outer[name], alpha=1 - self.alpha)
 
     def exchange(self, fragment: int = 0) -> None:
-        """Both at once."""
+        """Do both at once."""
         self.begin(fragment)
         self.apply(fragment)
 
@@ -126,7 +126,7 @@ STREAMING = Streaming(fragments=2, overlap=2, alpha=0.25)
 
 
 def plain(steps: int, every: int, outer: OuterSGD, count: int = 2) -> Reference:
-    """DiLoCo of so many inner steps."""
+    """Train with DiLoCo."""
     reference = Reference(count, outer)
     for step in range(1, steps + 1):
         reference.inner_step(step)
@@ -136,7 +136,7 @@ def plain(steps: int, every: int, outer: OuterSGD, count: int = 2) -> Reference:
 
 
 def streamed(steps: int) -> Reference:
-    """Streaming DiLoCo with rounds of 4: begin and end of each exchange written out."""
+    """Train with Streaming DiLoCo, with the start and end of each exchange written out."""
     reference = Reference(2, OuterSGD(), TWO_FRAGMENTS, STREAMING.alpha)
     begins = {2: 1, 4: 0, 6: 1, 8: 0, 10: 1}
     for step in range(1, steps + 1):

@@ -19,13 +19,13 @@ Values = dict[str, torch.Tensor]
 
 
 def two_replicas() -> DeviceMesh:
-    """A mesh (replicate, shard) of two replicas over all ranks."""
+    """Return a mesh (replicate, shard) of two replicas over all ranks."""
     shape = (2, dist.get_world_size() // 2)
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def sharded(mesh: DeviceMesh | None, seed: int = 0) -> nn.Module:
-    """``Net``, sharded block by block; plain where there is no mesh."""
+    """Return ``Net``, sharded block by block, or not sharded without a mesh."""
     net = seeded(Net, seed)
     if mesh is not None:
         for block in net.blocks:
@@ -55,7 +55,7 @@ class Replica:
         self.diloco = DiLoCo(self.model, self.inner, group=mesh["replicate"], **settings)
 
     def train(self, first: int, last: int) -> None:
-        """Inner steps ``first`` .. ``last``, both included."""
+        """Take inner steps ``first`` .. ``last``, both included."""
         for step in range(first, last + 1):
             rows = ROWS // self.parts
             batch = batch_of(self.number, step)[self.part * rows :][:rows]
@@ -64,23 +64,23 @@ class Replica:
             self.diloco.zero_grad()
 
     def inner_values(self) -> Values:
-        """Whole inner parameters of this replica."""
+        """Return the full inner parameters of this replica."""
         return whole(self.model)
 
     def outer_values(self) -> Values:
-        """Whole outer parameters."""
+        """Return the full outer parameters."""
         with self.diloco.outer_parameters():
             return whole(self.model)
 
     def outer_bits(self) -> list[torch.Tensor]:
-        """This rank's part of the outer state."""
+        """Return this rank's part of the outer state."""
         packed = self.diloco.state_dict()["state"].values()
         found = [each["diloco"][name] for each in packed for name in ("outer", "momentum")]
         return [each.to_local() if isinstance(each, DTensor) else each for each in found]
 
 
 def whole(model: nn.Module) -> Values:
-    """Copies of all parameters, unsharded."""
+    """Return copies of all parameters, unsharded."""
     return {
         name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
         for name, each in model.named_parameters()

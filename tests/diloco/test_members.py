@@ -1,4 +1,4 @@
-"""Replicas leave, join and are lost; what was learnt is not."""
+"""Replicas leave, join and are lost; what they have trained is not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVERY = 2
 
 
 class Alone:
-    """A replica that is one process with a plain model."""
+    """A replica of one process with a model that is not sharded."""
 
     def __init__(self, group: dist.ProcessGroup, seed: int = 0, **settings: Any) -> None:
         self.model = sharded(None, seed)
@@ -42,12 +42,12 @@ class Alone:
 
 
 def _group(*ranks: int) -> dist.ProcessGroup:
-    """A group that all ranks of the world make, members or not."""
+    """Create a group, as all ranks of the world do, members or not."""
     return dist.new_group(ranks)
 
 
 def _leave_and_join(rank: int) -> dict[str, Any]:
-    """Three replicas, then two, then three again; a round each, and one step before each change."""
+    """Train three replicas, two, and three again; a round each, and one step before each change."""
     everyone = _group(0, 1, 2)
     replica = Alone(everyone)
     replica.train(1, 2)
@@ -59,7 +59,7 @@ def _leave_and_join(rank: int) -> dict[str, Any]:
         replica.train(3, 4)
     again = _group(0, 1, 2)
     if rank == 2:
-        replica = Alone(again, seed=7)  # other values, and nothing of what the others know
+        replica = Alone(again, seed=7)  # other values, and nothing of what the others have
     else:
         replica.diloco.change_group(again)
     replica.train(5, 6)
@@ -77,7 +77,7 @@ def _say_other_things(rank: int) -> str:
 
 
 def _miss_the_end(rank: int) -> dict[str, Any]:
-    """Rank 1 fails where the others finish; its overlap steps go on."""
+    """Fail on rank 1 where the others finish; its overlapped steps continue."""
     settings = {"every": 3, "streaming": Streaming(overlap=1)}
     replica = Alone(_group(0, 1, 2), **settings)
     replica.train(1, 3)
@@ -99,7 +99,7 @@ def _miss_the_end(rank: int) -> dict[str, Any]:
 
 
 def _swap(rank: int) -> list[torch.Tensor]:
-    """Rows that tell from whom to whom they go: as messages, and by a collective."""
+    """Exchange rows that name sender and receiver: as messages, and by a collective."""
     found = []
     for by_messages in (True, False):
         swap = AllToAll(_group(0, 1, 2), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Wrong use is told at once, and what to do about it."""
+"""Wrong use raises at once, and the message says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DiLoCo over ranks is what its definition says, however a replica is sharded inside."""
+"""DiLoCo over ranks equals its definition, however a replica is sharded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEPS = 11
 
 
 def _train_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """Every setting for some steps; one is saved in the middle, by the larger world only."""
+    """Train with every setting for some steps; one is saved midway, by the larger world only."""
     mesh = two_replicas()
     found: dict[str, Any] = {}
     for name, settings in SETTINGS.items():
@@ -57,7 +57,7 @@ def _train_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
 
 def _resume(mesh: Any, folder: Path, *, saves: bool, name: str) -> Any:
-    """Train, save and go on in another object; or only the latter. A step is mid-round."""
+    """Train, save and continue in another object, or only the latter, in the middle of a round."""
     group = mesh.get_group("shard")
     path = folder / f"replica-{mesh.get_coordinate()[0]}"
     if saves:
@@ -73,7 +73,7 @@ def _resume(mesh: Any, folder: Path, *, saves: bool, name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What the ranks of both worlds found, by the number of shards of a replica."""
+    """The results of both worlds, by the number of shards of a replica."""
     folder = tmp_path_factory.mktemp("diloco")
     return {shards: run_ranks(_train_all, 2 * shards, folder) for shards in (2, 1)}
 

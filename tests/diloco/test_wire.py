@@ -1,4 +1,4 @@
-"""What encoding may change, and what it may not."""
+"""The bounds on what encoding changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor on one host, and what the documents say of it. Faults are in tests/hosts."""
+"""The doctor on one host, and what the guide says about it. Faults are in tests/hosts."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from shardwise.launch.network import connect
 
 ESCAPES = "\x1b[2J\x1b]0;mine\x07\r\n\u202eok   ranks"
 FACTS = collect_facts(Nodes(2, 1, "127.0.0.1", 1), 1)
-NOT_LOCAL = "203.0.113.7"  # of documents: nobody's
+NOT_LOCAL = "203.0.113.7"  # reserved for documentation
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def unknown_peer(port: int, *lines: bytes) -> Iterator[None]:
-    """Somebody who comes to host 0, says some lines, and stays until it is left."""
+    """Connect to host 0, send some lines, and stay until host 0 hangs up."""
 
     def talk() -> None:
         line = connect("127.0.0.1", port, 10.0)
@@ -66,7 +66,7 @@ def unknown_peer(port: int, *lines: bytes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def impostor(*answers: Any) -> Iterator[Nodes]:
-    """Somebody who listens where host 0 should, and answers what he likes; for a guest."""
+    """Listen in place of host 0, and answer anything; yields the job of a host that connects."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def talk() -> None:

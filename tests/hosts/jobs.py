@@ -1,4 +1,4 @@
-"""A training over two hosts as its user starts it, and what may happen to host 1 meanwhile."""
+"""Training over two hosts as a user starts it, and faults of host 1 meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAIT = 200.0  # seconds that anything may take on a busy machine
 
 @dataclass(frozen=True)
 class Ended:
-    """What a job left.
+    """How a job ended.
 
     Attributes:
         codes: exit codes, a host each.
@@ -71,7 +71,7 @@ class Job:
             command.wait()
 
     def disturb(self, step: int, fault: Fault) -> Ended:
-        """Let something happen to host 1 behind a step, and wait for the end.
+        """Cause a fault on host 1 after a step, and wait for the end.
 
         What can be undone is undone as soon as host 0 has named it.
         """
@@ -102,7 +102,7 @@ class Job:
         return Ended([first, second], self._file(0, "out").read_text(), told, left, named, closed)
 
     def _left(self) -> list[str]:
-        """What still runs on the hosts; what a killed rank leaves may take a moment to end."""
+        """Return what still runs on the hosts, once children of killed ranks had time to end."""
         deadline = time.monotonic() + 2.0
         while True:
             running = [pid for host in self.hosts for pid in host.running()]
@@ -111,7 +111,7 @@ class Job:
             time.sleep(0.02)
 
     def _wait_until(self, happens: Callable[[], bool], what: str) -> None:
-        """Until something is so, which host 0 must not end before."""
+        """Wait until a condition holds, which must be before host 0 ends."""
         deadline = time.monotonic() + WAIT
         while not happens():
             told = f"host 0 told: {self._told(0)!r}"
@@ -138,27 +138,27 @@ Fault = Callable[[Job], Callable[[], None]]
 
 
 def kill_rank(job: Job) -> Callable[[], None]:
-    """End the first rank of host 1, and not its launcher."""
+    """Kill the first rank of host 1, but not its launcher."""
     psutil.Process(job.commands[1].pid).children()[0].kill()
     return lambda: None
 
 
 def kill_host(job: Job) -> Callable[[], None]:
-    """End all processes of host 1."""
-    job.commands[1].kill()  # first, or else it might tell of its ranks
+    """Kill all processes of host 1."""
+    job.commands[1].kill()  # first, or it might report its ranks
     _signal_all(job.hosts[1].running(), signal.SIGKILL)
     return lambda: None
 
 
 def pause_host(job: Job) -> Callable[[], None]:
-    """Let all processes of host 1 stand still."""
+    """Suspend all processes of host 1."""
     paused = job.hosts[1].running()
     _signal_all(paused, signal.SIGSTOP)
     return lambda: _signal_all(paused, signal.SIGCONT)
 
 
 def cut_link(job: Job) -> Callable[[], None]:
-    """Take the link away; both hosts go on."""
+    """Cut the link; both hosts continue."""
     job.hosts[1].ip("link", "set", "eth0", "down")
     return lambda: None
 

@@ -1,4 +1,4 @@
-"""Starting what is tested on hosts that ``benchmarks/_hosts.py`` makes."""
+"""Start commands under test on hosts that ``benchmarks/_hosts.py`` creates."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What ``shardwise doctor`` finds between hosts, each fault provoked.
+"""What ``shardwise doctor`` finds between hosts, with every fault provoked.
 
-A visit is a process on each host, without torch; several faults that do not hide each other are
-provoked in one visit.
+A diagnosis is a process on each host, without torch; one diagnosis covers several faults that do
+not hide each other.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ def hosts() -> Iterator[Pair]:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What a host was told."""
+    """What one host printed."""
 
     code: int
     lines: list[str]
     seconds: float
 
     def of(self, check: str, level: str) -> list[str]:
-        """The lines of a check that have a level."""
+        """Return the lines of a check with a level."""
         head = f"{level:<5}{check:<12}"
         return [line[len(head) :] for line in self.lines if line.startswith(head)]
 
     @property
     def checks(self) -> set[str]:
-        """The checks that said something."""
+        """The checks with at least one line."""
         return {line[5:17].strip() for line in self.lines}
 
 
 @dataclass
 class Guest:
-    """Who is visited: a host, what it is told, and what is wrong in its processes."""
+    """A host to diagnose: its options, and what is wrong in its processes."""
 
     host: Host
     rank: int
@@ -69,7 +69,7 @@ class Guest:
         return start(self.host, "shardwise", *arguments, env=self.env)
 
 
-def visit(*guests: Guest, timeout: float = 20) -> list[Verdicts]:
+def diagnose(*guests: Guest, timeout: float = 20) -> list[Verdicts]:
     began = time.monotonic()
     processes = [guest.begin(timeout) for guest in guests]
     verdicts = []
@@ -82,7 +82,7 @@ def visit(*guests: Guest, timeout: float = 20) -> list[Verdicts]:
 
 
 def spoilt(folder: Path, code: str = "", **versions: str) -> dict[str, str]:
-    """An environment in which Python starts with some code, or finds other versions installed."""
+    """Return an environment in which Python runs code first, or finds other versions installed."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
     for name, version in versions.items():
@@ -94,7 +94,7 @@ def spoilt(folder: Path, code: str = "", **versions: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def rule(host: Host, *words: str) -> Iterator[None]:
-    """A rule of the network of a host, for a while."""
+    """Add a network rule to a host for a while."""
     host.ip(*words[:1], "add", *words[1:])
     try:
         yield
@@ -104,7 +104,7 @@ def rule(host: Host, *words: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def slowed(host: Host, gbit: float) -> Iterator[None]:
-    """A link that lets no more pass."""
+    """Limit the bandwidth of a host."""
     host.shape(gbit)
     try:
         yield
@@ -112,8 +112,8 @@ def slowed(host: Host, gbit: float) -> Iterator[None]:
         run("tc", "-n", host.name, "qdisc", "del", "dev", "eth0", "root")
 
 
-def test_healthy_hosts_pass_every_check_and_are_told_the_same(hosts: Pair) -> None:
-    first, second = visit(Guest(hosts[0], 0), Guest(hosts[1], 1))
+def test_healthy_hosts_pass_every_check_and_report_the_same(hosts: Pair) -> None:
+    first, second = diagnose(Guest(hosts[0], 0), Guest(hosts[1], 1))
     assert (first.code, second.code) == (0, 0), first.lines
     assert first.lines == second.lines
     assert all(line.startswith("ok") for line in first.lines), first.lines
@@ -123,7 +123,7 @@ def test_healthy_hosts_pass_every_check_and_are_told_the_same(hosts: Pair) -> No
     assert "Gbit/s" in first.of("links", "ok")[0]
 
 
-def test_what_is_wrong_on_one_host_is_told_on_all(hosts: Pair, tmp_path: Path) -> None:
+def test_what_is_wrong_on_one_host_is_reported_on_all(hosts: Pair, tmp_path: Path) -> None:
     wrong = """
         import resource, time
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
@@ -135,7 +135,7 @@ def test_what_is_wrong_on_one_host_is_told_on_all(hosts: Pair, tmp_path: Path) -
     env["NCCL_SOCKET_IFNAME"] = "eth7"
     env["GLOO_SOCKET_IFNAME"] = "lo"
     with slowed(hosts[1], 0.02):
-        told = visit(Guest(hosts[0], 0), Guest(hosts[1], 1, nproc=2, env=env))
+        told = diagnose(Guest(hosts[0], 0), Guest(hosts[1], 1, nproc=2, env=env))
     for each in told:
         assert each.code == 1
         assert "1 on host 0" in (world := " ".join(each.of("world size", "fail"))), each.lines
@@ -159,7 +159,7 @@ def test_what_is_wrong_on_one_host_is_told_on_all(hosts: Pair, tmp_path: Path) -
 
 def test_ranks_that_are_there_twice_or_never_are_named(hosts: Pair) -> None:
     guests = [Guest(hosts[0], 0, 3), Guest(hosts[1], 1, 3), Guest(hosts[1], 1, 3)]
-    for each in visit(*guests):
+    for each in diagnose(*guests):
         assert each.code == 1
         wrong = " ".join(each.of("node ranks", "fail"))
         assert "rank 1 is used by 2 hosts" in wrong
@@ -170,7 +170,7 @@ def test_ranks_that_are_there_twice_or_never_are_named(hosts: Pair) -> None:
 def test_ports_that_are_blocked_are_found_and_nothing_hangs(hosts: Pair) -> None:
     blocked = ["rule", "to", "10.77.0.1", "ipproto", "tcp", "dport", "30000-65534", "prohibit"]
     with rule(hosts[1], *blocked):
-        told = visit(Guest(hosts[0], 0), Guest(hosts[1], 1))
+        told = diagnose(Guest(hosts[0], 0), Guest(hosts[1], 1))
     for each in told:
         assert each.code == 1
         ways = each.of("ports", "fail")
@@ -179,12 +179,12 @@ def test_ports_that_are_blocked_are_found_and_nothing_hangs(hosts: Pair) -> None
         assert each.seconds < 30
 
 
-def test_a_meeting_that_cannot_be_is_explained_to_each_host(hosts: Pair) -> None:
+def test_a_rendezvous_that_fails_is_explained_on_each_host(hosts: Pair) -> None:
     other = f"10.77.0.2:{PORT}"
-    refused, own, away, alone = visit(
-        Guest(hosts[1], 1),  # nobody listens
+    refused, own, away, alone = diagnose(
+        Guest(hosts[1], 1),  # nothing listens
         Guest(hosts[1], 1, rdzv=other),  # its own address
-        Guest(hosts[1], 1, rdzv=f"10.99.0.1:{PORT}"),  # no way there
+        Guest(hosts[1], 1, rdzv=f"10.99.0.1:{PORT}"),  # no route leads there
         Guest(hosts[0], 0, rdzv=other),  # not an address of host 0
         timeout=1,
     )
@@ -195,9 +195,9 @@ def test_a_meeting_that_cannot_be_is_explained_to_each_host(hosts: Pair) -> None
     assert "cannot listen at 10.77.0.2" in messages[3]
     assert "10.77.0.1 on eth0" in messages[3]
     assert [each.code for each in (refused, own, away, alone)] == [1] * 4
-    # A way that swallows what is sent is as good as none: it is given up after --timeout.
+    # A route that drops what is sent is as good as none: it is given up after --timeout.
     with rule(hosts[1], "route", "blackhole", "10.77.0.1/32"):
-        [swallowed] = visit(Guest(hosts[1], 1), timeout=1)
+        [swallowed] = diagnose(Guest(hosts[1], 1), timeout=1)
     assert swallowed.code == 1
     assert "cannot be reached from here" in swallowed.of("rendezvous", "fail")[0]
     assert swallowed.of("interfaces", "fail"), "no interface leads there"

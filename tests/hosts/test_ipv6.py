@@ -1,4 +1,4 @@
-"""Hosts that have IPv6 addresses only: they meet, are looked at, and what is wrong is told."""
+"""Hosts with IPv6 addresses only: a job and the doctor run, and errors name what is wrong."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
-    """Exit code, standard output and standard error of each."""
+    """Return exit code, standard output and standard error of each."""
     said = [process.communicate(timeout=WAIT) for process in processes]
     return [(p.returncode, *each) for p, each in zip(processes, said, strict=True)]
 
@@ -73,8 +73,8 @@ def test_a_job_starts(hosts: Pair, tmp_path: Path, where: str) -> None:
     assert found[0][1] == f"rank 0 of 2 {address} eth0\n"
 
 
-def visit(hosts: Sequence[Host], *wheres: str) -> list[tuple[int, str, str]]:
-    """The doctor on hosts, each told where the hosts meet."""
+def diagnose(hosts: Sequence[Host], *wheres: str) -> list[tuple[int, str, str]]:
+    """Run the doctor on hosts, each with its own ``--rdzv``."""
     processes = []
     for rank, (host, where) in enumerate(zip(hosts, wheres, strict=True)):
         options = f"doctor --nnodes 2 --node-rank {rank} --rdzv {where} --timeout 5"
@@ -83,7 +83,7 @@ def visit(hosts: Sequence[Host], *wheres: str) -> list[tuple[int, str, str]]:
 
 
 def test_the_doctor_passes_healthy_hosts(hosts: Pair) -> None:
-    for code, out, err in visit(hosts, f"{NAME}:29414", f"{NAME}:29414"):
+    for code, out, err in diagnose(hosts, f"{NAME}:29414", f"{NAME}:29414"):
         assert (code, err) == (0, ""), out
         assert "ok   ports       2 ways between hosts are open" in out
         assert out.count("ok   links") + out.count("warn links") == 2, out
@@ -92,11 +92,11 @@ def test_the_doctor_passes_healthy_hosts(hosts: Pair) -> None:
 
 
 def test_the_doctor_tells_what_is_wrong(hosts: Pair) -> None:
-    listens, reaches = visit(hosts, "[fd77::9]:29415", "10.77.0.1:29415")
+    listens, reaches = diagnose(hosts, "[fd77::9]:29415", "10.77.0.1:29415")
     assert (listens[0], reaches[0]) == (1, 1)
     assert "host 0 cannot listen at [fd77::9]:29415" in listens[1]
     assert "fd77::1 on eth0" in listens[1]
     assert "10.77.0.1:29415 cannot be reached" in reaches[1]
-    [(code, _, err)] = visit(hosts[:1], "fd77::1:29415")
+    [(code, _, err)] = diagnose(hosts[:1], "fd77::1:29415")
     assert code == 2
     assert "an IPv6 address in brackets, as [2001:db8::1]:29400" in err

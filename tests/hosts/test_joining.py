@@ -1,4 +1,4 @@
-"""Jobs that a host joins, that lose it, and that it joins and leaves again.
+"""Jobs that a host joins, leaves, and is lost from.
 
 The rules of joining are tested in ``tests/launch/test_joining.py``; here are commands as their
 users start them, without torch and with it.
@@ -38,7 +38,7 @@ from shardwise.launch.world import find_world
 here, attempt = Path(sys.argv[1]), sys.argv[2]
 
 def body(world, signals):
-    stop = here / f"stop {attempt}"  # what ranks tell each other at every step
+    stop = here / f"stop {attempt}"  # what ranks exchange at every step
     with signals.deferred():
         signals.stepped()
         (here / f"round {attempt}: rank {world.rank} of {world.size}").touch()
@@ -71,7 +71,7 @@ except UserError as error:
     sys.exit(error.exit_code)
 """
 
-# The command itself, but for the time that it waits for more hosts.
+# The command itself, except for the time that it waits for more hosts.
 TRAIN = """
 from shardwise.cli.main import app
 from shardwise.launch import rendezvous
@@ -88,7 +88,7 @@ def hosts() -> Iterator[Pair]:
 
 
 def wait_for(condition: Callable[[], object], job: subprocess.Popen[str]) -> None:
-    """Until something is so, which host 0 must not end before."""
+    """Wait until a condition holds, which must be before host 0 ends."""
     deadline = time.monotonic() + WAIT
     while not condition():
         assert time.monotonic() < deadline, "this never happened"
@@ -97,7 +97,7 @@ def wait_for(condition: Callable[[], object], job: subprocess.Popen[str]) -> Non
 
 
 def kill(command: subprocess.Popen[str]) -> None:
-    """End a launcher and its ranks, as when a host is lost."""
+    """Kill a launcher and its ranks, as when a host is lost."""
     parent = psutil.Process(command.pid)
     for process in [*parent.children(recursive=True), parent]:
         process.kill()
@@ -178,7 +178,7 @@ def test_diloco_goes_on_with_a_host_that_joins_and_without_it(hosts: Pair, tmp_p
     metrics = config.files.metrics
 
     def sessions(count: int, steps: int) -> Callable[[], bool]:
-        """Whether this is the n-th session, and has made so many steps."""
+        """Whether this is the n-th session, and has completed so many steps."""
 
         def reached() -> bool:
             if not metrics.exists():
@@ -197,7 +197,7 @@ def test_diloco_goes_on_with_a_host_that_joins_and_without_it(hosts: Pair, tmp_p
     second = start(hosts[1], "training", *options, folder=tmp_path, env=env)
     wait_for(sessions(2, 60), first)
     kill(second)
-    # More steps than there are between checkpoints: those that are made again do not count.
+    # More steps than between checkpoints: those that are repeated do not count.
     wait_for(sessions(3, 100), first)
     first.send_signal(signal.SIGINT)
     first.wait(timeout=WAIT)
@@ -210,7 +210,7 @@ def test_diloco_goes_on_with_a_host_that_joins_and_without_it(hosts: Pair, tmp_p
     joined, left = found[1]["from_step"], found[2]["from_step"]
     history = losses(config)
     assert [step for step, _, _ in history] == list(range(1, len(history) + 1))
-    # What was learnt before is neither lost nor learnt again; what was not saved is learnt again.
+    # What was saved is neither lost nor trained again; what was not saved is trained again.
     assert f"checkpoint step={joined} " in (tmp_path / "out").read_text()
     assert read_metrics(metrics)[:30] == alone
     assert joined < left

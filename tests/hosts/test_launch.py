@@ -66,7 +66,7 @@ def hosts() -> Iterator[Pair]:
 
 
 class Job:
-    """A job of one rank on each host; the second attempt ends as soon as it has begun."""
+    """A job of one rank on each host; the second attempt ends as soon as it has started."""
 
     def __init__(self, hosts: Pair, folder: Path, *ranks: int, timeout: float = WAIT) -> None:
         self.folder = folder
@@ -82,11 +82,11 @@ class Job:
         ]
 
     def seen(self) -> set[str]:
-        """Which ranks have begun."""
+        """Return which ranks have started."""
         return {path.name for path in (self.folder / "seen").glob("round *")}
 
     def wait_for(self, *expected: str) -> None:
-        """Until ranks have begun."""
+        """Wait until ranks have started."""
         deadline = time.monotonic() + WAIT
         while not set(expected) <= self.seen():
             assert time.monotonic() < deadline, f"found {self.seen()}"
@@ -94,12 +94,12 @@ class Job:
             time.sleep(0.02)
 
     def processes(self, place: int) -> list[psutil.Process]:
-        """The launcher of a host and its ranks."""
+        """Return the launcher of a host and its ranks."""
         parent = psutil.Process(self.parents[place].pid)
         return [parent, *parent.children(recursive=True)]
 
     def end(self) -> list[tuple[int, str]]:
-        """Exit code and stderr of every host's launcher; none of their ranks may be left."""
+        """Return exit code and stderr of every launcher; none of their ranks may be left."""
         ended = []
         for parent in self.parents:
             _, err = parent.communicate(timeout=WAIT)

@@ -1,8 +1,7 @@
-"""Trainings over two hosts, disturbed and not: what they learn is what one process learns.
+"""Training over two hosts, with faults and without: the result is that of one process.
 
-To start is to import torch, which takes processors; to notice that a host is silent takes nothing
-but time. So all trainings run at once, each over two hosts of its own, and tests look at what they
-left.
+Starting means importing torch, which takes processors; noticing that a host is silent takes only
+time. So all jobs run at once, each over two hosts of its own, and the tests look at their results.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Losses = list[tuple[int, float, float]]  # step, loss and norm of the gradient
 
 GBIT = 0.005  # a step's gradients take 0.14 s, so that a fault comes before the last step
 STEPS, EVERY = 30, 5  # of a training; from one checkpoint to the next
-FAULT = 12  # the step behind which something happens
+FAULT = 12  # the step after which the fault happens
 SLACK = 4.0  # seconds that a busy machine may be late
 OVER_HOSTS = "--nnodes 2 --rdzv 10.77.0.1:29412 --node-rank RANK"
 LM = (
@@ -52,14 +51,14 @@ MNIST = "train mnist --data-dir mnist --batch-size 16 --epochs 1 --warmup 2 --de
 
 
 def disturbed(folder: Path, name: str, fault: Fault, nproc: int) -> Ended:
-    """A training that a fault comes to."""
+    """Train with a fault."""
     options = f"--steps {STEPS} --nproc {nproc} --max-restarts 1 --out {name} {OVER_HOSTS}"
     with two_hosts(GBIT) as hosts, Job(hosts, folder, name, "shardwise", f"{LM} {options}") as job:
         return job.disturb(FAULT, fault)
 
 
 def under_torchrun(folder: Path, name: str) -> Ended:
-    """A training whose ranks ``torchrun`` starts, two on each host."""
+    """Train with ranks that ``torchrun`` starts, two on each host."""
     launcher = "--nnodes=2 --nproc-per-node=2 --node-rank=RANK --master-addr 10.77.0.1"
     training = f"-m shardwise {LM} --steps {STEPS} --out {name}"
     arguments = f"{launcher} --master-port 29412 {training}"
@@ -68,7 +67,7 @@ def under_torchrun(folder: Path, name: str) -> Ended:
 
 
 def on_digits(folder: Path, name: str) -> Ended:
-    """A training of another recipe, one rank on each host."""
+    """Train another recipe, one rank on each host."""
     options = f"{MNIST} --nproc 1 --out {name} {OVER_HOSTS}"
     with two_hosts() as hosts, Job(hosts, folder, name, "shardwise", options) as job:
         return job.end()
@@ -76,7 +75,7 @@ def on_digits(folder: Path, name: str) -> Ended:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all trainings find their data, and write."""
+    """The folder with the data and the results of all jobs."""
     folder = tmp_path_factory.mktemp("trainings")
     write_model(folder, attention_dropout=0.0)
     write_jsonl(folder / "corpus.jsonl", texts(300))
@@ -86,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def jobs(folder: Path) -> Iterator[Jobs]:
-    """All trainings over hosts, under way."""
+    """All jobs, running."""
     with ThreadPoolExecutor() as pool:
         yield {
             "cut": pool.submit(disturbed, folder, "cut", cut_link, 1),
@@ -100,7 +99,7 @@ def jobs(folder: Path) -> Iterator[Jobs]:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path, jobs: Jobs) -> Losses:
-    """What one process learns, all by itself."""
+    """The losses of one process."""
     del jobs  # which have begun
     one = small_config(folder, "one-process", steps=STEPS, batch_size=8, checkpoint_every=0)
     one = replace(one, data=(str(folder / "corpus.jsonl"),), streams=8)
@@ -119,7 +118,7 @@ def assert_same_losses(folder: Path, name: str, expected: Losses) -> None:
 
 
 def assert_went_on(folder: Path, name: str, ended: Ended, world_size: int, hosts: int) -> None:
-    """A second session, from the last checkpoint; and nothing is left of either."""
+    """Check the second session, from the last checkpoint, and that nothing is left of either."""
     print(f"{name}: named after {ended.named:.1f} s; host 1 ended after {ended.closed:.1f} s")
     assert ended.codes[0] == 0, ended.told[0]
     first, second = sessions_of(folder, name)

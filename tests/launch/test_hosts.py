@@ -1,4 +1,4 @@
-"""The lines that start a job over several hosts are lines that a shell takes."""
+"""The command lines that start a job over several hosts, as a shell reads them."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ sys.exit(ranks.run().exit_code)
 
 
 class Run:
-    """A launcher with ranks that do as the test says."""
+    """A launcher whose ranks run a body that the test gives."""
 
     def __init__(
         self, folder: Path, nproc: int, body: str, settle: float, env: dict[str, str]
@@ -85,28 +85,28 @@ class Run:
         )
 
     def wait_until_ready(self) -> None:
-        """Until every rank runs its body."""
+        """Wait until every rank runs its body."""
         self.wait_for(lambda: len(list(self.folder.glob("ranks/ready-*"))) == self.nproc)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Until the condition holds."""
+        """Wait until the condition holds."""
         deadline = time.monotonic() + WAIT
         while not condition():
             assert time.monotonic() < deadline, "this never happened"
             time.sleep(0.01)
 
     def end(self) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr; nothing may be left running."""
+        """Return exit code, stdout and stderr; nothing may be left running."""
         out, err = self.parent.communicate(timeout=WAIT)
         assert self.alive() == [], "ranks outlived their launcher"
         return self.parent.returncode, out, err
 
     def pids(self) -> list[int]:
-        """Process numbers of the ranks that have begun."""
+        """Return the process ids of the ranks that have started."""
         return [int(file.read_text()) for file in sorted(self.folder.glob("ranks/pid-*"))]
 
     def alive(self) -> list[int]:
-        """Those of them that are running (a zombie is not)."""
+        """Return those that are running (a zombie is not)."""
         return [pid for pid in self.pids() if _is_running(pid)]
 
 

@@ -1,4 +1,4 @@
-"""Hosts that join later, as the server sees them: threads stand for launchers and their ranks."""
+"""Rendezvous server and clients; threads stand for launchers and their ranks."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ OVER = Verdict(Next.END, "", "hosts")
 
 
 class Place:
-    """A host: its ranks train until they are asked to save, or told how to end."""
+    """A host whose ranks train until they are asked to save, or the test ends them."""
 
     def __init__(
         self, nodes: Nodes, nproc: int, options: dict[str, object], *, steps: bool
     ) -> None:
         self.nodes, self.nproc, self.options = nodes, nproc, options
-        self.steps = steps  # whether its ranks come as far as a step
+        self.steps = steps  # whether its ranks complete a step
         self.said: list[str] = []
         self.shares: list[Share] = []
         self.verdicts: list[Verdict] = []
@@ -62,7 +62,7 @@ class Place:
         client.close()
 
     def _train(self, client: RendezvousClient) -> Verdict | None:
-        """One generation; None if this host vanishes."""
+        """Run one generation; None if this host vanishes."""
         ending = None
         while ending is None and (order := client.order()) is not Order.ABORT:
             time.sleep(0.005)
@@ -76,7 +76,7 @@ class Place:
         return client.end(ending or FAILED, self.gone.is_set)
 
     def vanish(self) -> None:
-        """As a launcher that is killed."""
+        """End as a launcher that is killed."""
         self.gone.set()
         self.thread.join()
 
@@ -100,24 +100,24 @@ class Job:
     def come(
         self, rank: int = UNNUMBERED, *, nproc: int = 1, steps: bool = True, **changed: Any
     ) -> Place:
-        """A host comes."""
+        """Start a host."""
         options = changed.pop("options", OPTIONS)
         place = Place(replace(self.first, rank=rank, **changed), nproc, options, steps=steps)
         self.places.append(place)
         return place
 
     def begin(self, hosts: int) -> list[Place]:
-        """So many hosts come, and are in the first generation together."""
+        """Start hosts, and wait until they are in the first generation together."""
         places = [self.come(rank) for rank in range(hosts)]
         wait_for(lambda: all(each.shares for each in places))
         return places
 
     def waits_for_a_step(self) -> bool:
-        """Whether host 0 does not know of every host yet that it trains."""
+        """Whether a host has not reported a completed step yet."""
         return not all(host.training for host in self.server._hosts)
 
     def end(self) -> None:
-        """Whoever is left has trained to the end."""
+        """Let the ranks that remain complete."""
         for place in self.places:
             place.ending = DONE
         for place in self.places:
@@ -154,7 +154,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def assert_worlds(place: Place, *expected: tuple[int, int]) -> None:
-    """First rank and world size of every generation, as soon as there are so many."""
+    """Check first rank and world size of every generation, once there are as many."""
     wait_for(lambda: len(place.shares) >= len(expected))
     assert [(share.first, share.world_size) for share in place.shares] == list(expected)
 
@@ -231,7 +231,7 @@ def test_two_at_once_join_together_where_one_would_not_fit(
     late = it.come()
     late.thread.join(WAIT)
     assert "has its 4 hosts already" in late.error
-    # And where one is lost, and the three that are left do not fit, the job goes on with two.
+    # If one is lost, and the job cannot run over the three that remain, it continues with two.
     wait_for(lambda: not it.waits_for_a_step())
     others[0].vanish()
     others[1].thread.join(WAIT)

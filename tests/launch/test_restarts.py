@@ -1,4 +1,4 @@
-"""A job on one host that begins again after a rank was lost. Over hosts: tests/hosts."""
+"""A job on one host that is restarted after a rank was lost. Over hosts: tests/hosts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ sys.exit(run_here(lambda attempt: [sys.executable, script, str(attempt), how], 2
     ("how", "code", "attempts"),
     [("once", 0, 2), ("saving", 0, 2), ("hub", 0, 2), ("always", 128 + 9, 3), ("mistake", 2, 1)],
 )
-def test_a_job_begins_again_as_often_as_it_may(
+def test_a_job_is_restarted_as_often_as_it_may(
     tmp_path: Path, how: str, code: int, attempts: int
 ) -> None:
     (tmp_path / "rank.py").write_text(RANK)
@@ -59,7 +59,7 @@ def test_a_job_begins_again_as_often_as_it_may(
     assert ended.stderr.count("restart    ") == attempts - 1
     jobs = (tmp_path / "rank.py.jobs").read_text().splitlines()
     assert len(jobs[0]) == 32
-    assert set(jobs) == {jobs[0]}, "it is the same job, however often it begins again"
+    assert set(jobs) == {jobs[0]}, "it is the same job, however often it is restarted"
     if how == "hub":
         assert "error: rank 1 of 2 failed:\n--data: no hub\n" in ended.stderr
     if how == "once":

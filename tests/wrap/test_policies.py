@@ -1,4 +1,4 @@
-"""Policies choose the modules that they say they choose."""
+"""Policies choose the modules that they promise."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_policies_choose(policy: Any, expected: list[str]) -> None:
 
 
 def test_sizes_count_what_no_unit_has_yet() -> None:
-    # Left for the net: the head and the scalar, 36 in all. The list itself is never a unit.
+    # Left for the net: the head and the scalar, 36 in all. The list itself is never a group.
     assert _chosen(size_based_auto_wrap_policy(min_num_params=36), nn.Sequential(Net())) == [
         *[name for block in BLOCKS for name in (f"0.{block}.up", f"0.{block}.down")],
         "0",
