@@ -24,7 +24,7 @@ from shardwise.checkpoint.ranks.agreement import Ranks
 from shardwise.diloco.members import Report, agree
 from shardwise.errors import CheckpointError
 from shardwise.transport import peers
-from shardwise.transport.peers import attended, made_together, new_group
+from shardwise.transport.peers import Peers, make_together, new_group
 from tests.harness import run_ranks
 
 SECONDS = 15  # on a busy machine; four are meant
@@ -67,7 +67,7 @@ def _make_a_group(ranks: list[int], *, leaves: bool) -> str:
 def _make_a_group_that_breaks(ranks: list[int], *, leaves: bool) -> str:
     """All come; then one dies while the process group is being made."""
     make = _die if leaves else partial(dist.new_group, ranks, use_local_synchronization=True)
-    return _says(lambda: made_together(make, "a process group", ranks))
+    return _says(lambda: make_together(make, "a process group", ranks))
 
 
 def _save_together(group: dist.ProcessGroup) -> str:
@@ -111,7 +111,7 @@ def _all(rank: int, world_size: int) -> dict[str, str]:
 
 def _warnings(patience: float) -> list[str]:
     """What is logged from now on, after so long a wait."""
-    peers.PATIENCE_SECONDS = patience
+    peers.WARNING_SECONDS = patience
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -121,7 +121,7 @@ def _warnings(patience: float) -> list[str]:
 
 def _is_usable(group: dist.ProcessGroup) -> bool:
     found = torch.ones(1)
-    attended(lambda: dist.all_reduce(found, group=group), group, "a sum")
+    Peers(group).call(lambda: dist.all_reduce(found, group=group), "a sum")
     return found.item() == group.size()
 
 
@@ -133,10 +133,10 @@ def test_a_rank_that_never_comes_is_named_within_seconds() -> None:
 
     assert "makes a mesh of shape (3, 2) (dp, tp)" in one["diverged"]
     assert "makes a mesh of shape (2, 3) (dp, tp)" in zero["diverged"]
-    assert "rank 1 has waited 1 s for ranks [0] in the making of a mesh" in one["warned"]
+    assert "rank 1 has waited 1 s for ranks [0] in the creation of a mesh" in one["warned"]
     assert zero["warned"] == ""
-    assert zero["meeting"].startswith("rank 0 lost rank 3 during the meeting in shared memory")
-    assert one["group"].startswith("rank 1 lost rank 4 during the making of a process group of")
+    assert zero["meeting"].startswith("rank 0 lost rank 3 during the handshake of shared memory")
+    assert one["group"].startswith("rank 1 lost rank 4 during the creation of a process group of")
     assert [outcome.exitcode for outcome in outcomes[2:]] == [-signal.SIGKILL, 1, *[-9] * 2]
     for each in (zero, one):
         assert "rank 2: was lost" in each["checkpoint"]

@@ -828,7 +828,9 @@ def _few_addresses(rank: int, world_size: int) -> None:
     loss_of(net, x[rank]).backward()
     average_backward(whole, x)
     assert_same_gradients(net, whole)
-    with pytest.raises(ValueError, match=r"transport 'shm' cannot be used here: .*rank 1: ulimit"):
+    with pytest.raises(
+        ValueError, match=r"transport 'shm' is not available here: .*rank 1: ulimit"
+    ):
         sharded_net(transport="shm")
 
 

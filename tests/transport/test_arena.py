@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.transport.shm import futex
-from shardwise.transport.shm.arena import Arena, PageMap, Window, has_own_entry
+from shardwise.transport.shm.arena import Arena, PageMap, PrivatePages, Window, has_own_entry
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 LENGTH = 64 * PAGE
@@ -26,7 +26,7 @@ def window() -> Iterator[Window]:
 
 
 def _by_call(window: Window) -> Callable[[], bool]:
-    return PageMap().look_at(window.address, LENGTH).finds_own_page
+    return PrivatePages(PageMap(), window.address, LENGTH).exist
 
 
 def _by_entries(window: Window) -> Callable[[], bool]:
@@ -50,9 +50,9 @@ def test_a_page_of_ones_own_is_found_wherever_it_is(
 
 def test_a_page_beyond_the_range_is_not_looked_at(window: Window) -> None:
     half = LENGTH // 2
-    look = PageMap().look_at(window.address, half)
+    look = PrivatePages(PageMap(), window.address, half)
     window.tensor(0, LENGTH, torch.uint8)[half] = 1
-    assert not look.finds_own_page()
+    assert not look.exist()
 
 
 def test_an_older_system_is_asked_for_entries(
@@ -62,10 +62,10 @@ def test_an_older_system_is_asked_for_entries(
         raise OSError("inappropriate ioctl")
 
     monkeypatch.setattr(PageMap, "scan", unknown)
-    look = PageMap().look_at(window.address, LENGTH)
-    assert not look.finds_own_page()
+    look = PrivatePages(PageMap(), window.address, LENGTH)
+    assert not look.exist()
     window.tensor(0, LENGTH, torch.uint8)[7] = 1
-    assert look.finds_own_page()
+    assert look.exist()
 
 
 def test_a_system_that_does_not_tell_means_that_pages_may_be_ones_own() -> None:

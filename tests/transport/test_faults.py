@@ -98,7 +98,7 @@ def test_all_survivors_name_a_killed_peer_within_seconds(
     )
     for rank, (message, seconds) in enumerate(_survivors(outcomes)):
         # Survivors hang up on each other, so the later one may name the earlier one too.
-        assert re.match(rf"rank {rank} lost (rank|ranks \d,) 2 during the {doing} tensors", message)
+        assert re.match(rf"rank {rank} lost (rank|ranks \d,) 2 during the {doing} tensor:", message)
         assert "closed the connection" in message
         assert "restart all ranks from the last checkpoint" in message
         assert seconds < 20
@@ -154,7 +154,7 @@ def _call_alone(rank: int, world_size: int) -> str | None:
 
 def test_a_peer_that_stalls_is_named_after_the_timeout_of_the_group() -> None:
     message = run_ranks(_call_alone, 2, pg_timeout=2)[0]
-    assert "rank 0 lost rank 1 during the all-gather of 1 tensors" in message
+    assert "rank 0 lost rank 1 during the all-gather of 1 tensor" in message
     assert "no answer in time" in message
 
 

@@ -58,7 +58,7 @@ def _repeat(rank: int, world_size: int, rounds: int, repeats: int) -> list[Held]
                 stream.finish()
                 dist.barrier()
         gc.collect()
-        seen.append(Held.now(stream.transport._posts.meeting.fd))
+        seen.append(Held.now(stream.transport._sync.connections.fd))
         dist.barrier()
     return seen
 
@@ -90,7 +90,7 @@ def _drop_unfreed(rank: int, world_size: int) -> list[int]:
         dist.barrier()
         del view
         dist.barrier()
-        taken.append(Held.now(transport._posts.meeting.fd).in_common)
+        taken.append(Held.now(transport._sync.connections.fd).in_common)
         dist.barrier()
     return taken
 

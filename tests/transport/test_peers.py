@@ -1,93 +1,334 @@
-"""Waiting in a thread: what works raise, and what happens to those who interrupt a wait."""
+"""Peers of a process group: what is kept for the group, errors of lost peers, and waiting."""
 
 from __future__ import annotations
 
-import signal
-import threading
-import time
-from collections.abc import Iterator
-from types import FrameType
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from unittest.mock import Mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from shardwise.transport.peers import Waiter
+from shardwise.errors import PeerLostError, RanksDivergedError
+from shardwise.transport import peers as peers_module
+from shardwise.transport.peers import Loss, Pace, Peers, PeerWatch, connecting, polling
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-class ImpatientError(Exception):
-    """What the signal handler of these tests raises in the main thread."""
+class Group:
+    """A process group as far as :class:`Peers` looks at it."""
+
+    def __init__(self, rank: int = 0, size: int = 4) -> None:
+        self.rank = Mock(return_value=rank)
+        self.size = Mock(return_value=size)
 
 
 @pytest.fixture(autouse=True)
-def _impatient_signal() -> Iterator[None]:
-    def handler(number: int, frame: FrameType | None) -> None:
-        raise ImpatientError
-
-    before = signal.signal(signal.SIGUSR2, handler)
-    yield
-    signal.signal(signal.SIGUSR2, before)
+def _members(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ranks of the group are not those of the job.
+    monkeypatch.setattr(
+        dist, "get_process_group_ranks", lambda group: [10 + rank for rank in range(group.size())]
+    )
 
 
 @pytest.fixture
-def waiter() -> Waiter:
-    group = Mock()
-    group.rank.return_value, group.size.return_value = 0, 1
-    return Waiter(group)
+def group() -> Group:
+    return Group()
 
 
-class InterruptingWork:
-    """A work whose wait interrupts the main thread some times, and ends when told to."""
-
-    def __init__(self, times: int) -> None:
-        self.times = times
-        self.may_end = threading.Event()
-        self.ended = False
-
-    def wait(self) -> None:
-        for _ in range(self.times):
-            time.sleep(0.4)  # the main thread has begun to wait by now
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
-        self.may_end.wait(2 * self.times)
-        self.ended = True
+@pytest.fixture
+def peers(group: Group) -> Peers:
+    return Peers(group)  # type: ignore[arg-type]
 
 
-def test_works_are_waited_for_in_order(waiter: Waiter) -> None:
-    order: list[int] = []
-    works = [(Mock(wait=lambda i=i: order.append(i)), i) for i in range(5)]
-    waiter.wait(works, "a test")
-    assert order == [0, 1, 2, 3, 4]
-    waiter.wait([], "a test")
+class Clock:
+    """Time that passes only in waits."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> bool:
+        self.now += seconds
+        return False
 
 
-def test_what_a_work_raises_arrives_in_the_thread_that_waits(waiter: Waiter) -> None:
-    with pytest.raises(RuntimeError, match="Invalid scalar type"):
-        waiter.wait([(Mock(wait=Mock(side_effect=RuntimeError("Invalid scalar type"))), 0)], "it")
-    waiter.wait([(Mock(), 0)], "a test")  # the thread is still there
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(peers_module.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(peers_module.time, "sleep", clock.sleep)
+    return clock
 
 
-def test_an_interrupt_is_raised_when_the_collective_is_over(waiter: Waiter) -> None:
-    work = InterruptingWork(1)
-    work.may_end.set()
-    with pytest.raises(ImpatientError):
-        waiter.wait([(work, 0)], "a test")
-    assert work.ended, "memory was let go while messages could still write to it"
+def _watch(
+    peers: Peers,
+    gone: Iterable[Sequence[int]] = (),
+    *,
+    looks: int = 1,
+    timeout: float | None = None,
+    compare: Callable[[], object] | None = None,
+    give_up: Callable[[], object] | None = None,
+    blame: Callable[[], Sequence[int]] | None = None,
+    warning_seconds: float | None = None,
+) -> PeerWatch:
+    found = iter(gone)
+    return PeerWatch(
+        peers,
+        "the test",
+        Pace(1.0, 1.0, looks),
+        find_gone=lambda ranks: list(next(found, ())),
+        timeout=timeout,
+        compare=compare,
+        give_up=give_up,
+        blame=blame,
+        warning_seconds=warning_seconds,
+    )
 
 
-def test_who_interrupts_twice_is_obeyed_at_once(waiter: Waiter) -> None:
-    work = InterruptingWork(2)
-    with pytest.raises(ImpatientError):
-        waiter.wait([(work, 0)], "a test")
-    assert not work.ended
-    work.may_end.set()
+# -- what is kept for a process group ------------------------------------------------------------
 
 
-def test_the_thread_ends_with_the_waiter() -> None:
-    group = Mock()
-    group.rank.return_value, group.size.return_value = 0, 1
-    waiter = Waiter(group)
-    before = set(threading.enumerate())
-    waiter.wait([(Mock(), 0)], "a test")
-    (thread,) = set(threading.enumerate()) - before
-    del waiter
-    thread.join(10)
-    assert not thread.is_alive()
+def _a_list(peers: Peers) -> list[int]:
+    return [peers.rank]
+
+
+def _another_list(peers: Peers) -> list[int]:
+    return []
+
+
+def test_a_thing_is_made_once_for_a_group(group: Group, peers: Peers) -> None:
+    first = peers.once(_a_list)
+    assert first == [0]
+    again = Peers(group).once(_a_list)  # type: ignore[arg-type]
+    assert again is first
+    assert peers.once(_another_list) is not first
+    other = Group()
+    assert Peers(other).once(_a_list) is not first  # type: ignore[arg-type]
+
+
+def test_what_could_not_be_made_is_made_anew(peers: Peers) -> None:
+    made = Mock(side_effect=[ValueError("not yet"), "made"])
+    with pytest.raises(ValueError, match="not yet"):
+        peers.once(made)
+    assert peers.once(made) == "made"
+
+
+def test_what_is_kept_is_freed_with_the_group() -> None:
+    group = Group()
+    peers = Peers(group)  # type: ignore[arg-type]
+    kept = weakref.ref(peers.once(lambda _: Mock()))
+    del group
+    gc.collect()
+    assert kept() is None
+    with pytest.raises(RuntimeError, match="has been destroyed"):
+        _ = peers.group
+
+
+def test_without_a_process_group_there_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "group", Mock(WORLD=None))
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        Peers()
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "name"),
+    [
+        ("cpu:gloo,cuda:nccl", CPU, "gloo"),
+        ("cpu:gloo,cuda:nccl", CUDA, "nccl"),
+        ("cpu:gloo,cuda:gloo", CUDA, "gloo"),
+        ("mpi", CPU, "mpi"),
+    ],
+)
+def test_of_several_backends_the_one_of_the_device_counts(
+    monkeypatch: pytest.MonkeyPatch, peers: Peers, config: str, device: torch.device, name: str
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", Mock(return_value=config))
+    assert peers.backend(device) == name
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def test_an_error_names_ranks_of_the_job_and_what_was_done(peers: Peers) -> None:
+    message = str(peers.lost("the all-gather of 3 tensors", [3, 1]))
+    assert "rank 10 lost ranks 11, 13 during the all-gather of 3 tensors" in message
+    assert "closed the connection" in message
+    assert "restart all ranks from the last checkpoint" in message
+
+
+def test_an_error_says_if_the_backend_names_nobody(peers: Peers) -> None:
+    message = str(peers.lost("it", how=Loss.SILENT, error=RuntimeError("Timed out")))
+    assert "lost one of ranks 11, 12, 13 (the backend does not say which)" in message
+    assert "no answer in time" in message
+    assert "(The backend says: Timed out)" in message
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("Connection reset by peer"), "closed the connection"),
+        (RuntimeError("Timed out waiting 30000ms for recv"), "no answer in time"),
+        (dist.DistNetworkError("something else"), "closed the connection"),
+    ],
+)
+def test_a_backends_error_of_a_lost_peer_says_so(
+    peers: Peers, error: RuntimeError, expected: str
+) -> None:
+    with pytest.raises(PeerLostError, match=expected) as caught, peers.collective("the sum"):
+        raise error
+    assert caught.value.__cause__ is error
+    with pytest.raises(PeerLostError, match="rank 3 could not connect to"), connecting(3, 8):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Invalid scalar type"),
+        ValueError("no connection between the two"),
+        RanksDivergedError("ranks have diverged: a peer called something else"),
+    ],
+)
+def test_other_errors_stay_what_they_are(peers: Peers, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, peers.collective("the sum"):
+        raise error
+    assert caught.value is error
+
+
+# -- the watch ------------------------------------------------------------------------------------
+
+
+def test_a_peer_is_lost_after_so_many_looks_in_a_row(peers: Peers, clock: Clock) -> None:
+    watch = _watch(peers, [[2], [2], [], [2], [2], [2]], looks=3)
+    with pytest.raises(PeerLostError, match="rank 10 lost rank 12 during the test"):
+        watch.wait(clock.sleep, lambda: [1, 2])
+    assert clock.now == pytest.approx(106)
+
+
+def test_a_peer_that_is_not_waited_for_may_leave(peers: Peers, clock: Clock) -> None:
+    ends = iter([False] * 5 + [True])
+    watch = _watch(peers, [[3]] * 5)
+    watch.wait(lambda seconds: clock.sleep(seconds) or next(ends), lambda: [1, 2])
+
+
+def test_a_peer_that_did_its_part_just_before_it_left_is_not_lost(
+    peers: Peers, clock: Clock
+) -> None:
+    missing = iter([[2], []])  # between them rank 2 posts and ends
+    ends = iter([False, True])
+    watch = _watch(peers, [[2]])
+    watch.wait(lambda seconds: clock.sleep(seconds) or next(ends), lambda: next(missing))
+
+
+def test_all_who_are_gone_are_named_for_one_of_them_is_the_cause(
+    peers: Peers, clock: Clock
+) -> None:
+    with pytest.raises(PeerLostError, match="lost ranks 11, 13 during"):
+        _watch(peers, [[1, 3]]).wait(clock.sleep, lambda: [1])
+
+
+def test_who_does_not_come_in_time_is_named(peers: Peers, clock: Clock) -> None:
+    with pytest.raises(PeerLostError, match="lost ranks 11, 12 during the test: no answer in time"):
+        _watch(peers, timeout=30).wait(clock.sleep, lambda: [1, 2])
+    assert 130 <= clock.now <= 132
+    with pytest.raises(PeerLostError, match="lost rank 13 during"):
+        _watch(peers, timeout=30, blame=lambda: [3]).wait(clock.sleep, lambda: [1, 2])
+
+
+def test_ranks_that_wait_for_different_things_learn_it(peers: Peers, clock: Clock) -> None:
+    compare = Mock(side_effect=[None, RanksDivergedError("ranks have diverged")])
+    give_up = Mock()
+    with pytest.raises(RanksDivergedError):
+        _watch(peers, compare=compare, give_up=give_up).wait(clock.sleep, lambda: [1])
+    assert compare.call_count == 2
+    assert clock.now == pytest.approx(106), "every three seconds"
+    give_up.assert_called_once_with()
+
+
+def test_a_peer_that_left_because_ranks_diverged_is_not_called_lost(
+    peers: Peers, clock: Clock
+) -> None:
+    compare = Mock(side_effect=RanksDivergedError("ranks have diverged"))
+    with pytest.raises(RanksDivergedError):
+        _watch(peers, [[1]], compare=compare).wait(clock.sleep, lambda: [1])
+
+
+def test_others_are_hung_up_on_before_the_wait_ends(peers: Peers, clock: Clock) -> None:
+    give_up = Mock()
+    with pytest.raises(PeerLostError):
+        _watch(peers, [[1]], give_up=give_up).wait(clock.sleep, lambda: [1])
+    give_up.assert_called_once_with()
+
+
+def test_a_long_wait_logs_one_warning(
+    peers: Peers, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = iter([False] * 20 + [True])
+    watch = _watch(peers, timeout=60, warning_seconds=10)
+    with caplog.at_level(logging.WARNING, peers_module.__name__):
+        watch.wait(lambda seconds: clock.sleep(seconds) or next(ends), lambda: [2])
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "rank 10 has waited 11 s for ranks [12] in the test; it waits for 49 s more"
+    )
+
+
+def test_probes_become_rarer_in_a_long_wait(peers: Peers, clock: Clock) -> None:
+    looks: list[float] = []
+    watch = PeerWatch(
+        peers,
+        "the test",
+        Pace(1.0, 5.0, looks=3),
+        find_gone=lambda ranks: looks.append(clock.now) or [],  # type: ignore[func-returns-value]
+        timeout=300,
+    )
+    with pytest.raises(PeerLostError, match="no answer in time"):
+        watch.wait(clock.sleep, lambda: [1])
+    assert looks[1] - looks[0] == pytest.approx(1)
+    assert looks[-1] - looks[-2] == pytest.approx(5)
+
+
+def test_a_check_is_made_before_the_first_pause_and_often_at_first(clock: Clock) -> None:
+    assert polling(lambda: True)(1.0)
+    assert clock.now == 100
+    sleep = polling(lambda: False)
+    pauses = []
+    for _ in range(6):
+        before = clock.now
+        assert not sleep(1.0)
+        pauses.append(clock.now - before)
+    assert pauses == pytest.approx([0.001, 0.002, 0.005, 0.01, 0.02, 0.02])
+    assert not sleep(0.003)
+    assert clock.now == pytest.approx(100 + sum(pauses) + 0.003)
+
+
+# -- calls that block -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", Mock(return_value="cpu:gloo"))
+    monkeypatch.setattr(Peers, "store", Mock(check=Mock(return_value=False)))
+    monkeypatch.setattr(Peers, "timeout", 60.0)
+    monkeypatch.setattr(Peers, "departed", lambda self, ranks: [2])
+
+
+@pytest.mark.usefixtures("gloo")
+def test_a_call_returns_what_its_function_returns_or_raises(peers: Peers) -> None:
+    assert peers.call(lambda: 7, "the call") == 7
+    with pytest.raises(KeyError):
+        peers.call(lambda: {}["missing"], "the call")
+
+
+@pytest.mark.usefixtures("gloo")
+def test_a_call_that_breaks_names_those_who_are_gone(peers: Peers) -> None:
+    call = Mock(side_effect=RuntimeError("Connection closed by peer"))
+    with pytest.raises(PeerLostError, match="lost rank 12 during the call"):
+        peers.call(call, "the call")

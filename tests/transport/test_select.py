@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 from shardwise.transport import select_transport
 from shardwise.transport.base import Transport
-from shardwise.transport.peers import backend_name
 from tests.harness import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -98,22 +96,6 @@ def _let_go(rank: int, world_size: int) -> list[float]:
 
 def test_when_a_rank_lets_go_of_a_transport_is_its_own_affair() -> None:
     assert run_ranks(_let_go, 2) == [[0.0, 1.0]] * 2
-
-
-@pytest.mark.parametrize(
-    ("config", "device", "name"),
-    [
-        ("cpu:gloo,cuda:nccl", CPU, "gloo"),
-        ("cpu:gloo,cuda:nccl", CUDA, "nccl"),
-        ("cpu:gloo,cuda:gloo", CUDA, "gloo"),
-        ("mpi", CPU, "mpi"),
-    ],
-)
-def test_of_several_backends_the_one_of_the_device_counts(
-    monkeypatch: pytest.MonkeyPatch, config: str, device: torch.device, name: str
-) -> None:
-    monkeypatch.setattr(dist, "get_backend_config", Mock(return_value=config))
-    assert backend_name(Mock(), device) == name
 
 
 def _on_a_device_without_backend(rank: int, world_size: int) -> str:

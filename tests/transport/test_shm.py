@@ -60,7 +60,7 @@ def _gather(transport: Transport, numel: int = NUMEL, name: str = "some group") 
 
 def _taken(transport: ShmTransport) -> int:
     """Bytes of the memory in common that hold anything."""
-    return os.fstat(transport._posts.meeting.fd).st_blocks * 512
+    return os.fstat(transport._sync.connections.fd).st_blocks * 512
 
 
 # -- memory ------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_hundreds_of_collectives_under_way() -> None:
 
 
 def _too_many_under_way(rank: int, world_size: int) -> str:
-    with patch.multiple(sync, MARKS=8), patch.multiple(sync, MARKS=8):
+    with patch.multiple(sync, CAPACITY=8):
         transport = _transport()
         works = [transport.all_reduce([torch.ones(1)], Reduce.SUM) for _ in range(20)]
         dist.barrier()
@@ -139,11 +139,11 @@ def test_more_than_there_is_room_for_is_an_error_not_a_wrong_sum() -> None:
 
 
 def _about_to_overwrite(rank: int, world_size: int) -> None:
-    with patch.multiple(sync, MARKS=8), patch.multiple(sync, MARKS=8):
+    with patch.multiple(sync, CAPACITY=8):
         transport = _transport()
         works = [transport.all_reduce([torch.ones(1)], Reduce.SUM) for _ in range(8)]
         if rank == 1:  # as it is in the midst of the next one
-            transport._posts.signals.describe(9, 0, 2**20)
+            transport._sync.numbers.describe(9, 0, 2**20)
         dist.barrier()
         if rank == 0:
             with pytest.raises(RuntimeError, match="is 7 behind those of rank 1"):
@@ -255,7 +255,7 @@ def test_where_one_rank_cannot_all_take_messages() -> None:
 
 def test_asking_for_it_where_it_cannot_be_says_why() -> None:
     for message in run_ranks(_one_cannot, 3, "shm"):
-        assert message.startswith("transport 'shm' cannot be used here: ")
+        assert message.startswith("transport 'shm' is not available here: ")
         assert "rank 1: shared memory is for Linux on x86-64" in message
 
 

@@ -84,7 +84,7 @@ class Loss:
 
 
 def _until_lost(stream: Stream) -> Loss:
-    found = os.fstat(stream.transport._posts.meeting.fd)
+    found = os.fstat(stream.transport._sync.connections.fd)
     while True:
         start = time.monotonic()
         try:

@@ -16,7 +16,7 @@ import xxhash
 
 from shardwise.diloco.fragment import Fragment
 from shardwise.errors import RanksDivergedError
-from shardwise.transport.peers import attended, gather_objects, naming_lost_peer
+from shardwise.transport.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def agree(group: dist.ProcessGroup, mine: Report) -> Agreement:
         RanksDivergedError: members have different models or settings; raised on all of them.
         PeerLostError: a member is lost.
     """
-    found = gather_objects(mine, group, "the agreement of DiLoCo's replicas")
+    found = Peers(group).gather_objects(mine, "the agreement of DiLoCo's replicas")
     leader = max(found, key=lambda report: report.rounds)  # the first of equals
     members = dist.get_process_group_ranks(group)
     for rank, report in zip(members, found, strict=True):
@@ -112,15 +112,16 @@ def broadcast_outer_state(group: dist.ProcessGroup, leader_rank: int, fragment: 
     Raises:
         PeerLostError: a member is lost.
     """
-    source = dist.get_process_group_ranks(group)[leader_rank]
+    peers = Peers(group)
+    source = peers.members[leader_rank]
     for flat in (fragment.outer, fragment.momentum):
         if flat.numel():
             send = functools.partial(dist.broadcast, flat, src=source, group=group)
             doing = f"the broadcast of the outer state of {fragment.name}"
             if flat.is_cpu:
-                attended(send, group, doing)
+                peers.call(send, doing)
             else:
-                with naming_lost_peer(group, doing):
+                with peers.collective(doing):
                     send()
 
 

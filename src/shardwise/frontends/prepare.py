@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import fsdp
 from shardwise.sharding.api import form_of, managed_modules
-from shardwise.transport.peers import naming_lost_peer
+from shardwise.transport.peers import Peers
 
 #: Bytes of small tensors that are broadcast together.
 BUCKET_BYTES = 8 * 1024 * 1024
@@ -107,7 +107,7 @@ def broadcast_states(
             flat = torch.cat([tensor.detach().flatten().to(device) for tensor in bucket])
             for dim in reversed(range(mesh.ndim)):
                 group = mesh.get_group(dim)
-                with naming_lost_peer(group, "the broadcast of module states"):
+                with Peers(group).collective("the broadcast of module states"):
                     dist.broadcast(flat, dist.get_process_group_ranks(group)[0], group=group)
             parts = torch.split(flat, [tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):

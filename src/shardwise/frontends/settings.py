@@ -25,7 +25,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from shardwise.errors import MisuseError
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy, resolve
 from shardwise.sharding.mesh import check_member, default_device_type, device_of
-from shardwise.transport.peers import gather_objects, new_group
+from shardwise.transport.peers import Peers, new_group
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,6 @@ Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 _Shape = tuple[str, tuple[int, ...]]
 _Meshes = weakref.WeakValueDictionary[_Shape, DeviceMesh]
-
-#: The meshes in use over all ranks, by the default process group, so that modules that are wrapped
-#: one by one share process groups. Keeps neither groups nor meshes alive.
-_in_use: weakref.WeakKeyDictionary[dist.ProcessGroup, _Meshes] = weakref.WeakKeyDictionary()
 
 
 def find_mesh(
@@ -207,7 +203,9 @@ def _mesh_of_two(
     shard, replicate = groups
     # A rank knows its own row and column only, so replicas exchange their rows.
     row = dist.get_process_group_ranks(shard)
-    rows = gather_objects(row, replicate, "the construction of a mesh from two process groups")
+    rows = Peers(replicate).gather_objects(
+        row, "the construction of a mesh from two process groups"
+    )
     if len({len(each) for each in rows}) != 1:
         raise ValueError(
             f"process_group: rank {dist.get_rank()} found sharding groups of different sizes, "
@@ -224,13 +222,20 @@ def _over_all_ranks(strategy: Strategy, device_type: str) -> DeviceMesh:
     world_size = dist.get_world_size()
     hosts = world_size // _ranks_of_a_host(world_size) if strategy.is_hybrid else None
     plan = resolve(strategy, world_size, replicas=hosts)
-    assert dist.group.WORLD is not None
-    meshes = _in_use.setdefault(dist.group.WORLD, weakref.WeakValueDictionary())
+    meshes = Peers().once(_meshes_in_use)
     mesh = meshes.get((device_type, plan.shape))
     if mesh is None:
         mesh = plan.make_mesh(device_type)
         meshes[device_type, plan.shape] = mesh
     return mesh
+
+
+def _meshes_in_use(world: Peers) -> _Meshes:
+    """Keep the meshes in use over all ranks, but keep none of them alive.
+
+    So modules that are wrapped one by one share process groups.
+    """
+    return weakref.WeakValueDictionary()
 
 
 def _ranks_of_a_host(world_size: int) -> int:

@@ -29,7 +29,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import NoReturn
 
-from shardwise.errors import PeerLostError, lost_peer_behind
+from shardwise.errors import lost_peer_behind
 from shardwise.launch.errors import Stopped, UserError, signal_name
 from shardwise.launch.world import PARENT_PID, REPORT_FD, STORE_FD, World, launched_here
 
@@ -75,21 +75,14 @@ def connected(world: World, backend: str, timeout: float | None = None) -> Itera
     """
     import torch.distributed as dist
 
-    from shardwise.transport.peers import naming_lost_peer, tells_of_lost_peer
+    from shardwise.transport.peers import Peers, connecting
 
-    try:
+    with connecting(world.rank, world.size):
         _connect(world, backend, None if timeout is None else timedelta(seconds=timeout))
-    except RuntimeError as error:
-        if tells_of_lost_peer(error):
-            raise PeerLostError(
-                f"rank {world.rank} could not connect to the other {world.size - 1} ranks: one of "
-                f"them died, or never started; look for the first error in its output ({error})"
-            ) from error
-        raise
     yield
     # Only after success: if a peer is gone, shutting down may wait for it. The barrier keeps the
     # store of rank 0 alive until no rank needs it.
-    with naming_lost_peer(None, "the barrier at the end"):
+    with Peers().collective("the barrier at the end"):
         dist.barrier()
     dist.destroy_process_group()
 

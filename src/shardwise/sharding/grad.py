@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch import autograd, dtensor
-from shardwise.transport.peers import naming_lost_peer
+from shardwise.transport.peers import Peers
 
 
 def clip_grad_norm_(
@@ -94,7 +94,7 @@ def _grad_norm(
         part = _local_norm(grads, norm_type, wide, device)
         for group in groups:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-            with naming_lost_peer(group, "the all-reduce of a gradient norm"):
+            with Peers(group).collective("the all-reduce of a gradient norm"):
                 dist.all_reduce(part, op=op, group=group)
         total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
     return total if math.isinf(norm_type) else total ** (1.0 / norm_type), dtype

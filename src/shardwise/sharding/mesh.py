@@ -22,7 +22,7 @@ from shardwise.errors import MisuseError
 from shardwise.transport.base import Transport
 from shardwise.transport.custom import AllGather, CustomTransport, ReduceScatter, with_custom
 from shardwise.transport.local import LocalTransport
-from shardwise.transport.peers import made_together, new_group
+from shardwise.transport.peers import make_together, new_group
 from shardwise.transport.select import select_transport
 
 
@@ -278,7 +278,7 @@ def make_mesh(
     if len(shape) == 1 and device_type == "cpu":
         return make()  # its process group is the default one
     named = "" if names is None else f" ({', '.join(names)})"
-    return made_together(make, f"a mesh of shape {shape}{named}")
+    return make_together(make, f"a mesh of shape {shape}{named}")
 
 
 def default_device_type() -> str:

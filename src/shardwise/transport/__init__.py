@@ -1,7 +1,8 @@
-"""What moves tensors between ranks: it knows tensors and ranks, nothing of modules."""
+"""Transports: they move tensors between ranks, and know nothing about modules."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardwise._lazy import lazy_names
 
 if TYPE_CHECKING:
     from shardwise.transport.base import FullBuffers, Reduce, Transport, Work
@@ -9,12 +10,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FullBuffers", "Reduce", "Transport", "Work", "select_transport"]
 
+_HOME = dict.fromkeys(__all__, "shardwise.transport.base")
+_HOME["select_transport"] = "shardwise.transport.select"
 
-def __getattr__(name: str) -> Any:
-    # When asked for, and not before: what needs no torch here is used where there is none yet.
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "select" if name == "select_transport" else "base"
-    value = getattr(import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # else every misspelled name would have a type
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

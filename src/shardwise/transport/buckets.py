@@ -1,9 +1,9 @@
-"""Which tensors of a call travel alone and which are packed together.
+"""Buckets: which tensors of a call are sent alone and which are packed; and how to pack them.
 
-Flat buffers: the chunks of several tensors side by side, one row a rank.
+A flat buffer holds the chunks of several tensors side by side, one row per rank:
 
-tensors a and b over 2 ranks:   | a0 b0 |
-                                | a1 b1 |
+    tensors a and b over 2 ranks:   | a0 b0 |
+                                    | a1 b1 |
 """
 
 from __future__ import annotations
@@ -15,16 +15,26 @@ import torch
 
 from shardwise.transport.memory import prefer_huge_pages
 
+#: The dtypes that every backend sends; others are gathered as bytes.
+_SENDABLE = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+    | {torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+
 
 @dataclass(frozen=True)
 class Bucket:
-    """The tensors that travel in one message per peer: one large one, or many small ones."""
+    """The tensors that are sent in one message per peer: one large one, or many small ones.
+
+    Attributes:
+        indices: the positions of the tensors in the call.
+    """
 
     indices: tuple[int, ...]
 
     @property
     def packed(self) -> bool:
-        """Whether the tensors are copied together, rather than sent from where they lie."""
+        """Whether the tensors are copied into one buffer, and not sent from where they lie."""
         return len(self.indices) > 1
 
 
@@ -32,8 +42,8 @@ def assign_buckets(nbytes: Sequence[int], kinds: Sequence[Hashable], small: int)
     """Divide the tensors of a call into buckets.
 
     Args:
-        nbytes: size of a chunk of each tensor, in bytes; the same on every rank.
-        kinds: only tensors of an equal kind (dtypes, say) are packed together.
+        nbytes: the size of a chunk of each tensor, in bytes; the same on every rank.
+        kinds: only tensors of equal kinds (dtypes, say) are packed together.
         small: chunks of fewer bytes are packed.
 
     Returns:
@@ -47,40 +57,33 @@ def assign_buckets(nbytes: Sequence[int], kinds: Sequence[Hashable], small: int)
 
 
 def pack(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor with the pieces one after the other; the piece itself where there is one."""
+    """Concatenate pieces; return the piece itself if there is only one."""
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 def unpack(packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    """Copy a packed tensor to where its pieces belong."""
+    """Copy the parts of a packed tensor to ``pieces``."""
     parts = torch.split(packed, [piece.numel() for piece in pieces])
     for piece, part in zip(pieces, parts, strict=True):
         piece.copy_(part)
 
 
-#: What every backend carries; other dtypes are gathered as bytes.
-_CARRIED = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-    | {torch.int64, torch.int32, torch.int8, torch.uint8}
-)
-
-
 def as_rows(full: torch.Tensor, world_size: int) -> torch.Tensor:
-    """View a 1-D full as ``(world_size, chunk)``: row r is chunk r."""
+    """View a 1-D full as ``(world_size, chunk)``: row ``r`` is chunk ``r``."""
     return full.view(world_size, full.numel() // world_size)
 
 
 def flat_rows(like: torch.Tensor, world_size: int, chunks: Sequence[int]) -> torch.Tensor:
-    """Make an uninitialised ``(world_size, sum of the chunks)`` buffer."""
+    """Make an uninitialized ``(world_size, sum of the chunks)`` buffer."""
     flat = like.new_empty(world_size, sum(chunks))
     prefer_huge_pages(flat.untyped_storage())
     return flat
 
 
 def fill(chunk: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy ``values`` to the beginning of a chunk and zeros to the rest.
+    """Copy ``values`` to the beginning of a chunk, and zeros to the rest.
 
-    Padding may hold anything, but zeros do not alarm those who look for NaN on the wire.
+    Padding may hold anything, but zeros raise no alarm in tools that look for NaN on the wire.
     """
     count = values.numel()
     chunk[:count].copy_(values, non_blocking=True)
@@ -91,9 +94,9 @@ def fill(chunk: torch.Tensor, values: torch.Tensor) -> None:
 def contributions(
     fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], world_size: int
 ) -> torch.Tensor:
-    """Pack fulls, in the one dtype of their shards, as ``(world_size, sum of the chunks)``.
+    """Pack fulls as ``(world_size, sum of the chunks)``, in the dtype that all shards have.
 
-    A full that is alone, complete and of that dtype is not copied.
+    A full is not copied if it is alone, complete, and of that dtype.
     """
     full, shard = fulls[0], shards[0]
     complete = full.numel() == world_size * shard.numel()
@@ -107,15 +110,15 @@ def contributions(
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as one dimension of numbers that every backend adds."""
+    """View a tensor as one dimension of real numbers, which every backend can add."""
     tensor = tensor.view(-1)
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-def as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as one dimension of a dtype that every backend carries."""
+def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as one dimension of a dtype that every backend sends."""
     tensor = as_real(tensor)
-    return tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)
+    return tensor if tensor.dtype in _SENDABLE else tensor.view(torch.uint8)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,12 +127,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_chunks(full: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy a 1-D full of at most as many elements into ``rows``, one chunk a row."""
+    """Copy a 1-D full of at most as many elements into ``rows``, one chunk per row."""
     chunk = rows.shape[1]
     if chunk == 0:
         return
-    whole = full.numel() // chunk
-    rows[:whole].copy_(full[: whole * chunk].view(whole, chunk))
-    if whole < rows.shape[0]:
-        fill(rows[whole], full[whole * chunk :])
-        rows[whole + 1 :].zero_()
+    complete = full.numel() // chunk
+    rows[:complete].copy_(full[: complete * chunk].view(complete, chunk))
+    if complete < rows.shape[0]:
+        fill(rows[complete], full[complete * chunk :])
+        rows[complete + 1 :].zero_()

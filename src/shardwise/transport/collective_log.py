@@ -1,69 +1,52 @@
-"""The collectives that a rank has called, to compare with its peers' when one does not end.
+"""A log of the collectives that a rank has called, to compare between ranks that wait too long.
 
-Ranks that call different collectives wait for each other forever: one for a gather that the other
-never begins, say. Every rank notes what it calls. A rank that has waited for seconds publishes its
-notes in the store of the process group and reads those of its peers: where two ranks differ at the
-same call, they have diverged, and both say so. While all goes well this costs a note a call.
+Ranks that call different collectives wait for each other forever: one waits for a gather, say,
+that the other never begins. So every rank logs what it calls. A rank that has waited for seconds
+publishes its log in the store of the process group and reads those of its peers. If two ranks
+differ at the same call they have diverged, and both say so. Until then a call costs one entry.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import weakref
 import zlib
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
-from shardwise._torch import c10d
 from shardwise.errors import RanksDivergedError
 from shardwise.transport.base import Label
+from shardwise.transport.peers import Peers
 
-# Those that may be under way when ranks wait for each other. What is older is over, well or not.
-_REMEMBERED = 16
-
-#: How many logs a group has had: each publishes under other names.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-class Call:
-    """One kind of collective that a rank makes, as often as it makes it.
-
-    Attributes:
-        text: for people: ``"the all-gather of model.layers.3"``.
-        mark: a number that differs where anything differs, the same in every process.
-    """
-
-    def __init__(self, collective: str, tensors: Sequence[torch.Tensor], label: Label) -> None:
-        self.text = f"the {collective} of {label.name or f'{len(tensors)} tensors'}"
-        dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
-        numels = [tensor.numel() for tensor in tensors]
-        self.size = f"{len(numels)} tensors, {sum(numels)} elements of {', '.join(dtypes)}"
-        self.detail = label.detail
-        content = f"{self.text} {numels} {[str(t.dtype) for t in tensors]} {self.detail}"
-        self.mark = zlib.crc32(content.encode())
+#: Entries to keep: those that may be under way when ranks wait for each other. Older ones are over.
+_CAPACITY = 16
 
 
 class CollectiveLog:
-    """What this rank has called on one process group.
+    """The collectives that this rank has called through one transport.
 
     Args:
-        group: the process group.
+        peers: the ranks of its process group.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group_ref = weakref.ref(group)
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._kinds: dict[tuple[object, ...], Call] = {}
-        self._calls: deque[Call] = deque(maxlen=_REMEMBERED)
+        self._calls: deque[Call] = deque(maxlen=_CAPACITY)
         self._count = 0
         self._published = 0
-        self._number = _made[group] = _made.get(group, 0) + 1
+        self._number = next(peers.once(_numbers))
 
-    def note(self, collective: str, tensors: Sequence[torch.Tensor], label: Label) -> Call:
-        """Note that a collective is being called."""
+    def add(self, collective: str, tensors: Sequence[torch.Tensor], label: Label) -> Call:
+        """Log that a collective is being called.
+
+        Args:
+            collective: its name, such as ``"all-gather"``.
+            tensors: the tensors whose sizes and dtypes are equal on all ranks.
+            label: the caller's name for it.
+        """
         key = (collective, label, *((tensor.numel(), tensor.dtype) for tensor in tensors))
         call = self._kinds.get(key)
         if call is None:
@@ -73,69 +56,84 @@ class CollectiveLog:
         return call
 
     def compare(self) -> None:
-        """Publish the calls of this rank, and compare them with what peers have published.
+        """Publish this log, and compare it with what peers have published.
+
+        Does nothing if the store has gone with the rank that kept it.
 
         Raises:
-            RanksDivergedError: a peer called something else where this rank called what it did.
+            RanksDivergedError: a peer's entry differs from this rank's of the same number.
         """
-        me = self._group.rank()
-        if self._published != self._count:
-            first = self._count - len(self._calls)
-            calls = [
-                (first + i, call.mark, call.text, call.size, call.detail)
-                for i, call in enumerate(self._calls)
-            ]
-            self._store.set(self._key(me), json.dumps(calls))
-            self._published = self._count
-        for peer in range(self._group.size()):
-            if peer != me and self._store.check([self._key(peer)]):
-                self._check(peer, json.loads(self._store.get(self._key(peer))))
-
-    def compare_if_possible(self) -> None:
-        """As :meth:`compare`; but the store may have gone with the rank that kept it."""
         try:
-            self.compare()
+            self._publish_and_compare()
         except RanksDivergedError:
             raise
         except RuntimeError:
             return
 
+    def _publish_and_compare(self) -> None:
+        store = self._peers.store
+        if self._published != self._count:
+            first = self._count - len(self._calls)
+            entries = [
+                (first + i, call.digest, call.text, call.size, call.detail)
+                for i, call in enumerate(self._calls)
+            ]
+            store.set(self._key(self._peers.rank), json.dumps(entries))
+            self._published = self._count
+        for peer in self._peers.others:
+            if store.check([self._key(peer)]):
+                self._check(peer, json.loads(store.get(self._key(peer))))
+
     def _check(self, peer: int, theirs: list[tuple[int, int, str, str, str]]) -> None:
         first = self._count - len(self._calls)
-        for number, mark, text, size, detail in theirs:
-            if not first <= number < self._count or self._calls[number - first].mark == mark:
+        for number, digest, text, size, detail in theirs:
+            if not first <= number < self._count or self._calls[number - first].digest == digest:
                 continue
             ours = self._calls[number - first]
-            members = dist.get_process_group_ranks(self._group)
-            me, other = members[self._group.rank()], members[peer]
+            members = self._peers.members
             raise RanksDivergedError(
                 f"ranks have diverged: as collective number {number} over ranks {members}, rank "
-                f"{me} called {ours.text} ({ours.size}) and rank {other} called {text} ({size})"
-                f"{_difference(ours.detail, detail)}. All ranks have to run the same modules in "
-                "the same order, with the same parameters and dtypes; where they use different "
-                "parameters in one step, set_reduce_scatter_unused_params(True)"
+                f"{members[self._peers.rank]} called {ours.text} ({ours.size}) and rank "
+                f"{members[peer]} called {text} ({size}){_difference(ours.detail, detail)}. All "
+                "ranks have to run the same modules in the same order, with the same parameters "
+                "and dtypes; if they use different parameters in one step, call "
+                "set_reduce_scatter_unused_params(True)"
             )
 
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        group = self._group_ref()
-        if group is None:
-            raise RuntimeError("the process group has been destroyed")
-        return group
-
-    @property
-    def _store(self) -> Any:
-        return c10d.store_of(self._group)
-
     def _key(self, rank: int) -> str:
-        return f"shardwise/calls/{self._number}/{rank}"
+        return f"shardwise/collective-log/{self._number}/{rank}"
+
+
+class Call:
+    """One kind of collective that a rank calls, any number of times.
+
+    Attributes:
+        text: for messages, such as ``"the all-gather of model.layers.3"``.
+        size: for messages: how many tensors and elements, and of which dtypes.
+        detail: one line per tensor, from the caller.
+        digest: a number that differs if anything differs; the same in every process.
+    """
+
+    def __init__(self, collective: str, tensors: Sequence[torch.Tensor], label: Label) -> None:
+        count = "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
+        self.text = f"the {collective} of {label.name or count}"
+        dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+        numels = [tensor.numel() for tensor in tensors]
+        self.size = f"{count}, {sum(numels)} elements of {', '.join(dtypes)}"
+        self.detail = label.detail
+        content = f"{self.text} {numels} {[str(t.dtype) for t in tensors]} {self.detail}"
+        self.digest = zlib.crc32(content.encode())
+
+
+def _numbers(peers: Peers) -> Iterator[int]:
+    """Count the logs of a process group: each publishes under other names."""
+    return itertools.count(1)
 
 
 def _difference(ours: str, theirs: str) -> str:
-    """The first line in which two details differ, for people."""
-    for mine, other in zip(
-        [*ours.splitlines(), "nothing more"], [*theirs.splitlines(), "nothing more"], strict=False
-    ):
+    """Describe the first line in which two details differ."""
+    end = "nothing more"
+    for mine, other in zip([*ours.splitlines(), end], [*theirs.splitlines(), end], strict=False):
         if mine != other:
             return f"; the first parameter in which they differ: {mine}, there {other}"
     return ""

@@ -1,15 +1,14 @@
-"""Plain ``torch.distributed`` collectives: any backend, any device.
+"""Plain ``torch.distributed`` collectives, for any backend and device; and on NCCL, for CUDA.
 
-One all-gather per call (of bytes, if dtypes differ), one reduce-scatter or all-reduce per call and
-dtype: the tensors of a call are packed into one flat buffer (a copy in, a copy out), but for a
-tensor that is alone. That is the number and the size of torch's FSDP2's own collectives. The
-functions are looked up on ``torch.distributed`` at every call, so that monitors and profilers
-which replace or count them see each one.
+:class:`CollectivesTransport` makes one all-gather per call (of bytes if the dtypes differ), and one
+reduce-scatter or all-reduce per call and dtype. The tensors of a call are packed into one flat
+buffer, with a copy in and a copy out, unless a tensor is alone. These are the number and the sizes
+of the collectives of torch's FSDP2. The functions are looked up on ``torch.distributed`` at every
+call, so that monitors and profilers that replace or count them see each one.
 
-CUDA tensors on NCCL: one launch of a collective per parameter, from where the data lies.
-
-The gathered buffer of a parameter that is cut along its rows *is* the parameter. So this rank's
-shard is written into its place (converted, if the dtypes differ), and the gather runs in place:
+:class:`NcclTransport` makes one collective per parameter, in place. The gathered buffer of a
+parameter that is sharded along its rows *is* the parameter. So this rank's shard is written into
+its place (converted, if the dtypes differ), and the gather runs in place:
 
     full, rank 1 of 3   |  ...  | shard |  ...  |   ->   | rank 0 | shard | rank 2 |
 
@@ -17,9 +16,9 @@ Gradients are reduced from where autograd left them. Only uneven rows (the paddi
 another dtype for the reduction cost a copy. All collectives of a call are launched together, as
 NCCL does between ``ncclGroupStart`` and ``ncclGroupEnd``.
 
-Streams: NCCL's own stream waits for what the current stream holds at the call; ``wait()`` makes the
-current stream wait for NCCL's. The work keeps every tensor referenced until then, so that no memory
-is handed out again that NCCL still reads.
+Streams: NCCL's own stream waits for what is on the current stream at the time of the call, and
+``wait()`` makes the current stream wait for NCCL's. Until then the work keeps every tensor
+referenced, so that no memory that NCCL still reads is reused.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from shardwise.transport.base import NO_LABEL, FinishedWork, Label, PendingWork,
 from shardwise.transport.buckets import (
     Bucket,
     as_bytes,
-    as_carried,
     as_real,
     as_rows,
+    as_sendable,
     assign_buckets,
     contributions,
     fill,
@@ -50,10 +49,13 @@ from shardwise.transport.buckets import (
 )
 from shardwise.transport.collective_log import Call, CollectiveLog
 from shardwise.transport.memory import OwnMemory
-from shardwise.transport.peers import Launched, Waiter, naming_lost_peer
+from shardwise.transport.peers import Peers
+from shardwise.transport.waiter import Launched, Waiter
 
 #: Backends known to implement ``ReduceOp.AVG``; elsewhere the sum is divided afterwards.
 _AVERAGING_BACKENDS = frozenset({"nccl"})
+#: On NCCL, chunks of fewer bytes are packed: a copy costs less than one more collective.
+SMALL_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ class Collective:
     """A collective that is ready to start.
 
     Attributes:
-        tensor: what it writes to. The function's own arguments do not tell: a tool may have put
-            a ``functools.partial`` in its place, with others before them.
-        start: lacks its ``async_op`` only.
+        tensor: what it writes to. The function's own arguments do not say: a tool may have replaced
+            it by a ``functools.partial`` that puts other arguments first.
+        start: starts it; only its ``async_op`` is missing.
     """
 
     tensor: torch.Tensor
@@ -73,19 +75,19 @@ class Collective:
     def of(
         cls, function: Callable[..., dist.Work], tensor: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Collective:
-        """``function(tensor, *args, **kwargs)``, not yet called."""
+        """Prepare ``function(tensor, *args, **kwargs)``."""
         return cls(tensor, functools.partial(function, tensor, *args, **kwargs))
 
 
 class CollectivesTransport(OwnMemory):
-    """Public collectives of one process group.
+    """Public ``torch.distributed`` collectives over one process group.
 
     Args:
         group: the process group of the mesh dimension.
-        backend: name of the backend that serves the tensors of this transport.
-        alone_bytes: tensors whose part on the wire has at least so many bytes get a collective
-            each and are not packed.
-        log: where calls are noted, if another transport of the same group has one.
+        backend: the name of the backend that serves the tensors of this transport.
+        alone_bytes: a tensor of which each rank sends at least so many bytes gets a collective of
+            its own and is not packed.
+        log: the log of the transport that this one is a part of, if it is.
     """
 
     name = "collectives"
@@ -103,8 +105,9 @@ class CollectivesTransport(OwnMemory):
         self._has_average = backend in _AVERAGING_BACKENDS
         self._alone_bytes = alone_bytes
         self._packs_all = alone_bytes == sys.maxsize
-        self._log = CollectiveLog(group) if log is None else log
-        self._waiter = Waiter(group, self._log) if backend == "gloo" else None
+        self._peers = Peers(group)
+        self._log = CollectiveLog(self._peers) if log is None else log
+        self._waiter = Waiter(self._peers, self._log.compare) if backend == "gloo" else None
 
     def overlaps_compute(self) -> bool:
         """Return True: the backend moves bytes by itself."""
@@ -115,7 +118,7 @@ class CollectivesTransport(OwnMemory):
     ) -> Work:
         """Gather with one collective per bucket."""
         gather = _function("all_gather_single", "all_gather_into_tensor")
-        noted = self._log.note("all-gather", fulls, label)
+        logged = self._log.add("all-gather", fulls, label)
         if self._packs_all and len({full.dtype for full in fulls}) > 1:
             shards = [
                 as_bytes(shard.to(full.dtype)) for shard, full in zip(shards, fulls, strict=True)
@@ -141,10 +144,10 @@ class CollectivesTransport(OwnMemory):
                         rows[i].copy_(column)
 
         calls = [
-            Collective.of(gather, as_carried(flat), as_carried(flat[self.rank]), group=self.group)
+            Collective.of(gather, as_sendable(flat), as_sendable(flat[self.rank]), group=self.group)
             for _, flat in flats
         ]
-        return self._start(noted, calls, finish)
+        return self._start(logged, calls, finish)
 
     def reduce_scatter(
         self,
@@ -165,7 +168,7 @@ class CollectivesTransport(OwnMemory):
             out, all_chunks = as_real(result), as_real(flat)
             calls.append(Collective.of(scatter, out, all_chunks, op=self._op(op), group=self.group))
         finish = functools.partial(self._deliver, sums, shards, op)
-        return self._start(self._log.note("reduce-scatter", shards, label), calls, finish)
+        return self._start(self._log.add("reduce-scatter", shards, label), calls, finish)
 
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
@@ -180,7 +183,7 @@ class CollectivesTransport(OwnMemory):
             for _, summed in sums
         ]
         finish = functools.partial(self._deliver, sums, tensors, op)
-        return self._start(self._log.note("all-reduce", tensors, label), calls, finish)
+        return self._start(self._log.add("all-reduce", tensors, label), calls, finish)
 
     def _launch(self, calls: Sequence[Collective]) -> list[Launched]:
         """Start collectives of one kind."""
@@ -188,22 +191,22 @@ class CollectivesTransport(OwnMemory):
 
     def _start(
         self,
-        noted: Call,
+        logged: Call,
         calls: Sequence[Collective],
         finish: Callable[[], None],
     ) -> Work:
-        doing = noted.text
+        doing = logged.text
         if not calls:
             return FinishedWork()
-        with naming_lost_peer(self.group, doing):
+        with self._peers.collective(doing):
             launched = self._launch(calls)
         on_host = calls[0].tensor.device.type == "cpu"
 
-        def wait_and_finish(calls: object = calls) -> None:  # the calls hold what is read
+        def wait_and_finish(calls: object = calls) -> None:  # holds what the collectives read
             if self._waiter is not None and on_host:
                 self._waiter.wait([(each, None) for each in launched], doing)
             else:
-                with naming_lost_peer(self.group, doing):
+                with self._peers.collective(doing):
                     for each in launched:
                         each.wait()
             finish()
@@ -232,10 +235,10 @@ class CollectivesTransport(OwnMemory):
 
 
 def _function(name: str, older: str) -> Callable[..., dist.Work]:
-    """Look ``name`` up on ``torch.distributed``.
+    """Look up a collective on ``torch.distributed``.
 
-    torch 2.13 renamed two collectives and deprecated their older names. The older name is
-    taken where torch does not have the newer one, or where a monitor has replaced the older.
+    torch 2.13 renamed two collectives and deprecated their older names. Use the older name if torch
+    does not have the newer one, or if a monitor has replaced the older one.
     """
     replaced = getattr(dist, older) is not getattr(dist.distributed_c10d, older)
     function: Callable[..., dist.Work] = getattr(
@@ -244,16 +247,12 @@ def _function(name: str, older: str) -> Callable[..., dist.Work]:
     return function
 
 
-#: Chunks of fewer bytes are packed: below this a copy costs less than one more collective.
-SMALL_BYTES = 16 * 1024
-
-
 class NcclTransport(CollectivesTransport):
-    """The ranks of one NCCL process group, tensors on CUDA devices.
+    """Collectives over one NCCL process group, for CUDA tensors.
 
     Args:
         group: a process group whose CUDA backend is NCCL.
-        backend: stands in for NCCL where there is none: any with coalesced collectives.
+        backend: another backend with coalesced collectives, to run without NCCL.
     """
 
     name = "nccl"

@@ -1,8 +1,8 @@
-"""A transport whose all-gather or reduce-scatter is the user's own.
+"""A transport with a custom all-gather or reduce-scatter, which the user provides.
 
-Such a collective works on one flat buffer for the whole group, as torch's does, and makes the
-buffer itself (from a memory pool, say). So its groups pay a copy in and a copy out. It is called
-as torch calls it: by keywords and synchronously; what overlaps is the stream that it is called on.
+A custom collective works on one flat buffer for the whole group, as torch's does, and allocates the
+buffer itself (from a memory pool, say). So its groups pay a copy in and a copy out. It is called as
+torch calls it: by keywords, and synchronously. What overlaps is the stream that it is called on.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from shardwise.transport.memory import HeapBuffers
 
 
 class Comm(Protocol):
-    """What a custom collective has beside its call."""
+    """A custom collective, apart from its call."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Make a buffer for the input or the output."""
+        """Allocate a buffer for the input or the output."""
 
 
 class AllGather(Comm, Protocol):
-    """A custom all-gather: ``torch.distributed.fsdp`` describes it."""
+    """A custom all-gather, as described by ``torch.distributed.fsdp``."""
 
     def __call__(
         self,
@@ -46,11 +46,11 @@ class AllGather(Comm, Protocol):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather ``input_tensor`` of every rank into ``output_tensor``, in which it may lie."""
+        """Gather every rank's ``input_tensor`` (maybe a part of it) into ``output_tensor``."""
 
 
 class ReduceScatter(Comm, Protocol):
-    """A custom reduce-scatter: ``torch.distributed.fsdp`` describes it."""
+    """A custom reduce-scatter, as described by ``torch.distributed.fsdp``."""
 
     def __call__(
         self,
@@ -64,11 +64,11 @@ class ReduceScatter(Comm, Protocol):
 
 
 class CustomTransport:
-    """``inner``, but for the collectives that the user provides.
+    """Another transport, with some of its collectives replaced by the user's.
 
     Args:
-        inner: makes all other collectives.
-        group: the process group that the custom ones are called with.
+        inner: the transport for all other collectives.
+        group: the process group to pass to the custom collectives.
         all_gather: the custom all-gather, if there is one.
         reduce_scatter: the custom reduce-scatter, if there is one.
     """
@@ -97,7 +97,7 @@ class CustomTransport:
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> FullBuffers:
-        """Make (not yet allocated) memory to gather into: plain where the user's own gathers."""
+        """Reserve memory to gather into: plain memory if the all-gather is custom."""
         if self._all_gather is not None:
             return HeapBuffers(numels, dtypes, device)
         return self._inner.full_buffers(numels, dtypes, device)
@@ -105,7 +105,7 @@ class CustomTransport:
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
     ) -> Work:
-        """Gather with one call, as bytes where dtypes differ."""
+        """Gather with one call; as bytes if the dtypes differ."""
         if self._all_gather is None:
             return self._inner.all_gather(shards, fulls, label)
         device = fulls[0].device
@@ -170,14 +170,14 @@ class CustomTransport:
         return self._inner.all_reduce(tensors, op, label)
 
     def over(self, inner: Transport, group: dist.ProcessGroup) -> CustomTransport:
-        """The same custom collectives over another group, whose own transport is ``inner``."""
+        """Return the same custom collectives over another group, whose transport is ``inner``."""
         return CustomTransport(inner, group, self._all_gather, self._reduce_scatter)
 
     def _beside(self, device: torch.device) -> AbstractContextManager[object]:
-        """Where to compose and call: on accelerators a stream of its own, beside computing.
+        """Enter the stream to pack and call on: on accelerators, one beside the computing stream.
 
-        The buffers belong to that stream. Before it makes the next ones in their memory it waits
-        for all that the computing stream has read of them.
+        The buffers belong to that stream. Before it allocates the next ones in their memory, it
+        waits for all that the computing stream has read of them.
         """
         if device.type == "cpu":
             return nullcontext()
@@ -219,17 +219,13 @@ class CustomTransport:
 
 
 def _wait_for(work: dist.Work | None, device: torch.device) -> Callable[[], object]:
-    """What waits for the collective that was called last, on the stream that computes then."""
+    """Return a function that makes the stream that computes then wait for the collective."""
     if device.type == "cpu":
-        return _nothing if work is None else work.wait
+        return (lambda: None) if work is None else work.wait
     if work is not None:
         work.wait()  # on the stream beside computing
     event = torch.accelerator.current_stream(device).record_event()
     return lambda: torch.accelerator.current_stream(device).wait_event(event)
-
-
-def _nothing() -> None:
-    """Wait for nothing: the result is there."""
 
 
 def with_custom(
@@ -239,7 +235,7 @@ def with_custom(
     all_gather: AllGather | None = None,
     reduce_scatter: ReduceScatter | None = None,
 ) -> Transport:
-    """``transport`` with the collectives given, over ``group``; as it is for a single rank."""
+    """Replace collectives of ``transport`` by custom ones, unless there is only one rank."""
     if transport.world_size == 1:
         return transport
     return CustomTransport(transport, group, all_gather, reduce_scatter)

@@ -1,20 +1,17 @@
-"""CPU tensors on gloo: batched point-to-point messages instead of gloo's own collectives.
+"""CPU tensors on gloo: point-to-point messages in place of gloo's own collectives.
 
-Gloo's collectives pass the data through one flat buffer on each side and, for the reductions,
-through fresh memory. Messages go from where the data lies to where it belongs. The figures are in
-``docs/measurements.md``, under "Transport on gloo".
+Gloo's collectives pass the data through one flat buffer on each side and, for reductions, through
+fresh memory. Messages go from where the data lies to where it belongs. For figures see
+``docs/measurements.md``, "Transport on gloo".
 
-A reduce-scatter out of point-to-point messages.
-
-Every rank sends each peer that peer's chunks and receives its own chunks from all of them:
+In an all-gather, every rank sends its chunks to all peers. In a reduce-scatter, it sends each peer
+that peer's chunks, receives its own chunks from all of them, and adds:
 
     rank 0: g0 = | a0 b0 |     sends b0 to rank 1, receives a1     shard = (a0 + a1) / 2
     rank 1: g1 = | a1 b1 |     sends a1 to rank 0, receives b0     shard = (b0 + b1) / 2
 
-One contribution arrives in the shard itself, where the sum is made: with two ranks of one dtype
-no other memory is needed.
-
-Point-to-point messages of one call, each with the peer at its other end.
+One contribution arrives in the shard itself, where the sum is made: two ranks with one dtype need
+no other memory.
 """
 
 from __future__ import annotations
@@ -30,17 +27,20 @@ from shardwise.transport.buckets import Bucket, as_rows, assign_buckets, pack, u
 from shardwise.transport.collective_log import Call, CollectiveLog
 from shardwise.transport.collectives import CollectivesTransport
 from shardwise.transport.memory import OwnMemory, Scratch
-from shardwise.transport.peers import PROBE_TAG, Waiter
+from shardwise.transport.peers import PROBE_TAG, Peers
 from shardwise.transport.sums import add_in_order, wire_dtype
+from shardwise.transport.waiter import Waiter
 
-#: Chunks of fewer bytes travel packed together, larger ones from where they lie.
+#: Chunks of fewer bytes are packed together; larger ones are sent from where they lie.
 SMALL_BYTES = 256 * 1024
-#: The same for whole tensors that are all-reduced.
+#: The same for full tensors that are all-reduced.
 SMALL_ALL_REDUCE_BYTES = 2 * 1024 * 1024
+#: Tags wrap here: gloo's are of type ``int`` in C.
+MAX_TAG = PROBE_TAG
 
 
 class GlooTransport(OwnMemory):
-    """The ranks of one gloo process group, tensors on the CPU.
+    """Messages between the ranks of one gloo process group, for CPU tensors.
 
     Args:
         group: a process group whose CPU backend is gloo.
@@ -52,10 +52,11 @@ class GlooTransport(OwnMemory):
         self.rank = group.rank()
         self.world_size = group.size()
         self._group = group
-        # Each rank starts with its next neighbour, so that not all of them write to rank 0 first.
-        self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        self._log = CollectiveLog(group)
-        self._waiter = Waiter(group, self._log)
+        # Each rank starts with its next neighbor, so that not all of them write to rank 0 first.
+        self._order = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        peers = Peers(group)
+        self._log = CollectiveLog(peers)
+        self._waiter = Waiter(peers, self._log.compare)
         self._scratch = Scratch()
         self._under_way: list[tuple[weakref.ref[PendingWork], Messages]] = []
         self._collectives = CollectivesTransport(group, "gloo", SMALL_ALL_REDUCE_BYTES, self._log)
@@ -73,15 +74,15 @@ class GlooTransport(OwnMemory):
         """
         rows = [as_rows(full, self.world_size) for full in fulls]
         chunks = [row.shape[1] for row in rows]
-        cut = assign_buckets(
+        buckets = assign_buckets(
             [chunk * full.itemsize for chunk, full in zip(chunks, fulls, strict=True)],
             [full.dtype for full in fulls],
             SMALL_BYTES,
         )
-        exchange = self._exchange(self._log.note("all-gather", fulls, label))
+        messages = self._messages(self._log.add("all-gather", fulls, label))
 
         arrivals: list[tuple[Bucket, Message]] = []
-        for number, bucket in enumerate(cut):
+        for number, bucket in enumerate(buckets):
             leaving = []
             for i in bucket.indices:
                 own, shard = rows[i][self.rank], shards[i]
@@ -89,19 +90,19 @@ class GlooTransport(OwnMemory):
                 leaving.append(own)
             packed = pack(leaving)
             first = rows[bucket.indices[0]]
-            for peer in self._peers:
-                exchange.send(packed, peer, number)
+            for peer in self._order:
+                messages.send(packed, peer, number)
                 landing = torch.empty_like(packed) if bucket.packed else first[peer]
-                arrivals.append((bucket, exchange.recv(landing, peer, number)))
-        exchange.start()
+                arrivals.append((bucket, messages.recv(landing, peer, number)))
+        messages.start()
 
         def finish() -> None:
-            exchange.wait()
+            messages.wait()
             for bucket, arrival in arrivals:
                 if bucket.packed:
                     unpack(arrival.tensor, [rows[i][arrival.peer] for i in bucket.indices])
 
-        return self._pending(exchange, finish)
+        return self._pending(messages, finish)
 
     def reduce_scatter(
         self,
@@ -111,16 +112,16 @@ class GlooTransport(OwnMemory):
         label: Label = NO_LABEL,
     ) -> Work:
         """Send every peer its chunks; add up, in the order of ranks, what arrives for this one."""
-        cut = assign_buckets(
+        buckets = assign_buckets(
             [shard.nbytes for shard in shards],
             [(full.dtype, shard.dtype) for full, shard in zip(fulls, shards, strict=True)],
             SMALL_BYTES,
         )
-        exchange = self._exchange(self._log.note("reduce-scatter", shards, label))
-        reduction = Reduction(
-            self.rank, self._peers, cut, exchange, self._scratch, fulls, shards, op
+        messages = self._messages(self._log.add("reduce-scatter", shards, label))
+        reduction = ReduceScatter(
+            self.rank, self._order, buckets, messages, self._scratch, fulls, shards, op
         )
-        return self._pending(exchange, reduction.finish)
+        return self._pending(messages, reduction.finish)
 
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
@@ -128,44 +129,44 @@ class GlooTransport(OwnMemory):
         """Reduce in place, with gloo's own collective: no composition of messages beat it."""
         return self._collectives.all_reduce(tensors, op, label)
 
-    def _exchange(self, call: Call) -> Messages:
-        # Tags follow from the call, so that those of ranks that have diverged never meet: gloo
-        # ends the process where a message is larger than the memory that waits for it. Messages
-        # of one tag arrive in the order in which they were sent.
-        return Messages(self._group, self._waiter, call.text, call.mark % MAX_TAG)
+    def _messages(self, call: Call) -> Messages:
+        # The tag follows from the call, so that messages of ranks that have diverged never meet:
+        # gloo ends the process if a message is larger than the memory that waits for it. Messages
+        # with the same tag arrive in the order in which they were sent.
+        return Messages(self._group, self._waiter, call.text, call.digest % MAX_TAG)
 
-    def _pending(self, exchange: Messages, finish: Callable[[], None]) -> Work:
-        """Make the work of a call, and see to it that its messages are received.
+    def _pending(self, messages: Messages, finish: Callable[[], None]) -> Work:
+        """Make the work of a call, whose messages are received even if nobody waits for it.
 
         A work that is dropped without a wait (after an exception, say) leaves messages that gloo
-        cannot deliver, and then nothing that follows on that connection would arrive either. So
-        the transport holds the messages itself until a later call has been waited for.
+        cannot deliver, and nothing that follows on that connection would arrive. So the transport
+        holds the messages itself until a later call has been waited for.
         """
 
         def finish_and_forget() -> None:
             finish()
             for entry in list(self._under_way):
-                earlier, messages = entry
-                if messages is exchange:
+                earlier_work, earlier = entry
+                if earlier is messages:
                     self._under_way.remove(entry)
                     break
-                if earlier() is None:
-                    messages.wait()
+                if earlier_work() is None:
+                    earlier.wait()
                     self._under_way.remove(entry)
 
         work = PendingWork(finish_and_forget)
-        self._under_way.append((weakref.ref(work), exchange))
+        self._under_way.append((weakref.ref(work), messages))
         return work
 
 
-class Reduction:
-    """One reduce-scatter under way. Posting is in the constructor, the sums in :meth:`finish`.
+class ReduceScatter:
+    """One reduce-scatter under way: the constructor posts, and :meth:`finish` adds.
 
     Args:
         rank: this rank in the group.
         peers: the other ranks, in the order in which to post.
-        cut: the buckets of ``shards``.
-        exchange: fresh, for ``len(cut)`` messages to and from every peer.
+        buckets: the buckets of ``shards``.
+        messages: new, for ``len(buckets)`` messages to and from every peer.
         scratch: lends the memory for what cannot arrive in the shards.
         fulls: as in :meth:`~shardwise.transport.base.Transport.reduce_scatter`.
         shards: as there.
@@ -176,8 +177,8 @@ class Reduction:
         self,
         rank: int,
         peers: Sequence[int],
-        cut: Sequence[Bucket],
-        exchange: Messages,
+        buckets: Sequence[Bucket],
+        messages: Messages,
         scratch: Scratch,
         fulls: Sequence[torch.Tensor],
         shards: Sequence[torch.Tensor],
@@ -185,27 +186,29 @@ class Reduction:
     ) -> None:
         self._rank = rank
         self._peers = peers
-        self._cut = cut
-        self._exchange = exchange
+        self._buckets = buckets
+        self._messages = messages
         self._loan = scratch.borrow()
         self._fulls = fulls
         self._shards = shards
         self._divisor = len(peers) + 1 if op is Reduce.AVG else None
-        self._sums = [self._receive(number, bucket) for number, bucket in enumerate(cut)]
-        for number, bucket in enumerate(cut):
+        self._sums = [self._receive(number, bucket) for number, bucket in enumerate(buckets)]
+        for number, bucket in enumerate(buckets):
             self._send(number, bucket)
-        exchange.start()
+        messages.start()
 
     def finish(self) -> None:
         """Wait, and add what has arrived.
 
         Raises:
             PeerLostError: a peer died, or did not answer in time.
+            RanksDivergedError: a peer has called something else.
         """
-        last = len(self._cut) - 1
-        for number, (bucket, (out, messages)) in enumerate(zip(self._cut, self._sums, strict=True)):
-            # Every wait has its price: the last one is for what leaves, too.
-            self._exchange.wait(messages if number < last else None)
+        last = len(self._buckets) - 1
+        for number, bucket in enumerate(self._buckets):
+            out, messages = self._sums[number]
+            # Every wait costs time, so the last one is also for what leaves.
+            self._messages.wait(messages if number < last else None)
             parts = {message.peer: message.tensor for message in messages}
             parts[self._rank] = pack([self._piece(i, self._rank) for i in bucket.indices])
             add_in_order(out, [parts[rank] for rank in sorted(parts)], self._divisor)
@@ -225,7 +228,7 @@ class Reduction:
         for peer in self._peers:
             direct = peer == starts and wire == out.dtype
             landing = out if direct else self._loan.take(numel, wire)
-            messages.append(self._exchange.recv(landing, peer, number))
+            messages.append(self._messages.recv(landing, peer, number))
         return out, messages
 
     def _send(self, number: int, bucket: Bucket) -> None:
@@ -236,10 +239,10 @@ class Reduction:
             if bucket.packed or leaving.dtype != wire:
                 leaving = self._loan.take(sum(piece.numel() for piece in pieces), wire)
                 leaving.copy_(pack(pieces))
-            self._exchange.send(leaving, peer, number)
+            self._messages.send(leaving, peer, number)
 
     def _piece(self, i: int, rank: int) -> torch.Tensor:
-        """What a full holds of a rank's chunk: less, or nothing, where its tail is missing."""
+        """Return what a full holds of a rank's chunk: less, or nothing, if its tail is missing."""
         chunk = self._shards[i].numel()
         return self._fulls[i][rank * chunk : (rank + 1) * chunk]
 
@@ -251,19 +254,15 @@ class Reduction:
         return wire_dtype(self._fulls[i], self._shards[i])
 
 
-#: Message numbers wrap here; gloo takes tags of a C ``int``.
-MAX_TAG = PROBE_TAG
-
-
 class Message:
     """One tensor on its way to or from one peer.
 
     Attributes:
         tensor: what is sent, or where it arrives. Gloo reads or writes it from a thread of its own
             until the message has been waited for.
-        peer: rank in the group of the peer at the other end.
-        tag: the same at both ends, and different from that of any other message under way.
-        work: gloo's work; ``None`` before it is posted and once it is over.
+        peer: the rank in the group of the peer at the other end.
+        tag: the same at both ends. Messages with the same tag arrive in order.
+        work: gloo's work; ``None`` before the message is posted and once it is over.
     """
 
     def __init__(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
@@ -274,14 +273,13 @@ class Message:
 
 
 class Messages:
-    """The messages of one call.
+    """The point-to-point messages of one call.
 
     Args:
         group: the process group.
         waiter: waits for works of that group.
         doing: what the call does, for errors.
-        first_tag: tag of message number 0. Tags grow from call to call, so that the messages of
-            two calls under way never mix.
+        first_tag: the tag of message number 0, the same on all ranks.
     """
 
     def __init__(
@@ -295,12 +293,12 @@ class Messages:
         self._receives: list[Message] = []
 
     def send(self, tensor: torch.Tensor, peer: int, number: int) -> Message:
-        """Prepare message ``number`` to ``peer``; nothing travels for an empty tensor."""
+        """Prepare message ``number`` to ``peer``; an empty tensor is not sent."""
         self._sends.append(Message(tensor, peer, self._tag(number)))
         return self._sends[-1]
 
     def recv(self, tensor: torch.Tensor, peer: int, number: int) -> Message:
-        """Prepare memory for message ``number`` from ``peer``; nothing travels for an empty one."""
+        """Prepare memory for message ``number`` from ``peer``; an empty one is not received."""
         self._receives.append(Message(tensor, peer, self._tag(number)))
         return self._receives[-1]
 
@@ -308,12 +306,13 @@ class Messages:
         """Post all messages.
 
         A message moves when both of its ends are posted. Sends come first, and nothing comes
-        between: so data arrives only when this thread has done with the connection. Gloo's own
-        thread does not sleep while this one holds a connection that has data for it: it turns in
-        circles, and takes the processor from whoever it waits for (3 ms at a time).
+        between, so data arrives only after this thread is done with the connection. While this
+        thread holds a connection that has data for gloo's own thread, that one does not sleep: it
+        spins, and takes the processor from whoever it waits for (3 ms at a time).
 
         Raises:
             PeerLostError: a peer is gone.
+            RanksDivergedError: a peer has called something else.
         """
         for post, messages in (
             (self._group.send, self._sends),
@@ -331,6 +330,7 @@ class Messages:
 
         Raises:
             PeerLostError: a peer died, or did not answer in time.
+            RanksDivergedError: a peer has called something else.
         """
         every = [*self._receives, *self._sends] if messages is None else messages
         waiting = [(each.work, each.peer) for each in every if each.work is not None]
@@ -341,7 +341,7 @@ class Messages:
 
     @property
     def held(self) -> list[object]:
-        """What has to live until the messages have been waited for: memory, and gloo's works."""
+        """The memory and gloo's works, which must live until the messages have been waited for."""
         every = (*self._sends, *self._receives)
         return [part for each in every for part in (each.tensor, each.work)]
 

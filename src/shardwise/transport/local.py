@@ -1,4 +1,4 @@
-"""The transport of a world of one rank: nothing travels, values are copied and converted."""
+"""The transport of a dimension of one rank: it copies and converts. The simplest of all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.transport.memory import OwnMemory
 
 
 class LocalTransport(OwnMemory):
-    """World size 1. Needs no process group; works on any device."""
+    """Collectives over one rank. They need no process group and work on any device."""
 
     name = "local"
     rank = 0
@@ -24,7 +24,7 @@ class LocalTransport(OwnMemory):
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
     ) -> Work:
-        """Copy every shard into its full, converting to the full's dtype."""
+        """Copy every shard into its full, in the dtype of the full."""
         for shard, full in zip(shards, fulls, strict=True):
             full[: shard.numel()].copy_(shard)
         return FinishedWork()
@@ -36,7 +36,7 @@ class LocalTransport(OwnMemory):
         op: Reduce,
         label: Label = NO_LABEL,
     ) -> Work:
-        """Copy every full into its shard, converting to the shard's dtype."""
+        """Copy every full into its shard, in the dtype of the shard."""
         for full, shard in zip(fulls, shards, strict=True):
             shard[: full.numel()].copy_(full)
         return FinishedWork()

@@ -1,33 +1,24 @@
-"""What is said when a peer of a process group is lost.
+"""The other ranks of a process group: whether they are still there, and waiting for them.
 
-Waiting for gloo, and giving up where gloo itself would not.
+If a peer dies, a wait for it ends only with the timeout of the process group: half an hour by
+default. This file makes it end within seconds. When a process ends, the system closes its
+connections, and on gloo a rank can probe its own. Other backends do not say who is there: their
+waits end with the timeout, and the error names who is missing.
 
-When a connection breaks, gloo wakes those who wait for a message that has not begun to travel, but
-forgets the one that is half way: its wait ends only with the timeout of the process group, half an
-hour by default, and cannot be interrupted. So a thread waits for gloo, and the caller waits for
-that thread, looking from time to time whether the peers are still there. That costs about 15 µs.
+Every wait for peers is a :meth:`PeerWatch.wait`. A rank that has lost a peer on gloo closes its own
+connections to all others, so that they notice too, wherever they wait.
 
-A rank that has lost a peer hangs up on all others, so that they learn it from where they wait.
-
-Waiting for ranks that have not come yet, and giving up where one never will.
-
-Where ranks meet for the first time (a new process group, shared memory, what they tell each other
-before), they wait in the store, which does not know who is alive: the wait for a rank that died,
-or that raised and left, ends with the timeout of the process group, half an hour by default. But
-another process group is there already, and its connections close with the process at their other
-end. So who waits looks at those.
-
-That is so on gloo. Other backends do not say who is there: the wait ends with the timeout, and
-names who is missing.
+Above the transport a lost peer is a :class:`~shardwise.errors.PeerLostError`, or an error raised
+from one (:func:`~shardwise.errors.lost_peer_behind`). Only this file reads what backends say.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import enum
 import itertools
 import logging
-import queue
 import re
 import threading
 import time
@@ -35,488 +26,491 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardwise._torch import c10d
 from shardwise.errors import PeerLostError, RanksDivergedError, ShardwiseError
-from shardwise.transport.collective_log import CollectiveLog
-
-#: The first tag that messages must not use; nothing ever arrives for it.
-PROBE_TAG = 2**30
-
-_HUNG_UP = "shardwise/hung-up"
-
-#: Words by which backends tell of a broken or silent connection, as against wrong arguments.
-_SIGNS = ("connection", "timed out", "timeout", "peer", "socket", "broken pipe", "network")
-
-
-def tells_of_lost_peer(error: RuntimeError) -> bool:
-    """Whether what a backend raised means that a peer is gone or silent.
-
-    Ask it only of what a call of ``torch.distributed`` raised: the words alone prove nothing.
-    Everything above knows a lost peer by its type, :class:`~shardwise.errors.PeerLostError`.
-    """
-    text = str(error).lower()
-    return isinstance(error, dist.DistNetworkError) or any(sign in text for sign in _SIGNS)
-
-
-def tells_of_stall(error: RuntimeError) -> bool:
-    """Whether the peer still holds its connection but did not answer in time."""
-    text = str(error).lower()
-    return "timed out" in text or "timeout" in text
-
-
-def peer_lost(
-    group: dist.ProcessGroup, doing: str, error: RuntimeError, peers: Sequence[int] = ()
-) -> PeerLostError:
-    """Make the error for a collective of ``group`` that broke.
-
-    Args:
-        group: the process group.
-        doing: what was being done, such as ``"the all-gather of 3 tensors"``.
-        error: what the backend raised.
-        peers: ranks in the group of the peers concerned, where they are known.
-    """
-    members = dist.get_process_group_ranks(group)
-    me = members[group.rank()]
-    if peers:
-        who = "rank " if len(peers) == 1 else "ranks "
-        who += ", ".join(str(members[peer]) for peer in sorted(peers))
-    else:
-        others = [str(member) for member in members if member != me]
-        who = f"one of ranks {', '.join(others)} (the backend does not say which)"
-    what = "no answer in time" if tells_of_stall(error) else "the peer closed the connection"
-    return PeerLostError(
-        f"rank {me} lost {who} during {doing}: {what}. It died, left early or stalled: look for "
-        "the first error in its own output, then restart all ranks from the last checkpoint. "
-        f"(The backend says: {error})"
-    )
-
-
-@contextlib.contextmanager
-def naming_lost_peer(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
-    """Turn a backend's error that means a lost peer into one that says so.
-
-    Put only calls of ``torch.distributed`` inside.
-
-    Args:
-        group: whose collective it is; None: the default process group.
-        doing: what it is, such as ``"the all-gather of 3 tensors"``.
-
-    Raises:
-        PeerLostError: instead of such an error.
-    """
-    try:
-        yield
-    except ShardwiseError:
-        raise  # which says so
-    except RuntimeError as error:
-        members = group or dist.group.WORLD
-        if members is not None and tells_of_lost_peer(error):
-            raise peer_lost(members, doing, error) from error
-        raise
-
-
-def departed(group: dist.ProcessGroup, peers: Sequence[int]) -> list[int]:
-    """Those of ``peers`` (ranks in ``group``, on gloo) whose connection to this rank is closed."""
-    gone = []
-    for peer in peers:
-        try:
-            group.recv([torch.empty(1)], peer, PROBE_TAG)
-        except RuntimeError:  # no message to it can even be posted
-            gone.append(peer)
-    return gone
-
-
-def hang_up(group: dist.ProcessGroup) -> None:
-    """Close all connections of a group on gloo: with a peer lost it is of no more use.
-
-    Other ranks may wait for this one, which will never come; now they fail at once. Gloo does so
-    itself when a wait times out, so this lets one time out.
-    """
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
-    if others:
-        with contextlib.suppress(RuntimeError):  # the store may be gone as well
-            c10d.store_of(group).set(_HUNG_UP, "1")
-    for peer in others:
-        with contextlib.suppress(RuntimeError):
-            probe = group.recv([torch.empty(1)], peer, PROBE_TAG)
-            probe.wait(timedelta(milliseconds=1))
-
-
-def was_hung_up(group: dist.ProcessGroup) -> bool:
-    """Whether a rank closed its connections though it lives: then they tell nothing of who does."""
-    try:
-        return bool(c10d.store_of(group).check([_HUNG_UP]))
-    except RuntimeError:
-        return False
-
-
-def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name the backend of ``group`` that serves tensors on ``device``.
-
-    Raises:
-        ValueError: the group has no backend for that type of device.
-    """
-    config = dist.get_backend_config(group)
-    by_device = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
-    if not by_device:
-        return config
-    if device.type not in by_device:
-        raise ValueError(
-            f"the process group has backends for {', '.join(by_device)} ({config}), none for "
-            f"{device.type}: name one in init_process_group, such as "
-            f'"cpu:gloo,{device.type}:<backend>"'
-        )
-    return by_device[device.type]
-
-
-_LOOK_SECONDS = 1.0
-# After so long a wait, ranks look whether they wait for the same thing.
-_COMPARE_SECONDS = 3.0
-# So often may a wait find its peer gone. What the peer sent before it left arrives at once; a
-# collective may have something left to exchange among those who are still there.
-_LOOKS_AT_MESSAGE = 2
-_LOOKS_AT_COLLECTIVE = 5
-
-
-class Launched(Protocol):
-    """What waits for collectives or messages of ``torch.distributed``."""
-
-    def wait(self) -> object:
-        """Return once the results may be used."""
-
-
-class Waiter:
-    """Waits for works of one gloo process group, on tensors on the CPU.
-
-    Args:
-        group: the process group.
-        log: what this rank has called on it, to compare with its peers' after a while.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, log: CollectiveLog | None = None) -> None:
-        self._group = group
-        self._log = log
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._jobs.put, None).atexit = False
-
-    def wait(self, works: Sequence[tuple[Launched, int | None]], doing: str) -> None:
-        """Wait for works, one after the other.
-
-        Args:
-            works: each with the rank in the group of the one peer that it depends on, or ``None``
-                where it depends on all of them.
-            doing: what it is for, such as ``"the all-gather of 3 tensors"``.
-
-        Raises:
-            PeerLostError: a peer died, or did not answer in time.
-            RanksDivergedError: a peer has called something else.
-        """
-        if not works:
-            return
-        job = _Job(works)
-        if self._thread is None:
-            # Nobody joins it: after a loss it may wait until the group's timeout.
-            self._thread = threading.Thread(
-                target=_work_off, args=(self._jobs,), daemon=True, name="shardwise-waiter"
-            )
-            self._thread.start()
-        self._jobs.put(job)
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                self._patience(job, doing)
-                break
-            except ShardwiseError:
-                raise
-            except BaseException as error:  # KeyboardInterrupt, or what a signal handler raises
-                if interrupt is not None:
-                    hang_up(self._group)
-                    raise
-                # Gloo would go on writing to memory that its owner thinks is free: the collective
-                # ends first, unless the user insists.
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
-        if job.error is not None:
-            raise self.explain(job.error, doing, job.peer) from job.error
-
-    def _patience(self, job: _Job, doing: str) -> None:
-        """Return when the job is done, or raise when it never will be."""
-        looks, last = 0, -1
-        seconds = 0.0
-        while not (job.over or job.done.acquire(timeout=_LOOK_SECONDS)):
-            seconds += _LOOK_SECONDS
-            if seconds >= _COMPARE_SECONDS:
-                self._compare()
-            current, peer = job.current, job.peer
-            gone = self._gone()
-            missing = bool(gone) if peer is None else peer in gone
-            looks = looks + 1 if missing and current == last else int(missing)
-            last = current
-            if looks >= (_LOOKS_AT_COLLECTIVE if peer is None else _LOOKS_AT_MESSAGE):
-                self._compare()
-                cause = RuntimeError("the connection broke while a message was half way")
-                hang_up(self._group)
-                raise peer_lost(self._group, doing, cause, gone)
-
-    def _compare(self) -> None:
-        """Raise if the calls of this rank are not those of its peers."""
-        if self._log is None:
-            return
-        try:
-            self._log.compare_if_possible()
-        except RanksDivergedError:
-            hang_up(self._group)
-            raise
-
-    def explain(self, error: BaseException, doing: str, peer: int | None) -> BaseException:
-        """Return the error to raise for what the backend raised, and hang up if a peer is lost.
-
-        Args:
-            error: what the backend raised.
-            doing: as in :meth:`wait`.
-            peer: the peer at the other end, where there is one.
-        """
-        if not isinstance(error, RuntimeError) or not tells_of_lost_peer(error):
-            return error
-        try:
-            self._compare()  # it may have left because it noticed first
-        except RanksDivergedError as diverged:
-            return diverged
-        peers = [] if peer is None else [peer]
-        if not tells_of_stall(error):
-            # The peer may have left because it lost another one, and that one is the cause.
-            peers += [other for other in self._gone() if other != peer]
-        hang_up(self._group)
-        return peer_lost(self._group, doing, error, peers)
-
-    def _gone(self) -> list[int]:
-        others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
-        return departed(self._group, others)
-
-
-class _Job:
-    """Works that a thread waits for, and how far it has come."""
-
-    def __init__(self, works: Sequence[tuple[Launched, int | None]]) -> None:
-        self.current = 0
-        self.error: BaseException | None = None
-        self.over = False
-        self.done = threading.Lock()  # held until the end
-        self.done.acquire()
-        self._works = works
-
-    @property
-    def peer(self) -> int | None:
-        """The peer that the work now waited for depends on."""
-        return self._works[self.current][1]
-
-    def run(self) -> None:
-        try:
-            for self.current, (work, _) in enumerate(self._works):  # noqa: B020
-                work.wait()
-        except BaseException as error:  # whatever it was, the caller must know
-            self.error = error
-        finally:
-            self.over = True
-            self.done.release()
-
-
-def _work_off(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job.run()
-        del job  # or it would keep the tensors of the last call until the next
-
 
 T = TypeVar("T")
 
-_ARRIVAL_LOOK_SECONDS, _LONGEST_SECONDS = 1.0, 5.0
-# So often is a rank to be found gone: what it said before it left may still be on its way.
-_LOOKS = 3
-#: After so long a wait for ranks that have not come, a warning says so.
-PATIENCE_SECONDS = 30.0
-_CPU = torch.device("cpu")
-# Others (those of tests and plans) have no store in which ranks could meet.
+#: The first tag that messages must not use; nothing ever arrives for it.
+PROBE_TAG = 2**30
+#: Seconds that a rank waits for others to come before it logs a warning.
+WARNING_SECONDS = 30.0
+
+_HUNG_UP = "shardwise/hung-up"
+#: Words by which backends report a broken or silent connection, as opposed to wrong arguments.
+_SIGNS = ("connection", "timed out", "timeout", "peer", "socket", "broken pipe", "network")
+#: Seconds of waiting after which ranks check that they wait for the same collective.
+_COMPARE_SECONDS = 3.0
+#: Other backends (those of tests and of plans) have no store in which ranks could meet.
 _WITH_STORE = re.compile("gloo|nccl|xccl|hccl|undefined")
+_CPU = torch.device("cpu")
 
 _log = logging.getLogger(__name__)
 
-#: How often each set of ranks has met, by default process group: each time under another name.
-_met: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
+#: All that is kept once per process group; see :meth:`Peers.once`.
+_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Callable[..., object], Any]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-class PeerWatch:
-    """Looks after the ranks that somebody waits for, as often as it is asked.
+class Loss(enum.Enum):
+    """How a peer was lost."""
+
+    CLOSED = "the peer closed the connection"
+    SILENT = "no answer in time"
+
+
+class Peers:
+    """The ranks of one process group, as this rank sees them.
+
+    A cheap view that does not keep the group alive. What is kept per group is in :meth:`once`.
 
     Args:
-        group: a process group that exists.
-        doing: what is waited for, such as ``"the making of a process group"``.
-        patience: seconds after which a warning says who is waited for; None: never.
+        group: the process group; by default the default group.
+
+    Attributes:
+        rank: this process's rank in the group.
+        size: the number of ranks in the group.
+        others: all other ranks in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, doing: str, patience: float | None = None) -> None:
-        self._group = group
-        self._doing = doing
-        # The store is asked now: later, the one who waits may hold it.
-        self._knows = _has_gloo(group) and not was_hung_up(group)
-        self._began = self._looked = time.monotonic()
-        self._limit = c10d.timeout_of(group)
-        self._found = 0
-        self._patience = patience
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        group = group or dist.group.WORLD
+        if group is None:
+            raise RuntimeError("there is no process group: call init_process_group first")
+        self.rank = group.rank()
+        self.size = group.size()
+        self.others = [rank for rank in range(self.size) if rank != self.rank]
+        self._group_ref = weakref.ref(group)
 
     @property
-    def is_due(self) -> bool:
-        """Whether the next :meth:`look` would be one.
-
-        Each leaves a little behind until the group ends, so they are fewer in a long wait.
-        """
-        waited = self._looked - self._began
-        pause = min(_LONGEST_SECONDS, max(_ARRIVAL_LOOK_SECONDS, waited / 20))
-        return time.monotonic() - self._looked >= (_ARRIVAL_LOOK_SECONDS if self._found else pause)
-
-    def look(self, missing: Sequence[int]) -> None:
-        """Look whether ranks can still come, if it is time to.
-
-        Args:
-            missing: those waited for, as ranks of the group.
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
 
         Raises:
-            PeerLostError: one is gone, or they did not come within the timeout of the group.
+            RuntimeError: it has been destroyed.
         """
-        if not self.is_due:
-            return
+        group = self._group_ref()
+        if group is None:
+            raise RuntimeError("the process group has been destroyed")
+        return group
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks of the group as ranks of the default group, in the order of the group."""
+        return dist.get_process_group_ranks(self.group)
+
+    @property
+    def store(self) -> Any:
+        """The store of the group."""
+        return c10d.store_of(self.group)
+
+    @property
+    def timeout(self) -> float:
+        """The timeout of the group, in seconds."""
+        return c10d.timeout_of(self.group)
+
+    def backend(self, device: torch.device) -> str:
+        """Name the backend that serves tensors on ``device``.
+
+        Raises:
+            ValueError: the group has no backend for that type of device.
+        """
+        config = dist.get_backend_config(self.group)
+        by_device = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+        if not by_device:
+            return config
+        if device.type not in by_device:
+            raise ValueError(
+                f"the process group has backends for {', '.join(by_device)} ({config}), none for "
+                f"{device.type}: name one in init_process_group, such as "
+                f'"cpu:gloo,{device.type}:<backend>"'
+            )
+        return by_device[device.type]
+
+    def once(self, make: Callable[[Peers], T]) -> T:
+        """Return what ``make`` made for this process group, and make it the first time.
+
+        It is freed with the group, so it must not hold the group.
+
+        Args:
+            make: a function or class of a module, which stands for what it makes.
+        """
+        kept = _kept.setdefault(self.group, {})
+        if make not in kept:
+            kept[make] = make(self)
+        found: T = kept[make]
+        return found
+
+    # -- who is there -------------------------------------------------------------------------
+
+    def departed(self, ranks: Sequence[int]) -> list[int]:
+        """Find those of ``ranks`` whose gloo connection to this rank is closed."""
+        group, gone = self.group, []
+        for rank in ranks:
+            try:
+                group.recv([torch.empty(1)], rank, PROBE_TAG)
+            except RuntimeError:  # not even a receive can be posted
+                gone.append(rank)
+        return gone
+
+    def hang_up(self) -> None:
+        """Close all gloo connections of the group, which is of no more use once a peer is lost.
+
+        Other ranks may wait for this one, which will never come; now they fail at once. Gloo closes
+        connections when a wait times out, so this lets one time out.
+        """
+        group = self.group
+        if self.others:
+            with contextlib.suppress(RuntimeError):  # the store may be gone as well
+                self.store.set(_HUNG_UP, "1")
+        for rank in self.others:
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], rank, PROBE_TAG).wait(timedelta(milliseconds=1))
+
+    @property
+    def _has_gloo(self) -> bool:
+        try:
+            return self.backend(_CPU) == "gloo"
+        except ValueError:
+            return False
+
+    @property
+    def _has_hung_up(self) -> bool:
+        """Whether a rank that lives closed its connections: then a closed one proves nothing."""
+        try:
+            return bool(self.store.check([_HUNG_UP]))
+        except RuntimeError:
+            return False
+
+    # -- errors -------------------------------------------------------------------------------
+
+    def lost(
+        self,
+        doing: str,
+        ranks: Sequence[int] = (),
+        how: Loss = Loss.CLOSED,
+        error: BaseException | None = None,
+    ) -> PeerLostError:
+        """Make the error for a collective or a meeting that a peer did not take part in.
+
+        Args:
+            doing: what was being done, such as ``"the all-gather of 3 tensors"``.
+            ranks: the lost peers, as ranks in the group, if they are known.
+            how: how they were lost.
+            error: what the backend raised, if it did.
+        """
+        members = self.members
+        if ranks:
+            who = "rank " if len(ranks) == 1 else "ranks "
+            who += ", ".join(str(members[rank]) for rank in sorted(ranks))
+        else:
+            others = ", ".join(str(members[rank]) for rank in self.others)
+            who = f"one of ranks {others} (the backend does not say which)"
+        says = "" if error is None else f" (The backend says: {error})"
+        return PeerLostError(
+            f"rank {members[self.rank]} lost {who} during {doing}: {how.value}. It died, left "
+            "early, or stalled: look for the first error in its own output, then restart all ranks "
+            f"from the last checkpoint.{says}"
+        )
+
+    @contextlib.contextmanager
+    def collective(self, doing: str) -> Iterator[None]:
+        """Report a peer that is lost during a call of ``torch.distributed``.
+
+        Put nothing else inside: an error is recognized by what the backend says.
+
+        Args:
+            doing: what the call does, such as ``"the sum of validation losses"``.
+
+        Raises:
+            PeerLostError: in place of the backend's error.
+        """
+        try:
+            yield
+        except ShardwiseError:
+            raise
+        except RuntimeError as error:
+            how = how_lost(error)
+            if how is None:
+                raise
+            raise self.lost(doing, how=how, error=error) from error
+
+    # -- waiting ------------------------------------------------------------------------------
+
+    def watch(self, doing: str) -> PeerWatch:
+        """Make the watch for a wait in which ranks come together; a long one logs a warning.
+
+        Args:
+            doing: what they come together for.
+        """
+        return self._watch(doing, WARNING_SECONDS)
+
+    def _watch(self, doing: str, warning_seconds: float | None = None) -> PeerWatch:
+        # The store is read now: later, the one who waits may hold it.
+        can_tell = self._has_gloo and not self._has_hung_up
+        return PeerWatch(
+            self,
+            doing,
+            MEETING,
+            find_gone=self.departed if can_tell else _nobody,
+            timeout=self.timeout,
+            warning_seconds=warning_seconds,
+        )
+
+    def call(self, function: Callable[[], T], doing: str, ranks: Sequence[int] | None = None) -> T:
+        """Call a function that blocks until peers do their part, and give up if one is gone.
+
+        On gloo the function runs in a thread of its own, which is left behind if it never ends.
+
+        Args:
+            function: what blocks.
+            doing: what it does, such as ``"the creation of a process group"``.
+            ranks: the peers that it waits for, as ranks in the group; by default all others.
+
+        Raises:
+            PeerLostError: a peer is gone, or did not answer in time.
+        """
+        ranks = self.others if ranks is None else ranks
+        if not ranks or not self._has_gloo:
+            with self.collective(doing):
+                return function()
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # whatever it is, the caller must know
+                future.set_exception(error)
+
+        watch = self._watch(doing)
+        threading.Thread(target=run, daemon=True, name="shardwise-call").start()
+        watch.wait(
+            lambda seconds: bool(concurrent.futures.wait([future], seconds).done), lambda: ranks
+        )
+        try:
+            return future.result()
+        except ShardwiseError:
+            raise
+        except RuntimeError as error:
+            how = how_lost(error)
+            if how is None:
+                raise
+            raise self.lost(doing, self.departed(ranks), how, error) from error
+
+    def gather_objects(self, mine: T, doing: str) -> list[T]:
+        """Gather an object from every rank. All ranks call it.
+
+        Args:
+            mine: this rank's object: small, and pickled.
+            doing: what it is for, such as ``"the creation of a mesh"``.
+
+        Returns:
+            The objects in rank order.
+
+        Raises:
+            PeerLostError: a peer is gone, or did not answer in time.
+        """
+        found = [mine] * self.size
+        self.call(lambda: dist.all_gather_object(found, mine, group=self.group), doing)
+        return found
+
+
+@contextlib.contextmanager
+def connecting(rank: int, world_size: int) -> Iterator[None]:
+    """Report a peer that is lost while the default process group is created.
+
+    Raises:
+        PeerLostError: in place of the backend's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if how_lost(error) is None:
+            raise
+        raise PeerLostError(
+            f"rank {rank} could not connect to the other {world_size - 1} ranks: one of them died, "
+            f"or never started; look for the first error in its output ({error})"
+        ) from error
+
+
+def how_lost(error: BaseException) -> Loss | None:
+    """Tell from a backend's error how it lost a peer; ``None`` if it did not."""
+    text = str(error).lower()
+    if not isinstance(error, dist.DistNetworkError) and (
+        not isinstance(error, RuntimeError) or not any(sign in text for sign in _SIGNS)
+    ):
+        return None
+    return Loss.SILENT if "timed out" in text or "timeout" in text else Loss.CLOSED
+
+
+def _nobody(ranks: Sequence[int]) -> list[int]:
+    """Find nobody gone: the backend does not say who is there."""
+    return []
+
+
+# -- the watch ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often a wait looks for its peers, and when it is sure.
+
+    Attributes:
+        seconds: between two looks.
+        longest: between two looks of a long wait, in seconds: a probe of gloo's connections leaves
+            a little memory behind until the group ends.
+        looks: how many looks in a row must find a peer gone. What it sent before it left may still
+            be on its way.
+    """
+
+    seconds: float
+    longest: float
+    looks: int
+
+
+#: Ranks that come together.
+MEETING = Pace(1.0, 5.0, looks=3)
+
+
+class PeerWatch:
+    """Watches the peers that one wait depends on, and ends the wait if one of them is gone.
+
+    Args:
+        peers: the ranks of the process group.
+        doing: what is waited for, such as ``"the all-gather of 3 tensors"``.
+        pace: how often to look.
+        find_gone: finds the ranks that are gone, of those given at least.
+        timeout: seconds after which the wait ends in any case; ``None``: what is waited for has a
+            timeout of its own.
+        compare: called after some seconds; raises ``RanksDivergedError`` if the ranks wait for
+            different things.
+        give_up: called before the wait ends with an error.
+        blame: the ranks to name after the timeout; by default those that the wait depends on.
+        warning_seconds: log a warning after a wait of so many seconds.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        doing: str,
+        pace: Pace,
+        *,
+        find_gone: Callable[[Sequence[int]], list[int]],
+        timeout: float | None,
+        compare: Callable[[], object] | None = None,
+        give_up: Callable[[], object] | None = None,
+        blame: Callable[[], Sequence[int]] | None = None,
+        warning_seconds: float | None = None,
+    ) -> None:
+        self._peers = peers
+        self._doing = doing
+        self._pace = pace
+        self._find_gone = find_gone
+        self._timeout = timeout
+        self._compare = compare
+        self._give_up = give_up
+        self._blame = blame
+        self._warning_seconds = warning_seconds
+        self._found = 0
+        self._began = self._looked = self._compared = time.monotonic()
+
+    def wait(self, sleep: Callable[[float], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Return once ``sleep`` returns true.
+
+        Args:
+            sleep: sleeps until what is waited for has happened, or at most about so many seconds,
+                and returns whether it has.
+            missing: returns the ranks that the wait still depends on.
+
+        Raises:
+            PeerLostError: one of those ranks is gone, or did not come in time.
+            RanksDivergedError: another rank waits for something else.
+        """
+        while not sleep(max(self._until_due, 0.001)):
+            if self._until_due <= 0:
+                self._look(missing)
+
+    @property
+    def _until_due(self) -> float:
+        """Seconds until the next look."""
+        waited = self._looked - self._began
+        pause = min(self._pace.longest, max(self._pace.seconds, waited / 20))
+        return self._looked + (self._pace.seconds if self._found else pause) - time.monotonic()
+
+    def _look(self, missing: Callable[[], Sequence[int]]) -> None:
         self._looked = now = time.monotonic()
-        gone = departed(self._group, missing) if self._knows else []
-        self._found = self._found + 1 if gone else 0
-        if self._found >= _LOOKS:
-            raise peer_lost(self._group, self._doing, RuntimeError("it left before it came"), gone)
+        if now - self._compared >= _COMPARE_SECONDS:
+            self._compared = now
+            self._compare_ranks()
+        needed = missing()
+        gone = self._find_gone(needed)
+        if gone:
+            needed = missing()  # again: one may have done its part just before it left
+        is_lost = any(rank in needed for rank in gone)
+        self._found = self._found + 1 if is_lost else 0
+        if self._found >= self._pace.looks:
+            self._compare_ranks()  # it may have left because it noticed first
+            self._fail(self._peers.lost(self._doing, gone))
         waited = now - self._began
-        if waited > self._limit:
-            cause = RuntimeError(f"timed out after {self._limit:g} s")
-            raise peer_lost(self._group, self._doing, cause, missing)
-        if self._patience is not None and waited > self._patience:
-            self._patience = None
-            members = dist.get_process_group_ranks(self._group)
+        if self._timeout is not None and waited > self._timeout:
+            blamed = needed if self._blame is None else self._blame()
+            self._fail(self._peers.lost(self._doing, blamed, Loss.SILENT))
+        if self._warning_seconds is not None and waited > self._warning_seconds:
+            self._warning_seconds = None
+            members = self._peers.members
             _log.warning(
-                "rank %s has waited %.0f s for ranks %s in %s; it goes on waiting for %.0f s",
-                members[self._group.rank()],
+                "rank %s has waited %.0f s for ranks %s in %s; it waits for %.0f s more",
+                members[self._peers.rank],
                 waited,
-                [members[rank] for rank in missing],
+                [members[rank] for rank in needed],
                 self._doing,
-                self._limit - waited,
+                (self._timeout or 0.0) - waited,
             )
 
+    def _compare_ranks(self) -> None:
+        if self._compare is not None:
+            try:
+                self._compare()
+            except RanksDivergedError as error:
+                self._fail(error)
 
-def pauses() -> Iterator[None]:
-    """Sleep between looks at what others write: shortly at first."""
-    for seconds in itertools.chain((0.001, 0.002, 0.005, 0.01), itertools.repeat(0.02)):
-        time.sleep(seconds)
-        yield
-
-
-def attended(
-    call: Callable[[], T],
-    group: dist.ProcessGroup,
-    doing: str,
-    peers: Sequence[int] | None = None,
-) -> T:
-    """Call what blocks until others have come, and give up when one of them is gone.
-
-    On gloo the call is made in a thread of its own, which is left behind if it never ends.
-
-    Args:
-        call: what blocks.
-        group: a process group that exists, which those waited for are in.
-        doing: what it is for, such as ``"the making of a process group"``.
-        peers: who is waited for, as ranks of the group; by default all others.
-
-    Raises:
-        PeerLostError: a peer is gone, or did not come in time.
-    """
-    if peers is None:
-        peers = [rank for rank in range(group.size()) if rank != group.rank()]
-    if not peers or not _has_gloo(group):
-        with naming_lost_peer(group, doing):
-            return call()
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # whatever it was, the caller must know
-            future.set_exception(error)
-
-    watch = PeerWatch(group, doing)
-    threading.Thread(target=run, daemon=True, name="shardwise-meeting").start()
-    while not concurrent.futures.wait([future], _ARRIVAL_LOOK_SECONDS / 10).done:
-        watch.look(peers)
-    try:
-        return future.result()
-    except RuntimeError as error:
-        if isinstance(error, ShardwiseError) or not tells_of_lost_peer(error):
-            raise
-        raise peer_lost(group, doing, error, departed(group, peers)) from error
+    def _fail(self, error: ShardwiseError) -> NoReturn:
+        if self._give_up is not None:
+            self._give_up()
+        raise error
 
 
-def gather_objects(mine: T, group: dist.ProcessGroup, doing: str) -> list[T]:
-    """What every rank of a group says, in their order. All of them call it.
+def polling(check: Callable[[], bool]) -> Callable[[float], bool]:
+    """Turn a check into a ``sleep`` for :meth:`PeerWatch.wait`: every 20 ms, sooner at first."""
+    pauses = itertools.chain((0.001, 0.002, 0.005, 0.01), itertools.repeat(0.02))
 
-    Args:
-        mine: what this rank says: small, and pickled.
-        group: the process group.
-        doing: what it is for, such as ``"the making of a mesh"``.
+    def sleep(seconds: float) -> bool:
+        if check():
+            return True
+        time.sleep(min(next(pauses), seconds))
+        return False
 
-    Raises:
-        PeerLostError: a peer is gone, or did not come in time.
-    """
-    found = [mine] * group.size()
-    attended(lambda: dist.all_gather_object(found, mine, group=group), group, doing)
-    return found
+    return sleep
 
 
-def made_together(make: Callable[[], T], what: str, ranks: Sequence[int] | None = None) -> T:
-    """Make what ranks meet in, once all of them have come to make it.
-
-    Args:
-        make: makes it; every one of the ranks calls this at the same place.
-        what: what it is, such as ``"a mesh of shape (2, 2)"``; the same on all ranks.
-        ranks: who makes it; by default all.
-
-    Raises:
-        PeerLostError: one of the ranks is gone, or did not come in time.
-        RanksDivergedError: another rank makes something else.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    members = tuple(range(world.size()) if ranks is None else ranks)
-    if len(members) == 1 or not _WITH_STORE.search(dist.get_backend_config(world)):
-        return make()
-    doing = f"the making of {what}"
-    peers = [rank for rank in members if rank != world.rank()]
-    with naming_lost_peer(world, doing):  # the store may go with the rank that keeps it
-        _arrive(world, members, peers, what)
-    if torch.accelerator.is_available():
-        # The current device belongs to a thread, and making a mesh may choose it.
-        return make()
-    return attended(make, world, doing, peers)
+# -- ranks that come together ---------------------------------------------------------------------
 
 
 def new_group(
     ranks: Sequence[int], timeout: timedelta | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """A new process group, made by its members alone.
+    """Create a process group; only its members call this.
 
     Args:
-        ranks: the members, as ranks of the default group; each of them calls this.
+        ranks: the members, as ranks of the default group.
         timeout: of its collectives; by default that of the default group.
         backend: by default that of the default group.
 
@@ -530,43 +524,68 @@ def new_group(
         )
         return made
 
-    return made_together(make, f"a process group of ranks {list(ranks)}", ranks)
+    return make_together(make, f"a process group of ranks {list(ranks)}", ranks)
 
 
-def _arrive(
-    world: dist.ProcessGroup, members: tuple[int, ...], peers: Sequence[int], what: str
-) -> None:
-    """Say that this rank has come, and wait until all have."""
-    counts = _met.setdefault(world, Counter())
-    number = counts[members]
-    counts[members] += 1
+def make_together(make: Callable[[], T], what: str, ranks: Sequence[int] | None = None) -> T:
+    """Make something that ranks meet in, once all of them have come to make it.
+
+    Args:
+        make: makes it; every one of the ranks calls it at the same place.
+        what: what it is, such as ``"a mesh of shape (2, 2)"``; the same on all ranks.
+        ranks: who makes it, as ranks of the default group; by default all.
+
+    Raises:
+        PeerLostError: one of the ranks is gone, or did not come in time.
+        RanksDivergedError: another rank makes something else.
+    """
+    world = Peers()
+    members = tuple(range(world.size) if ranks is None else ranks)
+    if len(members) == 1 or not _WITH_STORE.search(dist.get_backend_config(world.group)):
+        return make()
+    doing = f"the creation of {what}"
+    with world.collective(doing):  # the store may go with the rank that keeps it
+        _arrive(world, members, what, doing)
+    if torch.accelerator.is_available():
+        # The current device belongs to a thread, and making a mesh may choose it.
+        return make()
+    return world.call(make, doing, [rank for rank in members if rank != world.rank])
+
+
+def _arrivals(world: Peers) -> Counter[tuple[int, ...]]:
+    """Count how often each set of ranks has met: each time under another name."""
+    return Counter()
+
+
+def _arrive(world: Peers, members: tuple[int, ...], what: str, doing: str) -> None:
+    """Report in the store that this rank has come, and wait until all have.
+
+    Where ranks meet for the first time they wait in the store, which does not know who is alive.
+    But the default process group exists already, so its connections tell.
+    """
+    arrivals = world.once(_arrivals)
+    number = arrivals[members]
+    arrivals[members] += 1
     name = f"shardwise/arrival/{zlib.crc32(repr(members).encode()):08x}/{number}"
-    store = c10d.store_of(world)
-    store.set(f"{name}/{world.rank()}", what)
-    watch = PeerWatch(world, f"the making of {what}", PATIENCE_SECONDS)
+    peers = [rank for rank in members if rank != world.rank]
+    store = world.store
+    store.set(f"{name}/{world.rank}", what)
 
-    def compare(ranks: Sequence[int]) -> None:
-        told = store.multi_get([f"{name}/{rank}" for rank in ranks]) if ranks else []
-        for rank, theirs in zip(ranks, told, strict=True):
+    def check(ranks: Sequence[int]) -> None:
+        found = store.multi_get([f"{name}/{rank}" for rank in ranks]) if ranks else []
+        for rank, theirs in zip(ranks, found, strict=True):
             if theirs.decode() != what:
                 raise RanksDivergedError(
-                    f"ranks have diverged: rank {world.rank()} makes {what} and rank {rank} makes "
+                    f"ranks have diverged: rank {world.rank} makes {what}, and rank {rank} makes "
                     f"{theirs.decode()}. All ranks have to make the same meshes and groups, in "
                     "the same order"
                 )
 
-    for _ in pauses():
-        if store.check([f"{name}/{rank}" for rank in peers]):  # all of them, at once
-            break
-        if watch.is_due:
-            here = [rank for rank in peers if store.check([f"{name}/{rank}"])]
-            compare(here)
-            watch.look([rank for rank in peers if rank not in here])
-    compare(peers)
+    def missing() -> list[int]:
+        here = [rank for rank in peers if store.check([f"{name}/{rank}"])]
+        check(here)
+        return [rank for rank in peers if rank not in here]
 
-
-def _has_gloo(group: dist.ProcessGroup) -> bool:
-    try:
-        return backend_name(group, _CPU) == "gloo"
-    except ValueError:
-        return False
+    have_come = polling(lambda: bool(store.check([f"{name}/{rank}" for rank in peers])))
+    world.watch(doing).wait(have_come, missing)
+    check(peers)

@@ -1,6 +1,11 @@
 """Which transport a mesh dimension gets.
 
-Which composition of messages a ``torch.distributed`` process group gets.
+By name, from the argument ``transport=`` or the environment variable ``SHARDWISE_TRANSPORT``:
+
+    auto           shm if the ranks of the group can share memory, else c10d
+    shm            shared memory, for CPU tensors and the ranks of one host
+    c10d           torch.distributed, composed by backend: gloo, nccl, or else as collectives
+    collectives    plain torch.distributed collectives, one per group and dtype
 """
 
 from __future__ import annotations
@@ -17,65 +22,16 @@ from shardwise.transport.base import Transport
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport
 from shardwise.transport.gloo import GlooTransport
 from shardwise.transport.local import LocalTransport
-from shardwise.transport.peers import backend_name
-from shardwise.transport.shm.handshake import NotTogetherError, address_limit, meet
+from shardwise.transport.peers import Peers
+from shardwise.transport.shm.handshake import (
+    SharedMemoryUnavailableError,
+    address_limit,
+    shake_hands,
+)
 from shardwise.transport.shm.transport import ShmTransport
 
-#: The environment variable that is read where no transport is asked for by argument.
+#: The environment variable that is read if no transport is requested by argument.
 VARIABLE = "SHARDWISE_TRANSPORT"
-
-
-def _collectives(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    return CollectivesTransport(group, backend_name(group, device))
-
-
-def _shared_memory(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    if device.type != "cpu":
-        raise ValueError(f"transport 'shm' is for tensors on the CPU, not on {device.type}")
-    met = _meet(group)
-    if isinstance(met, str):
-        raise ValueError(f"transport 'shm' cannot be used here: {met}")
-    return met
-
-
-def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    if device.type == "cpu" and backend_name(group, device) == "gloo":
-        met = _meet(group)
-        if not isinstance(met, str):
-            return met
-        if address_limit() is not None:
-            warnings.warn(
-                f"ranks exchange messages, which is slower than shared memory: {met}. Raise the "
-                "limit with 'ulimit -v unlimited', or pass transport='c10d' to expect messages",
-                stacklevel=2,
-            )
-    return c10d_transport(group, device)
-
-
-def _meet(group: dist.ProcessGroup) -> ShmTransport | str:
-    """Shared memory of the ranks of ``group``, or why they have none.
-
-    All ranks have to meet at once, so it happens once in the life of a group: not whenever a
-    transport is needed anew, which depends on when one rank or another has let go of the last.
-    """
-    met = _met.get(group)
-    if met is None:
-        try:
-            met = ShmTransport(group, meet(group))
-        except NotTogetherError as error:
-            met = str(error)
-        _met[group] = met
-    return met
-
-
-#: What came of the meeting of each group. The transport does not hold the group.
-_met: weakref.WeakKeyDictionary[dist.ProcessGroup, ShmTransport | str] = weakref.WeakKeyDictionary()
-
-#: The transports in use, by group, device and request. Groups of parameters that are sharded over
-#: the same ranks share one: its message numbers and its scratch memory belong to the process group,
-#: not to the parameters. Neither group nor transport is kept alive by this.
-_InUse = weakref.WeakValueDictionary[tuple[torch.device, str], Transport]
-_in_use: weakref.WeakKeyDictionary[dist.ProcessGroup, _InUse] = weakref.WeakKeyDictionary()
 
 
 def select_transport(
@@ -84,18 +40,18 @@ def select_transport(
     """Return the transport of one mesh dimension, the same one as long as it is in use.
 
     Args:
-        group: the process group of the dimension; ``None`` where it has one rank only.
-        device: where the full tensors live.
-        requested: ``"auto"`` (the fastest that there is here), ``"shm"`` (shared memory, for the
-            ranks of one host), ``"c10d"`` (``torch.distributed``, composed
-            by backend), ``"collectives"`` (plain ``torch.distributed`` collectives) or ``None``:
-            then the environment variable ``SHARDWISE_TRANSPORT`` is asked, and ``"auto"`` is
-            taken where it is unset or empty. A dimension of one rank needs no collective and
-            always gets the local transport.
+        group: the process group of the dimension; ``None`` if it has one rank only.
+        device: the device of the full tensors.
+        requested: ``"auto"`` (the fastest that is available), ``"shm"`` (shared memory, for the
+            ranks of one host), ``"c10d"`` (``torch.distributed``, composed by backend),
+            ``"collectives"`` (plain ``torch.distributed`` collectives), or ``None``: the
+            environment variable ``SHARDWISE_TRANSPORT`` decides, and ``"auto"`` if it is unset or
+            empty. A dimension of one rank needs no collective and always gets the local transport.
 
     Raises:
-        ValueError: an unknown name; the group has no backend for the device; or shared memory is
-            asked for where it cannot be, with the reason.
+        ValueError: the name is unknown; the group has no backend for the device; or shared memory
+            is requested but unavailable, with the reason.
+        PeerLostError: a rank was lost in the handshake of shared memory.
     """
     source = "transport"
     if requested is None:
@@ -104,7 +60,7 @@ def select_transport(
         raise ValueError(f"{source}={requested!r} is unknown: choose one of {', '.join(_CHOICES)}")
     if group is None or group.size() == 1:
         return LocalTransport()
-    in_use = _in_use.setdefault(group, weakref.WeakValueDictionary())
+    in_use = Peers(group).once(_in_use)
     transport = in_use.get((device, requested))
     if transport is None:
         transport = in_use[device, requested] = _CHOICES[requested](group, device)
@@ -112,14 +68,17 @@ def select_transport(
 
 
 def c10d_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """Make the fastest transport that is known for the backend.
+    """Make the fastest ``torch.distributed`` transport that is known for the backend.
 
     Args:
         group: the process group of a mesh dimension.
-        device: where the full tensors live. Of a group with several backends, such as
-            ``"cpu:gloo,cuda:nccl"``, the one for this device's type counts.
+        device: the device of the full tensors. If the group has several backends, such as
+            ``"cpu:gloo,cuda:nccl"``, the one for this type of device counts.
+
+    Raises:
+        ValueError: the group has no backend for the device.
     """
-    backend = backend_name(group, device)
+    backend = Peers(group).backend(device)
     if backend == "gloo" and device.type == "cpu":
         return GlooTransport(group)
     if backend == "nccl" and device.type == "cuda":
@@ -127,9 +86,62 @@ def c10d_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     return CollectivesTransport(group, backend)
 
 
+def _collectives(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    return CollectivesTransport(group, Peers(group).backend(device))
+
+
+def _shm(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    if device.type != "cpu":
+        raise ValueError(f"transport 'shm' is for CPU tensors, not for tensors on {device.type}")
+    found = Peers(group).once(_share_memory)
+    if isinstance(found, str):
+        raise ValueError(f"transport 'shm' is not available here: {found}")
+    return found
+
+
+def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    peers = Peers(group)
+    if device.type == "cpu" and peers.backend(device) == "gloo":
+        found = peers.once(_share_memory)
+        if not isinstance(found, str):
+            return found
+        if address_limit() is not None:
+            warnings.warn(
+                f"ranks send messages, which is slower than shared memory: {found}. Raise the "
+                "limit with 'ulimit -v unlimited', or pass transport='c10d' to expect messages",
+                stacklevel=2,
+            )
+    return c10d_transport(group, device)
+
+
+def _share_memory(peers: Peers) -> ShmTransport | str:
+    """Make the transport of ranks that share memory, or say why they cannot.
+
+    All ranks have to meet at once, so this happens once in the life of a process group: not
+    whenever a transport is needed again, which depends on when each rank has let go of the last
+    one.
+    """
+    try:
+        return ShmTransport(peers, shake_hands(peers))
+    except SharedMemoryUnavailableError as error:
+        return str(error)
+
+
+_InUse = weakref.WeakValueDictionary[tuple[torch.device, str], Transport]
+
+
+def _in_use(peers: Peers) -> _InUse:
+    """Keep the transports in use, by device and request.
+
+    Parameter groups that are sharded over the same ranks share one: its message tags and its
+    scratch memory belong to the process group. This keeps no transport alive.
+    """
+    return weakref.WeakValueDictionary()
+
+
 _CHOICES: dict[str, Callable[[dist.ProcessGroup, torch.device], Transport]] = {
     "auto": _fastest,
-    "shm": _shared_memory,
+    "shm": _shm,
     "c10d": c10d_transport,
     "collectives": _collectives,
 }

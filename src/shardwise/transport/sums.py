@@ -1,4 +1,4 @@
-"""The local sum of a reduction: one pass over memory, always in the order of ranks."""
+"""The local sum of a reduction: one pass over memory, always in rank order."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def add_in_order(
 
     Args:
         out: 1-D; its dtype is the dtype of every addition.
-        parts: of the same length. ``out`` itself may be one of the first two.
-        divisor: divide the sum by it, where given.
-        unscaled: the one of ``parts`` that is multiplied by ``factor`` as it is added, where given;
-            there are others then.
-        factor: see there.
+        parts: 1-D, of the same length. ``out`` itself may be one of the first two.
+        divisor: what to divide the sum by; ``None``: do not divide.
+        unscaled: the index of the part that is multiplied by ``factor`` as it is added; only if
+            there are at least two parts. ``None``: all parts are scaled already.
+        factor: as described for ``unscaled``.
     """
     factors = [factor if i == unscaled else 1.0 for i in range(len(parts))]
     order = list(range(len(parts)))
@@ -45,16 +45,16 @@ def add_in_order(
 
 
 def exact_factor(world_size: int, dtype: torch.dtype) -> float | None:
-    """What every part of an average may be multiplied by before they are added.
+    """Return the factor by which the parts of an average may be multiplied before they are added.
 
     Returns:
-        ``1 / world_size`` where the result is that of a division at the end, bit for bit (down to
-        numbers below 1e-38); ``None`` where it is not.
+        ``1 / world_size`` if the result equals that of a division at the end, bit for bit (down to
+        numbers below 1e-38); ``None`` if it does not.
     """
     has_range = dtype in (torch.float32, torch.float64, torch.bfloat16)
     return 1.0 / world_size if has_range and world_size.bit_count() == 1 else None
 
 
 def wire_dtype(full: torch.Tensor, shard: torch.Tensor) -> torch.dtype:
-    """The dtype in which contributions travel: what is stored, if that is exact and fewer bytes."""
+    """Return the dtype of contributions on the wire: the stored one, if it is exact and smaller."""
     return full.dtype if full.dtype.itemsize < shard.dtype.itemsize else shard.dtype

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from shardwise._torch import c10d
 from shardwise.errors import CheckpointError, PeerLostError, lost_peer_behind
-from shardwise.transport.peers import attended, new_group
+from shardwise.transport.peers import Peers, new_group
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -154,7 +152,7 @@ class Ranks:
 
     def _attended(self, call: Callable[[], object], peer: int) -> None:
         assert self._group is not None
-        attended(call, self._group, "a checkpoint", [peer])
+        Peers(self._group).call(call, "a checkpoint", [peer])
 
     def _lost(self, peer: int, error: Exception) -> CheckpointError:
         return CheckpointError(
@@ -180,27 +178,17 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
-# Of each group, the one beside it that checkpoints have to themselves. It goes with the group.
-_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
 def group_for(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """A group of the same ranks, on gloo, that training does not use. All ranks call it alike.
+    """Return a gloo group of the same ranks that training does not use. All ranks call this.
 
     Args:
-        group: the default one if there is none.
+        group: the process group of the training; ``None``: the default group.
 
     Returns:
-        ``None`` where there are no process groups.
+        ``None`` if there are no process groups.
     """
-    if not dist.is_initialized():
-        return None
-    group = group or dist.group.WORLD
-    assert group is not None
-    if group not in _groups:
-        _groups[group] = new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timedelta(seconds=c10d.timeout_of(group)),
-            backend="gloo",
-        )
-    return _groups[group]
+    return Peers(group).once(_own_group) if dist.is_initialized() else None
+
+
+def _own_group(peers: Peers) -> dist.ProcessGroup:
+    return new_group(peers.members, timeout=timedelta(seconds=peers.timeout), backend="gloo")

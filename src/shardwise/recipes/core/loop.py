@@ -36,7 +36,7 @@ from shardwise.recipes.core.journal import Journal, StepMetrics
 from shardwise.recipes.core.optim import set_lr
 from shardwise.recipes.core.position import Position, Span
 from shardwise.recipes.core.task import Place, Task
-from shardwise.transport.peers import naming_lost_peer
+from shardwise.transport.peers import Peers
 
 RECENT = 20  # steps over which speed is averaged
 
@@ -193,7 +193,7 @@ class Loop:
             dtype=torch.float64,
         )
         everyone = [torch.empty_like(mine) for _ in range(size)]
-        with naming_lost_peer(group, "the exchange of losses and signals"):
+        with Peers(group).collective("the exchange of losses and signals"):
             dist.all_gather(everyone, mine, group=group)
         losses, memory, asked, ended = torch.stack(everyone, dim=1).tolist()
         # Summed in the order of ranks: the same bits on every rank, every time.

@@ -23,7 +23,7 @@ from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise.recipes.core.config import Precision, ShardingConfig
 from shardwise.recipes.core.task import Place
 from shardwise.sharding.state import gather_in_order, groups_of, states_of
-from shardwise.transport.peers import naming_lost_peer
+from shardwise.transport.peers import Peers
 
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
 
@@ -140,7 +140,7 @@ class RunningStatistics:
         if not mine or dist.get_world_size() == 1:
             return
         flat = torch.cat([value.flatten() for value in mine])
-        with naming_lost_peer(None, "the average of running statistics"):
+        with Peers().collective("the average of running statistics"):
             dist.all_reduce(flat)
         flat /= dist.get_world_size()
         for value, part in zip(mine, torch.split(flat, [v.numel() for v in mine]), strict=True):

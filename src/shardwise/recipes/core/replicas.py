@@ -29,7 +29,7 @@ from shardwise.recipes.core.config import DilocoConfig
 from shardwise.recipes.core.position import Position
 from shardwise.recipes.core.rank import on_rank_zero
 from shardwise.recipes.core.rundir import REPLICAS
-from shardwise.transport.peers import gather_objects
+from shardwise.transport.peers import Peers
 
 #: After so many steps at most, all ranks tell each other whether they were asked to stop.
 MEET_EVERY = 10
@@ -92,8 +92,7 @@ class _PositionOfAll:
 
     def tell(self) -> None:
         """Tell all ranks, and hear from all. Every rank calls it."""
-        assert dist.group.WORLD is not None
-        parts = gather_objects(self._data.state(), dist.group.WORLD, "the positions of streams")
+        parts = Peers().gather_objects(self._data.state(), "the positions of streams")
         self._told = {name: value for part in parts for name, value in part.items()}
 
     def state(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise.launch.errors import Stopped, UserError
 from shardwise.launch.rank import StopSignals, connected
@@ -35,7 +34,7 @@ from shardwise.recipes.core.rank import backend_for, choose_device, keep_freed_m
 from shardwise.recipes.core.replicas import ReplicaCheckpoints
 from shardwise.recipes.core.rundir import RunDir, locked, write_text
 from shardwise.recipes.core.task import Place, Task
-from shardwise.transport.peers import gather_objects
+from shardwise.transport.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,7 @@ def train_connected(
     if world.hosts > 1:
         # Each host has a command line of its own.
         asked = {"recipe": inputs.recipe, **inputs.facts()}
-        assert dist.group.WORLD is not None
-        told = gather_objects(asked, dist.group.WORLD, "the comparison of what hosts were asked")
+        told = Peers().gather_objects(asked, "the comparison of what hosts were asked")
         check_alike(told[:: world.local_size])
     place = place_for(inputs.train, world, device)
     task = assemble(inputs, place)

@@ -41,7 +41,7 @@ from shardwise.recipes.text.data import (
 )
 from shardwise.recipes.text.documents import Documents, Source, validation_tokens
 from shardwise.recipes.text.streams import ShuffleBuffer, StreamBatches
-from shardwise.transport.peers import naming_lost_peer
+from shardwise.transport.peers import Peers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -121,7 +121,7 @@ class ValidationLoss:
                 total += loss.item() * len(rows)
         self._model.train()
         everyone = [torch.empty_like(total) for _ in range(self._world.size)]
-        with naming_lost_peer(None, "the sum of validation losses"):
+        with Peers().collective("the sum of validation losses"):
             dist.all_gather(everyone, total)
         mean = torch.cat(everyone).sum().item() / (len(self._mine) * self._world.size)
         return {"validation_loss": mean}

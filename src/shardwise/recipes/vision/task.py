@@ -37,7 +37,7 @@ from shardwise.recipes.vision.images import (
     Pictures,
     TrainingPictures,
 )
-from shardwise.transport.peers import naming_lost_peer
+from shardwise.transport.peers import Peers
 
 
 def pictures_of(inputs: PictureInputs) -> tuple[Pictures, Pictures]:
@@ -255,7 +255,7 @@ class Evaluation:
                 if indices:
                     sums += self._tally(logits, classes, confusion)
         model.train(training)
-        with naming_lost_peer(None, "the sum of scores"):
+        with Peers().collective("the sum of scores"):
             dist.all_reduce(sums)
             dist.all_reduce(confusion)
         loss, top5 = (sums / len(self._pictures)).tolist()

@@ -1,4 +1,4 @@
-"""Sleeping on a number in shared memory, and waking those who sleep on it (Linux)."""
+"""Sleep on a number in shared memory, and wake those who sleep on it (Linux)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _EVERYONE = 2**31 - 1
-# The system call's number. Elsewhere memory may be written in another order than the program's,
-# which what is built on this does not provide for.
+# The system call's number. On other processors, writes may become visible in another order than the
+# program's, which the code that builds on this does not allow for.
 _NUMBERS = {"x86_64": 202}
 
 
@@ -22,7 +22,7 @@ class _Timespec(ctypes.Structure):
 
 
 def is_available() -> bool:
-    """Whether this machine can sleep on shared memory, and writes it in the program's order."""
+    """Whether this machine can sleep on shared memory, and shows writes in the program's order."""
     return sys.platform == "linux" and platform.machine() in _NUMBERS and sys.maxsize > 2**32
 
 
@@ -36,7 +36,10 @@ def _syscall() -> Callable[..., int]:
 def wait(address: int, value: int, seconds: float) -> None:
     """Sleep until the 32-bit number at ``address`` is woken, or at most ``seconds``.
 
-    Returns at once where the number is not ``value`` any more. May return early; look again.
+    Returns at once if the number is no longer ``value``. May return early, so check again.
+
+    Raises:
+        OSError: the system refuses.
     """
     limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
     result = _syscall()(
@@ -55,7 +58,7 @@ def wait(address: int, value: int, seconds: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake everyone who sleeps on the number at ``address``."""
+    """Wake all who sleep on the 32-bit number at ``address``."""
     _syscall()(
         ctypes.c_long(_NUMBERS[platform.machine()]),
         ctypes.c_void_p(address),

@@ -1,37 +1,37 @@
-"""Memory through which ranks of one host hand each other tensors that do not live in common memory.
+"""Staging: memory through which ranks of one host read each other's tensors.
 
-A rank lays its tensors out in a part of its own range of the arena, tells where, and its peers
-read them there. Where a part lies is the writer's business alone, so ranks need not agree on it. A
-part is written to again when all peers have read it; nobody waits for that, as another one is
-taken until then. Ranks wait for each other in every collective, so there are few.
+A rank copies its tensors into a buffer in its own range of the arena, posts where it begins, and
+its peers read them there. Which buffer it takes is the writer's business alone, so ranks need no
+agreement. A buffer is written to again once all peers have read it. Nobody waits for that: until
+then the rank takes another buffer. As ranks wait for each other in every collective, there are
+few.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from shardwise.transport.base import PendingWork, Work
-from shardwise.transport.shm.arena import Arena, Window, whole_pages
-from shardwise.transport.shm.sync import Count, Posts
+from shardwise.transport.shm.arena import Arena, Window, pack_offsets, whole_pages
+from shardwise.transport.shm.sync import Count, Sync
 
-_ALIGNMENT = 64
-# Addresses of a part. They cost nothing: it takes as much memory as was ever laid out in it.
-_ROOM = 2**32
-# Of each peer so many parts stay mapped.
-_SEEN = 3
+# Addresses of a buffer. They cost nothing: it takes as much memory as was ever staged in it.
+_LENGTH = 2**32
+# So many buffers of each peer stay mapped.
+_MAPPED = 3
 
 
 @dataclass
-class Part:
-    """A piece of memory of this rank.
+class Buffer:
+    """Memory of this rank that its peers read.
 
     Attributes:
         at: where in the arena it begins.
-        window: through which it is seen here.
+        window: the window through which this rank writes it.
         use: the number of its last use.
         is_open: whether this rank has not yet finished that use itself.
     """
@@ -42,132 +42,111 @@ class Part:
     is_open: bool = False
 
 
-def lay_out(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int]:
-    """Where tensors lie that follow each other, in bytes, and where the last one ends."""
-    offsets, end = [], 0
-    for numel, dtype in zip(numels, dtypes, strict=True):
-        offsets.append(end)
-        end += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    return offsets, end
-
-
-def tensors_in(
-    window: Window, numels: Sequence[int], dtypes: Sequence[torch.dtype]
-) -> list[torch.Tensor]:
-    """The tensors of a layout, as a window shows them."""
-    offsets, _ = lay_out(numels, dtypes)
-    return [
-        window.tensor(offset, numel, dtype)
-        for offset, numel, dtype in zip(offsets, numels, dtypes, strict=True)
-    ]
-
-
-class Exchange:
-    """The parts of this rank, and what it sees of its peers'.
+class Staging:
+    """The buffers of this rank, and its windows on those of its peers.
 
     Args:
         arena: this rank's own range.
-        posts: by which ranks tell where their parts lie, and which they are done with.
+        sync: by which ranks tell where their tensors are staged, and which they have read.
     """
 
-    def __init__(self, arena: Arena, posts: Posts) -> None:
-        self.rank = posts.rank
+    def __init__(self, arena: Arena, sync: Sync) -> None:
+        self.rank = sync.rank
         self._arena = arena
-        self._posts = posts
-        self._parts: list[Part] = []
-        # Of each peer the parts that were read last, by where they begin.
-        self._seen: dict[int, dict[int, Window]] = {}
+        self._sync = sync
+        self._buffers: list[Buffer] = []
+        # By peer, the buffers that were read last, by where they begin.
+        self._mapped: dict[int, dict[int, Window]] = {}
         self._uses = 0
         self._open: set[int] = set()
 
-    def lay_out(self, numels: list[int], dtypes: list[torch.dtype]) -> LaidOut:
-        """Take memory in which this rank lays out tensors for its peers."""
-        _, nbytes = lay_out(numels, dtypes)
+    def stage(self, numels: list[int], dtypes: list[torch.dtype]) -> Staged:
+        """Take memory for tensors that this rank's peers will read."""
+        _, nbytes = pack_offsets(numels, dtypes)
         if nbytes == 0:
-            return LaidOut(self, numels, dtypes, 0, None)
+            return Staged(self, numels, dtypes, 0, None)
         use = self._uses + 1
         self._open.add(use)
         self._uses = use
-        return LaidOut(self, numels, dtypes, nbytes, self._part(use, nbytes))
+        return Staged(self, numels, dtypes, nbytes, self._take(use, nbytes))
 
-    def see(self, rank: int, number: int, nbytes: int) -> Window:
-        """The part of a peer that holds the tensors of post ``number``."""
-        at = self._posts.place(number, rank)
+    def window_on(self, rank: int, number: int, nbytes: int) -> Window:
+        """Map the buffer of a peer that holds the tensors of post ``number``."""
+        at = self._sync.offset(number, rank)
         length = whole_pages(max(nbytes, 1))
-        seen = self._seen.setdefault(rank, {})
-        window = seen.pop(at, None)
+        mapped = self._mapped.setdefault(rank, {})
+        window = mapped.pop(at, None)
         if window is None or window.length < length:
             window = Window(length)
             window.open_sparse(self._arena.fd, at)
-        seen[at] = window  # as the last one
-        if len(seen) > _SEEN:
-            del seen[next(iter(seen))]
+        mapped[at] = window  # as the last one
+        if len(mapped) > _MAPPED:
+            del mapped[next(iter(mapped))]
         return window
 
-    def finish(self, use: int, part: Part) -> None:
-        """Note that this rank reads no more of a use; a garbage collector may call it any time."""
-        part.is_open = False
+    def release(self, use: int, buffer: Buffer) -> None:
+        """Note that this rank has finished a use. The garbage collector may call it any time."""
+        buffer.is_open = False
         self._open.discard(use)
-        self._posts.signals.set(Count.DONE, min(self._open, default=self._uses + 1) - 1)
+        self._sync.numbers.set(Count.DONE, min(self._open, default=self._uses + 1) - 1)
 
-    def _part(self, use: int, nbytes: int) -> Part:
-        """Take a part of at least ``nbytes`` for this rank's use number ``use``."""
-        signals = self._posts.signals
-        read_by_all = min(signals.get(Count.DONE, peer) for peer in self._posts.peers)
-        for part in self._parts:
-            if part.use <= read_by_all and not part.is_open and part.window.length >= nbytes:
+    def _take(self, use: int, nbytes: int) -> Buffer:
+        """Take a buffer of at least ``nbytes`` for this rank's use number ``use``."""
+        numbers = self._sync.numbers
+        read_by_all = min(numbers.get(Count.DONE, peer) for peer in self._sync.others)
+        for buffer in self._buffers:
+            fits = buffer.window.length >= nbytes
+            if buffer.use <= read_by_all and not buffer.is_open and fits:
                 break
         else:
-            part = self._make(max(whole_pages(nbytes), _ROOM))
-            self._parts.append(part)
-        part.use, part.is_open = use, True
-        return part
+            buffer = self._make(max(whole_pages(nbytes), _LENGTH))
+            self._buffers.append(buffer)
+        buffer.use, buffer.is_open = use, True
+        return buffer
 
-    def _make(self, length: int) -> Part:
-        window = Window(length)
-        made = Part(self._arena.take(length), window)
-        window.open_sparse(self._arena.fd, made.at)
+    def _make(self, length: int) -> Buffer:
+        made = Buffer(self._arena.take(length), Window(length))
+        made.window.open_sparse(self._arena.fd, made.at)
         return made
 
 
-class LaidOut:
-    """What the ranks lay out for each other in one collective.
+class Staged:
+    """The tensors that ranks stage for each other in one collective.
 
     Attributes:
-        own: what this rank lays out, to be written to before it posts.
-        at: where in this rank's range that lies; 0 where there is nothing.
+        own: this rank's tensors, to be written before it posts.
+        at: where in this rank's range they begin; 0 if there are none.
     """
 
     def __init__(
         self,
-        exchange: Exchange,
+        staging: Staging,
         numels: list[int],
         dtypes: list[torch.dtype],
         nbytes: int,
-        part: Part | None,
+        buffer: Buffer | None,
     ) -> None:
-        self._exchange = exchange
+        self._staging = staging
         self._sizes = numels, dtypes
         self._nbytes = nbytes
-        self._part = part
-        self.at = 0 if part is None else part.at
+        self._buffer = buffer
+        self.at = 0 if buffer is None else buffer.at
         self.own: list[torch.Tensor] = (
             [torch.empty(0, dtype=dtype) for dtype in dtypes]
-            if part is None
-            else tensors_in(part.window, numels, dtypes)
+            if buffer is None
+            else buffer.window.tensors(numels, dtypes)
         )
 
     def of(self, rank: int, number: int) -> list[torch.Tensor]:
-        """What ``rank`` has laid out in collective ``number``, which it has posted."""
-        if self._part is None or rank == self._exchange.rank:
+        """Return the tensors that ``rank`` has staged for post ``number``, which it has posted."""
+        if self._buffer is None or rank == self._staging.rank:
             return self.own
-        window = self._exchange.see(rank, number, self._nbytes)
-        return tensors_in(window, *self._sizes)
+        return self._staging.window_on(rank, number, self._nbytes).tensors(*self._sizes)
 
     def until(self, finish: Callable[[], None]) -> Work:
-        """Make the work that ``finish`` completes; when it is over, all this has been read here."""
-        part = self._part
-        if part is None:
+        """Make the work that ``finish`` completes, after which this rank reads nothing staged."""
+        buffer = self._buffer
+        if buffer is None:
             return PendingWork(finish)
 
         def finish_and_release() -> None:
@@ -175,7 +154,7 @@ class LaidOut:
             release()
 
         work = PendingWork(finish_and_release)
-        # The part is released when the work is over, and also when it is dropped without a wait.
-        release = weakref.finalize(work, self._exchange.finish, part.use, part)
+        # The buffer is released when the work is over, and also if it is dropped without a wait.
+        release = weakref.finalize(work, self._staging.release, buffer.use, buffer)
         release.atexit = False
         return work

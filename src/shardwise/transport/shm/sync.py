@@ -1,18 +1,16 @@
-"""Numbers by which ranks that share memory tell each other how far they have come.
+"""Sequence numbers by which ranks that share memory tell each other how far they have come.
 
-Every rank has a line of its own, which only it writes to:
+Every rank has a record in shared memory, which only that rank writes to:
 
-    posted    collectives of which it has done its part
-    done      collectives whose exchange memory it reads no more
-    pulse     changes whenever one of them does; others sleep on it
-    marks     what the last collectives were, to see that all ranks call the same
-    places    where the rank laid out what peers read in them
+    posted     the number of collectives of which it has done its part
+    done       the number of collectives whose staged tensors it no longer reads
+    pulse      changes whenever one of the two does; other ranks sleep on it
+    digests    what each recent collective was, to check that all ranks call the same
+    offsets    where the rank staged the tensors that its peers read in each of them
 
-What ranks that share memory tell each other of their collectives, and waiting for it.
-
-A rank that has done its part of a collective *posts* it: under the next number, with a mark that
-says what it called and where its tensors lie. Who needs what a peer did waits for that number, and
-compares marks. Ranks that wait sleep, and look up now and then for peers that are gone.
+A rank that has done its part of a collective *posts* it under the next number. A rank that needs
+what a peer did waits for that number, and compares digests. Ranks that wait sleep, and look up now
+and then for peers that are gone.
 """
 
 from __future__ import annotations
@@ -22,39 +20,169 @@ import enum
 import time
 import weakref
 
-import torch.distributed as dist
-
-from shardwise._torch import c10d
 from shardwise.errors import RanksDivergedError
 from shardwise.transport.collective_log import Call, CollectiveLog
-from shardwise.transport.peers import peer_lost
+from shardwise.transport.peers import Pace, Peers, PeerWatch
 from shardwise.transport.shm import futex
 from shardwise.transport.shm.arena import Arena, Window, whole_pages
-from shardwise.transport.shm.handshake import Meeting
+from shardwise.transport.shm.handshake import Connections
 
 #: Collectives that may be under way at once.
-MARKS = 4096
-_LINE = 64
-_PULSE_AT = 2 * _LINE
-_MARKS_AT = 3 * _LINE
-_PLACES_AT = _MARKS_AT + 4 * MARKS
-_STRIDE = _PLACES_AT + 8 * MARKS
+CAPACITY = 4096
+
+#: A rank that is gone has done all that it ever will.
+_PACE = Pace(0.1, 0.1, looks=1)
+#: Seconds that a rank takes at most to publish what it called, once it waits for longer than usual.
+_PUBLISH_SECONDS = 6.0
+
+_CACHE_LINE = 64
+_PULSE_AT = 2 * _CACHE_LINE
+_DIGESTS_AT = 3 * _CACHE_LINE
+_OFFSETS_AT = _DIGESTS_AT + 4 * CAPACITY
+_STRIDE = _OFFSETS_AT + 8 * CAPACITY
 
 
 class Count(enum.IntEnum):
-    """What is counted; a cache line each."""
+    """What is counted; each in a cache line of its own."""
 
     POSTED = 0
     DONE = 1
 
 
-class Signals:
-    """The lines of all ranks.
+class Sync:
+    """The posts of the ranks of one process group, and waiting for them.
 
     Args:
-        arena: where they lie.
-        rank: whose line this process writes.
-        world_size: number of lines.
+        peers: the ranks of the group.
+        connections: to those ranks; closed when this object is gone.
+        numbers: their sequence numbers.
+        log: what this rank calls.
+
+    Attributes:
+        rank: this process's rank in the group.
+        others: all other ranks in the group.
+        connections: as passed.
+        numbers: as passed.
+        posted: the number of collectives that this rank has posted.
+    """
+
+    def __init__(
+        self, peers: Peers, connections: Connections, numbers: SequenceNumbers, log: CollectiveLog
+    ) -> None:
+        self.rank = peers.rank
+        self.others = peers.others
+        self.connections = connections
+        self.numbers = numbers
+        self.posted = 0
+        self._peers = peers
+        self._log = log
+        weakref.finalize(self, connections.close).atexit = False
+
+    def post(self, call: Call, offset: int = 0, places: int = 0) -> int:
+        """Announce that this rank has done its part of a collective.
+
+        Args:
+            call: the collective.
+            offset: where in this rank's range of the arena its tensors are staged for peers.
+            places: a number that differs if ranks have their full parameters in different places.
+
+        Returns:
+            The number of the post, the same on all ranks.
+        """
+        self.posted += 1
+        self.numbers.describe(self.posted, _digest(call, places), offset)
+        self.numbers.set(Count.POSTED, self.posted)
+        return self.posted
+
+    def wait(self, number: int, call: Call, places: int = 0) -> None:
+        """Wait until all ranks have posted ``number``, and check that it was the same collective.
+
+        Raises:
+            PeerLostError: a peer is gone, or did not come within the timeout of the process group.
+            RanksDivergedError: a peer has called something else.
+            RuntimeError: a peer is so far ahead that its entry is overwritten.
+        """
+        digest = _digest(call, places)
+        for peer in self.others:
+            self._wait_for(peer, number, call.text)
+            if self.numbers.digest(number, peer) != digest:
+                self._check_not_overwritten(number, peer)
+                self._raise_diverged(call)
+            self._check_not_overwritten(number, peer)
+
+    def wait_until(self, number: int, call: Call) -> None:
+        """Wait until all ranks have posted ``number``, on behalf of ``call``, which follows it.
+
+        Raises:
+            PeerLostError: a peer is gone, or did not come within the timeout of the process group.
+            RanksDivergedError: a peer has called something else.
+        """
+        for peer in self.others:
+            self._wait_for(peer, number, call.text)
+
+    def offset(self, number: int, rank: int) -> int:
+        """Return where in its range ``rank`` has staged the tensors of post ``number``.
+
+        Raises:
+            RuntimeError: the entry may be overwritten.
+        """
+        offset = self.numbers.offset(number, rank)
+        self._check_not_overwritten(number, rank)
+        return offset
+
+    def _wait_for(self, peer: int, number: int, doing: str) -> None:
+        """Sleep until ``peer`` has posted ``number``."""
+        numbers = self.numbers
+        if numbers.get(Count.POSTED, peer) >= number:
+            return
+        if numbers.sleep(Count.POSTED, peer, number, _PACE.seconds):
+            return  # as nearly always, without the price of a watch
+        watch = PeerWatch(
+            self._peers,
+            doing,
+            _PACE,
+            find_gone=lambda ranks: self.connections.gone(),
+            timeout=self._peers.timeout,
+            compare=self._log.compare,
+            blame=self._furthest_behind,
+        )
+        # This rank waits for one peer, but that one may wait for another, which is gone.
+        watch.wait(
+            lambda seconds: numbers.sleep(Count.POSTED, peer, number, seconds),
+            lambda: [each for each in self.others if numbers.get(Count.POSTED, each) < number],
+        )
+
+    def _furthest_behind(self) -> list[int]:
+        """Find the peers that have posted least: the others may be waiting for them too."""
+        posted = {peer: self.numbers.get(Count.POSTED, peer) for peer in self.others}
+        return [peer for peer in self.others if posted[peer] == min(posted.values())]
+
+    def _check_not_overwritten(self, number: int, peer: int) -> None:
+        """Raise if ``peer`` may have overwritten its entry for collective ``number``."""
+        behind = self.numbers.get(Count.POSTED, peer) - number
+        if behind >= CAPACITY - 1:  # the next one may be about to overwrite it
+            raise RuntimeError(
+                f"rank {self.rank} waits for a collective that is {behind} behind those of rank "
+                f"{peer}; shared memory has room for {CAPACITY - 1} under way. Wait for them "
+                "earlier, for example with a smaller set_reduce_scatter_max_input_buffers"
+            )
+
+    def _raise_diverged(self, call: Call) -> None:
+        """Raise, with what the peer has called if it publishes that in time."""
+        deadline = time.monotonic() + _PUBLISH_SECONDS
+        while time.monotonic() < deadline:
+            self._log.compare()
+            time.sleep(_PACE.seconds)
+        raise RanksDivergedError(f"ranks have diverged at {call.text}: not all of them called it")
+
+
+class SequenceNumbers:
+    """The records of all ranks in shared memory.
+
+    Args:
+        arena: the range of shared memory to keep them in.
+        rank: the rank whose record this process writes.
+        world_size: the number of records.
     """
 
     def __init__(self, arena: Arena, rank: int, world_size: int) -> None:
@@ -62,38 +190,39 @@ class Signals:
         self._window = Window(nbytes)
         self._window.open(arena.fd, arena.take(nbytes))
         base = self._window.address
-        number, small = ctypes.c_uint64.from_address, ctypes.c_uint32.from_address
-        lines = [base + _STRIDE * each for each in range(world_size)]
-        self._counts = [[number(line + _LINE * count) for count in Count] for line in lines]
-        self._pulses = [small(line + _PULSE_AT) for line in lines]
-        self._pulse_at = [line + _PULSE_AT for line in lines]
-        self._marks = [(ctypes.c_uint32 * MARKS).from_address(line + _MARKS_AT) for line in lines]
-        self._places = [(ctypes.c_uint64 * MARKS).from_address(line + _PLACES_AT) for line in lines]
+        count, pulse = ctypes.c_uint64.from_address, ctypes.c_uint32.from_address
+        records = [base + _STRIDE * each for each in range(world_size)]
+        self._counts = [[count(at + _CACHE_LINE * each) for each in Count] for at in records]
+        self._pulses = [pulse(at + _PULSE_AT) for at in records]
+        self._pulse_at = [at + _PULSE_AT for at in records]
+        digests, offsets = ctypes.c_uint32 * CAPACITY, ctypes.c_uint64 * CAPACITY
+        self._digests = [digests.from_address(at + _DIGESTS_AT) for at in records]
+        self._offsets = [offsets.from_address(at + _OFFSETS_AT) for at in records]
         self._rank = rank
 
     def get(self, count: Count, rank: int) -> int:
-        """How far ``rank`` has come."""
+        """Return how far ``rank`` has come."""
         return self._counts[rank][count].value
 
     def set(self, count: Count, value: int) -> None:
-        """Tell how far this rank has come. What it wrote before is seen by who sees this."""
+        """Announce how far this rank has come. Who sees this sees all that it wrote before."""
         self._counts[self._rank][count].value = value
         pulse = self._pulses[self._rank]
         pulse.value = (pulse.value + 1) & 0xFFFFFFFF
         futex.wake(self._pulse_at[self._rank])
 
-    def describe(self, number: int, mark: int, place: int) -> None:
-        """Note what collective ``number`` is and where its tensors lie, before it is posted."""
-        self._marks[self._rank][number % MARKS] = mark
-        self._places[self._rank][number % MARKS] = place
+    def describe(self, number: int, digest: int, offset: int) -> None:
+        """Write what collective ``number`` is and where it is staged, before it is posted."""
+        self._digests[self._rank][number % CAPACITY] = digest
+        self._offsets[self._rank][number % CAPACITY] = offset
 
-    def place(self, number: int, rank: int) -> int:
-        """Where the tensors of collective ``number`` lie that ``rank`` has laid out."""
-        return self._places[rank][number % MARKS]
+    def digest(self, number: int, rank: int) -> int:
+        """Return what collective ``number`` is to ``rank``, which has posted it recently."""
+        return self._digests[rank][number % CAPACITY]
 
-    def mark(self, number: int, rank: int) -> int:
-        """What collective ``number`` is to ``rank``, which has posted it not long ago."""
-        return self._marks[rank][number % MARKS]
+    def offset(self, number: int, rank: int) -> int:
+        """Return where ``rank`` has staged the tensors of collective ``number``."""
+        return self._offsets[rank][number % CAPACITY]
 
     def sleep(self, count: Count, rank: int, value: int, seconds: float) -> bool:
         """Sleep until ``rank`` has come as far as ``value``, at most about ``seconds``.
@@ -108,144 +237,6 @@ class Signals:
         return self.get(count, rank) >= value
 
 
-_LOOK_SECONDS = 0.1
-_COMPARE_SECONDS = 3.0
-
-
-class Posts:
-    """The posts of the ranks of one process group.
-
-    Args:
-        group: the process group, which this does not keep alive.
-        meeting: of its ranks; closed when this is gone.
-        signals: their lines.
-        log: what this rank calls.
-
-    Attributes:
-        rank: of this process in the group.
-        peers: the other ranks.
-        meeting: the same.
-        signals: the same.
-        posted: how many collectives this rank has posted.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, meeting: Meeting, signals: Signals, log: CollectiveLog
-    ) -> None:
-        self.rank = group.rank()
-        self.peers = [rank for rank in range(group.size()) if rank != self.rank]
-        self.meeting = meeting
-        self.signals = signals
-        self._group_ref = weakref.ref(group)
-        self._log = log
-        self.posted = 0
-        weakref.finalize(self, meeting.close).atexit = False
-
-    def post(self, call: Call, at: int = 0, places: int = 0) -> int:
-        """Tell that this rank has done its part of a collective.
-
-        Args:
-            call: the collective.
-            at: where in this rank's range its tensors lie for peers to read.
-            places: differs where ranks have their full parameters in different places.
-
-        Returns:
-            The number of the post, the same on all ranks.
-        """
-        self.posted += 1
-        self.signals.describe(self.posted, _mark(call, places), at)
-        self.signals.set(Count.POSTED, self.posted)
-        return self.posted
-
-    def wait(self, number: int, call: Call, places: int = 0) -> None:
-        """Wait until all ranks have posted ``number``, and see that it was the same collective.
-
-        Raises:
-            PeerLostError: a peer is gone, or did not come in the time of the process group.
-            RanksDivergedError: a peer has called something else.
-            RuntimeError: a peer is so far ahead that its post is overwritten.
-        """
-        mark = _mark(call, places)
-        for peer in self.peers:
-            self._wait_for(Count.POSTED, peer, number, call.text)
-            if self.signals.mark(number, peer) != mark:
-                self._check_room(number, peer)
-                self._diverged(call)
-            self._check_room(number, peer)
-
-    def wait_until(self, number: int, call: Call) -> None:
-        """Wait until all ranks have posted ``number``, for the sake of ``call``, which follows it.
-
-        Raises:
-            PeerLostError: a peer is gone, or did not come in the time of the process group.
-            RanksDivergedError: a peer has called something else.
-        """
-        for peer in self.peers:
-            self._wait_for(Count.POSTED, peer, number, call.text)
-
-    def place(self, number: int, rank: int) -> int:
-        """Where in its range ``rank`` has laid out the tensors of post ``number``.
-
-        Raises:
-            RuntimeError: it may have been overwritten.
-        """
-        place = self.signals.place(number, rank)
-        self._check_room(number, rank)
-        return place
-
-    def _wait_for(self, count: Count, peer: int, value: int, doing: str) -> None:
-        """Sleep until ``peer`` has come as far as ``value``."""
-        if self.signals.get(count, peer) >= value:
-            return
-        start = time.monotonic()
-        compared = start
-        while not self.signals.sleep(count, peer, value, _LOOK_SECONDS):
-            now = time.monotonic()
-            gone = self.meeting.gone()
-            # Whoever is gone before it came so far never will; another may stay where it waits
-            # for that one.
-            if any(self.signals.get(count, each) < value for each in gone):
-                self._log.compare_if_possible()
-                cause = RuntimeError("its socket is closed")
-                raise peer_lost(self._group, doing, cause, gone)
-            if now - compared > _COMPARE_SECONDS:
-                compared = now
-                self._log.compare_if_possible()
-            if now - start > c10d.timeout_of(self._group):
-                cause = RuntimeError("timed out")
-                raise peer_lost(self._group, doing, cause, self._furthest_behind())
-
-    def _furthest_behind(self) -> list[int]:
-        """The peers that have posted least: the others may be waiting for them, as this rank is."""
-        posted = {peer: self.signals.get(Count.POSTED, peer) for peer in self.peers}
-        return [peer for peer in self.peers if posted[peer] == min(posted.values())]
-
-    def _check_room(self, number: int, peer: int) -> None:
-        """Raise where ``peer`` may have overwritten what it told of collective ``number``."""
-        behind = self.signals.get(Count.POSTED, peer) - number
-        if behind >= MARKS - 1:  # the next one may be about to overwrite it
-            raise RuntimeError(
-                f"rank {self.rank} waits for a collective that is {behind} behind those of rank "
-                f"{peer}; shared memory has room for {MARKS - 1} under way. Wait for them earlier, "
-                "as with a smaller set_reduce_scatter_max_input_buffers"
-            )
-
-    def _diverged(self, call: Call) -> None:
-        """Raise, with what the peer calls it if it says so in time."""
-        deadline = time.monotonic() + 2 * _COMPARE_SECONDS
-        while time.monotonic() < deadline:
-            self._log.compare_if_possible()
-            time.sleep(_LOOK_SECONDS)
-        raise RanksDivergedError(f"ranks have diverged at {call.text}: not all of them called it")
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        group = self._group_ref()
-        if group is None:
-            raise RuntimeError("the process group of this transport has been destroyed")
-        return group
-
-
-def _mark(call: Call, places: int) -> int:
-    """A 32-bit number that differs where ranks call, or have their full parameters, differently."""
-    return (call.mark ^ places) & 0xFFFFFFFF
+def _digest(call: Call, places: int) -> int:
+    """Make a 32-bit number that differs if ranks call, or place full parameters, differently."""
+    return (call.digest ^ places) & 0xFFFFFFFF

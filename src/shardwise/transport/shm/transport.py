@@ -1,13 +1,13 @@
-"""Ranks on one host, tensors on the CPU: shared memory in place of messages.
+"""The transport of ranks on one host with tensors on the CPU: shared memory in place of messages.
 
-    all-gather        the full parameters live once, where all ranks see them: every rank copies
-                      (and converts) its shard into its part of them, then waits until all have.
-                      What is written to a shard afterwards does not reach them
-    reduce-scatter    every rank lays out the chunks of its peers, waits until all have, and adds up
-                      its own chunk over all ranks, in their order
-    all-reduce        the same, with the whole tensor
+    all-gather        full parameters exist once, where all ranks see them: every rank copies (and
+                      converts) its shard into its part of them, then waits until all have. What is
+                      written to a shard afterwards does not reach them
+    reduce-scatter    every rank stages the chunks of its peers, waits until all have, and adds its
+                      own chunk over all ranks, in rank order
+    all-reduce        the same, with the full tensor
 
-Nothing is copied that a peer wrote, and nothing passes through the kernel. Ranks that wait sleep.
+No byte passes through the kernel, and none that a peer wrote is copied. Ranks that wait sleep.
 """
 
 from __future__ import annotations
@@ -16,79 +16,79 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Work
 from shardwise.transport.buckets import as_rows
 from shardwise.transport.collective_log import Call, CollectiveLog
-from shardwise.transport.shm.arena import PageMap, ranges
-from shardwise.transport.shm.full_params import Departures, Pool, SharedBuffers
-from shardwise.transport.shm.handshake import Meeting
-from shardwise.transport.shm.staging import Exchange
-from shardwise.transport.shm.sync import Posts, Signals
+from shardwise.transport.peers import Peers
+from shardwise.transport.shm.arena import Arena, PageMap
+from shardwise.transport.shm.full_params import Pool, ReferenceCounts, SharedBuffers
+from shardwise.transport.shm.handshake import Connections
+from shardwise.transport.shm.staging import Staging
+from shardwise.transport.shm.sync import SequenceNumbers, Sync
 from shardwise.transport.sums import add_in_order, exact_factor, wire_dtype
 
 
 class ShmTransport:
-    """The ranks of one process group that share memory.
+    """Collectives between the ranks of one process group that share memory.
 
     Args:
-        group: the process group.
-        meeting: of its ranks.
+        peers: the ranks of the group.
+        connections: to those ranks, from their handshake.
     """
 
     name = "shm"
 
-    def __init__(self, group: dist.ProcessGroup, meeting: Meeting) -> None:
-        self.rank = group.rank()
-        self.world_size = group.size()
-        self._log = CollectiveLog(group)
-        common, *own = ranges(meeting.fd, 1 + self.world_size)
-        signals = Signals(common, self.rank, self.world_size)
-        self._posts = posts = Posts(group, meeting, signals, self._log)
-        self._departures = Departures(common, self.rank, self.world_size)
-        self._pool = Pool(common, self._departures, posts)
+    def __init__(self, peers: Peers, connections: Connections) -> None:
+        self.rank = peers.rank
+        self.world_size = peers.size
+        self._log = CollectiveLog(peers)
+        common, *own = Arena.ranges(connections.fd, 1 + self.world_size)
+        numbers = SequenceNumbers(common, self.rank, self.world_size)
+        self._sync = sync = Sync(peers, connections, numbers, self._log)
+        references = ReferenceCounts(common, self.rank, self.world_size)
+        self._pool = Pool(common, references, sync)
         self._pagemap = PageMap()
-        self._exchange = Exchange(own[self.rank], posts)
-        self._shared: weakref.WeakValueDictionary[int, SharedBuffers] = (
+        self._staging = Staging(own[self.rank], sync)
+        self._buffers: weakref.WeakValueDictionary[int, SharedBuffers] = (
             weakref.WeakValueDictionary()
         )
-
-    def full_buffers(
-        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
-    ) -> FullBuffers:
-        """Make (not yet allocated) memory to gather into, which all ranks have in common."""
-        buffers = SharedBuffers(self._pool, self._pagemap, numels, dtypes)
-        for tensor in buffers.tensors:
-            if tensor.numel():
-                self._shared[tensor.data_ptr()] = buffers
-        return buffers
 
     def overlaps_compute(self) -> bool:
         """Return False: the thread that waits does the work."""
         return False
 
+    def full_buffers(
+        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> FullBuffers:
+        """Reserve memory to gather into, which all ranks share."""
+        buffers = SharedBuffers(self._pool, self._pagemap, numels, dtypes)
+        for tensor in buffers.tensors:
+            if tensor.numel():
+                self._buffers[tensor.data_ptr()] = buffers
+        return buffers
+
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
     ) -> Work:
-        """Write this rank's chunks where all see them."""
-        call = self._log.note("all-gather", fulls, label)
+        """Write this rank's chunks where all ranks see them."""
+        call = self._log.add("all-gather", fulls, label)
         places, apart = self._write_in_place(shards, fulls, call)
-        laid_out = self._exchange.lay_out(
+        staged = self._staging.stage(
             [fulls[i].numel() // self.world_size for i in apart], [fulls[i].dtype for i in apart]
         )
-        for part, i in zip(laid_out.own, apart, strict=True):
+        for part, i in zip(staged.own, apart, strict=True):
             part[: shards[i].numel()].copy_(shards[i])
-        number = self._posts.post(call, laid_out.at, places)
+        number = self._sync.post(call, staged.at, places)
         self._pool.note_gather(number)
 
         def finish() -> None:
-            self._posts.wait(number, call, places)
+            self._sync.wait(number, call, places)
             for rank in range(self.world_size) if apart else ():
-                for i, part in zip(apart, laid_out.of(rank, number), strict=True):
+                for i, part in zip(apart, staged.of(rank, number), strict=True):
                     as_rows(fulls[i], self.world_size)[rank].copy_(part)
 
-        return laid_out.until(finish)
+        return staged.until(finish)
 
     def reduce_scatter(
         self,
@@ -97,28 +97,28 @@ class ShmTransport:
         op: Reduce,
         label: Label = NO_LABEL,
     ) -> Work:
-        """Lay out the chunks of the peers; add up, in the order of ranks, what they laid out."""
-        call = self._log.note("reduce-scatter", shards, label)
-        laid_out = self._exchange.lay_out(
+        """Stage the chunks of the peers; add what they staged for this rank, in rank order."""
+        call = self._log.add("reduce-scatter", shards, label)
+        staged = self._staging.stage(
             [self.world_size * shard.numel() for shard in shards],
             [wire_dtype(full, shard) for full, shard in zip(fulls, shards, strict=True)],
         )
-        # An average costs no pass of its own where what is laid out can be divided already.
+        # An average costs no pass of its own if what is staged can be divided already.
         factors = [
             exact_factor(self.world_size, part.dtype) if op is Reduce.AVG else None
-            for part in laid_out.own
+            for part in staged.own
         ]
-        for full, shard, part, factor in zip(fulls, shards, laid_out.own, factors, strict=True):
+        for full, shard, part, factor in zip(fulls, shards, staged.own, factors, strict=True):
             for before, after in self._around(full.numel(), shard.numel()):
                 if factor is None:
                     part[before:after].copy_(full[before:after])
                 else:
                     torch.mul(full[before:after], factor, out=part[before:after])
-        number = self._posts.post(call, laid_out.at)
+        number = self._sync.post(call, staged.at)
 
         def finish() -> None:
-            self._posts.wait(number, call)
-            parts = [laid_out.of(rank, number) for rank in range(self.world_size)]
+            self._sync.wait(number, call)
+            parts = [staged.of(rank, number) for rank in range(self.world_size)]
             for i, (full, shard) in enumerate(zip(fulls, shards, strict=True)):
                 first = self.rank * shard.numel()
                 last = min(first + shard.numel(), full.numel())
@@ -131,31 +131,29 @@ class ShmTransport:
                     else:
                         add_in_order(out, every, unscaled=self.rank, factor=factor)
 
-        return laid_out.until(finish)
+        return staged.until(finish)
 
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
     ) -> Work:
-        """Lay out the tensors; add up what all ranks laid out, in their order."""
-        call = self._log.note("all-reduce", tensors, label)
-        laid_out = self._exchange.lay_out(
+        """Stage the tensors; add what all ranks staged, in rank order."""
+        call = self._log.add("all-reduce", tensors, label)
+        staged = self._staging.stage(
             [tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors]
         )
-        for tensor, part in zip(tensors, laid_out.own, strict=True):
+        for tensor, part in zip(tensors, staged.own, strict=True):
             part.copy_(tensor.view(-1))
-        number = self._posts.post(call, laid_out.at)
+        number = self._sync.post(call, staged.at)
         divisor = self.world_size if op is Reduce.AVG else None
 
         def finish() -> None:
-            self._posts.wait(number, call)
-            parts = [laid_out.of(rank, number) for rank in range(self.world_size)]
+            self._sync.wait(number, call)
+            parts = [staged.of(rank, number) for rank in range(self.world_size)]
             for i, tensor in enumerate(tensors):
                 if tensor.numel():
                     add_in_order(tensor.view(-1), [part[i] for part in parts], divisor)
 
-        return laid_out.until(finish)
-
-    # -- inside --------------------------------------------------------------------------------
+        return staged.until(finish)
 
     def _write_in_place(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], call: Call
@@ -163,16 +161,17 @@ class ShmTransport:
         """Write this rank's chunks to those of ``fulls`` that all ranks see.
 
         Returns:
-            A number that tells where those are, and which of ``fulls`` only this rank sees.
+            A number that depends on where those are, and the indices of the ``fulls`` that only
+            this rank sees.
         """
-        shared = [self._shared.get(full.data_ptr()) for full in fulls]
+        shared = [self._buffers.get(full.data_ptr()) for full in fulls]
         buffers = {id(each): each for each in shared if each is not None}
         self._pool.wait_for_last_gather(call)
         for each in buffers.values():
             each.take()
         if any(not each.is_fresh for each in buffers.values()):
             # Peers may still read what an earlier gather left there.
-            self._posts.wait(self._posts.post(call), call)
+            self._sync.wait(self._sync.post(call), call)
             for each in buffers.values():
                 each.forget_writes()
         for each in buffers.values():
@@ -188,11 +187,12 @@ class ShmTransport:
         return places, apart
 
     def _around(self, numel: int, chunk: int) -> list[tuple[int, int]]:
-        """The ranges of a full that are not this rank's chunk."""
+        """Return the ranges of a full that are not this rank's chunk."""
         first, last = self.rank * chunk, (self.rank + 1) * chunk
         return [(0, min(first, numel)), (min(last, numel), numel)]
 
 
 def _fold(places: int, at: int) -> int:
+    """Mix one more address into a 32-bit number."""
     page = at >> 12
     return (places * 31 + (page ^ page >> 32)) & 0xFFFFFFFF
