@@ -46,6 +46,18 @@ def test_a_plan_is_what_ranks_report(
     assert threads(_sharded, size, mesh, make) == [planned] * size
 
 
+def test_a_plan_leaves_the_model_as_it_is() -> None:
+    with torch.device("meta"):
+        model = Net()
+    planned = Planned(model, list(model.blocks), styles_of(model))
+    before = {name: id(param) for name, param in model.named_parameters()}
+    first = plan(planned, WantedMesh.parse("dp=2,tp=2"), "net")
+    assert {name: id(param) for name, param in model.named_parameters()} == before
+    assert type(model) is Net
+    assert plan(planned, WantedMesh.parse("dp=2,tp=2"), "net") == first
+    assert {each.name for each in first.groups} == {"blocks.0", "blocks.1", "blocks.2", ""}
+
+
 def test_a_plan_leaves_no_process_group() -> None:
     planned_report("dp=4")
     assert not dist.is_initialized()

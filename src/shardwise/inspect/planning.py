@@ -7,6 +7,7 @@ are read as in a running job. So a plan cannot differ from what the runtime does
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ class Planned:
     """A model and how to shard it.
 
     Attributes:
-        model: the model, on the meta device. Planning modifies it.
+        model: the model, on the meta device. It is not modified.
         blocks: the modules that become groups of their own; the rest of the model is one group.
         tensor_parallel: torch's parallel styles by module name, for a mesh with a ``tp`` dimension.
         heads: numbers that the size of ``tp`` has to divide, by what they count.
@@ -52,14 +53,15 @@ def plan(planned: Planned, wanted: WantedMesh, name: str) -> Report:
         RuntimeError: this process has a default process group.
         ValueError: the model cannot be sharded like this.
     """
-    model = planned.model
+    copies: dict[int, Any] = {}
+    model = copy.deepcopy(planned.model, copies)
     with c10d.fake_world(wanted.size):
         mesh = init_device_mesh("cpu", wanted.shape, mesh_dim_names=wanted.names)
         if TENSOR in wanted.names:
             _apply_tensor_parallelism(model, mesh[TENSOR], planned.tensor_parallel)
         if wanted.data_parallel:
             data = mesh[wanted.data_parallel]
-            for module in (*planned.blocks, model):
+            for module in (*(copies[id(block)] for block in planned.blocks), model):
                 fully_shard(
                     module,
                     mesh=data,
