@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
+import textwrap
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed.fsdp
@@ -109,6 +113,84 @@ def test_every_public_name_is_there_and_listed(package: str) -> None:
 
     assert all(hasattr(module, name) for name in module.__all__)
     assert set(module.__all__) <= set(dir(module))
+
+
+def _documented() -> dict[str, Any]:
+    """The public functions, classes and their public methods that are ours, by full name."""
+    found: dict[str, Any] = {}
+    for package in PUBLIC:
+        module = import_module(package)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if not _is_ours(value):
+                continue
+            found[f"{package}.{name}"] = value
+            for member in dir(value) if inspect.isclass(value) else ():
+                method = inspect.unwrap(getattr(value, member))
+                if _is_ours(method) and inspect.isroutine(method) and not member.startswith("_"):
+                    found[f"{package}.{name}.{member}"] = method
+    return found
+
+
+def _is_ours(value: object) -> bool:
+    return str(getattr(value, "__module__", None)).startswith("shardwise.")
+
+
+DOCUMENTED = _documented()
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_what_is_public_says_what_it_takes_returns_and_raises(name: str) -> None:
+    value = DOCUMENTED[name]
+    sections = _sections(inspect.getdoc(value) or "")
+    assert sections[""], "has no docstring"
+
+    if inspect.isclass(value):
+        if "__init__" not in vars(value) or issubclass(value, Exception):
+            return
+        described = sections.get("Args", "") + sections.get("Attributes", "")
+        signature = inspect.signature(value.__init__)
+    elif inspect.isroutine(value):
+        described = sections.get("Args", "")
+        signature = inspect.signature(value)
+        returned = str(signature.return_annotation)
+        if returned not in ("None", "Iterator[None]"):
+            assert sections.keys() & {"Returns", "Yields"}, (
+                f"returns {returned}, and does not say so"
+            )
+        undescribed = _raised(value) - _first_words(sections.get("Raises", ""))
+        assert not undescribed, "say when it raises these"
+    else:
+        return
+    unnamed = {
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.name != "self"
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    } - _first_words(described)
+    assert not unnamed, "describe these in Args"
+
+
+def _sections(docstring: str) -> dict[str, str]:
+    """The parts of a docstring in Google's style, by their headings."""
+    heading = re.compile(r"^(Args|Attributes|Returns|Yields|Raises):$", re.MULTILINE)
+    parts = heading.split(docstring)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+def _first_words(section: str) -> set[str]:
+    return set(re.findall(r"^    \**(\w+)(?:, \w+)*:", section, re.MULTILINE))
+
+
+def _raised(function: Any) -> set[str]:
+    """The errors that a function itself raises."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return {
+        ast.unparse(node.exc.func)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+        if ast.unparse(node.exc.func)[0].isupper()  # else a function makes the error
+    }
 
 
 @pytest.mark.parametrize("package", ["shardwise", "shardwise.checkpoint", "shardwise.diloco"])

@@ -70,6 +70,9 @@ class AroundOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported after construction.
 
+        Args:
+            param_group: ignored.
+
         Raises:
             NotImplementedError: always; the base class adds none either.
         """
@@ -80,7 +83,11 @@ class AroundOptimizer(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, as the inner optimizer does."""
+        """Clear the gradients, as the inner optimizer does.
+
+        Args:
+            set_to_none: drop the gradients (``True``) or fill them with zeros (``False``).
+        """
         self.inner.zero_grad(set_to_none)
 
 
@@ -168,6 +175,12 @@ class DiLoCo(AroundOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Make an inner step, and whatever exchange or outer step is due after it.
 
+        Args:
+            closure: passed to the inner optimizer.
+
+        Returns:
+            What the inner optimizer's step returned: the loss of ``closure``, or ``None``.
+
         Raises:
             PeerLostError: another replica is lost. The outer parameters of this one are as they
                 were; see :meth:`change_group`.
@@ -210,6 +223,9 @@ class DiLoCo(AroundOptimizer):
         exchanges overlap with steps, this calls :meth:`finish_exchanges`, so all replicas must call
         either after the same step.
 
+        Returns:
+            A dict of tensors and plain values.
+
         Raises:
             PeerLostError: another replica is lost.
         """
@@ -221,6 +237,9 @@ class DiLoCo(AroundOptimizer):
 
         The state of an inner optimizer alone is enough: then the outer parameters start as the
         model's.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned, or the state of an inner optimizer.
 
         Raises:
             ValueError: it belongs to other parameters, or is sharded differently.

@@ -52,7 +52,14 @@ class OuterSGD:
             raise _out_of_range("outer warmup", self.warmup, "0 or more rounds")
 
     def momentum_of(self, round_: int) -> float:
-        """Return the momentum of a round; the first round is 1."""
+        """Return the momentum of a round; the first round is 1.
+
+        Args:
+            round_: the number of the round, from 1.
+
+        Returns:
+            The factor of the momentum buffer in that round.
+        """
         return self.momentum * min(1.0, round_ / max(1, self.warmup))
 
 
@@ -86,6 +93,9 @@ class Streaming:
     def check(self, every: int) -> None:
         """Check the settings against the length of a round.
 
+        Args:
+            every: inner steps per round.
+
         Raises:
             ValueError: they contradict each other.
         """
@@ -105,6 +115,14 @@ class Streaming:
         """Whether the exchange of a fragment starts after ``steps`` inner steps.
 
         Fragment 0 ends a round; the others come before it, evenly spread.
+
+        Args:
+            fragment: the number of the fragment, from 0.
+            steps: inner steps made so far.
+            every: inner steps per round.
+
+        Returns:
+            ``True`` if the exchange begins now.
         """
         return (steps + fragment * every // self.fragments) % every == 0
 

@@ -260,6 +260,12 @@ class FullyShardedDataParallel(ShardedUnit):
         """Call ``fn`` on every module inside, children first, with its full parameters.
 
         Only the units around that module are gathered at the time.
+
+        Args:
+            fn: may change parameters in place; the changes are kept.
+
+        Returns:
+            This module.
         """
         with self.summon_full_params(self, recurse=False):
             super().apply(fn)
@@ -269,7 +275,15 @@ class FullyShardedDataParallel(ShardedUnit):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrappers in ``module``, including itself; only outermost ones if ``root_only``."""
+        """The wrappers in ``module``, including itself; only outermost ones if ``root_only``.
+
+        Args:
+            module: where to look.
+            root_only: leave out wrappers inside other wrappers.
+
+        Returns:
+            The wrappers, in module order.
+        """
         found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
         if not root_only:
             return found
@@ -277,11 +291,19 @@ class FullyShardedDataParallel(ShardedUnit):
         return [each for each in found if each not in inside]
 
     def check_is_root(self) -> bool:
-        """Whether this is the outermost wrapper."""
+        """Whether this is the outermost wrapper.
+
+        Returns:
+            ``True`` for the outermost wrapper.
+        """
         return self.is_root
 
     def get_shard_metadata(self) -> dict[str, Any]:
-        """The layout of this rank's shards, to save with them: consolidation needs it."""
+        """The layout of this rank's shards, to save with them: consolidation needs it.
+
+        Returns:
+            What :func:`shardwise.checkpoint.get_shard_metadata` returns for this module.
+        """
         return get_shard_metadata(self)
 
     def _require_root(self, method: str) -> None:

@@ -62,6 +62,10 @@ class OptimSavingModule(SavingModule):
             optim: an optimizer of its parameters.
             optim_state_dict: a state to convert in place of ``optim.state_dict()``.
             group: ignored: parameters know the ranks that they are sharded over.
+
+        Returns:
+            A dict with ``"state"``, by parameter names, and ``"param_groups"``. Its tensors are
+            ``DTensor`` shards, or full, depending on the state dict type.
         """
         settings = SavingModule.get_state_dict_type(model)
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
@@ -90,6 +94,9 @@ class OptimSavingModule(SavingModule):
             group: the ranks to broadcast the first rank's state to; all ranks of the mesh by
                 default.
 
+        Returns:
+            A dict for ``optim.load_state_dict``.
+
         Raises:
             ValueError: the model has no parameter of a name, or a tensor has another shape.
         """
@@ -113,7 +120,18 @@ class OptimSavingModule(SavingModule):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """The full state by parameter name, on the host. Superseded by :meth:`optim_state_dict`."""
+        """The full state by parameter name, on the host. Superseded by :meth:`optim_state_dict`.
+
+        Args:
+            model: the model, wrapped or with wrapped modules in it.
+            optim: an optimizer of its parameters.
+            optim_input: not needed; accepted as in torch.
+            rank0_only: return the state on the first rank only.
+            group: not needed: parameters know over which ranks they are sharded.
+
+        Returns:
+            A dict with ``"state"`` and ``"param_groups"``; its tensors are full and on the CPU.
+        """
         config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         settings = state_dict_settings(StateDictType.FULL_STATE_DICT, None, config)
         role = wrappers_in(model)[0].role_under(config)
@@ -123,7 +141,16 @@ class OptimSavingModule(SavingModule):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> StateDict:
-        """The state by parameter name as ``DTensor``s. Superseded by :meth:`optim_state_dict`."""
+        """The state by parameter name as ``DTensor``s. Superseded by :meth:`optim_state_dict`.
+
+        Args:
+            model: the model, wrapped or with wrapped modules in it.
+            optim: an optimizer of its parameters.
+            group: not needed: parameters know over which ranks they are sharded.
+
+        Returns:
+            A dict with ``"state"`` and ``"param_groups"``.
+        """
         settings = state_dict_settings(StateDictType.SHARDED_STATE_DICT)
         return save_by_name(model, optim, optim.state_dict(), settings, Role.SAVES)
 
@@ -134,7 +161,17 @@ class OptimSavingModule(SavingModule):
         optim_input: object = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> StateDict:
-        """Convert a full state on every rank for ``load_state_dict``."""
+        """Convert a full state on every rank for ``load_state_dict``.
+
+        Args:
+            full_optim_state_dict: the full state, on every rank.
+            model: the model, wrapped or with wrapped modules in it.
+            optim_input: not needed; accepted as in torch.
+            optim: an optimizer of its parameters.
+
+        Returns:
+            A dict for ``optim.load_state_dict``.
+        """
         settings = state_dict_settings(StateDictType.FULL_STATE_DICT)
         return load_by_name(model, optim, full_optim_state_dict, settings)
 
@@ -142,7 +179,16 @@ class OptimSavingModule(SavingModule):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
     ) -> StateDict:
-        """Convert a result of :meth:`sharded_optim_state_dict` for ``load_state_dict``."""
+        """Convert a result of :meth:`sharded_optim_state_dict` for ``load_state_dict``.
+
+        Args:
+            sharded_optim_state_dict: the state by parameter names, with ``DTensor`` values.
+            model: the model, wrapped or with wrapped modules in it.
+            optim: an optimizer of its parameters.
+
+        Returns:
+            A dict for ``optim.load_state_dict``.
+        """
         settings = state_dict_settings(StateDictType.SHARDED_STATE_DICT)
         return load_by_name(model, optim, sharded_optim_state_dict, settings)
 
@@ -154,7 +200,18 @@ class OptimSavingModule(SavingModule):
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """Convert a full state that only the first rank has for ``load_state_dict``."""
+        """Convert a full state that only the first rank has for ``load_state_dict``.
+
+        Args:
+            full_optim_state_dict: the full state on the first rank, ``None`` on the others.
+            model: the model, wrapped or with wrapped modules in it.
+            optim_input: not needed; accepted as in torch.
+            optim: an optimizer of its parameters.
+            group: the ranks to send the state to; by default all ranks of the mesh.
+
+        Returns:
+            A dict for ``optim.load_state_dict``.
+        """
         settings = state_dict_settings(StateDictType.FULL_STATE_DICT)
         return _load_from_first_rank(model, optim, full_optim_state_dict, settings, group)
 
@@ -175,6 +232,9 @@ class OptimSavingModule(SavingModule):
             optim_input: ignored.
             optim: an optimizer of its parameters; ``None`` for one that has
                 ``model.parameters()`` in order.
+
+        Returns:
+            A new dict with the same values.
 
         Raises:
             ValueError: keys are of both types, or a parameter is not the model's.

@@ -84,6 +84,12 @@ class SavingModule(TransparentModule, HasStateDictKinds):
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         """The type of state dict that the wrapped modules in ``module`` save and load.
 
+        Args:
+            module: the model, wrapped or with wrapped modules in it.
+
+        Returns:
+            The type and the configurations for model and optimizer.
+
         Raises:
             ValueError: there is no wrapped module, or their settings differ.
         """
@@ -104,7 +110,14 @@ class SavingModule(TransparentModule, HasStateDictKinds):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """Set the type as :meth:`set_state_dict_type` does, inside this context."""
+        """Set the type as :meth:`set_state_dict_type` does, inside this context.
+
+        Args:
+            module: the model, wrapped or with wrapped modules in it.
+            state_dict_type: full, sharded or local.
+            state_dict_config: options for state dicts of the model.
+            optim_state_dict_config: options for state dicts of the optimizer.
+        """
         with _restored(wrappers_in(module)):
             SavingModule.set_state_dict_type(
                 module, state_dict_type, state_dict_config, optim_state_dict_config
@@ -130,6 +143,15 @@ class SavingModule(TransparentModule, HasStateDictKinds):
         """The state under the names of the wrapped model, in the type that is set.
 
         With full tensors this is a collective, which gathers one parameter at a time.
+
+        Args:
+            *args: ``destination``, ``prefix`` and ``keep_vars``, as torch still allows.
+            destination: a dict to add to; by default a new one.
+            prefix: put in front of every name.
+            keep_vars: keep tensors attached to autograd.
+
+        Returns:
+            A dict from names to tensors: full ones or ``DTensor`` shards.
         """
         names = [destination, prefix, keep_vars]
         names[: len(args)] = args  # old code passes them by position
@@ -150,7 +172,13 @@ class SavingModule(TransparentModule, HasStateDictKinds):
         return state
 
     def before_load(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
-        """Shard values that are about to be loaded as this unit's parameters are sharded."""
+        """Shard values that are about to be loaded as this unit's parameters are sharded.
+
+        Args:
+            state_dict: the state to be loaded; its values are replaced by this rank's shards.
+            prefix: the prefix of this module's names.
+            errors: receives messages about values that do not fit.
+        """
         for name, param in self._own_params().items():
             key = f"{prefix}{name}"
             if key not in state_dict or param.form.summoned is not None:
@@ -179,7 +207,14 @@ class SavingModule(TransparentModule, HasStateDictKinds):
         return {}
 
     def role_under(self, config: object) -> Role:
-        """The role of this rank when full tensors are saved with this configuration."""
+        """The role of this rank when full tensors are saved with this configuration.
+
+        Args:
+            config: a ``StateDictConfig`` or an ``OptimStateDictConfig``.
+
+        Returns:
+            What this rank does.
+        """
         only_first = isinstance(config, FullStateDictConfig | FullOptimStateDictConfig) and (
             config.rank0_only
         )

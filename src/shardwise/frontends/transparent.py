@@ -35,7 +35,11 @@ class TransparentModule(nn.Module):
         return fsdp.without_checkpointing(self.get_wrapped())
 
     def get_wrapped(self) -> nn.Module:
-        """The registered module: :attr:`module`, or a wrapper that was put around it later."""
+        """The registered module: :attr:`module`, or a wrapper that was put around it later.
+
+        Returns:
+            The module.
+        """
         return dict(fsdp.children_of(self))[WRAPPED]
 
     def __getattr__(self, name: str) -> Any:
@@ -56,7 +60,16 @@ class TransparentModule(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As for any module. The wrapped module has the name of its wrapper."""
+        """As for any module. The wrapped module has the name of its wrapper.
+
+        Args:
+            memo: modules that were visited already.
+            prefix: put in front of every name.
+            remove_duplicate: yield a module with several names only once.
+
+        Returns:
+            An iterator over names and modules.
+        """
         memo = set() if memo is None else memo
         if self in memo:
             return
@@ -81,7 +94,11 @@ class TransparentModule(nn.Module):
         return state
 
     def own_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules inside and their names, except those inside another wrapper."""
+        """The modules inside and their names, except those inside another wrapper.
+
+        Returns:
+            An iterator over names and modules.
+        """
         yield from _outside_wrappers(self.get_wrapped(), "", set())
 
     def before_load(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:

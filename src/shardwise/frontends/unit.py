@@ -100,6 +100,9 @@ class ShardedUnit(OptimSavingModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. Its parameters are gathered for as long as it needs them.
 
+        Returns:
+            What the wrapped module returns.
+
         Raises:
             RuntimeError: inside ``summon_full_params``.
             PeerLostError: a peer died or stalled.

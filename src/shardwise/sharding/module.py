@@ -27,7 +27,11 @@ from shardwise.transport.peers import new_group
 
 
 class UnshardHandle(TorchUnshardHandle):
-    """A running all-gather; see :meth:`FSDPModule.unshard`."""
+    """A running all-gather; see :meth:`FSDPModule.unshard`.
+
+    Args:
+        groups: the groups whose parameters are being gathered.
+    """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = list(groups)
@@ -106,6 +110,9 @@ class FSDPModule(_Sharded):
         """Clear the gradients, also between forward and backward.
 
         This includes gradients that were accumulated without synchronization.
+
+        Args:
+            set_to_none: drop the gradients (``True``) or fill them with zeros (``False``).
         """
         super(TorchFSDPModule, self).zero_grad(set_to_none)
         for group in groups_of(self, recurse=True):
@@ -134,6 +141,12 @@ class FSDPModule(_Sharded):
         In a step that accumulates gradients of full parameters (``set_is_last_backward(False)`` and
         ``set_reshard_after_backward(False)``), these are always the full parameters that forward
         used. Pipelines that split backward look for them in the autograd graph.
+
+        Args:
+            recurse: include the parameters of the modules inside this one.
+
+        Returns:
+            An iterator over them: ``DTensor`` parameters if sharded, plain ones if full.
         """
         found = super(TorchFSDPModule, self).parameters(recurse)
         if require_state(self).root.is_last_backward:
@@ -150,6 +163,10 @@ class FSDPModule(_Sharded):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether parameters are freed between forward and backward.
+
+        Args:
+            reshard_after_forward: free them (ZeRO-3) or keep them for backward (ZeRO-2).
+            recurse: include the sharded modules inside this one.
 
         Raises:
             ValueError: ``reshard_after_forward`` is not a ``bool``.
@@ -169,7 +186,12 @@ class FSDPModule(_Sharded):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether parameters are freed after backward. Keeping them saves an all-gather."""
+        """Set whether parameters are freed after backward. Keeping them saves an all-gather.
+
+        Args:
+            reshard_after_backward: ``True`` by default.
+            recurse: include the sharded modules inside this one.
+        """
         for group in groups_of(self, recurse):
             group.options.reshard_after_backward = reshard_after_backward
 
@@ -209,7 +231,12 @@ class FSDPModule(_Sharded):
                     group.reshard()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward needs this module's parameters (an embedding's does not)."""
+        """Set whether backward needs this module's parameters (an embedding's does not).
+
+        Args:
+            unshard_in_backward: ``True`` by default. With ``False``, backward does not gather this
+                module's group.
+        """
         for group in groups_of(self, recurse=False):
             group.options.unshard_in_backward = unshard_in_backward
 
@@ -219,6 +246,9 @@ class FSDPModule(_Sharded):
         By default, forward does not prefetch. A write to the parameters of ``modules`` between
         their prefetch and their own forward is missed.
 
+        Args:
+            modules: sharded modules of the same root, in the order in which to gather them.
+
         Raises:
             ValueError: one of ``modules`` is not sharded by Shardwise.
         """
@@ -226,6 +256,9 @@ class FSDPModule(_Sharded):
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Unshard ``modules`` when this module's backward begins, instead of the module before it.
+
+        Args:
+            modules: sharded modules of the same root, in the order in which to gather them.
 
         Raises:
             ValueError: one of ``modules`` is not sharded by Shardwise.
@@ -241,6 +274,11 @@ class FSDPModule(_Sharded):
 
         Until the next backward with synchronization, every rank keeps the full gradients of the
         group, in the reduction dtype.
+
+        Args:
+            requires_gradient_sync: ``True`` by default. ``False`` is for all microbatches of a step
+                but the last.
+            recurse: include the sharded modules inside this one.
         """
         for group in groups_of(self, recurse):
             group.options.requires_gradient_sync = requires_gradient_sync
@@ -250,16 +288,28 @@ class FSDPModule(_Sharded):
         """Set whether backward also reduces over the replicate dimension of a 2-D mesh.
 
         Without it, gradients are reduce-scattered and accumulated until the next backward with it.
+
+        Args:
+            requires_all_reduce: ``True`` by default.
+            recurse: include the sharded modules inside this one.
         """
         for group in groups_of(self, recurse):
             group.options.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward completes all reductions at its end."""
+        """Set whether the next backward completes all reductions at its end.
+
+        Args:
+            is_last_backward: ``True`` by default. With ``False``, reductions may still run when
+                backward returns.
+        """
         require_state(self).root.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide the sum of gradients by ``factor``, or (``None``) by the number of ranks.
+
+        Args:
+            factor: a positive number; ``None`` restores the default.
 
         Raises:
             ValueError: ``factor`` is not positive.
@@ -271,11 +321,19 @@ class FSDPModule(_Sharded):
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Call :meth:`set_gradient_divide_factor`, the newer name of this method."""
+        """Call :meth:`set_gradient_divide_factor`, the newer name of this method.
+
+        Args:
+            factor: a positive number.
+        """
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether collectives only add gradients, which are then divided afterwards."""
+        """Set whether collectives only add gradients, which are then divided afterwards.
+
+        Args:
+            enable: add first and divide in a second step, instead of averaging in the collective.
+        """
         for group in groups_of(self, recurse=False):
             group.options.reduce_op = Reduce.SUM if enable else Reduce.AVG
 
@@ -286,6 +344,10 @@ class FSDPModule(_Sharded):
 
         Needed if ranks use different parameters in one step (a mixture of experts, say). Otherwise
         that is an error.
+
+        Args:
+            reduce_scatter_unused_params: ``False`` by default.
+            recurse: include the sharded modules inside this one.
         """
         for group in groups_of(self, recurse):
             group.options.reduce_scatter_unused_params = reduce_scatter_unused_params
@@ -346,6 +408,9 @@ class FSDPModule(_Sharded):
         """Let the first all-gather of the next forward wait for ``event``, once.
 
         Without it, nothing overtakes the optimizer either. On CPUs there is nothing to wait for.
+
+        Args:
+            event: recorded after the optimizer step, on its stream.
         """
         require_state(self).root.post_optim_event = event
 
@@ -355,6 +420,10 @@ class FSDPModule(_Sharded):
         """Set the number of groups whose full gradients may be in reduction at once (default: 1).
 
         More of them hide a slow network behind backward, and take that much more memory.
+
+        Args:
+            max_input_buffers: the number of groups, 1 or more.
+            recurse: include the sharded modules inside this one.
 
         Raises:
             TypeError: ``max_input_buffers`` is not an ``int``.
@@ -376,6 +445,10 @@ class FSDPModule(_Sharded):
 
         In NCCL, collectives of one process group run one after the other, and those of two groups
         run concurrently. Every rank of the mesh makes this call.
+
+        Args:
+            enable: whether reductions get a process group of their own.
+            recurse: include the sharded modules inside this one.
         """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in groups_of(self, recurse):
@@ -392,6 +465,9 @@ class FSDPModule(_Sharded):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Raise an error: there are no staging buffers to allocate.
 
+        Args:
+            enable: only ``False`` is accepted.
+
         Raises:
             NotImplementedError: ``enable`` is true.
         """
@@ -404,6 +480,9 @@ class FSDPModule(_Sharded):
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Raise an error: there are no staging buffers that could be symmetric memory.
+
+        Args:
+            backend: as in torch.
 
         Raises:
             NotImplementedError: always.
@@ -516,6 +595,9 @@ def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
     """Accept several roots (the chunks of a pipeline stage, say) that would share communication.
 
     Nothing needs to be done: roots over the same ranks already share their transports.
+
+    Args:
+        modules: sharded roots.
 
     Raises:
         ValueError: one of ``modules`` is not sharded by Shardwise.

@@ -61,6 +61,9 @@ def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
     :func:`shardwise.checkpoint.consolidate_sharded_model_checkpoints` needs it. PyTorch/XLA has a
     method of the same name.
 
+    Args:
+        model: the sharded model.
+
     Returns:
         A dict with the rank, the world size, and for each name the shape of the full tensor and the
         offsets and sizes of this rank's part, in elements.

@@ -94,6 +94,14 @@ def chosen_modules(
 
     Arguments and errors are those of :func:`apply_wrap`. The model itself is never among them, and
     neither are bare lists of modules, which have no forward.
+
+    Args:
+        model: the model to look through.
+        policy: as for :func:`apply_wrap`.
+        ignored_modules: modules to leave out, with everything inside them.
+
+    Returns:
+        A dict from each module to the keyword arguments of its own that the policy gives it.
     """
     ignored = {inner for module in ignored_modules for inner in module.modules()}
     chosen = _ask(model, policy, ignored)

@@ -114,6 +114,13 @@ class CustomPolicy:
     def arguments(self, module: nn.Module, fqn: str) -> dict[str, Any] | None:
         """Return the keyword arguments of the group of ``module``, or ``None`` if it becomes none.
 
+        Args:
+            module: the module in question.
+            fqn: its full name in the model.
+
+        Returns:
+            Keyword arguments for the group, or ``None`` if the module becomes none.
+
         Raises:
             TypeError: the function returned something else.
         """
@@ -139,7 +146,14 @@ class SizeBasedPolicy(WrapPolicy):
 
 
 def or_policy(policies: Iterable[Callable[..., bool]]) -> WrapPolicy:
-    """Return a policy that recurses into, or makes a group of, what any of ``policies`` would."""
+    """Return a policy that recurses into, or makes a group of, what any of ``policies`` would.
+
+    Args:
+        policies: the policies to combine.
+
+    Returns:
+        The combined policy.
+    """
     return WrapPolicy(_any_policy, policies=tuple(policies))
 
 
@@ -254,7 +268,14 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of ``model``, in module order, none inside another, without the model."""
+    """Return the blocks of ``model``, in module order, none inside another, without the model.
+
+    Args:
+        model: the model to look through.
+
+    Returns:
+        The modules; an empty list if nothing in the model is repeated.
+    """
     return list(_blocks_in(model, _Kind.COMPOSITE) or _blocks_in(model, _Kind.LAYER))
 
 

@@ -50,17 +50,39 @@ _MAX_NAME = 255  # bytes of a file name on Linux
 
 
 def step_folder(root: StrPath, step: int) -> Path:
-    """The path of the checkpoint of a step: ``root/step-00000040``."""
+    """The path of the checkpoint of a step: ``root/step-00000040``.
+
+    Args:
+        root: the folder that holds the checkpoints of a run.
+        step: the number of the step.
+
+    Returns:
+        The path; nothing is created.
+    """
     return Path(root) / f"step-{step:08}"
 
 
 def steps(root: StrPath) -> list[int]:
-    """The steps whose checkpoints in a folder are complete, in ascending order."""
+    """The steps whose checkpoints in a folder are complete, in ascending order.
+
+    Args:
+        root: the folder that holds the checkpoints of a run; it need not exist.
+
+    Returns:
+        The numbers of the steps.
+    """
     return [step for step, path in _step_folders(Path(root)) if is_complete(path)]
 
 
 def latest(root: StrPath) -> Path | None:
-    """The complete checkpoint of the highest step in a folder, or ``None`` if there is none."""
+    """The complete checkpoint of the highest step in a folder, or ``None`` if there is none.
+
+    Args:
+        root: the folder that holds the checkpoints of a run; it need not exist.
+
+    Returns:
+        The folder of the checkpoint, or ``None``.
+    """
     for _ in range(_LOOKS):
         folders = _step_folders(Path(root))
         for _, path in reversed(folders):
@@ -97,6 +119,12 @@ def is_complete(folder: StrPath) -> bool:
     """Whether a checkpoint is complete: its manifest is valid, and its files have their sizes.
 
     The contents of the files are not read; :meth:`.pieces.PieceReader.verify` reads them.
+
+    Args:
+        folder: the folder of one checkpoint.
+
+    Returns:
+        ``False`` also if there is no such folder.
     """
     try:
         check_complete(folder)

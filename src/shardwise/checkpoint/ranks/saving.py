@@ -123,7 +123,11 @@ class Handle:
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether it is saved, or has failed."""
+        """Whether it is saved, or has failed.
+
+        Returns:
+            ``True`` if :meth:`result` does not have to wait.
+        """
         return not self._thread.is_alive()
 
     def result(self, timeout: float | None = None) -> Path:

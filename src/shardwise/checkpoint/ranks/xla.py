@@ -93,6 +93,11 @@ def load_rank_checkpoint(
 ) -> None:
     """Load what :func:`save_rank_checkpoint` saved, on as many ranks, sharded in the same way.
 
+    Args:
+        ckpt_prefix: the same path as for :func:`save_rank_checkpoint`.
+        model: the model, sharded as it was when it was saved.
+        optimizer: an optimizer of its parameters, to load its state too.
+
     Raises:
         CheckpointError: the file is missing, or of another model, mesh or number of ranks.
     """
