@@ -76,3 +76,21 @@ def test_the_collectives_of_a_step_in_order(threads: Threads) -> None:
         "all_reduce AVG the root group",
         "reduce_scatter AVG blocks.0",
     ]
+
+
+def _messages(rank: int, world_size: int) -> list[float]:
+    left, right = torch.zeros(1), torch.zeros(1)
+    if rank == 0:
+        for value in (1.0, 2.0, 3.0):
+            dist.send(torch.tensor([value]), 1)
+        return []
+    second = torch.zeros(1)
+    works = [dist.irecv(left, 0), dist.irecv(second, 0)]
+    for work in reversed(works):  # they arrive in the order in which they were asked for
+        work.wait()
+    dist.recv(right, 0)
+    return [left.item(), second.item(), right.item()]
+
+
+def test_messages_arrive_in_order(threads: Threads) -> None:
+    assert threads(_messages, 2)[1] == [1.0, 2.0, 3.0]

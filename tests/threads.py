@@ -10,14 +10,15 @@
 As :func:`tests.harness.run_ranks`, for tests of logic: no process is started and no byte leaves
 this one. Whatever transport a group of parameters asks for, it gets the fake one of
 :mod:`tests.transport.fake`. ``torch.distributed`` itself runs on torch's process groups for
-threads. Ranks have neither environment variables of their own nor point-to-point messages.
+threads. Ranks have no environment variables of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from shardwise.transport import select
-from tests.transport.fake import FakeTransport, FakeWorld
+from tests.transport.fake import Box, FakeTransport, FakeWorld
 
 _BACKEND = "turns"
 # Nothing of what torch tests itself with has types.
@@ -70,6 +71,7 @@ def _installed(world: FakeWorld) -> Iterator[None]:
     """Have threads that make a process group be ranks of ``world``."""
     assert not _worlds, "one world at a time"
     _worlds.append(world)
+    excepthook = sys.excepthook  # every process group that is made wraps it once more
     _threaded._install_threaded_pg()
     _threaded.ProcessLocalGroup.reset()
     _c10d._set_thread_isolation_mode(True)
@@ -80,6 +82,7 @@ def _installed(world: FakeWorld) -> Iterator[None]:
     finally:
         _c10d._set_thread_isolation_mode(False)
         _threaded._uninstall_threaded_pg()
+        sys.excepthook = excepthook
         _worlds.pop()
 
 
@@ -114,8 +117,46 @@ class _Torchs:
         return _threaded.ret_work(data)
 
 
+class _Group(multi_threaded_pg.ProcessLocalGroup):
+    """Torch's process group for threads, with messages from one rank to another."""
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
+        """Send copies, which wait for whoever receives them."""
+        copies = [tensor.detach().clone() for tensor in tensors]
+        _worlds[-1].box((self.pg_name, self.rank(), to, tag)).sent.append(copies)
+        return _threaded.ret_work(tensors)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> _Arrival:
+        """Receive the next message that is not yet asked for."""
+        return _Arrival(tensors, source, _worlds[-1].box((self.pg_name, source, self.rank(), tag)))
+
+
+class _Arrival(dist.Work):
+    """A message on its way."""
+
+    def __init__(self, tensors: list[torch.Tensor], source: int, box: Box) -> None:
+        super().__init__()
+        self._tensors: list[torch.Tensor] | None = tensors
+        self._source = source
+        self._box = box
+        self._number = box.asked_for
+        box.asked_for += 1
+
+    def wait(self, timeout: object = None) -> bool:
+        """Wait for the message, and write it to the tensors."""
+        tensors, self._tensors = self._tensors, None
+        if tensors is not None:
+            sent, number = self._box.sent, self._number
+            doing = f"the receiving of a message from rank {self._source} of its group"
+            _worlds[-1].turns.wait_for(lambda: len(sent) > number, doing)
+            for tensor, copy in zip(tensors, sent[number], strict=True):
+                tensor.detach().copy_(copy)
+            sent[number] = []
+        return True
+
+
 def _create(store: object, rank: int, world_size: int, timeout: object) -> Any:
-    return _threaded.ProcessLocalGroup(rank, world_size)
+    return cast(Any, _Group)(rank, world_size)
 
 
 dist.Backend.register_backend(_BACKEND, _create, devices=["cpu"])

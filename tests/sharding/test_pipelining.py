@@ -25,8 +25,8 @@ def _two_stages_sharded_over_two(rank: int, world_size: int) -> None:
             pipeline.step(2)
 
 
-def test_gradients_equal_those_of_one_process(ranks: Ranks) -> None:
-    ranks(_two_stages_sharded_over_two, 4)
+def test_gradients_equal_those_of_one_process(threads: Ranks) -> None:
+    threads(_two_stages_sharded_over_two, 4)
 
 
 def _collectives(rank: int, world_size: int) -> None:
@@ -65,5 +65,5 @@ def _eight_ranks(rank: int, world_size: int) -> None:
                 pipeline.step(step)
 
 
-def test_with_hybrid_sharding_and_tensor_parallelism(ranks: Ranks) -> None:
-    ranks(_eight_ranks, 8)
+def test_with_hybrid_sharding_and_tensor_parallelism(threads: Ranks) -> None:
+    threads(_eight_ranks, 8)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.sharding.group import ParamGroup
@@ -24,17 +25,24 @@ from tests.sharding.nets import (
 Ranks = Callable[..., list[Any]]
 
 
+def _after_every_group(net: nn.Module, count: Callable[[Root[Any]], int]) -> list[int]:
+    """Count something whenever the backward of a group is over, into the list that is returned."""
+    root = state_of(net).root
+    counts: list[int] = []
+    original = root.post_backward
+
+    def counting(group: ParamGroup) -> None:
+        original(group)
+        counts.append(count(root))
+
+    root.post_backward = counting  # type: ignore[method-assign]
+    return counts
+
+
 def _buffers(rank: int, world_size: int) -> None:
     net, whole = twins(lambda: Net(blocks=5))
     x = batches(world_size)
-    most: list[int] = []
-    original = Root.post_backward
-
-    def counting(root: Root[Any], group: ParamGroup) -> None:
-        original(root, group)
-        most.append(len(root._pending))
-
-    Root.post_backward = counting  # type: ignore[method-assign]
+    most = _after_every_group(net, lambda root: len(root._pending))
     for count in (1, 3):
         net.set_reduce_scatter_max_input_buffers(count)
         most.clear()
@@ -51,8 +59,8 @@ def _buffers(rank: int, world_size: int) -> None:
         net.set_reduce_scatter_max_input_buffers(0)
 
 
-def test_more_gradients_may_be_on_their_way_at_once(ranks: Ranks) -> None:
-    ranks(_buffers, 2)
+def test_more_gradients_may_be_on_their_way_at_once(threads: Ranks) -> None:
+    threads(_buffers, 2)
 
 
 def _left(rank: int, world_size: int, transport: str) -> None:
@@ -60,14 +68,7 @@ def _left(rank: int, world_size: int, transport: str) -> None:
     net, whole = twins(lambda: Net(blocks=5), mesh=mesh, transport=transport)
     root = state_of(net).root
     x = batches(world_size)
-    left: list[int] = []
-    original = Root.post_backward
-
-    def counting(root: Root[Any], group: ParamGroup) -> None:
-        original(root, group)
-        left.append(len(root._left_alone))
-
-    Root.post_backward = counting  # type: ignore[method-assign]
+    left = _after_every_group(net, lambda root: len(root._left_alone))
     loss_of(net, x[rank]).backward()
     average_backward(whole, x)
     # Gradients over a network are left to it until backward is over; what is in memory is not.
@@ -87,9 +88,9 @@ def _left(rank: int, world_size: int, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_backward_does_not_wait_for_gradients_that_cross_a_network(
-    ranks: Ranks, transport: str
+    threads: Ranks, transport: str
 ) -> None:
-    ranks(_left, 2, transport)
+    threads(_left, 2, transport)
 
 
 def _event(rank: int, world_size: int) -> None:

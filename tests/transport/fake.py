@@ -159,21 +159,37 @@ class Channel:
     counts: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass
+class Box:
+    """Messages from one rank to another, in the order of sending; some may be asked for ahead."""
+
+    sent: list[Copies] = field(default_factory=list)
+    asked_for: int = 0
+
+
 class FakeWorld:
     """``world_size`` ranks that meet in memory.
 
     Args:
         world_size: number of ranks.
+
+    Attributes:
+        turns: who runs.
     """
 
     def __init__(self, world_size: int) -> None:
         self.turns = Turns(world_size)
+        self._boxes: dict[Hashable, Box] = {}
         self._channels: dict[Hashable, Channel] = {}
 
     def run(self, function: Callable[[FakeTransport], T]) -> list[T]:
         """Call ``function`` with every rank's transport, each in a thread of its own."""
         everybody = range(self.turns.world_size)
         return self.turns.run(lambda rank: function(self.transport(everybody)))
+
+    def box(self, address: Hashable) -> Box:
+        """The messages that are sent to an address."""
+        return self._boxes.setdefault(address, Box())
 
     def transport(
         self, members: Sequence[int], key: Hashable = None, *, overlaps: bool = False
