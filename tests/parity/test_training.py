@@ -26,6 +26,7 @@ from tests.parity.training import (
     reference_training,
     sharded_trainings,
 )
+from tests.threads import run_threads
 
 Ranks = Callable[..., list[Any]]
 T = TypeVar("T")
@@ -59,8 +60,11 @@ def _trained(ranks: Ranks, world_size: int, transport: str) -> dict[Case, Histor
     """Train what all tests look at in one world: starting one takes longer than most trainings."""
     tests = [of for of, worlds in CASES[transport].items() if world_size in worlds]
     cases = list(dict.fromkeys(case for of in tests for case in of(world_size)))
-    env = {"SHARDWISE_TRANSPORT": transport}
-    by_rank = ranks(sharded_trainings, world_size, cases, env=env, timeout=240)
+    if transport == "fake":
+        by_rank = run_threads(sharded_trainings, world_size, cases)
+    else:
+        env = {"SHARDWISE_TRANSPORT": transport}
+        by_rank = ranks(sharded_trainings, world_size, cases, env=env, timeout=240)
     return {
         case: History(**join([vars(parts) for parts in histories]))
         for case, *histories in zip(cases, *by_rank, strict=True)
@@ -144,16 +148,25 @@ def _of_clipping(world_size: int) -> list[Case]:
     ]
 
 
-#: By transport: what is trained over it, and with how many ranks.
+#: By transport: what is trained over it, and with how many ranks. What a transport does with bytes
+#: is tests/transport's to check. So each kind of case is trained over a network by two ranks, which
+#: agree to the last bit, and those that hold every kind of mesh by four; the rest by threads.
 CASES: dict[str, dict[Callable[[int], list[Case]], list[int]]] = {
     "c10d": {
-        _of_every_strategy: [1, 2, 3, 4],
-        _of_every_model: [1, 2, 3, 4],
-        _of_every_precision: [1, 2, 4],
-        _of_accumulation: [2, 3, 4],
-        _of_clipping: [1, 2, 4],
+        _of_every_strategy: [2, 4],
+        _of_every_model: [2],
+        _of_every_precision: [2],
+        _of_accumulation: [2, 4],
+        _of_clipping: [2],
     },
-    "collectives": {_of_every_strategy: [2, 3, 4], _of_every_precision: [2, 4]},
+    "collectives": {_of_every_strategy: [2, 4], _of_every_precision: [2]},
+    "fake": {
+        _of_every_strategy: [1, 3],
+        _of_every_model: [1, 3, 4],
+        _of_every_precision: [1, 4],
+        _of_accumulation: [3],
+        _of_clipping: [1, 4],
+    },
 }
 
 
@@ -196,7 +209,7 @@ def test_gradient_clipping(ranks: Ranks, world_size: int, transport: str) -> Non
     _assert_equal_reference(ranks, cases, world_size, transport)
 
 
-@pytest.mark.parametrize("transport", CASES)
+@pytest.mark.parametrize("transport", ["c10d", "collectives"])
 def test_all_strategies_agree_bit_for_bit_over_two_ranks(ranks: Ranks, transport: str) -> None:
     histories = _trained(ranks, 2, transport)
     for case in _of_every_strategy(2):
