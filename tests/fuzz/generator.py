@@ -8,8 +8,9 @@ on the values here: see ``shrink.py``.
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tests.fuzz.program import (
@@ -35,6 +36,7 @@ from tests.fuzz.program import (
     Sync,
     Write,
     ZeroGrad,
+    features,
 )
 
 # torch's FSDP2 refuses scalars, and then there is less to compare with.
@@ -48,6 +50,26 @@ def generate(count: int, seed: int, world: int) -> Iterator[Program]:
     """Generate so many programs, the same ones for the same seed."""
     for number in range(count):
         yield _Dice(random.Random(f"{seed} {number}"), world).program()
+
+
+def covering(programs: Iterable[Program], count: int) -> list[Program]:
+    """Choose programs that together hold as many pairs of features as so many can.
+
+    Faults show where two things meet, so few programs with many pairs find what many with few do.
+    """
+    numbers: dict[tuple[str, str], int] = {}
+    left = []
+    for program in programs:
+        pairs = itertools.combinations(sorted(features(program)), 2)
+        held = sum(1 << numbers.setdefault(pair, len(numbers)) for pair in pairs)
+        left.append((program, held))
+    chosen, covered = [], 0
+    while left and len(chosen) < count:
+        at = max(range(len(left)), key=lambda at: (left[at][1] & ~covered).bit_count())
+        program, held = left.pop(at)
+        chosen.append(program)
+        covered |= held
+    return chosen
 
 
 class _Dice:

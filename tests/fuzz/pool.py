@@ -32,15 +32,24 @@ class Pool:
     Args:
         world: the number of ranks.
         sabotage: how to break the library in them; see ``sabotage.py``.
+        collective_seconds: how long a collective may take.
         hang_seconds: how long after the last word of any rank all of them count as hung.
     """
 
     _numbers = itertools.count()
 
-    def __init__(self, world: int, sabotage: str = "", *, hang_seconds: float = 30.0) -> None:
+    def __init__(
+        self,
+        world: int,
+        sabotage: str = "",
+        *,
+        collective_seconds: float = COLLECTIVE_SECONDS,
+        hang_seconds: float = 30.0,
+    ) -> None:
         self.world = world
         self.starts = 0
         self._sabotage = sabotage
+        self._collective_seconds = collective_seconds
         self._hang_seconds = hang_seconds
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._directory = tempfile.TemporaryDirectory(prefix="fuzz-")
@@ -148,7 +157,7 @@ class Pool:
                 world=self.world,
                 port=self._store.port,
                 prefix=str(number),
-                seconds=COLLECTIVE_SECONDS,
+                seconds=self._collective_seconds,
                 output=str(Path(self._directory.name) / f"output-{rank}"),
                 sabotage=self._sabotage,
             )

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 
 import pytest
 import torch
 
 from tests.fuzz import program as p
 from tests.fuzz.campaign import run_all, run_campaign
-from tests.fuzz.generator import generate
+from tests.fuzz.generator import covering, generate
 from tests.fuzz.pool import Pool
 from tests.fuzz.program import Block, Forward, Keep, Load, Program, Step, parse
 from tests.fuzz.programs import main
 from tests.fuzz.runtimes import TRANSPORTS
 from tests.fuzz.shrink import shrink, simpler
 from tests.fuzz.trace import Trace, first_difference
+
+#: Seconds that a rank waits in a collective where another one is known to be gone.
+WAIT = 4.0
 
 _TRAINS = parse(
     "Program(blocks=(Block(), Block()), optimizer='adamw', steps=("
@@ -25,7 +30,8 @@ _TRAINS = parse(
 
 @pytest.mark.timeout(600)
 def test_programs_compute_what_they_do_without_sharding() -> None:
-    programs = generate(300, seed=0, world=2)
+    # They hold more pairs of features than the first 300 do.
+    programs = covering(generate(1500, seed=0, world=2), 60)
     finds = [judged for judged in run_campaign(programs, 2, TRANSPORTS, pools=2) if judged.finds]
     said = [f"{judged.program}\n{judged.finds}" for judged in finds]
     assert not said, f"{len(said)} finds, among them:\n\n" + "\n\n".join(said[:5])
@@ -52,7 +58,7 @@ def test_programs_compute_what_they_do_without_sharding() -> None:
 def test_a_broken_runtime_is_found(
     sabotage: str, transport: str, program: Program, kind: str
 ) -> None:
-    with Pool(2, sabotage) as pool:
+    with Pool(2, sabotage, collective_seconds=WAIT) as pool:
         [judged] = run_all(pool, [program], [transport])
     assert judged.finds[transport].kind == kind
 
@@ -72,7 +78,7 @@ def test_what_is_not_broken_is_no_find() -> None:
 
 
 def test_ranks_run_on_after_a_program_that_killed_them() -> None:
-    with Pool(2, "die") as pool:
+    with Pool(2, "die", collective_seconds=WAIT) as pool:
         judged = run_all(pool, [_TRAINS, Program(steps=(Forward(),)), _TRAINS], ["shm"])
     assert [each.torch for each in judged] == ["equal"] * 3
     assert all(each.finds for each in judged)
@@ -108,6 +114,17 @@ def test_everything_that_a_program_may_have_is_generated() -> None:
     wanted |= {f"optimizer {each}" for each in Program.OPTIMIZERS} | set(Program.DTYPES)
     wanted |= {"Raise in a forward", "Raise on one rank", "mesh hybrid", "tied"}
     assert wanted <= made
+
+
+def test_programs_are_chosen_for_the_pairs_of_features_that_they_hold() -> None:
+    def pairs(programs: Iterable[Program]) -> set[tuple[str, str]]:
+        each = (itertools.combinations(sorted(p.features(one)), 2) for one in programs)
+        return set(itertools.chain.from_iterable(each))
+
+    programs = list(generate(200, seed=0, world=2))
+    chosen = covering(programs, 30)
+    assert len(chosen) == 30
+    assert len(pairs(chosen)) > len(pairs(programs[:80]))
 
 
 def test_shrinking_keeps_what_shows_and_takes_away_the_rest() -> None:
