@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.scripts import run_script
+from tests.benchmarks.scripts import call_script
 
 on_linux = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="peaks come from Linux's /proc"
@@ -18,7 +18,7 @@ on_linux = pytest.mark.skipif(
 def test_every_way_saves_in_every_turn(tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
     arguments = ["--params", "tiny", "--rounds", "2", "--steps", "2", "--tokens", "8"]
-    done = run_script(
+    done = call_script(
         "checkpoint_stall.py", *arguments, "--folder", str(tmp_path), "--json", str(path)
     )
     assert done.returncode == 0, done.stdout + done.stderr
