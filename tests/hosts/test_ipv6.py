@@ -85,7 +85,7 @@ def diagnose(hosts: Sequence[Host], *wheres: str) -> list[tuple[int, str, str]]:
 def test_the_doctor_passes_healthy_hosts(hosts: Pair) -> None:
     for code, out, err in diagnose(hosts, f"{NAME}:29414", f"{NAME}:29414"):
         assert (code, err) == (0, ""), out
-        assert "ok   ports       2 ways between hosts are open" in out
+        assert "ok   ports       2 connections between hosts work" in out
         assert out.count("ok   links") + out.count("warn links") == 2, out
         assert "eth0 on host 0" in out
         assert "eth0 on host 1" in out
