@@ -21,8 +21,9 @@ from shardwise.wrap.policies import CustomPolicy, is_bare, modules_of_plan, repe
 
 AUTO = "auto"
 
-#: What may be passed as a policy: a function, a policy object of torch, a plan, or ``"auto"``.
 Policy = Callable[..., Any] | CustomPolicy | Mapping[str, str] | str | object
+"""What may be passed as a policy: a function, a policy object of torch, a plan, or ``"auto"``."""
+
 _Module = TypeVar("_Module", bound=nn.Module)
 
 

@@ -222,9 +222,21 @@ def _always(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
 
 
 size_based_auto_wrap_policy = SizeBasedPolicy(_size_based)
+"""Makes a group wherever enough parameters come together.
+
+Options: ``min_num_params`` (100 million), ``force_leaf_modules`` (classes whose children stay with
+them; by default ``nn.MultiheadAttention``) and ``exclude_wrap_modules`` (classes that never become
+groups; by default ``nn.ModuleList`` and ``nn.ModuleDict``).
+"""
+
 transformer_auto_wrap_policy = WrapPolicy(_transformer)
+"""Makes a group of every module of the classes in the option ``transformer_layer_cls``."""
+
 lambda_auto_wrap_policy = WrapPolicy(_lambda)
+"""Makes a group of every module for which the option ``lambda_fn``, called with it, is true."""
+
 always_wrap_policy = WrapPolicy(_always)
+"""Makes a group of every module. It has no options."""
 
 
 def modules_of_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Module, dict[str, Any]]:
