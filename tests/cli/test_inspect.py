@@ -42,7 +42,7 @@ def call(monkeypatch: Patch, *arguments: str) -> int:
         ("--svg x.svg", "--svg: found no --param, expected one"),
     ],
 )
-def test_mistakes_that_are_told_at_once(
+def test_mistakes_that_are_found_without_the_model(
     monkeypatch: Patch, capsys: Capture, arguments: str, message: str
 ) -> None:
     assert call(monkeypatch, *arguments.split()) == 2
@@ -62,7 +62,7 @@ def test_mistakes_that_are_told_at_once(
         ("--html no/where.html", "no/where.html: No such file or directory"),
     ],
 )
-def test_mistakes_that_need_the_model(
+def test_mistakes_that_are_found_with_the_model(
     monkeypatch: Patch, capsys: Capture, tmp_path: Path, arguments: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

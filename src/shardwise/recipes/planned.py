@@ -56,7 +56,7 @@ class Subject:
         """
         settings = find_settings(model, PLANNED)
         if model in PRESETS:  # as `train lm` builds it
-            return cls(model, partial(_language_model, settings, preset=True))
+            return cls(model, partial(_language_preset, settings))
         return cls(model, partial(_build, settings))
 
     @classmethod
@@ -169,14 +169,20 @@ def _as_one_group(build: Callable[[], Planned]) -> Planned:
     return dataclasses.replace(build(), blocks=())
 
 
-def _language_model(settings: dict[str, Any], *, preset: bool = False) -> Planned:
-    """A causal language model. A preset gets the vocabulary of ``train lm``'s default tokenizer."""
-    from shardwise.inspect.planning import Planned
-    from shardwise.recipes.core.model import build, decoder_layers
+def _language_preset(settings: dict[str, Any]) -> Planned:
+    """A causal language model with the vocabulary of ``train lm``'s default tokenizer."""
     from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE
 
-    vocabulary = (VOCAB_SIZE, SEPARATOR) if preset else (None, None)
-    model = build(settings, *vocabulary)
+    return _language_model(settings, VOCAB_SIZE, SEPARATOR)
+
+
+def _language_model(
+    settings: dict[str, Any], vocab_size: int | None = None, separator: int | None = None
+) -> Planned:
+    from shardwise.inspect.planning import Planned
+    from shardwise.recipes.core.model import build, decoder_layers
+
+    model = build(settings, vocab_size, separator)
     return Planned(
         model=model,
         blocks=list(decoder_layers(model)),
