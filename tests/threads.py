@@ -7,10 +7,10 @@
 
     assert run_threads(each_rank, 2, 10.0) == [10.0, 10.0]
 
-As :func:`tests.harness.run_ranks`, for tests of logic: no process is started and no byte leaves
-this one. Whatever transport a group of parameters asks for, it gets the fake one of
-:mod:`tests.transport.fake`. ``torch.distributed`` itself runs on torch's process groups for
-threads. Ranks have no environment variables of their own.
+This is :func:`tests.harness.run_ranks` for tests of logic: no process is started. Whatever
+transport a group of parameters asks for, it gets the fake one of :mod:`tests.transport.fake`.
+``torch.distributed`` itself runs on torch's process groups for threads. Ranks have no environment
+variables of their own, and what one of them patches is patched for all.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from shardwise.transport import select
 from tests.transport.fake import Box, FakeTransport, FakeWorld
 
-_BACKEND = "turns"
-# Nothing of what torch tests itself with has types.
+#: The name by which torch knows that meshes of several ranks are in one process.
+_BACKEND = "threaded"
+# Torch's own helpers for tests have no types.
 _threaded: Any = multi_threaded_pg
 _c10d: Any = torch._C._distributed_c10d
 
@@ -68,7 +71,7 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: A
 
 @contextlib.contextmanager
 def _installed(world: FakeWorld) -> Iterator[None]:
-    """Have threads that make a process group be ranks of ``world``."""
+    """Make threads that create a process group ranks of ``world``."""
     assert not _worlds, "one world at a time"
     _worlds.append(world)
     excepthook = sys.excepthook  # every process group that is made wraps it once more
@@ -76,8 +79,16 @@ def _installed(world: FakeWorld) -> Iterator[None]:
     _threaded.ProcessLocalGroup.reset()
     _c10d._set_thread_isolation_mode(True)
     chosen = {name: _choice(name) for name in select._CHOICES}
+    plugin = dist.Backend._BackendPlugin(_create, False)
     try:
-        with patch.dict(select._CHOICES, chosen), patch.object(_threaded, "Collective", _Torchs):
+        with (
+            patch.dict(select._CHOICES, chosen),
+            patch.dict(dist.Backend._plugins, {_BACKEND.upper(): plugin}),
+            patch.object(_threaded, "Collective", _Torchs),
+            # Torch caches by mesh what depends on the rank, and knows meshes of several ranks apart
+            # by these numbers. The system's would be given out again in the next world.
+            patch.object(device_mesh, "threading", SimpleNamespace(get_ident=_number_of_rank)),
+        ):
             yield
     finally:
         _c10d._set_thread_isolation_mode(False)
@@ -86,8 +97,14 @@ def _installed(world: FakeWorld) -> Iterator[None]:
         _worlds.pop()
 
 
+def _number_of_rank() -> int:
+    """Return a number that no rank of another world has."""
+    world = _worlds[-1]
+    return world.number * 1000 + world.turns.rank
+
+
 def _choice(name: str) -> Callable[[dist.ProcessGroup, torch.device], FakeTransport]:
-    """What stands for the transport called ``name``."""
+    """Return what creates the fake that stands for the transport called ``name``."""
 
     def choose(group: dist.ProcessGroup, device: torch.device) -> FakeTransport:
         overlaps = name in ("c10d", "collectives")
@@ -157,6 +174,3 @@ class _Arrival(dist.Work):
 
 def _create(store: object, rank: int, world_size: int, timeout: object) -> Any:
     return cast(Any, _Group)(rank, world_size)
-
-
-dist.Backend.register_backend(_BACKEND, _create, devices=["cpu"])

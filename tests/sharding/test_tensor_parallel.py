@@ -99,8 +99,8 @@ def _two_dimensions(rank: int, world_size: int) -> None:
         _train(mesh, mesh["dp"], reshard_after_forward=reshard)
 
 
-def test_two_dimensions(ranks: Ranks) -> None:
-    ranks(_two_dimensions, 4)
+def test_two_dimensions(threads: Ranks) -> None:
+    threads(_two_dimensions, 4)
 
 
 def _eight_ranks(rank: int, world_size: int) -> None:
@@ -118,5 +118,5 @@ def _eight_ranks(rank: int, world_size: int) -> None:
         fully_shard(uneven, mesh=wide["dp"], shard_placement_fn=lambda param: Shard(0))
 
 
-def test_eight_ranks(ranks: Ranks) -> None:
-    ranks(_eight_ranks, 8)
+def test_eight_ranks(threads: Ranks) -> None:
+    threads(_eight_ranks, 8)

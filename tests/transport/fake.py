@@ -1,4 +1,4 @@
-"""Ranks as threads: a whole world in one process, for tests that need no real messages.
+"""A fake transport, and a world of ranks that are threads of one process.
 
     def each_rank(transport):
         shards, fulls = [torch.ones(2)], [torch.empty(4)]
@@ -11,13 +11,14 @@ Ranks take turns: one runs until it has to wait for another. So nothing depends 
 every rank waits, all of them fail at once instead of after a timeout. Each rank has a random number
 generator of its own, as a process has.
 
-Stricter than a real transport: what a call will write holds no sensible value until the wait, what
-a reduction reads may not change before it, and ranks that call different collectives, or allocate
-and free in different orders, fail as soon as they differ.
+The fake is stricter than a real transport. What a call will write holds no sensible value until the
+wait, and what a reduction reads must not change before the wait. Ranks that call different
+collectives, or allocate and free in different orders, fail as soon as they differ.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ Copies = list[torch.Tensor]
 
 
 class Turns:
-    """Threads of which one runs at a time, until it waits for what another one does.
+    """Threads that take turns: one runs until it has to wait for another.
 
     Args:
         world_size: number of ranks, each of which is a thread.
@@ -52,7 +53,7 @@ class Turns:
         """Call ``function(rank)`` for every rank.
 
         Raises:
-            Exception: what the first rank raised that did not only miss another one.
+            Exception: what a rank raised. If several did, one that did not just miss another rank.
         """
         results: dict[int, T] = {}
         failures: list[BaseException] = []
@@ -89,7 +90,7 @@ class Turns:
 
     @property
     def rank(self) -> int:
-        """The rank that runs now, which is the one that asks."""
+        """The rank of the calling thread."""
         number: int = self._rank.number
         return number
 
@@ -97,11 +98,11 @@ class Turns:
         """Let other ranks run until ``is_over()``.
 
         Args:
-            is_over: asked whenever another rank waits or ends.
+            is_over: called whenever another rank waits or ends.
             doing: what the rank waits in, for messages.
 
         Raises:
-            PeerLostError: nobody is left who could change it.
+            PeerLostError: no rank is left that could make it true.
         """
         if is_over():
             return
@@ -129,7 +130,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective as a rank calls it: equal on all ranks, or they have diverged."""
+    """A collective call. It is equal on all ranks unless they have diverged."""
 
     kind: str
     label: Label
@@ -146,11 +147,13 @@ class Call:
 
 @dataclass
 class Channel:
-    """What the ranks of one group have in common.
+    """The state that the ranks of one group share.
 
     Attributes:
-        posted: what each rank has called, by number of the call, with copies of what it reads.
-        memory: what each rank did to full buffers, in order.
+        members: the ranks of the group.
+        posted: by number of the call and rank, what was called, with copies of what it reads.
+        memory: by rank, what it did to full buffers, in order.
+        counts: by rank, the number of its last call.
     """
 
     members: tuple[int, ...]
@@ -161,23 +164,32 @@ class Channel:
 
 @dataclass
 class Box:
-    """Messages from one rank to another, in the order of sending; some may be asked for ahead."""
+    """Messages from one rank to another, in the order of sending.
+
+    Attributes:
+        sent: the messages.
+        asked_for: how many the receiver has asked for, which may be more than were sent.
+    """
 
     sent: list[Copies] = field(default_factory=list)
     asked_for: int = 0
 
 
 class FakeWorld:
-    """``world_size`` ranks that meet in memory.
+    """A world of ranks in one process.
 
     Args:
         world_size: number of ranks.
 
     Attributes:
-        turns: who runs.
+        number: tells this world from all others.
+        turns: lets one rank run at a time.
     """
 
+    _numbers = itertools.count()
+
     def __init__(self, world_size: int) -> None:
+        self.number = next(self._numbers)
         self.turns = Turns(world_size)
         self._boxes: dict[Hashable, Box] = {}
         self._channels: dict[Hashable, Channel] = {}
@@ -188,17 +200,17 @@ class FakeWorld:
         return self.turns.run(lambda rank: function(self.transport(everybody)))
 
     def box(self, address: Hashable) -> Box:
-        """The messages that are sent to an address."""
+        """Return the messages sent to an address."""
         return self._boxes.setdefault(address, Box())
 
     def transport(
         self, members: Sequence[int], key: Hashable = None, *, overlaps: bool = False
     ) -> FakeTransport:
-        """Make the transport of the rank that asks, over ``members``.
+        """Make the calling rank's transport over ``members``.
 
         Args:
-            members: all ranks of the group, in its order.
-            key: tells this group from others of the same ranks.
+            members: the ranks of the group, in order.
+            key: distinguishes this group from others of the same ranks.
             overlaps: what the transport decides in ``overlaps_compute``.
         """
         key = (tuple(members), key)
@@ -236,7 +248,7 @@ class FakeTransport:
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
     ) -> FakeWork:
-        """Gather when it is waited for, from copies made now."""
+        """Copy the shards now, and gather them at the wait."""
 
         def finish(ranks: list[Copies]) -> None:
             for i, full in enumerate(fulls):
@@ -253,7 +265,7 @@ class FakeTransport:
         op: Reduce,
         label: Label = NO_LABEL,
     ) -> FakeWork:
-        """Reduce in the order of ranks when it is waited for."""
+        """Reduce at the wait, in the order of ranks."""
 
         def finish(ranks: list[Copies]) -> None:
             for i, shard in enumerate(shards):
@@ -267,7 +279,7 @@ class FakeTransport:
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
     ) -> FakeWork:
-        """Reduce in place, in the order of ranks, when it is waited for."""
+        """Reduce in place at the wait, in the order of ranks."""
 
         def finish(ranks: list[Copies]) -> None:
             for i, tensor in enumerate(tensors):
@@ -276,7 +288,7 @@ class FakeTransport:
         return FakeWork(self, Call.of(f"all_reduce {op.name}", tensors, label), tensors, (), finish)
 
     def post(self, call: Call, reads: Copies) -> int:
-        """Say what this rank calls, and return the number of the call."""
+        """Record a call of this rank, and return its number."""
         channel = self._channel
         number = channel.counts[self.rank] = channel.counts.get(self.rank, -1) + 1
         channel.posted.setdefault(number, {})[self.rank] = (call, reads)
@@ -303,7 +315,7 @@ class FakeTransport:
         return [posted[rank][1] for rank in sorted(posted)]
 
     def note_memory(self, what: str) -> None:
-        """Compare with the other ranks what is done to memory that might be shared.
+        """Record what is done to full buffers, and compare it with the other ranks.
 
         Raises:
             RanksDivergedError: another rank did something else.
@@ -319,7 +331,7 @@ class FakeTransport:
 
 
 class FakeBuffers(HeapBuffers):
-    """Full tensors in memory of each rank's own, which hold no sensible value when allocated."""
+    """Full tensors in private memory, filled with NaN at every allocation."""
 
     def __init__(
         self,
@@ -350,7 +362,7 @@ class FakeBuffers(HeapBuffers):
 
 
 class FakeWork:
-    """What a real transport would do in the background happens in :meth:`wait`."""
+    """A collective that happens entirely in :meth:`wait`."""
 
     def __init__(
         self,
