@@ -1,7 +1,7 @@
-"""What every transport promises, as checks that one rank runs against a plain reference.
+"""The contract of every transport, as checks that each rank runs against a plain reference.
 
-Every rank draws the data of *all* ranks from the same seed, so that it can work out by itself what
-the collective must give.
+Every rank draws the data of *all* ranks from the same seed, so it can compute by itself what the
+collective has to return.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from shardwise.transport.base import Reduce, Transport, Work
 
-# The result of a reduction by a backend in its own order may differ by a few roundings.
+# A backend that reduces in its own order may differ by a few roundings.
 TOLERANCE = {
     torch.float64: 1e-13,
     torch.float32: 1e-5,
@@ -53,7 +53,7 @@ class Item:
 
 @functools.cache
 def _random(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers to cut values from: to draw anew for every tensor takes most of the time."""
+    """Return numbers to cut values from: drawing new ones for every tensor would take too long."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=dtype)
 
 

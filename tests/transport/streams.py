@@ -1,7 +1,7 @@
 """Streams of random collectives over shared memory, each beside the same one over gloo.
 
-The ranks of a group draw the same collectives from one seed. Each draws data of its own, and waits
-in an order of its own: for all that the contract says, one may be waited for long after it began.
+The ranks of a group draw the same collectives from one seed. Each draws its own data, and waits in
+its own order: the contract allows a wait long after the call.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def world_group() -> dist.ProcessGroup:
 
 
 class Params:
-    """What a group of parameters is to a transport: items that are gathered again and again.
+    """A group of parameters, as a transport sees it: items that are gathered again and again.
 
     Args:
-        transport: over which they are.
-        items: of the group.
-        kinds: for each item where its full lives: ``"lent"`` or ``"heap"``.
+        transport: the transport that gathers them.
+        items: the items of the group.
+        kinds: where the full of each item lives: ``"lent"`` or ``"heap"``.
     """
 
     def __init__(self, transport: Transport, items: list[Item], kinds: list[str]) -> None:
@@ -53,7 +53,7 @@ class Params:
         )
 
     def fulls(self) -> list[torch.Tensor]:
-        """Memory to gather into; what is not lent is new each time."""
+        """Return memory to gather into; memory that is not lent is new each time."""
         self._buffers.allocate()
         found = dict(zip(self._lent, self._buffers.tensors, strict=True))
         return [
@@ -64,13 +64,13 @@ class Params:
         ]
 
     def scribble(self, own: random.Random) -> None:
-        """Write to fulls what no peer may see, and no later gather may find."""
+        """Write values to fulls that no peer may see and no later gather may find."""
         for full in self._buffers.tensors:
             if full.numel() and own.random() < 0.5:
                 full[own.randrange(full.numel())] = 77
 
     def free(self) -> None:
-        """Give back what can be given back."""
+        """Free the lent memory."""
         self._buffers.free()
 
 

@@ -1,4 +1,4 @@
-"""Finding the pages that this process has written to."""
+"""Pages of a private window that this process has written to."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _by_entries(window: Window) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("how", [_by_call, _by_entries])
-def test_a_page_of_ones_own_is_found_wherever_it_is(
+def test_a_private_page_is_found_wherever_it_is(
     window: Window, how: Callable[[Window], Callable[[], bool]]
 ) -> None:
     finds = how(window)
@@ -48,14 +48,14 @@ def test_a_page_of_ones_own_is_found_wherever_it_is(
         window.forget_writes()
 
 
-def test_a_page_beyond_the_range_is_not_looked_at(window: Window) -> None:
+def test_a_page_beyond_the_range_does_not_count(window: Window) -> None:
     half = LENGTH // 2
     look = PrivatePages(PageMap(), window.address, half)
     window.tensor(0, LENGTH, torch.uint8)[half] = 1
     assert not look.exist()
 
 
-def test_an_older_system_is_asked_for_entries(
+def test_older_systems_use_the_entries_of_pagemap(
     window: Window, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(*_: object) -> bool:
@@ -68,5 +68,5 @@ def test_an_older_system_is_asked_for_entries(
     assert look.exist()
 
 
-def test_a_system_that_does_not_tell_means_that_pages_may_be_ones_own() -> None:
+def test_without_entries_pages_may_be_private() -> None:
     assert has_own_entry(b"", PAGE)

@@ -1,4 +1,4 @@
-"""The collectives transport shows itself to whoever watches ``torch.distributed``."""
+"""Tools that watch ``torch.distributed`` see every call of the collectives transport."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = [
 
 
 def _watch(names: Sequence[str]) -> Counter[str]:
-    """Replace functions of ``torch.distributed`` as a monitor does, by ones that count."""
+    """Replace functions of ``torch.distributed`` by ones that count, as a monitor does."""
     counts: Counter[str] = Counter()
 
     def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Every transport keeps every promise of the seam, over worlds of one to four ranks."""
+"""Every transport keeps the whole contract, over worlds of one to four ranks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _fuzz_all_transports(rank: int, world_size: int) -> None:
 
 
 def _check_large(rank: int, world_size: int) -> None:
-    """With the thresholds that everybody has."""
+    """Use the thresholds of real trainings."""
     checks = Checks(GlooTransport(_world_group()), exact=True)
     items = [Item(1_000_000), Item(10), Item(300_000, 7, torch.bfloat16, torch.float32)]
     checks.all_gather(items, 1).finish()
@@ -172,7 +172,7 @@ def _write_while_it_travels(rank: int, world_size: int) -> None:
 
 
 @each_kind
-def test_what_is_gathered_is_what_shards_held_at_the_call(run: Run) -> None:
+def test_a_gather_takes_a_snapshot_of_the_shards(run: Run) -> None:
     run(_write_while_it_travels, 2)
 
 
@@ -192,7 +192,7 @@ def test_any_dtype_can_be_gathered(run: Run) -> None:
 
 
 def _two_transports_of_one_group(rank: int, world_size: int) -> None:
-    """Their messages carry the same numbers; still none is taken for another's."""
+    """Their messages carry the same tags, and are still told apart."""
     one, two = (Checks(GlooTransport(_world_group()), exact=True) for _ in range(2))
     items = [Item(5), Item(100_000)]
     first, second = one.all_gather(items, 1), two.all_gather(items, 2)

@@ -1,4 +1,4 @@
-"""What happens when ranks die, stall, or let go of a collective that is under way."""
+"""Ranks that die, stall, or drop a collective that is under way."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _all_reduce(transport: Transport, numel: int) -> Work:
 
 
 def _loss(post: Post, transport: Transport) -> tuple[str, float]:
-    """Return what the next collectives say of a lost peer, and after how many seconds."""
+    """Return the error of the next collectives, and after how many seconds it was raised."""
     start = time.monotonic()
 
     def collectives() -> None:
@@ -120,7 +120,7 @@ def _lose_one_after_the_other(rank: int, world_size: int) -> str:
     return _loss(_gather, transport)[0]
 
 
-def test_the_cause_is_named_beside_those_who_left_because_of_it() -> None:
+def test_the_cause_is_named_beside_peers_that_left_because_of_it() -> None:
     outcomes = run_ranks(_lose_one_after_the_other, 3, expect_failures=True)
     assert outcomes[0].ok, outcomes[0].describe(3)
     # Whether rank 1 is seen to have gone is up to the kernel; the cause is seen in any case.
@@ -175,7 +175,7 @@ def test_a_work_that_failed_stays_failed() -> None:
 
 
 def _drop_works(rank: int, world_size: int, dropping: list[int]) -> bool:
-    """Leave collectives without a wait; what follows must work, and memory must come back."""
+    """Drop collectives without a wait; later ones must work, and memory must be released."""
     transport = _transport()
     shard, full = torch.ones(LARGE), torch.empty(LARGE * world_size)
     dropped = weakref.ref(full)
@@ -198,7 +198,7 @@ def _drop_works(rank: int, world_size: int, dropping: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("dropping", [[0], [0, 1]])
-def test_works_dropped_without_a_wait_harm_nothing(dropping: list[int]) -> None:
+def test_dropping_works_without_a_wait_is_harmless(dropping: list[int]) -> None:
     assert run_ranks(_drop_works, 2, dropping) == [True, True]
 
 
@@ -209,5 +209,5 @@ def _reduce_what_gloo_cannot(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_wrong_use_is_not_taken_for_a_lost_peer() -> None:
+def test_misuse_is_not_reported_as_a_lost_peer() -> None:
     assert "scalar type" in run_ranks(_reduce_what_gloo_cannot, 2)[0]

@@ -1,4 +1,4 @@
-"""What the ranks of a host hold in common does not grow, and is let go of."""
+"""The memory that the ranks of a host share does not grow, and is released."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.skipif(not futex.is_available(), reason="needs Linux on
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds.
+    """The resources of a process.
 
     Attributes:
-        in_common: bytes that the file in common takes.
-        descriptors: number of open ones.
-        windows: mappings of the file.
-        mappings: all.
+        in_common: bytes that the shared file takes.
+        descriptors: the number of open descriptors.
+        windows: the number of mappings of the file.
+        mappings: the number of all mappings.
     """
 
     in_common: int
@@ -36,7 +36,7 @@ class Held:
 
     @staticmethod
     def now(fd: int | None = None) -> Held:
-        """What this process holds, with file ``fd``."""
+        """Measure this process, and the file ``fd``."""
         maps = Path("/proc/self/maps").read_text().splitlines()
         return Held(
             512 * os.fstat(fd).st_blocks if fd is not None else 0,
@@ -47,7 +47,7 @@ class Held:
 
 
 def _repeat(rank: int, world_size: int, rounds: int, repeats: int) -> list[Held]:
-    """Return what is held after each of several repeats of the very same collectives."""
+    """Return the resources after each of several repeats of the same collectives."""
     stream = Stream(world_group(), "leaks", compared=False, largest=20_000)
     seen = []
     for _ in range(repeats):
@@ -75,7 +75,7 @@ def test_what_is_held_does_not_grow_with_the_number_of_collectives(world_size: i
 
 
 def _drop_unfreed(rank: int, world_size: int) -> list[int]:
-    """Return what the file takes after each of several models that were dropped as they were."""
+    """Return the size of the file after each of several models that were dropped unsharded."""
     transport = Stream(world_group(), "unfreed", compared=False).transport
     numel, taken = 250_000, []
     for _ in range(5):
@@ -102,7 +102,7 @@ def test_parameters_that_are_dropped_without_being_freed_are_given_back() -> Non
 
 
 def _drop_in_a_child(rank: int, world_size: int) -> float:
-    """Let go of a parameter in a child process, as a data loader's worker may."""
+    """Drop a parameter in a child process, as a data loader's worker may."""
     transport = Stream(world_group(), "child", compared=False).transport
     buffers = transport.full_buffers([2000], [torch.float32], CPU)
     buffers.allocate()
@@ -118,7 +118,7 @@ def _drop_in_a_child(rank: int, world_size: int) -> float:
     return float(full.sum())
 
 
-def test_what_a_child_process_lets_go_of_is_not_given_back() -> None:
+def test_what_a_child_process_drops_is_not_given_back() -> None:
     assert run_ranks(_drop_in_a_child, 2) == [2000.0, 2000.0]
 
 

@@ -104,7 +104,7 @@ def test_large_storages_lie_on_huge_pages() -> None:
 
 
 @needs_huge_pages
-def test_small_storages_are_left_alone() -> None:
+def test_small_storages_are_not_put_on_huge_pages() -> None:
     size = 64 * 1024 * 1024  # a mapping of its own, of which a small part is offered
     whole = torch.empty(size, dtype=torch.uint8)
     small = torch.empty(LARGE_BYTES - 1, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The NCCL transport: how it launches (gloo standing in), and on GPUs where there are any."""
+"""The NCCL transport: its launches, on gloo in place of NCCL; and on GPUs if there are any."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_large_parameters_travel_in_place_in_one_launch_and_small_ones_packed() 
 
 
 def _padding(rank: int, world_size: int) -> float:
-    """What a short shard leaves of its chunk travels as zeros."""
+    """The rest of the chunk of a short shard is sent as zeros."""
     assert dist.group.WORLD is not None
     full = torch.full((4 * world_size,), float("nan"))
     NcclTransport(dist.group.WORLD, "gloo").all_gather([torch.ones(3)], [full]).wait()
     return float(full.sum())
 
 
-def test_padding_is_zeros_lest_nan_checks_cry() -> None:
+def test_padding_is_zeros_for_tools_that_look_for_nan() -> None:
     assert run_ranks(_padding, 2) == [6.0, 6.0]
 
 

@@ -113,7 +113,7 @@ def test_a_thing_is_made_once_for_a_group(group: Group, peers: Peers) -> None:
     assert Peers(other).once(_a_list) is not first  # type: ignore[arg-type]
 
 
-def test_what_could_not_be_made_is_made_anew(peers: Peers) -> None:
+def test_what_could_not_be_made_is_made_again(peers: Peers) -> None:
     made = Mock(side_effect=[ValueError("not yet"), "made"])
     with pytest.raises(ValueError, match="not yet"):
         peers.once(made)
@@ -131,7 +131,7 @@ def test_what_is_kept_is_freed_with_the_group() -> None:
         _ = peers.group
 
 
-def test_without_a_process_group_there_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "group", Mock(WORLD=None))
     with pytest.raises(RuntimeError, match="init_process_group"):
         Peers()
@@ -178,7 +178,7 @@ def test_an_error_says_if_the_backend_names_nobody(peers: Peers) -> None:
         (dist.DistNetworkError("something else"), "closed the connection"),
     ],
 )
-def test_a_backends_error_of_a_lost_peer_says_so(
+def test_backend_errors_that_mean_a_lost_peer_say_so(
     peers: Peers, error: RuntimeError, expected: str
 ) -> None:
     with pytest.raises(PeerLostError, match=expected) as caught, peers.collective("the sum"):
@@ -196,7 +196,7 @@ def test_a_backends_error_of_a_lost_peer_says_so(
         RanksDivergedError("ranks have diverged: a peer called something else"),
     ],
 )
-def test_other_errors_stay_what_they_are(peers: Peers, error: Exception) -> None:
+def test_other_errors_pass_through(peers: Peers, error: Exception) -> None:
     with pytest.raises(type(error)) as caught, peers.collective("the sum"):
         raise error
     assert caught.value is error
@@ -227,14 +227,12 @@ def test_a_peer_that_did_its_part_just_before_it_left_is_not_lost(
     watch.wait(lambda seconds: clock.sleep(seconds) or next(ends), lambda: next(missing))
 
 
-def test_all_who_are_gone_are_named_for_one_of_them_is_the_cause(
-    peers: Peers, clock: Clock
-) -> None:
+def test_all_peers_that_are_gone_are_named(peers: Peers, clock: Clock) -> None:
     with pytest.raises(PeerLostError, match="lost ranks 11, 13 during"):
         _watch(peers, [[1, 3]]).wait(clock.sleep, lambda: [1])
 
 
-def test_who_does_not_come_in_time_is_named(peers: Peers, clock: Clock) -> None:
+def test_a_peer_that_does_not_come_in_time_is_named(peers: Peers, clock: Clock) -> None:
     with pytest.raises(PeerLostError, match="lost ranks 11, 12 during the test: no answer in time"):
         _watch(peers, timeout=30).wait(clock.sleep, lambda: [1, 2])
     assert 130 <= clock.now <= 132
@@ -242,7 +240,7 @@ def test_who_does_not_come_in_time_is_named(peers: Peers, clock: Clock) -> None:
         _watch(peers, timeout=30, blame=lambda: [3]).wait(clock.sleep, lambda: [1, 2])
 
 
-def test_ranks_that_wait_for_different_things_learn_it(peers: Peers, clock: Clock) -> None:
+def test_ranks_that_wait_for_different_things_have_diverged(peers: Peers, clock: Clock) -> None:
     compare = Mock(side_effect=[None, RanksDivergedError("ranks have diverged")])
     give_up = Mock()
     with pytest.raises(RanksDivergedError):
@@ -252,15 +250,13 @@ def test_ranks_that_wait_for_different_things_learn_it(peers: Peers, clock: Cloc
     give_up.assert_called_once_with()
 
 
-def test_a_peer_that_left_because_ranks_diverged_is_not_called_lost(
-    peers: Peers, clock: Clock
-) -> None:
+def test_a_peer_that_left_because_ranks_diverged_is_not_lost(peers: Peers, clock: Clock) -> None:
     compare = Mock(side_effect=RanksDivergedError("ranks have diverged"))
     with pytest.raises(RanksDivergedError):
         _watch(peers, [[1]], compare=compare).wait(clock.sleep, lambda: [1])
 
 
-def test_others_are_hung_up_on_before_the_wait_ends(peers: Peers, clock: Clock) -> None:
+def test_the_rank_hangs_up_before_the_wait_ends(peers: Peers, clock: Clock) -> None:
     give_up = Mock()
     with pytest.raises(PeerLostError):
         _watch(peers, [[1]], give_up=give_up).wait(clock.sleep, lambda: [1])
@@ -295,7 +291,7 @@ def test_probes_become_rarer_in_a_long_wait(peers: Peers, clock: Clock) -> None:
     assert looks[-1] - looks[-2] == pytest.approx(5)
 
 
-def test_a_check_is_made_before_the_first_pause_and_often_at_first(clock: Clock) -> None:
+def test_polling_checks_first_and_often_at_first(clock: Clock) -> None:
     assert polling(lambda: True)(1.0)
     assert clock.now == 100
     sleep = polling(lambda: False)
@@ -328,7 +324,7 @@ def test_a_call_returns_what_its_function_returns_or_raises(peers: Peers) -> Non
 
 
 @pytest.mark.usefixtures("gloo")
-def test_a_call_that_breaks_names_those_who_are_gone(peers: Peers) -> None:
+def test_a_call_that_breaks_names_the_peers_that_are_gone(peers: Peers) -> None:
     call = Mock(side_effect=RuntimeError("Connection closed by peer"))
     with pytest.raises(PeerLostError, match="lost rank 12 during the call"):
         peers.call(call, "the call")

@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 from shardwise.transport import select_transport
 from shardwise.transport.base import Transport
+from shardwise.transport.custom import CustomTransport
+from shardwise.transport.local import LocalTransport
+from shardwise.transport.shm import futex
 from tests.harness import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -94,8 +97,31 @@ def _let_go(rank: int, world_size: int) -> list[float]:
     return full.tolist()
 
 
-def test_when_a_rank_lets_go_of_a_transport_is_its_own_affair() -> None:
+def test_ranks_may_drop_a_transport_at_different_times() -> None:
     assert run_ranks(_let_go, 2) == [[0.0, 1.0]] * 2
+
+
+def _overlaps(rank: int, world_size: int) -> dict[str, bool]:
+    names = ("shm", "c10d", "collectives")
+    transports = {name: select_transport(dist.group.WORLD, CPU, name) for name in names}
+    assert dist.group.WORLD is not None
+    for name in names:
+        transports[f"custom {name}"] = CustomTransport(transports[name], dist.group.WORLD)
+    return {name: transport.overlaps_compute() for name, transport in transports.items()}
+
+
+@pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
+def test_messages_overlap_with_compute_and_shared_memory_does_not() -> None:
+    assert not LocalTransport().overlaps_compute()
+    decided = run_ranks(_overlaps, 2)[0]
+    assert decided == {
+        "shm": False,
+        "c10d": True,
+        "collectives": True,
+        "custom shm": False,
+        "custom c10d": True,
+        "custom collectives": True,
+    }
 
 
 def _on_a_device_without_backend(rank: int, world_size: int) -> str:
@@ -104,7 +130,7 @@ def _on_a_device_without_backend(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_a_device_without_a_backend_is_an_error_that_tells_what_to_do() -> None:
+def test_a_device_without_a_backend_is_an_error_that_says_what_to_do() -> None:
     for message in run_ranks(_on_a_device_without_backend, 2, backend="cpu:gloo"):
         assert "init_process_group" in message
         assert "cpu:gloo,cuda:" in message

@@ -1,4 +1,4 @@
-"""Ranks of one host share memory: who may, what it takes, and what is left of it."""
+"""Shared memory between the ranks of one host: who may share it, its size, and what is left."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _gather(transport: Transport, numel: int = NUMEL, name: str = "some group") 
 
 
 def _taken(transport: ShmTransport) -> int:
-    """Bytes of the memory in common that hold anything."""
+    """Bytes of the shared memory that are in use."""
     return os.fstat(transport._sync.connections.fd).st_blocks * 512
 
 
@@ -134,7 +134,7 @@ def _too_many_under_way(rank: int, world_size: int) -> str:
         return str(caught.value)
 
 
-def test_more_than_there_is_room_for_is_an_error_not_a_wrong_sum() -> None:
+def test_too_many_collectives_under_way_are_an_error() -> None:
     run_ranks(_too_many_under_way, 2)
 
 
@@ -151,7 +151,7 @@ def _about_to_overwrite(rank: int, world_size: int) -> None:
         dist.barrier()
 
 
-def test_a_place_that_is_about_to_be_overwritten_is_not_read() -> None:
+def test_an_entry_that_is_about_to_be_overwritten_is_not_read() -> None:
     run_ranks(_about_to_overwrite, 2)
 
 
@@ -176,7 +176,7 @@ def test_a_destroyed_group_leaves_nothing() -> None:
 
 
 def _once_per_host(rank: int, world_size: int) -> float:
-    """Return what this rank's share of the memory of a full parameter is, in bytes."""
+    """Return this rank's share of the memory of a full parameter, in bytes."""
     transport = _transport()
     numel = 4 * NUMEL
     buffers = transport.full_buffers([numel * world_size], [torch.float32], CPU)
@@ -197,7 +197,7 @@ def _pss() -> int:
     return 1024 * int(found[1])
 
 
-def test_a_full_parameter_lives_once_per_host() -> None:
+def test_a_full_parameter_exists_once_per_host() -> None:
     shares = run_ranks(_once_per_host, 2)
     whole = 4 * 4 * NUMEL * 2
     assert sum(shares) == pytest.approx(whole, rel=0.1)
@@ -234,11 +234,11 @@ def _lent_again(rank: int, world_size: int) -> None:
         buffers.free()
 
 
-def test_memory_is_lent_again_when_all_have_freed_it() -> None:
+def test_memory_is_reused_when_all_ranks_have_freed_it() -> None:
     run_ranks(_lent_again, 3)
 
 
-# -- who may -----------------------------------------------------------------------------------
+# -- who may share it --------------------------------------------------------------------------
 
 
 def _one_cannot(rank: int, world_size: int, requested: str) -> str:
@@ -249,18 +249,18 @@ def _one_cannot(rank: int, world_size: int, requested: str) -> str:
             return str(error)
 
 
-def test_where_one_rank_cannot_all_take_messages() -> None:
+def test_if_one_rank_cannot_share_memory_all_send_messages() -> None:
     assert run_ranks(_one_cannot, 3, "auto") == ["gloo"] * 3
 
 
-def test_asking_for_it_where_it_cannot_be_says_why() -> None:
+def test_requesting_unavailable_shared_memory_says_why() -> None:
     for message in run_ranks(_one_cannot, 3, "shm"):
         assert message.startswith("transport 'shm' is not available here: ")
         assert "rank 1: shared memory is for Linux on x86-64" in message
 
 
-def _stranger(rank: int, world_size: int) -> list[float]:
-    """Somebody who finds the socket, but knows no token, is not let in."""
+def _intruder(rank: int, world_size: int) -> list[float]:
+    """A process that finds the socket, but does not know the token, is rejected."""
     real = handshake._listen
 
     @contextlib.contextmanager
@@ -271,7 +271,9 @@ def _stranger(rank: int, world_size: int) -> list[float]:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as intruder:
                     intruder.connect(f"\0{name}")
                     intruder.sendall(handshake._HELLO.pack(1, b"0" * 32))
-                    assert intruder.recv(1) == b"", "hung up on, and no memory passed"
+                    assert intruder.recv(1) == b"", (
+                        "the connection is closed, and no memory was passed"
+                    )
 
             threading.Thread(target=intrude, daemon=True).start()
             time.sleep(0.2)
@@ -281,8 +283,8 @@ def _stranger(rank: int, world_size: int) -> list[float]:
         return _gather(_transport()).tolist()
 
 
-def test_a_stranger_is_not_let_in() -> None:
-    assert run_ranks(_stranger, 2) == [[0.0, 1.0]] * 2
+def test_a_process_without_the_token_is_rejected() -> None:
+    assert run_ranks(_intruder, 2) == [[0.0, 1.0]] * 2
 
 
 def _another_user(rank: int, world_size: int) -> str:
@@ -293,7 +295,7 @@ def _another_user(rank: int, world_size: int) -> str:
             return str(error)
 
 
-def test_processes_of_another_user_are_not_met() -> None:
+def test_processes_of_another_user_are_rejected() -> None:
     for message in run_ranks(_another_user, 2):
         assert "belongs to user" in message
 
@@ -302,7 +304,7 @@ def test_processes_of_another_user_are_not_met() -> None:
 
 
 def _own_socket_names() -> list[str]:
-    """The names of Unix sockets, as the system lists them, that this process has open."""
+    """The names of the Unix sockets that this process has open, as the system lists them."""
     inodes = set()
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the folder's own is closed by now
@@ -412,7 +414,7 @@ def _diverge(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_diverge_are_told_what_each_of_them_called() -> None:
+def test_divergence_is_reported_with_the_calls_of_both_ranks() -> None:
     for message in run_ranks(_diverge, 2):
         assert "the all-gather of blocks.0" in message
         assert "the all-gather of blocks.1" in message
@@ -481,7 +483,7 @@ def test_dtypes_and_uneven_chunks(world_size: int, dtype: torch.dtype) -> None:
 
 
 def test_a_small_dev_shm_does_not_matter() -> None:
-    """The memory is in no file system that has a size, as the one at /dev/shm has."""
+    """The memory is in no file system with a limited size, such as the one at /dev/shm."""
     descriptor = Arena.create()
     try:
         assert os.readlink(f"/proc/self/fd/{descriptor}") == "/memfd:shardwise (deleted)"

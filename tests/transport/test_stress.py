@@ -1,8 +1,8 @@
-"""Thousands of random collectives over shared memory: no difference to gloo, no hang.
+"""Thousands of random collectives over shared memory: no difference from gloo, and no hang.
 
     python -m tests.transport.test_stress --rounds 20000 --kills 200 --seed 7    # for longer
 
-What differs from run to run is only who waits for whom. A failure names the seed of its stream.
+Only the timing differs from run to run. A failure names the seed of its stream.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def test_random_collectives_give_the_bits_that_gloo_gives(shape: tuple[int, ...]
 
 @dataclass(frozen=True)
 class Loss:
-    """What a survivor found.
+    """What a survivor observed.
 
     Attributes:
-        message: of its error.
-        seconds: from the beginning of the step that raised.
-        file: that all ranks had in common.
+        message: the message of its error.
+        seconds: the time since the beginning of the step that raised.
+        file: the file that all ranks shared.
     """
 
     message: str
@@ -94,7 +94,7 @@ def _until_lost(stream: Stream) -> Loss:
 
 
 def _send_later(which: signal.Signals, seconds: float) -> None:
-    """Have a signal end or stop this process, whatever it does then."""
+    """Send a signal to this process after a delay."""
     timer = threading.Timer(seconds, os.kill, (os.getpid(), which))
     timer.daemon = True
     timer.start()
@@ -148,7 +148,7 @@ def test_survivors_name_a_rank_that_is_killed_at_any_moment() -> None:
 
 
 def _late_to_free(rank: int, world_size: int) -> None:
-    """Rank 1 goes on reading what rank 0 has freed long ago."""
+    """Rank 1 keeps reading what rank 0 freed long ago."""
     transport = Stream(world_group(), "late", compared=False).transport
     first, *others = (
         transport.full_buffers([1000 * world_size], [torch.float32], CPU) for _ in range(6)
@@ -202,7 +202,7 @@ def test_survivors_name_a_stopped_rank_and_the_group_after_the_timeout(seconds: 
 
 
 def _give_up_or_wait(rank: int, world_size: int) -> Loss | None:
-    """Rank 2 is killed; rank 1 gives up, and stays; rank 0 has begun what rank 1 never will."""
+    """Rank 2 is killed, rank 1 gives up but lives, and rank 0 waits for rank 1."""
     stream = Stream(world_group(), "given up", compared=False)
     dist.barrier()
     if rank == 2:
@@ -217,7 +217,7 @@ def _give_up_or_wait(rank: int, world_size: int) -> Loss | None:
     return Loss(str(caught.value), time.monotonic() - start, "")
 
 
-def test_a_rank_that_waits_for_one_that_gave_up_is_told_of_the_cause() -> None:
+def test_a_rank_that_waits_for_one_that_gave_up_reports_the_cause() -> None:
     outcomes = run_ranks(_give_up_or_wait, 3, pg_timeout=600, expect_failures=True)
     for rank in (0, 1):
         assert outcomes[rank].ok, outcomes[rank].describe(3)
@@ -230,7 +230,7 @@ def test_a_rank_that_waits_for_one_that_gave_up_is_told_of_the_cause() -> None:
 
 
 def main() -> None:
-    """Run what the tests run, but for longer."""
+    """Run the same as the tests, but for longer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5000, help="collectives of each mesh (5000)")
     parser.add_argument("--kills", type=int, default=20, help="worlds that lose a rank (20)")

@@ -1,4 +1,4 @@
-"""Waiting in a thread: what works raise, and what happens to those who interrupt a wait."""
+"""Waiting for works in a thread: their errors, and interrupts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.transport.waiter import Waiter
 
 
 class ImpatientError(Exception):
-    """What the signal handler of these tests raises in the main thread."""
+    """An error that the signal handler of these tests raises in the main thread."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def waiter() -> Iterator[Waiter]:
 
 
 class InterruptingWork:
-    """A work whose wait interrupts the main thread some times, and ends when told to."""
+    """A work whose wait interrupts the main thread several times, and ends on request."""
 
     def __init__(self, times: int) -> None:
         self.times = times
@@ -72,10 +72,10 @@ def test_an_interrupt_is_raised_when_the_collective_is_over(waiter: Waiter) -> N
     work.may_end.set()
     with pytest.raises(ImpatientError):
         waiter.wait([(work, 0)], "a test")
-    assert work.ended, "memory was let go while messages could still write to it"
+    assert work.ended, "memory was released while messages could still write to it"
 
 
-def test_who_interrupts_twice_is_obeyed_at_once(waiter: Waiter) -> None:
+def test_a_second_interrupt_ends_the_wait_at_once(waiter: Waiter) -> None:
     work = InterruptingWork(2)
     with pytest.raises(ImpatientError):
         waiter.wait([(work, 0)], "a test")

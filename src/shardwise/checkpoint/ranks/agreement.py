@@ -128,7 +128,7 @@ class Ranks:
 
     def _send(self, what: Any, peer: int) -> None:
         try:
-            self._attended(
+            self._call(
                 lambda: dist.send_object_list([what], dst=self._names[peer], group=self._group),
                 peer,
             )
@@ -140,7 +140,7 @@ class Ranks:
     def _receive(self, peer: int) -> Any:
         found: list[Any] = [None]
         try:
-            self._attended(
+            self._call(
                 lambda: dist.recv_object_list(found, src=self._names[peer], group=self._group),
                 peer,
             )
@@ -150,7 +150,7 @@ class Ranks:
             return _Lost(self._names[peer], f"was lost ({_first_line(error)})")
         return found[0]
 
-    def _attended(self, call: Callable[[], object], peer: int) -> None:
+    def _call(self, call: Callable[[], object], peer: int) -> None:
         assert self._group is not None
         Peers(self._group).call(call, "a checkpoint", [peer])
 
