@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -191,18 +190,6 @@ def test_resuming_a_complete_run_says_that_there_is_nothing_to_do(whole: Ended) 
     ended = Ended.of(whole.folder, start(whole.folder, "--nproc", "2", "--out", "run", "--resume"))
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.startswith("Nothing to do: the run in run is at step 8 of 8.")
-
-
-def test_a_complete_run_without_its_results_goes_on_to_make_them(
-    whole: Ended, tmp_path: Path
-) -> None:
-    shutil.copytree(whole.folder, tmp_path, dirs_exist_ok=True)
-    record = tmp_path / "run" / "run.json"  # as if it had been killed after its last checkpoint
-    record.write_text(record.read_text().replace('"finished"', '"running"'))
-    (tmp_path / "run" / "sample.txt").unlink()
-    ended = Ended.of(tmp_path, start(tmp_path, "--nproc", "2", "--out", "run", "--resume"))
-    assert (ended.code, ended.err) == (0, "")
-    assert (tmp_path / "run" / "sample.txt").exists()
 
 
 # -- disturbed -------------------------------------------------------------------------------------

@@ -176,6 +176,25 @@ def test_a_finished_run_can_go_on_with_more_steps_on_another_world(
     assert warning.startswith("warning    a step has 2 examples from here on, and had 4 before")
 
 
+def test_a_complete_run_without_its_results_goes_on_to_make_them(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(train, 2, small_config(tmp_path, sample_tokens=20))
+    again = small_config(tmp_path, sample_tokens=20, existing=Existing.RESUME)
+    out = again.train.output.out
+    record = out / "run.json"  # as if it had been killed after its last checkpoint
+    text = record.read_text()
+    assert '"finished"' in text
+    record.write_text(text.replace('"finished"', '"running"'))
+    (out / "sample.txt").unlink()
+    (out / "loss.png").unlink()
+
+    assert ranks(train, 2, again) == [["finished"]] * 2
+    assert (out / "sample.txt").exists()
+    assert (out / "loss.png").exists()
+    assert [step for step, _, _ in losses(again)] == [1, 2, 3, 4], "no step was made again"
+
+
 def test_a_run_goes_on_over_another_world_with_the_same_data(ranks: Ranks, tmp_path: Path) -> None:
     # 4 sequences a step, however they are dealt out.
     model = str(write_model(tmp_path, attention_dropout=0.0))
