@@ -17,7 +17,6 @@ from shardwise.wrap import (
     always_wrap_policy,
     apply_wrap,
     chosen_modules,
-    enable_wrap,
     lambda_auto_wrap_policy,
     or_policy,
     size_based_auto_wrap_policy,
@@ -73,7 +72,7 @@ def test_policies_choose(policy: Any, expected: list[str]) -> None:
     assert _chosen(policy) == expected
 
 
-def test_sizes_count_what_no_unit_has_yet() -> None:
+def test_sizes_count_what_no_group_has_yet() -> None:
     # Left for the net: the head and the scalar, 36 in all. The list itself is never a group.
     assert _chosen(size_based_auto_wrap_policy(min_num_params=36), nn.Sequential(Net())) == [
         *[name for block in BLOCKS for name in (f"0.{block}.up", f"0.{block}.down")],
@@ -120,7 +119,7 @@ def test_policies_that_are_none(policy: Any, message: str) -> None:
         chosen_modules(Net(), policy)
 
 
-def test_a_pattern_that_matches_nothing_is_told() -> None:
+def test_a_pattern_that_matches_nothing_is_reported() -> None:
     plan = {"blocks.*": "free_full_weight", "norm": "keep_full_weight"}
     with pytest.warns(UserWarning, match=r"\['norm'\] match no module of Net"):
         chosen_modules(Net(), plan)
@@ -129,47 +128,6 @@ def test_a_pattern_that_matches_nothing_is_told() -> None:
 def test_a_custom_policy_has_to_answer() -> None:
     with pytest.raises(TypeError, match="expected the function to return True, False or a dict"):
         chosen_modules(Net(), CustomPolicy(lambda module: None))  # type: ignore[arg-type,return-value]
-
-
-def test_applying_replaces_modules_wherever_they_are() -> None:
-    class Box(nn.Module):
-        def __init__(self, inner: nn.Module, **arguments: Any) -> None:
-            super().__init__()
-            self.inner = inner
-            self.arguments = arguments
-
-    shared = nn.Linear(2, 2)
-    model = nn.Sequential(shared, nn.Sequential(shared, nn.ReLU()), nn.ReLU())
-    policy = CustomPolicy(lambda m: {"color": "red"} if m is shared else False)
-
-    assert apply_wrap(model, policy, Box) is model
-    assert isinstance(model[0], Box)
-    assert model[0] is model[1][0]
-    assert model[0].arguments == {"color": "red"}
-
-    seen: list[nn.Module] = []
-    net = Net()
-    apply_wrap(net, always_wrap_policy, seen.append)
-    assert [type(module).__name__ for module in seen[:3]] == ["Linear", "Linear", "Block"]
-    assert isinstance(net.blocks[0], Block), "what returns nothing leaves it where it is"
-
-
-def test_wrapping_by_hand_is_for_inside_of_a_context() -> None:
-    calls: list[dict[str, Any]] = []
-
-    def wrapper(module: nn.Module, **arguments: Any) -> nn.Module:
-        calls.append(arguments)
-        return nn.Sequential(module)
-
-    layer = nn.Linear(1, 1)
-    assert wrap(layer) is layer
-    with enable_wrap(wrapper_cls=wrapper, a=1, b=2):
-        assert wrap(layer, b=3)[0] is layer
-        with enable_wrap(wrapper_cls=wrapper, c=4):
-            wrap(layer)
-        wrap(layer)
-    assert wrap(layer) is layer
-    assert calls == [{"a": 1, "b": 3}, {"c": 4}, {"a": 1, "b": 2}]
 
 
 def test_the_package_is_an_attribute() -> None:
