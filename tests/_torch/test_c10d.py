@@ -55,7 +55,7 @@ def test_a_fake_world_is_none_inside_another(group: dist.ProcessGroup) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_metadata_of_a_checkpoint_names_known_classes_only(tmp_path: Path) -> None:
-    dcp.save({"weight": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"weight": torch.ones(4)}, checkpoint_id=str(tmp_path), no_dist=True)
     classes = c10d.metadata_classes()
 
     class Reader(pickle.Unpickler):
