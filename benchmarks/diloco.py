@@ -34,7 +34,7 @@ from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
 from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
 from shardwise.launch.world import World as Ranks
 from shardwise.recipes.core.config import AdamWConfig, ShardingConfig, TransportName
-from shardwise.recipes.core.model import build, decoder_layers, initialise, next_token_loss
+from shardwise.recipes.core.model import build, decoder_layers, initialize, next_token_loss
 from shardwise.recipes.core.optim import make_adamw, set_lr, warmup_cosine
 from shardwise.recipes.core.parallelize import shard
 from shardwise.recipes.core.progress import make_display
@@ -113,7 +113,7 @@ class DilocoWorker:
         # Messages between replicas, as between hosts; ranks of one machine would share memory.
         sharding = ShardingConfig(strategy=strategy, transport=TransportName.C10D)
         shard(self._model, decoder_layers(self._model), sharding, place)
-        initialise(self._model, settings.seed)
+        initialize(self._model, settings.seed)
         config = AdamWConfig(lr=settings.lr)
         self._schedule = warmup_cosine(config, settings.start + settings.steps)
         self._clip = config.clip_grad

@@ -41,13 +41,13 @@ from shardwise.recipes.core.config import (
     TransportName,
     resolve_sharding,
 )
-from shardwise.recipes.core.dry_run import COPIES, STORED, Outlook
-from shardwise.recipes.core.model import checkpoint_layers
+from shardwise.recipes.core.dry_run import STORED, Blueprint, Outlook
+from shardwise.recipes.core.model import checkpoint_layers, decoder_layers, initialize
 from shardwise.recipes.core.optim import make_adamw
 from shardwise.recipes.core.training import place_for
 from shardwise.recipes.vision.presets import VIT_PRESETS
 from shardwise.recipes.vision.task import classification_loss
-from shardwise.recipes.vit import born, build, shares
+from shardwise.recipes.vit import build, placement, shard_model
 
 CLASSES = 1000
 STEPS = 2  # the first makes the optimizer's state
@@ -153,7 +153,9 @@ class VitWorker:
         world = World(dist.get_rank(), case.ranks, dist.get_rank(), case.ranks)
         model = case.on_meta()
         place = place_for(case.train, world, torch.device("cpu"))
-        born(model, case.sharding, place, 0, nested=case.nested)
+        units = decoder_layers(model) if case.nested else []
+        shard_model(model, units, case.sharding, place)
+        initialize(model, 0)
         return model.train()
 
 
@@ -207,7 +209,8 @@ def activations(case: VitCase) -> int:
 def predict(case: VitCase) -> dict[str, Any]:
     """The formulas, in bytes."""
     model = case.on_meta()
-    groups = shares(model, case.ranks, nested=case.nested)
+    units = decoder_layers(model) if case.nested else []
+    groups = Blueprint(case.model, model, units, placement).shares(case.ranks)
     outlook = Outlook(
         case.model, groups, resolve_sharding(case.sharding, case.ranks), case.sharding
     )
@@ -221,9 +224,9 @@ def predict(case: VitCase) -> dict[str, Any]:
         activations=activations(case),
     )
     return {
-        "numel": outlook.whole.numel,
-        "whole": outlook.whole.numel * STORED,
-        "build": {"shards": outlook.at_rest(0) // COPIES, "layer": layer * STORED},
+        "numel": outlook.full.numel,
+        "whole": outlook.full.numel * STORED,
+        "build": {"shards": outlook.at_rest(0) // outlook.kept.copies, "layer": layer * STORED},
         "step": asdict(step),
     }
 

@@ -34,6 +34,13 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 
 # The same inside packages that have packages.
 INNER_LAYERS = {
+    "recipes": [
+        ["core"],
+        ["text", "vision"],
+        ["lm", "mnist", "imagenet", "vit"],
+        ["table", "planned"],
+        ["__init__"],
+    ],
     "checkpoint": [
         ["disk"],
         ["formats"],

@@ -8,14 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from shardwise.cli import main, train_imagenet, train_lm, train_mnist, train_vit
+from shardwise.cli import main
 from shardwise.cli import run as cli_run
+from shardwise.cli import train as cli_train
 from shardwise.cli.main import app
+from shardwise.cli.run import LaunchConfig
 from shardwise.launch.hosts import UNNUMBERED, Nodes, Terms
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.job import Job
@@ -54,7 +55,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--streams 4", "--streams: found 4, expected none given where tokens are the bytes"),
         ("--shuffle-buffer -1", "--shuffle-buffer: found -1, expected 0 or more documents"),
         ("--shuffle-buffer 9", "--shuffle-buffer: found 9, expected none given where tokens are"),
-        ("--peak-flops 0", "--peak-flops: found 0.0, expected operations a second"),
+        ("--peak-flops 0", "--peak-flops: found 0.0, expected FLOP/s of one device"),
         ("--nproc 2 --batch-tokens 900", "--batch-tokens: found 900, expected a multiple of 256"),
         ("--batch-tokens 0", "--batch-tokens: found 0, expected a multiple of 128"),
         ("--batch-tokens 128 --accumulate 2", "--accumulate: found 2, expected none given"),
@@ -94,7 +95,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--data empty.txt", "--data: found an empty file: empty.txt"),
         ("--data short.txt", "--data: found 5 bytes in 1 file"),
         ("--resume", "--resume: found no run in runs/lm"),
-        ("--resume --auto-resume", "--auto-resume: found --resume too, expected one of the two"),
+        ("--resume --auto-resume", "--resume: found --auto-resume too, expected one of the two"),
         ("--resume --overwrite", "--resume: found --overwrite too"),
         ("--out taken", "--out: found other files in taken, expected an empty or new folder"),
         ("notes.txt", "arguments: found notes.txt, expected options"),
@@ -127,7 +128,7 @@ def test_a_folder_that_another_run_trains_into_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     with locked(RunDir(Path("runs/lm"))):
-        for options in ((), ("--auto-resume",)):
+        for options in (("--out", "runs/lm"), ("--auto-resume",)):
             assert call(monkeypatch, "train", "lm", *options) == 2
             shown = capsys.readouterr()
             assert shown.out == "", "nothing was started"
@@ -169,13 +170,16 @@ def test_a_job_holds_its_folder_while_its_ranks_run_and_begin_again(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("mnist", "Missing option '--data-dir'."),
+        ("mnist", "--data-dir: found none, expected a folder with MNIST's four files"),
         ("mnist --data-dir nowhere", "--data-dir: found no folder nowhere, expected one with"),
         ("mnist --data-dir mnist", "that begins with 3c 21 64 6f, expected 00 00 08 03"),
         ("mnist --data-dir mnist --epochs 0", "--epochs: found 0, expected 1 or more"),
         ("mnist --data-dir mnist --steps 0", "--steps: found 0, expected 1 or more"),
-        ("mnist --data-dir mnist --eval-interval -1", "--eval-interval: found -1, expected 0"),
-        ("mnist --data-dir mnist --strategy diloco", "expected another: only train lm has them"),
+        ("mnist --data-dir mnist --eval-interval -1", "--eval-every: found -1, expected 0"),
+        (
+            "mnist --data-dir mnist --strategy diloco",
+            "expected another one: only train lm has them",
+        ),
         ("vit --dry-run --strategy diloco", "--strategy: found diloco without settings of DiLoCo"),
         ("imagenet", "--data-dir: found none, expected a folder with train and val, or --fake-"),
         ("imagenet --data-dir x --fake-data", "--fake-data: found --data-dir too, expected one"),
@@ -190,8 +194,8 @@ def test_a_job_holds_its_folder_while_its_ranks_run_and_begin_again(
         ("vit", "--data-dir: found none, expected a folder with train and val, or --fake-data"),
         ("vit --fake-data --model vit-10", "did you mean vit-10b?"),
         ("vit --fake-data --image-size 100", "--image-size: found 100, expected a multiple of 16"),
-        ("vit --fake-data --layers 0", "--layers: found 0, expected a number from 1"),
-        ("vit --dry-run --model vit.json", "--layers: found many, expected a number from 1"),
+        ("vit --fake-data --layers 0", "--layers: found 0, expected 1 or more"),
+        ("vit --dry-run --model vit.json", "--layers: found many, expected 1 or more"),
         ("vit --fake-data --world-size 4", "--world-size: found 4 without --dry-run, expected"),
         (
             "vit --dry-run --nnodes 2 --node-rank 0 --rdzv a:1",
@@ -207,7 +211,7 @@ def test_a_job_holds_its_folder_while_its_ranks_run_and_begin_again(
         ("vit --fake-data --peer-timeout nan", "--peer-timeout: found nan, expected a number"),
     ],
 )
-def test_bad_options_of_trainings_on_pictures(
+def test_bad_options_of_trainings_on_images(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: str, message: str
 ) -> None:
     Path("mnist").mkdir()
@@ -297,7 +301,7 @@ def test_a_missing_extra_says_what_to_install(
 
 def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
-    monkeypatch.setattr(train_lm, "run", lambda job, *hosts: jobs.append(job))
+    monkeypatch.setattr(cli_train, "run", lambda job, launch: jobs.append(job))
     arguments = (
         "--model llama-34m --data a.txt b.txt --data c.txt --steps 7 --batch-size 3 "
         "--accumulate 2 --lr 0.5 --beta2 0.5 --weight-decay 0 --warmup 1 --clip-grad 0 --seed 9 "
@@ -309,7 +313,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
     assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
     from shardwise.recipes.core.config import as_json, flatten
 
-    assert flatten(as_json(jobs[0].recipe)) == {
+    assert flatten(as_json(jobs[0].config)) == {
         "model": "llama-34m", "data": ["a.txt", "c.txt", "b.txt"], "seq_length": 512,
         "prompt": "x", "sample_tokens": 3, "temperature": 0.0, "steps": 7, "epochs": None,
         "batch_size": 3,
@@ -325,54 +329,53 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("recipe", "more"),
-    [
-        (train_lm, "lm"),
-        (train_mnist, "mnist --data-dir d"),
-        (train_imagenet, "imagenet --fake-data"),
-        (train_vit, "vit --fake-data"),
-    ],
-    ids=["lm", "mnist", "imagenet", "vit"],
+    "more", ["lm", "mnist --data-dir d", "imagenet --fake-data", "vit --fake-data"]
 )
 def test_options_for_several_hosts_reach_the_launcher(
-    monkeypatch: pytest.MonkeyPatch, recipe: ModuleType, more: str
+    monkeypatch: pytest.MonkeyPatch, more: str
 ) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(recipe, "run", lambda job, *hosts: calls.append((job.recipe, *hosts)))
+
+    def run(job: Job, launch: LaunchConfig) -> None:
+        monkeypatch.setattr(job, "check", lambda world: sys.exit(0))  # and start nothing
+        calls.append((job, launch))
+        cli_run.run(job, launch)
+
+    monkeypatch.setattr(cli_train, "run", run)
     options = (
         "--nproc 2 --nnodes 3 --node-rank 1 --rdzv here:99 --rdzv-timeout 9 --max-restarts 4 "
         "--peer-timeout 60"
     )
     assert call(monkeypatch, "train", *more.split(), *options.split()) == 0
     assert call(monkeypatch, "train", *more.split(), *options.split()[:2]) == 0
-    several, one = calls
-    assert several[1:] == (2, Nodes(3, 1, "here", 99, 9.0), 4)
-    assert several[0].train.peer_timeout == 60
-    assert several[0].train.sharding.over_hosts
-    assert one[1:] == (2, None, 0)
-    assert one[0].train.peer_timeout is None
-    assert not one[0].train.sharding.over_hosts
+    (several, launch), (one, alone) = calls
+    assert (launch.nproc, launch.max_restarts) == (2, 4)
+    assert launch.nodes() == Nodes(3, 1, "here", 99, 9.0)
+    assert several.config.train.peer_timeout == 60
+    assert several.config.train.sharding.over_hosts
+    assert alone == LaunchConfig(nproc=2)
+    assert one.config.train.peer_timeout is None
+    assert not one.config.train.sharding.over_hosts
 
 
 def test_options_for_streams_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
-    monkeypatch.setattr(train_lm, "run", lambda job, *hosts: jobs.append(job))
+    monkeypatch.setattr(cli_train, "run", lambda job, launch: jobs.append(job))
     options = (
         "--tokenizer gpt2 --streams 12 --shuffle-buffer 9 --batch-tokens 256 --peak-flops 1e12"
     )
     assert call(monkeypatch, "train", "lm", *options.split()) == 0
-    recipe: Any = jobs[0].recipe
+    recipe: Any = jobs[0].config
     found = (recipe.tokenizer, recipe.streams, recipe.batch_tokens, recipe.peak_flops)
     assert found == ("gpt2", 12, 256, 1e12)
     assert recipe.shuffle_buffer == 9
 
 
-def test_options_for_pictures_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_for_images_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwise.recipes.core.config import as_json, flatten
 
     jobs: list[Job] = []
-    for command in (train_mnist, train_imagenet, train_vit):
-        monkeypatch.setattr(command, "run", lambda job, *hosts: jobs.append(job))
+    monkeypatch.setattr(cli_train, "run", lambda job, launch: jobs.append(job))
     common = "--epochs 3 --steps 9 --batch-size 5 --use-gradient-checkpointing --eval-interval 7 "
     mnist = "--data-dir d --use-nested-fsdp --lr 0.5 --warmup 4 --weight-decay 0"
     imagenet = (
@@ -388,7 +391,7 @@ def test_options_for_pictures_become_a_configuration(monkeypatch: pytest.MonkeyP
     )
     assert call(monkeypatch, "train", "vit", *common.split(), *vit.split()) == 0
     assert call(monkeypatch, "train", "vit", "--fake-data", "--model", "vit-10b") == 0
-    first, second, default, third, huge = (flatten(as_json(job.recipe)) for job in jobs)
+    first, second, default, third, huge = (flatten(as_json(job.config)) for job in jobs)
     asked = {
         "data_dir": "d", "epochs": 3, "steps": 9, "batch_size": 5, "eval_every": 7,
         "activation_checkpointing": True,
@@ -493,6 +496,7 @@ def test_help_and_mistakes_need_no_torch() -> None:
 import sys
 sys.argv = ["shardwise", "train", "lm", "--steps", "0"]
 from shardwise.cli.main import app
+from shardwise.cli.run import LaunchConfig
 try:
     app()
 except SystemExit as ended:

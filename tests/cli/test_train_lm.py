@@ -109,8 +109,8 @@ def test_the_first_lines_say_what_is_trained(whole: Ended) -> None:
     assert re.fullmatch(r"config.json, [\d,]+ parameters, cpu", lines["model"])
     assert re.match(r"full over dp_shard=2, transport \w+; 0.\d of 0.\d MiB", lines["sharding"])
     assert lines["precision"] == "fp32 compute, fp32 reduction, fp32 shards"
-    assert re.match(r"words.txt: [\d,]+ tokens to learn from, [\d,]+ held back", lines["data"])
-    assert lines["compute"].endswith("MFU not known: no peak of cpu is; say --peak-flops")
+    assert re.match(r"words.txt: [\d,]+ tokens to train on, [\d,]+ for validation", lines["data"])
+    assert lines["compute"].endswith("MFU needs --peak-flops on CPUs")
     assert lines["step"] == (
         "2 sequences x 16 tokens x 2 microbatches x 2 ranks = 128 tokens; 8 steps"
     )

@@ -32,14 +32,14 @@ def test_a_training_on_digits_from_start_to_end(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
     lines = ended.stdout.splitlines()
     told = dict(line.split(maxsplit=1) for line in lines)
-    assert told["data"] == "MNIST: 203 pictures to learn from, 45 held back; 10 classes"
+    assert told["data"] == "MNIST: 203 images to train on, 45 for validation; 10 classes"
     assert told["step"] == "16 images x 2 ranks = 32 images; 4 epochs, 26 steps"
     steps = [line for line in lines if line.startswith("step=")]
     assert len(steps) == 26
     assert steps[-1].startswith("step=26 epoch=4.099 loss=")
     judged = [line.split()[1] for line in lines if line.startswith("evaluation")]
     assert judged == ["step=7", "step=13", "step=20", "step=26"]
-    assert told["again"].startswith("accuracy ")
+    assert told["reloaded"].startswith("accuracy ")
     for name in ("model.safetensors", "confusion.png", "loss.png", "run.json"):
         assert (tmp_path / "runs" / "mnist" / name).is_file(), name
         assert name == "run.json" or f"runs/mnist/{name}" in ended.stdout

@@ -13,30 +13,39 @@ import torch
 from shardwise.launch.errors import Stopped
 from shardwise.launch.rank import StopSignals
 from shardwise.launch.world import World
-from shardwise.recipes.core.begin import Recipe, check_folder
+from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.checkpointing import SaveError
 from shardwise.recipes.core.loop import DivergedError
-from shardwise.recipes.core.training import train_connected
+from shardwise.recipes.core.recipe import Inputs, RecipeConfig
+from shardwise.recipes.core.training import place_for, train_connected
+from shardwise.recipes.table import RECIPES
 
 
-def train(rank: int, world_size: int, *recipes: Recipe) -> list[str]:
-    """What every rank does: train each recipe; say how each ended."""
-    return [train_one(rank, world_size, recipe) for recipe in recipes]
+def train(rank: int, world_size: int, *configs: RecipeConfig) -> list[str]:
+    """What every rank does: train as each configuration says; say how each ended."""
+    return [train_one(rank, world_size, config) for config in configs]
 
 
-def train_one(rank: int, world_size: int, recipe: Recipe) -> str:
-    """Train one recipe; say how it ended."""
+def train_one(rank: int, world_size: int, config: RecipeConfig) -> str:
+    """Train as a configuration says; say how it ended."""
     world = World(rank, world_size, rank, world_size)
     signals = StopSignals()
     signals.install()
-    inputs = recipe.check(world)
+    inputs = config.check(world)
     if rank == 0:
         check_folder(inputs)
     try:
-        train_connected(inputs, world, torch.device("cpu"), signals)
+        train_here(inputs, world, signals)
     except (Stopped, DivergedError, SaveError) as error:
         return f"{type(error).__name__}: {error}"
     return "finished"
+
+
+def train_here(inputs: Inputs, world: World, signals: StopSignals | None = None) -> None:
+    """Train on this rank of the harness, on its CPU."""
+    place = place_for(inputs.train, world, torch.device("cpu"))
+    assemble = RECIPES[inputs.recipe].assemble()
+    train_connected(inputs, assemble, place, signals or StopSignals())
 
 
 def run_from_guide(number: int, replace: dict[str, str]) -> tuple[str, dict[str, Any]]:

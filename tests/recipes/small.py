@@ -1,4 +1,4 @@
-"""A language model so small that a step takes milliseconds, and text for it to learn from."""
+"""A language model so small that a step takes milliseconds, and text to train it on."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from shardwise.checkpoint.disk.commit import steps
 from shardwise.errors import lost_peer_behind
 from shardwise.frontends.strategies import REPLICATE, SHARD
 from shardwise.launch.errors import UserError
-from shardwise.launch.rank import StopSignals
 from shardwise.launch.world import World
 from shardwise.recipes.core.begin import newest_step
 from shardwise.recipes.core.checkpointing import Checkpoints, SaveError
@@ -31,9 +30,8 @@ from shardwise.recipes.core.config import Existing
 from shardwise.recipes.core.position import Position
 from shardwise.recipes.core.replicas import ReplicaCheckpoints
 from shardwise.recipes.core.rundir import RunDir
-from shardwise.recipes.core.training import train_connected
 from shardwise.recipes.text.config import LmConfig
-from tests.recipes.running import train
+from tests.recipes.running import train, train_here
 from tests.recipes.small import small_config
 
 Ranks = Callable[..., list[Any]]
@@ -52,7 +50,7 @@ def _lose_a_rank_while_saving(rank: int, world_size: int, folder: Path, how: str
         storage.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     save = checkpoints.save if how == "at once" else checkpoints.begin
     with pytest.raises(SaveError) as caught:
-        _ = save(Position(2, 2), model, optimizer), checkpoints.settle()
+        _ = save(Position(2, 2), model, optimizer), checkpoints.wait()
     assert lost_peer_behind(caught.value) is not None
     time.sleep(0.5)  # or its end could be taken for another loss
     return str(caught.value)
@@ -76,12 +74,12 @@ def _save_where_ranks_see_different_disks(rank: int, world_size: int, folder: Pa
         checkpoints.steps = lambda: [1, 2]  # type: ignore[method-assign]
     checkpoints.save(Position(1, 1), model, optimizer)
     checkpoints.begin(Position(2, 2), model, optimizer)
-    checkpoints.settle()
+    checkpoints.wait()
     if rank == 1:
         checkpoints.steps = list  # type: ignore[method-assign]
     checkpoints.save(Position(2, 2), model, optimizer)
     checkpoints.begin(Position(2, 2), model, optimizer)
-    assert checkpoints.settle() is None, "it is there"
+    assert checkpoints.wait() is None, "it is there"
     return steps(folder)
 
 
@@ -149,7 +147,7 @@ def test_a_run_killed_in_its_first_save_begins_anew_and_says_so(
     again = ranks(train, 2, config, expect_failures=True)
     assert [outcome.result for outcome in again] == [["finished"]] * 2, again[0].describe(2)
     line = (
-        f"resume     no checkpoint of the run in {config.files.root} was committed; beginning anew"
+        f"resume     no checkpoint of the run in {config.files.root} was committed; starting over"
     )
     assert again[0].output.count("resume ") == again[0].output.count(f"{line}\n") == 1
     assert steps(config.files.checkpoints) == [4]
@@ -159,7 +157,7 @@ def test_a_run_killed_in_its_first_save_begins_anew_and_says_so(
 def _resume_what_has_gone(rank: int, world_size: int, config: LmConfig) -> str:
     world = World(rank, world_size, rank, world_size)
     with pytest.raises(UserError) as caught:
-        train_connected(config.check(world), world, torch.device("cpu"), StopSignals())
+        train_here(config.check(world), world)
     dist.barrier()  # nobody waits for rank 0, which alone had looked
     return str(caught.value)
 

@@ -33,9 +33,8 @@ from shardwise.recipes.core.position import Position
 from shardwise.recipes.core.rundir import REPLICAS, RunDir
 from shardwise.recipes.text.config import (
     PRESETS,
-    defaults_for,
+    LmConfig,
     longest_sequence,
-    model_settings,
 )
 from tests.checkpoint.small import make
 from tests.recipes.small import small_config
@@ -178,10 +177,10 @@ def test_presets_have_the_size_in_their_name() -> None:
 def test_a_config_file_or_its_folder_is_a_model(tmp_path: Path) -> None:
     settings = {"model_type": "gpt2", "n_positions": 77}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert model_settings(str(tmp_path)) == settings
-    assert model_settings(str(tmp_path / "config.json")) == settings
+    for model in (tmp_path, tmp_path / "config.json"):
+        assert LmConfig.for_model(str(model)).settings() == settings
     assert longest_sequence(settings) == 77
-    assert defaults_for(str(tmp_path)).seq_length == 256
+    assert LmConfig.for_model(str(tmp_path)).seq_length == 256
 
 
 @pytest.mark.parametrize(
@@ -199,12 +198,12 @@ def test_what_is_no_model_is_named(tmp_path: Path, content: str | None, message:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(OptionError, match=f"--model: found .*{message}"):
-        model_settings(str(tmp_path / "config.json"))
+        LmConfig.for_model(str(tmp_path / "config.json")).settings()
 
 
 def test_a_near_miss_is_corrected() -> None:
     with pytest.raises(OptionError, match="did you mean llama-tiny"):
-        model_settings("lama-tiny")
+        LmConfig.for_model("lama-tiny").settings()
 
 
 def test_a_job_that_is_started_again_goes_on_where_there_is_something_to_go_on_from(

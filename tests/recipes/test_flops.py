@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.model import build, next_token_loss
-from shardwise.recipes.text.config import sized
+from shardwise.recipes.text.config import with_microbatches
 from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE
-from shardwise.recipes.text.flops import Utilisation, flops_per_token, known_peak
+from shardwise.recipes.text.flops import Utilization, flops_per_token, known_peak
 from tests.recipes.small import MODEL, small_config
 
 
@@ -55,19 +55,19 @@ def test_peaks_are_found_by_the_names_that_cuda_gives(name: str, tflops: float |
 
 def test_mfu_is_not_known_on_a_cpu_unless_its_peak_is_given() -> None:
     model = build(MODEL, VOCAB_SIZE, SEPARATOR)
-    unknown = Utilisation.of(model, 16, torch.device("cpu"), None)
+    unknown = Utilization.of(model, 16, torch.device("cpu"), None)
     assert unknown.peak_tokens_per_s(2) is None
-    assert "MFU not known: no peak of cpu is; say --peak-flops" in str(unknown)
-    given = Utilisation.of(model, 16, torch.device("cpu"), 1e12)
+    assert "MFU needs --peak-flops on CPUs" in str(unknown)
+    given = Utilization.of(model, 16, torch.device("cpu"), 1e12)
     assert given.peak_tokens_per_s(2) == 2e12 / flops_per_token(model, 16)
-    assert "MFU of 1 TFLOP/s a rank, as --peak-flops says" in str(given)
+    assert "MFU of 1 TFLOP/s per rank, as --peak-flops says" in str(given)
 
 
 def test_microbatches_follow_from_the_tokens_of_a_step(tmp_path: Path) -> None:
     config = dataclasses.replace(small_config(tmp_path, batch_size=4), batch_tokens=24 * 16)
     for world, size, microbatches in ((1, 4, 6), (2, 4, 3), (3, 4, 2), (4, 3, 2), (8, 3, 1)):
-        train = sized(config, world).train
+        train = with_microbatches(config, world).train
         assert (train.batch_size, train.accumulate) == (size, microbatches), f"{world} ranks"
         assert train.examples_per_step(world) == 24
     with pytest.raises(OptionError, match=r"found 384, expected a multiple of 80.* such as 400"):
-        sized(config, 5)
+        with_microbatches(config, 5)

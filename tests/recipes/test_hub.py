@@ -71,7 +71,7 @@ def test_a_run_streams_from_the_hub_and_goes_on_exactly_over_another_world(
     out = run(hub, tmp_path, "-m", "shardwise", *TRAIN, "--nproc", "2", "--out", "whole")
     assert re.search(
         r"^data +hf:local/tiny:en, streamed in 8 streams, dealt out by file, shuffled in buffers "
-        r"of 4 documents; 770 tokens held back; tokenizer local/tok, 10 tokens$",
+        r"of 4 documents; 770 tokens for validation; tokenizer local/tok, 10 tokens$",
         out,
         re.MULTILINE,
     ), out

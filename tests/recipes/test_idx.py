@@ -43,9 +43,9 @@ LABELS, IMAGES = "train-labels-idx1-ubyte", "train-images-idx3-ubyte"
         (LABELS, idx([5], bytes(4)), f"{LABELS} with fewer values than its header says"),
         (LABELS, idx([5], bytes(6)), f"{LABELS} with more values than its header says"),
         (LABELS, idx([2**32 - 1], bytes(6)), f"{LABELS} with fewer values than its header says"),
-        (LABELS, idx([4], bytes(4)), f"5 pictures in {IMAGES} and 4 labels in {LABELS}"),
+        (LABELS, idx([4], bytes(4)), f"5 images in {IMAGES} and 4 labels in {LABELS}"),
         (LABELS, idx([5], bytes([1, 2, 3, 10, 4])), f"label 10 in .*{LABELS}, expected 0 to 9"),
-        (IMAGES, idx([5, 20, 20], bytes(2000)), f"{IMAGES} with pictures of 20 x 20, expected 28"),
+        (IMAGES, idx([5, 20, 20], bytes(2000)), f"{IMAGES} with images of 20 x 20, expected 28"),
     ],
 )
 def test_what_is_no_mnist_is_named(

@@ -1,4 +1,4 @@
-"""A residual net on small pictures in folders: sharded in any way, stopped, resumed."""
+"""A residual net on small images in folders: sharded in any way, stopped, resumed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardwise.launch.world import World
 from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.config import Existing, OptionError, Precision
 from shardwise.recipes.core.journal import read_metrics
-from shardwise.recipes.vision.files import Lookup, find_pictures
-from shardwise.recipes.vision.images import FolderPictures, centre_box, random_box
+from shardwise.recipes.vision.files import Lookup, find_images
+from shardwise.recipes.vision.images import Augment, FolderImages, center_box, random_box
 from tests.recipes.running import run_from_guide, train
 from tests.recipes.small import losses
 from tests.recipes.snapshots import COLOURS, small_imagenet, write_snapshots
@@ -44,7 +44,7 @@ def test_a_net_learns_however_it_is_sharded(ranks: Ranks, tmp_path: Path) -> Non
     runs = (plain, *same, bf16, fake, part, rest)
     assert ranks(train, 2, *runs) == [["finished"] * len(runs)] * 2
 
-    # 78 pictures an epoch, 16 a step.
+    # 78 images per epoch, 16 per step.
     assert [step for step, *_ in losses(plain)] == list(range(1, 16))
     session = plain.files.read()["sessions"][-1]
     assert session["accuracy"] == session["accuracy_of_file"] > 0.9
@@ -91,7 +91,7 @@ def test_a_run_goes_on_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path
 
 
 def test_a_picture_is_found_by_its_index(tmp_path: Path) -> None:
-    training, validation = find_pictures(write_snapshots(tmp_path, training=3, validation=2))
+    training, validation = find_images(write_snapshots(tmp_path, training=3, validation=2))
     assert (len(training), len(validation)) == (9, 6)
     assert training.classes == validation.classes == tuple(COLOURS)
     found = [Lookup(training).at(index) for index in range(9)]
@@ -104,9 +104,9 @@ def test_a_picture_is_found_by_its_index(tmp_path: Path) -> None:
     ("lacking", "message"),
     [
         ("", "found no folder .*, expected one with train/CLASS/ and val/CLASS/"),
-        ("val", "found no folder val in .*, expected train/CLASS/ and val/CLASS/ with pictures"),
+        ("val", "found no folder val in .*, expected train/CLASS/ and val/CLASS/ with images"),
         ("val/sea", "found class sea in only one of train and val, expected the same in both"),
-        ("train/rust/*", "found no pictures in .*/train/rust, expected files .jpg, .jpeg, .png"),
+        ("train/rust/*", "found no images in .*/train/rust, expected files .jpg, .jpeg, .png"),
     ],
 )
 def test_what_is_laid_out_otherwise_is_named(tmp_path: Path, lacking: str, message: str) -> None:
@@ -119,24 +119,24 @@ def test_what_is_laid_out_otherwise_is_named(tmp_path: Path, lacking: str, messa
         else:
             path.unlink()
     with pytest.raises(OptionError, match=f"--data-dir: {message}"):
-        find_pictures(data)
+        find_images(data)
 
 
-# -- pictures --------------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------
 
 
-def test_pictures_are_read_when_asked_for_and_cut_by_their_key(tmp_path: Path) -> None:
-    folder, _ = find_pictures(write_snapshots(tmp_path, training=2, validation=1))
-    pictures = FolderPictures(folder, 32, augment=True, threads=2)
-    images, classes = pictures.read([5, 0, 0, 0], [1, 1, 1, 2])
+def test_images_are_read_when_needed_and_cropped_by_their_key(tmp_path: Path) -> None:
+    folder, _ = find_images(write_snapshots(tmp_path, training=2, validation=1))
+    folder_images = FolderImages(folder, 32, Augment.RANDOM_CROP, threads=2)
+    images, classes = folder_images.read([5, 0, 0, 0], [1, 1, 1, 2])
     assert (images.shape, images.dtype) == ((4, 3, 32, 32), torch.float32)
     assert classes.tolist() == [2, 0, 0, 0]
     assert torch.equal(images[1], images[2])
     assert not torch.equal(images[1], images[3])
-    held = [v for v in vars(pictures).values() if isinstance(v, torch.Tensor | list | dict)]
+    held = [v for v in vars(folder_images).values() if isinstance(v, torch.Tensor | list | dict)]
     assert not held, "a picture was kept"
 
-    judged = FolderPictures(folder, 32, augment=False, threads=2)
+    judged = FolderImages(folder, 32, Augment.CENTER_CROP, threads=2)
     same, _ = judged.read([0, 0], [1, 2])
     assert torch.equal(same[0], same[1])
 
@@ -146,20 +146,20 @@ def test_pixels_are_normalised_by_imagenets_mean_and_deviation(tmp_path: Path) -
         for name in ("black", "white"):
             (tmp_path / part / name).mkdir(parents=True)
             Image.new("L", (50, 40), 255 * (name == "white")).save(tmp_path / part / name / "a.png")
-    folder, _ = find_pictures(tmp_path)
-    images, _ = FolderPictures(folder, 32, augment=False, threads=1).read([0, 1], [0, 0])
+    folder, _ = find_images(tmp_path)
+    images, _ = FolderImages(folder, 32, Augment.CENTER_CROP, threads=1).read([0, 1], [0, 0])
     black, white = images[:, :, 16, 16].tolist()
     assert black == pytest.approx([-0.485 / 0.229, -0.456 / 0.224, -0.406 / 0.225])
     assert white == pytest.approx([0.515 / 0.229, 0.544 / 0.224, 0.594 / 0.225])
 
 
-def test_a_file_that_is_no_picture_is_named(tmp_path: Path) -> None:
-    folder, _ = find_pictures(write_snapshots(tmp_path, training=2, validation=1))
+def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
+    folder, _ = find_images(write_snapshots(tmp_path, training=2, validation=1))
     file = tmp_path / "train" / "grass" / "0.JPEG"
     for content in (b"no picture", file.read_bytes()[:400]):
         file.write_bytes(content)
-        with pytest.raises(UserError, match=f"--data-dir: {file} cannot be read as a picture: "):
-            FolderPictures(folder, 32, augment=False, threads=1).read([0], [0])
+        with pytest.raises(UserError, match=f"--data-dir: {file} cannot be read as an image: "):
+            FolderImages(folder, 32, Augment.CENTER_CROP, threads=1).read([0], [0])
 
 
 def test_random_cuts_lie_inside_and_vary_in_area_and_shape() -> None:
@@ -171,4 +171,4 @@ def test_random_cuts_lie_inside_and_vary_in_area_and_shape() -> None:
     shapes = [(r - left) / (d - u) for left, u, r, d in boxes]
     assert min(shapes) > 0.7 and max(shapes) < 1.43
     assert random_box(1000, 10, draw) == pytest.approx((493.33, 0, 506.67, 10), abs=0.01)
-    assert centre_box(256, 512) == (16, 144, 240, 368)
+    assert center_box(256, 512) == (16, 144, 240, 368)

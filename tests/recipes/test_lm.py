@@ -21,19 +21,18 @@ import torch
 
 from shardwise.checkpoint.ranks.saving import Saving
 from shardwise.frontends.strategies import Strategy
-from shardwise.launch.rank import StopSignals
 from shardwise.launch.world import World
 from shardwise.recipes import lm
 from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.checkpointing import Checkpoints
 from shardwise.recipes.core.config import Existing, OptionError, Precision
 from shardwise.recipes.core.journal import read_metrics
-from shardwise.recipes.core.training import place_for, train_connected
+from shardwise.recipes.core.training import place_for
 from shardwise.recipes.lm import sample_tokens
 from shardwise.recipes.text import batches
-from shardwise.recipes.text.config import LmConfig, check_lm
+from shardwise.recipes.text.config import LmConfig
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
-from tests.recipes.running import train, train_one
+from tests.recipes.running import train, train_here, train_one
 from tests.recipes.small import losses, small_config, validation, write_model
 
 Ranks = Callable[..., list[Any]]
@@ -381,7 +380,7 @@ def test_a_damaged_checkpoint_is_named_and_how_to_go_on(
         assert "UserError: --resume: " in outcome.error
         assert f"{shard}, " in outcome.error
         assert "is damaged" in outcome.error
-        assert (hint if steps == 2 else "--overwrite begins anew") in outcome.error
+        assert (hint if steps == 2 else "--overwrite starts over") in outcome.error
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -391,7 +390,7 @@ def train_as_another_host(rank: int, world_size: int, configs: list[LmConfig]) -
     world = World(rank, world_size, 0, 1)
     inputs = configs[min(rank, len(configs) - 1)].check(world)
     with pytest.raises(OptionError) as raised:
-        train_connected(inputs, world, torch.device("cpu"), StopSignals())
+        train_here(inputs, world)
     return str(raised.value)
 
 
@@ -439,7 +438,7 @@ def test_a_run_is_resumed_only_with_what_it_began_with(ranks: Ranks, tmp_path: P
     def refusal(**changes: Any) -> str:
         config = small_config(tmp_path, steps=2, existing=Existing.RESUME, **changes)
         with pytest.raises(OptionError) as caught:
-            check_folder(check_lm(config, world))
+            check_folder(config.check(world))
         return str(caught.value)
 
     assert refusal(seed=5).startswith("--seed: found 5, expected 0, as the run began")
@@ -490,7 +489,7 @@ def draw(rank: int, world_size: int, config: LmConfig, variants: Sequence[Any]) 
     """Sample from an untrained model in several ways."""
     world = World(rank, world_size, rank, world_size)
     place = place_for(config.train, world, torch.device("cpu"))
-    task = lm.assemble(check_lm(config, world), place)
+    task = lm.assemble(config.check(world), place)
     return [
         sample_tokens(
             task.model,
@@ -533,7 +532,7 @@ def draw_with_and_without_cache(rank: int, world_size: int, config: LmConfig) ->
     """The likeliest tokens by a model that remembers, and by one that reads all anew."""
     world = World(rank, world_size, rank, world_size)
     place = place_for(config.train, world, torch.device("cpu"))
-    task = lm.assemble(check_lm(config, world), place)
+    task = lm.assemble(config.check(world), place)
     tokens = [1, 2, 3]
     with torch.no_grad():
         for _ in range(20):

@@ -22,7 +22,7 @@ from shardwise.recipes.core.config import Existing, OptionError, Precision
 from shardwise.recipes.core.journal import read_metrics
 from shardwise.recipes.core.parallelize import RunningStatistics
 from shardwise.recipes.vision.config import MnistConfig
-from shardwise.recipes.vision.images import TrainingPictures
+from shardwise.recipes.vision.images import TrainingImages
 from tests.recipes.digits import small_mnist, write_digits
 from tests.recipes.running import run_from_guide, train, train_one
 from tests.recipes.small import losses
@@ -47,7 +47,7 @@ def same_weights(found: MnistConfig, expected: MnistConfig) -> None:
 def test_a_net_learns_and_its_file_alone_knows_as_much(ranks: Ranks, tmp_path: Path) -> None:
     config = small_mnist(tmp_path, epochs=6)
     assert ranks(train, 2, config) == [["finished"]] * 2
-    # 203 pictures an epoch, 32 a step: none is left out, and no step is smaller.
+    # 203 images per epoch, 32 per step: none is left out, and no step is smaller.
     assert [step for step, _ in accuracies(config)] == [7, 13, 20, 26, 32, 39]
     assert losses(config)[0][1] > 2
     accuracy = accuracies(config)[-1][1]
@@ -122,18 +122,18 @@ def test_running_statistics_are_those_of_all_ranks_data_on_every_rank(ranks: Ran
 
 def train_until(rank: int, world_size: int, config: MnistConfig, step: int) -> str:
     """Train, and send rank 1 a signal while a step is under way."""
-    batch = TrainingPictures.batch
+    batch = TrainingImages.batch
 
-    def signalling(self: TrainingPictures, position: int, count: int) -> Any:
+    def signalling(self: TrainingImages, position: int, count: int) -> Any:
         if rank == 1 and position // config.train.examples_per_step(world_size) == step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return batch(self, position, count)
 
-    TrainingPictures.batch = signalling  # type: ignore[method-assign]
+    TrainingImages.batch = signalling  # type: ignore[method-assign]
     try:
         return train_one(rank, world_size, config)
     finally:
-        TrainingPictures.batch = batch  # type: ignore[method-assign]
+        TrainingImages.batch = batch  # type: ignore[method-assign]
 
 
 def stop_and_go_on(rank: int, world_size: int, whole: MnistConfig, part: MnistConfig) -> str:
@@ -162,7 +162,7 @@ def test_a_run_that_was_stopped_in_an_epoch_goes_on_as_if_nothing_had_been(
     assert accuracies(part) == accuracies(whole)
     same_weights(part, whole)
 
-    # On one rank, with as many pictures a step: the same ones. Batch norm sees them in one part
+    # On one rank, with as many images per step: the same ones. Batch norm sees them in one part
     # instead of two, so what is learnt is another.
     capfd.readouterr()
     assert ranks(train, 1, elsewhere) == [["finished"]]
@@ -188,11 +188,11 @@ def test_a_run_goes_on_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path
     assert refusal().startswith("--resume: found a run of train lm in ")
 
 
-# -- the order of pictures -------------------------------------------------------------------------
+# -- the order of images ---------------------------------------------------------------------------
 
 
 class Numbers:
-    """Pictures that are their own indices."""
+    """Images that are their own indices."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -205,9 +205,9 @@ class Numbers:
 
 
 def taken(world_size: int, size: int, steps: int, seed: int = 0) -> list[tuple[int, int]]:
-    """Pictures with their keys in the order in which a world takes them, a step after another."""
+    """Images with their keys in the order in which a world takes them, a step after another."""
     ranks = [
-        TrainingPictures(Numbers(50), seed, size * world_size, torch.device("cpu"))
+        TrainingImages(Numbers(50), seed, size * world_size, torch.device("cpu"))
         for _ in range(world_size)
     ]
     found: list[tuple[int, int]] = []

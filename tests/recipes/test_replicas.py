@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.checkpoint.disk import commit
-from shardwise.diloco import Streaming, WireFormat
+from shardwise.diloco import WireFormat
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy
 from shardwise.recipes.core.checkpointing import Checkpoints, SaveError
 from shardwise.recipes.core.config import DilocoConfig, Existing
@@ -31,9 +31,7 @@ from tests.recipes.test_lm import train, train_until
 Ranks = Callable[..., list[Any]]
 
 #: Exchanges begin after steps 2 (fragment 1), 4 (0), 6 (1): after step 4 one is under way.
-STREAMING = DilocoConfig(
-    local_steps=4, wire=WireFormat.INT8, streaming=Streaming(fragments=2, overlap=1, alpha=0.5)
-)
+STREAMING = DilocoConfig(local_steps=4, wire=WireFormat.INT8, fragments=2, overlap=1, alpha=0.5)
 
 
 def diloco(folder: Path, name: str, **settings: Any) -> LmConfig:

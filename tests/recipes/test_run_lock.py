@@ -17,6 +17,7 @@ from shardwise.launch.world import PARENT_PID, World
 from shardwise.recipes.core import rundir, training
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.rundir import RunDir, locked
+from shardwise.recipes.core.task import Task
 from tests.recipes.small import small_config
 
 
@@ -131,16 +132,21 @@ def test_rank_0_takes_the_lock_where_no_launcher_of_ours_has_it(
     trained = []
     monkeypatch.setattr(training, "connected", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(training, "keep_freed_memory", lambda: None)  # for the other tests' sake
+    monkeypatch.setattr(training, "place_for", lambda *_: None)
     monkeypatch.setattr(training, "train_connected", lambda *_: trained.append(launcher))
     if launcher == "our own":
         monkeypatch.setenv(PARENT_PID, str(os.getppid()))
     world = World(0, 2, 0, 2)
     inputs = small_config(tmp_path).check(world)
+
+    def assemble(*_: object) -> Task:
+        raise AssertionError("nothing is built")
+
     refused = pytest.raises(OptionError, match="a run that is under way")
     with (
         locked(inputs.config.files),
         refused if launcher == "torchrun" else contextlib.nullcontext(),
     ):
-        training.train(inputs, world, StopSignals())
-    training.train(inputs, World(1, 2, 1, 2), StopSignals())  # other ranks never lock
+        training.train(inputs, assemble, world, StopSignals())
+    training.train(inputs, assemble, World(1, 2, 1, 2), StopSignals())  # other ranks never lock
     assert trained == [launcher] * (1 if launcher == "torchrun" else 2)

@@ -32,5 +32,5 @@ def test_a_training_ends_with_whichever_comes_first() -> None:
 
 def test_evaluations_are_counted_by_whole_epochs() -> None:
     span = Span(epochs=2, per_epoch=10)
-    assert [span.judged(Position(i, 4 * i)) for i in range(6)] == [0, 0, 0, 1, 1, 2]
-    assert Span(steps=5).judged(Position(3, 12)) == 3
+    assert [span.evaluation_count(Position(i, 4 * i)) for i in range(6)] == [0, 0, 0, 1, 1, 2]
+    assert Span(steps=5).evaluation_count(Position(3, 12)) == 3

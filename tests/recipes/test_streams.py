@@ -18,12 +18,12 @@ from shardwise.errors import CheckpointError
 from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
 from shardwise.recipes.core.config import OptionError
+from shardwise.recipes.text.batches import validation_tokens
 from shardwise.recipes.text.data import SEPARATOR, Bytes, Tokenizer, decode
 from shardwise.recipes.text.documents import (
     Source,
     find_documents,
     is_streamed,
-    validation_tokens,
 )
 from shardwise.recipes.text.streams import (
     DocumentOrder,

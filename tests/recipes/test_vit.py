@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
 
 from shardwise import fully_shard
 from shardwise.cli.main import app
@@ -40,7 +40,8 @@ from shardwise.recipes.core.config import (
     TransportName,
     resolve_sharding,
 )
-from shardwise.recipes.core.dry_run import COPIES, STORED, Outlook, show
+from shardwise.recipes.core.dry_run import ADAMW, STORED, Blueprint, Outlook, show
+from shardwise.recipes.core.model import decoder_layers, initialize
 from shardwise.recipes.core.optim import make_adamw
 from shardwise.recipes.core.parallelize import shard_bytes
 from shardwise.recipes.core.task import Place
@@ -48,7 +49,7 @@ from shardwise.recipes.core.training import place_for
 from shardwise.recipes.vision.config import VitConfig
 from shardwise.recipes.vision.presets import VIT_PRESETS
 from shardwise.recipes.vision.task import classification_loss
-from shardwise.recipes.vit import born, build, placement, shares, units_of
+from shardwise.recipes.vit import build, placement, shard_model
 from tests.checkpoint.ranks.test_memory import MIB, extra_memory
 from tests.recipes.running import train
 from tests.recipes.small import losses, train_config
@@ -94,6 +95,15 @@ def _whole(settings: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
+def _blueprint(model: PreTrainedModel, nested: bool = True) -> Blueprint:
+    return Blueprint("vit", model, decoder_layers(model) if nested else [], placement)
+
+
+def _built(model: PreTrainedModel, config: ShardingConfig, place: Place) -> None:
+    shard_model(model, decoder_layers(model), config, place)
+    initialize(model, 0)
+
+
 def _place(config: ShardingConfig, rank: int, world_size: int) -> Place:
     world = World(rank, world_size, rank, world_size)
     train = TrainConfig(
@@ -108,20 +118,22 @@ def _place(config: ShardingConfig, rank: int, world_size: int) -> Place:
 
 def _build_on_meshes(rank: int, world_size: int) -> None:
     expected = _whole(UNEVEN, seed=3)
-    pictures = torch.randn(2, 3, 15, 15, generator=torch.Generator().manual_seed(rank))
+    images = torch.randn(2, 3, 15, 15, generator=torch.Generator().manual_seed(rank))
     losses = set()
     for replicas, nested in ((4, True), (2, False), (1, True)):
         strategy = Strategy.FULL_SHARD if replicas == 1 else Strategy.HYBRID_SHARD
         config = ShardingConfig(strategy=strategy, replicas=replicas)
         plan = resolve_sharding(config, world_size)
         model = build(UNEVEN, CLASSES)
-        told = shares(model, plan.shape[-1], nested=nested)
-        born(model, config, _place(config, rank, world_size), 3, nested=nested)
+        blueprint = _blueprint(model, nested)
+        told = blueprint.shares(plan.shape[-1])
+        shard_model(model, blueprint.units, config, _place(config, rank, world_size))
+        initialize(model, 3)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.full_tensor(), expected[name]), f"{name} over {plan}"
         position = rank % plan.shape[-1]
         assert shard_bytes(model) == STORED * sum(each.held_by(position) for each in told), plan
-        losses.add(classification_loss(model, (pictures, torch.tensor([1, 5]))).item())
+        losses.add(classification_loss(model, (images, torch.tensor([1, 5]))).item())
     assert len(losses) == 1, "cut as it may be, it is one model"
 
 
@@ -167,33 +179,33 @@ def _measure(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]
     config = ShardingConfig(transport=TransportName.C10D)
     plan = resolve_sharding(config, world_size)
     place = _place(config, rank, world_size)
-    pictures = torch.zeros(1, 3, 15, 15), torch.zeros(1, dtype=torch.int64)
+    images = torch.zeros(1, 3, 15, 15), torch.zeros(1, dtype=torch.int64)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        classification_loss(model, pictures).backward()
+        classification_loss(model, images).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     small = build(UNEVEN, CLASSES)  # imports, connections and threads are not counted
-    born(small, config, place, 0)
+    _built(small, config, place)
     step(small, make_adamw(small, AdamWConfig(lr=1e-3)))
     gc.collect()
     model = build(WIDE, CLASSES)
     layer = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
-    outlook = Outlook("wide", shares(model, world_size), plan, config)
+    outlook = Outlook("wide", _blueprint(model).shares(world_size), plan, config)
     at_rest = outlook.at_rest(rank)
     found = {
-        "build": extra_memory(lambda: born(model, config, place, 0)),
+        "build": extra_memory(lambda: _built(model, config, place)),
     }
     optimizer = make_adamw(model, AdamWConfig(lr=1e-3))
     step(model, optimizer)  # makes the optimizer's state
     gc.collect()
-    without_gradients = at_rest - at_rest // COPIES
+    without_gradients = at_rest - at_rest // ADAMW.copies
     found["step"] = without_gradients + extra_memory(lambda: step(model, optimizer))
     allowed = {
-        "build": at_rest // COPIES + layer * STORED,
+        "build": at_rest // ADAMW.copies + layer * STORED,
         "step": at_rest + outlook.unsharded + outlook.gradients,
-        "whole": outlook.whole.numel * STORED,
+        "whole": outlook.full.numel * STORED,
     }
     return found, allowed
 
@@ -216,7 +228,7 @@ def _told(world_size: int, nested: bool = True, **changes: Any) -> tuple[Outlook
     config = ShardingConfig(**changes)
     model = build(VIT_PRESETS["vit-10b"].settings(), 1000)
     plan = resolve_sharding(config, world_size)
-    outlook = Outlook("vit-10b", shares(model, plan.shape[-1], nested=nested), plan, config)
+    outlook = Outlook("vit-10b", _blueprint(model, nested).shares(plan.shape[-1]), plan, config)
     text = io.StringIO()
     show(outlook, Console(file=text, width=200))
     return outlook, text.getvalue()
@@ -251,7 +263,7 @@ def _rows(text: str) -> dict[str, dict[str, int]]:
 def test_what_is_printed_adds_up_to_the_model(world_size: int) -> None:
     _, text = _told(world_size)
     rows = _rows(text)
-    whole = rows.pop("together")
+    whole = rows.pop("total")
     assert whole["numel"] == whole["held"] == 10_077_927_400
     assert sum(row["groups"] * row["numel"] for row in rows.values()) == whole["numel"]
     assert all(row["held"] == row["numel"] for row in rows.values()), rows
@@ -265,7 +277,7 @@ def _sharded_for(rank: int, world_size: int, of: list[int]) -> dict[int, int]:
         dist.init_process_group("fake", rank=each, world_size=128, store=FakeStore())
         mesh = init_device_mesh("cpu", (128,))
         model = build(VIT_PRESETS["vit-10b"].settings(), 1000)
-        for module in (*units_of(model, nested=True), model):
+        for module in (*decoder_layers(model), model):
             fully_shard(module, mesh=mesh, shard_placement_fn=placement, transport="collectives")
         held[each] = shard_bytes(model) // STORED
         dist.destroy_process_group()
@@ -275,7 +287,7 @@ def _sharded_for(rank: int, world_size: int, of: list[int]) -> dict[int, int]:
 def test_what_is_told_of_128_ranks_is_what_the_runtime_gives_them(ranks: Ranks) -> None:
     outlook, _ = _told(128)
     [held] = ranks(_sharded_for, 1, [0, 1, 124, 125, 127], backend=None)
-    assert held == {rank: outlook.whole.held_by(rank) for rank in held}
+    assert held == {rank: outlook.full.held_by(rank) for rank in held}
     assert held[0] > held[127], "the classifier's 1000 rows are not divided evenly"
 
 
@@ -317,14 +329,14 @@ def test_the_peak_is_told_by_what_is_kept_and_in_which_dtype() -> None:
     assert "16 copies of the model" in text
     assert max(map(len, text.splitlines())) <= 80
     whole, _ = _told(128, nested=False)
-    assert whole.unsharded == 4 * whole.whole.padded_numel
+    assert whole.unsharded == 4 * whole.full.padded_numel
 
 
 # -- what is learnt --------------------------------------------------------------------------------
 
 
 def small_vit(folder: Path, name: str = "run", **changes: Any) -> VitConfig:
-    """A configuration of one epoch in a few steps, on pictures that are written if they are not."""
+    """A configuration of one epoch in a few steps, on images that are written if they are not."""
     data = folder / "snapshots"
     if not data.exists():
         write_snapshots(data)
@@ -396,9 +408,9 @@ def test_a_run_goes_on_only_with_the_model_it_began_with(ranks: Ranks, tmp_path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"patch_size": 7}, "--image-size: found 32, expected a multiple of 7, a patch's size"),
-        ({"patch_size": 0}, "--patch-size: found 0, expected a number from 1"),
-        ({"layers": 0}, "--layers: found 0, expected a number from 1"),
+        ({"patch_size": 7}, "--image-size: found 32, expected a multiple of 7, the patch size"),
+        ({"patch_size": 0}, "--patch-size: found 0, expected 1 or more"),
+        ({"layers": 0}, "--layers: found 0, expected 1 or more"),
         ({"model": "vit-10"}, "--model: found vit-10, expected .*; did you mean vit-10b?"),
         ({"data_dir": None}, "--data-dir: found none, expected a folder with train and val, or"),
     ],

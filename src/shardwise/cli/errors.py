@@ -1,4 +1,4 @@
-"""Mistakes on a command line, in our words: one line with option, found and expected."""
+"""Errors of a command line as one line: option, what was found, what was expected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXPECTED = (
 
 
 def describe(error: typer.BadParameter, arguments: Sequence[str]) -> str:
-    """Say in one line what is wrong.
+    """Describe an error in one line.
 
     Args:
         error: what typer raised.
@@ -47,7 +47,7 @@ def describe(error: typer.BadParameter, arguments: Sequence[str]) -> str:
 
 
 def _value_of(options: Sequence[str], arguments: Sequence[str]) -> str | None:
-    """The last value given for an option, as ``--option value`` or ``--option=value``."""
+    """Return the last value of an option, from ``--option value`` or ``--option=value``."""
     value = None
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, inline = argument.partition("=")

@@ -1,4 +1,4 @@
-"""The command ``shardwise``: registers the commands, one file each."""
+"""The command ``shardwise``: its commands, and how a mistake on a command line ends."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from shardwise import __version__
-from shardwise.cli import (
-    checkpoint,
-    doctor,
-    inspect,
-    launch_lines,
-    train_imagenet,
-    train_lm,
-    train_mnist,
-    train_vit,
-)
+from shardwise.cli import checkpoint, hosts, inspect, train
 from shardwise.cli.errors import UsageError, describe
 from shardwise.launch.errors import UserError
 from shardwise.units import printable
@@ -31,26 +22,14 @@ cli = typer.Typer(
     name="shardwise",
     help="Fully sharded data parallel training that you can see into.",
     invoke_without_command=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-train = typer.Typer(
-    name="train", help="Train a model over several processes.", invoke_without_command=True
-)
-cli.add_typer(train)
+cli.add_typer(train.commands)
 cli.add_typer(checkpoint.commands)
-cli.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
-cli.command(
-    "launch-lines",
-    epilog=launch_lines.EXAMPLES,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)(launch_lines.launch_lines)
-train.command("lm", epilog=train_lm.EXAMPLES)(train_lm.train_lm)
-train.command("mnist", epilog=train_mnist.EXAMPLES)(train_mnist.train_mnist)
-train.command("imagenet", epilog=train_imagenet.EXAMPLES)(train_imagenet.train_imagenet)
-train.command("vit", epilog=train_vit.EXAMPLES)(train_vit.train_vit)
 cli.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
+hosts.add_to(cli)
 
 
 def _show_version(wanted: bool) -> None:
@@ -64,7 +43,7 @@ def _checkpoint(context: typer.Context) -> None:
     _help_if_alone(context)
 
 
-@train.callback()
+@train.commands.callback()
 def _train(context: typer.Context) -> None:
     _help_if_alone(context)
 
@@ -96,7 +75,7 @@ def app() -> NoReturn:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = cli(standalone_mode=False)
-        print(end="", flush=True)  # now, while it can be told
+        print(end="", flush=True)  # now, while an error can be reported
     except UserError as error:
         _end(str(error), error.exit_code)
     except UsageError as error:
@@ -107,14 +86,14 @@ def app() -> NoReturn:
         _end_unread()
     except OSError as error:
         if error.filename is None:
-            raise  # of no file that the command line could have named
+            raise  # about no file that the command line could have named
         _end(f"{error.filename}: {error.strerror}", 2)
     except SystemExit as ended:
-        # Typer and rich make it of a pipe that nobody reads, with an exit code that means an error.
+        # Typer and rich raise it for a pipe that nobody reads, with the exit code of an error.
         if isinstance(ended.__context__, BrokenPipeError):
             _end_unread()
         raise
-    if code == _STOPPED:  # typer makes it of KeyboardInterrupt, and says nothing
+    if code == _STOPPED:  # what typer makes of KeyboardInterrupt, without a word
         _end("stopped", _STOPPED)
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -128,6 +107,6 @@ def _end(message: str, code: int) -> NoReturn:
 
 
 def _end_unread() -> NoReturn:
-    # What is still in the buffer goes nowhere, without a complaint at the end of the process.
+    # What is still in the buffer is dropped, without a complaint when the process ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(_UNREAD)

@@ -11,7 +11,7 @@ _MAX_NAME, _MAX_PATH = 255, 4095  # bytes, of Linux: of a file's name, and of a 
 
 
 def read_path(text: str | Path) -> Path:
-    """The path that a text means, with the home folder in place of ``~`` or ``~user``.
+    """Read a path, with the home folder in place of ``~`` or ``~user``.
 
     Raises:
         typer.BadParameter: it is none.
@@ -20,7 +20,7 @@ def read_path(text: str | Path) -> Path:
 
 
 def read_name(text: str) -> str:
-    """A text that is a path, or that something is looked up by, with ``~`` as in a path.
+    """Read a name that may be a path, with ``~`` as in a path.
 
     Raises:
         typer.BadParameter: it is empty, or no file could have that name.

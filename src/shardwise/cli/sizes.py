@@ -12,7 +12,7 @@ _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def read_size(text: str | int) -> int:
-    """Bytes of a size: ``8MiB``, ``1.5GB``, ``4096``.
+    """Read a size in bytes: ``8MiB``, ``1.5GB``, ``4096``.
 
     Raises:
         typer.BadParameter: it is none.

@@ -1,19 +1,22 @@
-"""A residual net learns pictures: what it adds to the training that all recipes share."""
+"""``shardwise train imagenet``: a residual network of ``transformers`` on images in folders."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from shardwise import checkpoint_module
 from shardwise.recipes.core.config import SgdConfig
-from shardwise.recipes.core.model import build_classifier, config_json, initialise
+from shardwise.recipes.core.dry_run import Blueprint
+from shardwise.recipes.core.model import build_classifier, config_json, initialize
 from shardwise.recipes.core.optim import make_sgd
 from shardwise.recipes.core.parallelize import shard
 from shardwise.recipes.core.task import Place, Task
-from shardwise.recipes.vision.config import ImagenetInputs
-from shardwise.recipes.vision.task import load_plain, pictures_of, vision_task
+from shardwise.recipes.vision.config import FAKE_CLASSES, ImagenetConfig, ImagenetInputs
+from shardwise.recipes.vision.task import Classifier, ImageData, load_plain, vision_task
 from shardwise.wrap import repeated_blocks
 
 
@@ -21,29 +24,34 @@ def assemble(inputs: ImagenetInputs, place: Place) -> Task:
     """Build model, optimizer and data on one rank."""
     config, train = inputs.config, inputs.train
     assert isinstance(train.optimizer, SgdConfig)
-    build = functools.partial(build_classifier, inputs.settings, len(inputs.classes))
-    with torch.device("meta"):
-        model = build()
+    model = _build(inputs.settings, len(inputs.classes))
     blocks = repeated_blocks(model)
     if train.sharding.activation_checkpointing:
         for block in blocks:
             checkpoint_module(block)
     sharded = shard(model, blocks, train.sharding, place)
-    initialise(model, train.seed)
-    training, validation = pictures_of(inputs)
-    per_epoch = len(training)
-    return vision_task(
-        inputs,
-        place,
-        model_name=config.model,
-        data_name=inputs.facts()["data"]["name"],
+    initialize(model, train.seed)
+    data = ImageData.of(inputs)
+    per_epoch = len(data.training)
+    build = functools.partial(build_classifier, inputs.settings, len(inputs.classes))
+    classifier = Classifier(
+        name=config.model,
         model=sharded,
-        model_config=config_json(model),
-        load=functools.partial(load_plain, build, place.device),
-        loaded_into="a plain module",
+        config_json=config_json(model),
         optimizer=make_sgd(model, train.optimizer),
         schedule=lambda position: config.lr(position.examples / per_epoch),
-        training=training,
-        validation=validation,
-        classes=inputs.classes,
+        load=functools.partial(load_plain, build, place.device),
+        loaded_into="a plain module",
     )
+    return vision_task(inputs, place, data, classifier)
+
+
+def blueprint(config: ImagenetConfig) -> Blueprint:
+    """Return the network without memory, and how it is sharded; it has ImageNet's 1000 classes."""
+    model = _build(config.settings(), FAKE_CLASSES)
+    return Blueprint(config.model, model, repeated_blocks(model))
+
+
+def _build(settings: dict[str, Any], classes: int) -> PreTrainedModel:
+    with torch.device("meta"):
+        return build_classifier(settings, classes)

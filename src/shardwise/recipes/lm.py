@@ -1,9 +1,7 @@
-"""A language model learns from text: what it adds to the training that all recipes share.
+"""``shardwise train lm``: a language model of ``transformers`` on text, and a sample at the end.
 
-What the model writes: tokens drawn one after another, on all ranks together.
-
-Every rank draws the same token from the same logits, since all have the same seed: each forward
-gathers the shards of all.
+Every rank draws the same tokens from the same logits, since all have the same seed; each forward
+gathers the shards of all ranks.
 """
 
 from __future__ import annotations
@@ -17,12 +15,13 @@ from torch import nn
 
 from shardwise import FSDPModule
 from shardwise.recipes.core.config import AdamWConfig
+from shardwise.recipes.core.dry_run import Blueprint
 from shardwise.recipes.core.model import (
     build,
     checkpoint_layers,
     config_json,
     decoder_layers,
-    initialise,
+    initialize,
     next_token_loss,
 )
 from shardwise.recipes.core.optim import make_adamw, warmup_cosine
@@ -31,9 +30,9 @@ from shardwise.recipes.core.replicas import replicas_of
 from shardwise.recipes.core.rundir import write_text
 from shardwise.recipes.core.task import Place, Task, no_more
 from shardwise.recipes.text.batches import ValidationLoss, open_data
-from shardwise.recipes.text.config import LmInputs
-from shardwise.recipes.text.data import Vocabulary
-from shardwise.recipes.text.flops import Utilisation
+from shardwise.recipes.text.config import LmConfig, LmInputs
+from shardwise.recipes.text.data import Vocabulary, load_vocabulary
+from shardwise.recipes.text.flops import Utilization
 from shardwise.units import printable
 
 
@@ -46,7 +45,7 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
     if train.sharding.activation_checkpointing:
         checkpoint_layers(model)
     sharded = shard(model, decoder_layers(model), train.sharding, place)
-    initialise(model, train.seed)
+    initialize(model, train.seed)
     curve = warmup_cosine(
         train.optimizer, inputs.span.steps_in_all(train.examples_per_step(place.world.size))
     )
@@ -55,7 +54,7 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
     if train.diloco is not None:
         optimizer, replicas = replicas_of(model, optimizer, place.mesh, train.diloco)
         introduction.append(("replicas", str(train.diloco)))
-    use = Utilisation.of(model, config.seq_length, place.device, config.peak_flops)
+    use = Utilization.of(model, config.seq_length, place.device, config.peak_flops)
     return Task(
         title=f"{config.model} on {inputs.text.name}",
         model_name=config.model,
@@ -79,6 +78,17 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
     )
 
 
+def blueprint(config: LmConfig) -> Blueprint:
+    """Return the model without memory, and how it is sharded.
+
+    Raises:
+        OptionError: the tokenizer cannot be loaded, or ``transformers`` cannot build the model.
+    """
+    vocabulary = load_vocabulary(config.tokenizer)
+    model = build(config.settings(), vocabulary.size, vocabulary.separator)
+    return Blueprint(config.model, model, decoder_layers(model))
+
+
 def _write_sample(
     inputs: LmInputs,
     place: Place,
@@ -87,7 +97,7 @@ def _write_sample(
     checkpoint: Path,
     results: Mapping[str, float],
 ) -> Mapping[str, float]:
-    """What the model writes, once it has learnt."""
+    """Write a sample of what the trained model generates."""
     config = inputs.config
     if not config.sample_tokens:
         return no_more(checkpoint, results)

@@ -132,10 +132,11 @@ def _build(settings: dict[str, Any]) -> Planned:
 
 def _vision_transformer(settings: dict[str, Any]) -> Planned:
     from shardwise.inspect.planning import Planned
-    from shardwise.recipes.vit import build, placement, units_of
+    from shardwise.recipes.core.model import decoder_layers
+    from shardwise.recipes.vit import build, placement
 
     model = build(settings, _classes(settings))
-    return Planned(model=model, blocks=units_of(model, nested=True), placement=placement)
+    return Planned(model=model, blocks=decoder_layers(model), placement=placement)
 
 
 def _residual_net(settings: dict[str, Any]) -> Planned:

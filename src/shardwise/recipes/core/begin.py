@@ -1,4 +1,4 @@
-"""Whether a training may begin, or go on, where it is asked to. No torch here."""
+"""Check whether a run may begin, or go on, in its folder. No torch here."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardwise.launch.errors import UserError
-from shardwise.launch.world import World, job_id
+from shardwise.launch.world import job_id
 from shardwise.recipes.core.checkpointing import Checkpoints
 from shardwise.recipes.core.config import (
     Existing,
     OptionError,
     OutputConfig,
-    TrainConfig,
     flatten,
 )
 from shardwise.recipes.core.journal import check_metrics
-from shardwise.recipes.core.position import Position, Span
+from shardwise.recipes.core.position import Position
+from shardwise.recipes.core.recipe import Inputs
 from shardwise.recipes.core.rundir import RunDir, check_same
 
-# What a checkpoint brings back, whatever is asked for, or what would change the order of the data.
+# A checkpoint brings these back whatever the options say, or they change the order of the data.
 _FIXED = {
     "seed": "--seed",
     "weight_decay": "--weight-decay",
@@ -32,65 +32,35 @@ _FIXED = {
     "momentum": "--momentum",
 }
 
-# Where things lie on a host, and what to do about a run that is there: each host's own business.
+# Where things are on a host, and what to do about a run that is there: hosts may differ in these.
 _OWN = frozenset({"out", "data", "data_dir", "model", "tokenizer", "existing"})
 
 
-class Inputs(Protocol):
-    """A recipe whose configuration was checked, and whose data were found."""
-
-    @property
-    def recipe(self) -> str:
-        """Its name on the command line."""
-
-    @property
-    def train(self) -> TrainConfig:
-        """How to train."""
-
-    @property
-    def span(self) -> Span:
-        """How long."""
-
-    def facts(self) -> dict[str, Any]:
-        """For ``run.json``, what is the same whenever the run goes on: config, model, data."""
-
-    def check_same(self, before: Mapping[str, Any]) -> None:
-        """Raise ``OptionError`` unless a run with these facts can go on as this one."""
-
-
-class Recipe(Protocol):
-    """A recipe's configuration."""
-
-    def check(self, world: World) -> Inputs:
-        """Find what is asked for; raise ``UserError`` if that cannot be."""
-
-    def check_world(self, world: World) -> None:
-        """Raise ``UserError`` unless what is asked for fits the world; looks at no files."""
-
-
 def decided(output: OutputConfig) -> OutputConfig:
-    """With ``--auto-resume``, decide: resume the run if it has checkpoints, else begin it anew.
+    """Return the output with ``--auto-resume`` decided: resume if there are checkpoints.
 
-    The same where this very job has begun the run, and was then started again: then ``--overwrite``
-    has been done, and would delete what the job has trained.
+    The same if this very job has begun the run and was then restarted: ``--overwrite`` has been
+    done, and would now delete what the job has trained.
 
-    It looks at the disk: so one process asks it, the launcher or rank 0, and tells the others.
+    This looks at the disk, so one process calls it, the launcher or rank 0, and tells the others.
     """
     files = RunDir(output.out)
     if output.existing is not Existing.AUTO and not files.was_begun_by(job_id()):
         return output
     if files.has_checkpoints():
-        return replace(output, existing=Existing.RESUME)  # refused where none of them is complete
+        return replace(
+            output, existing=Existing.RESUME
+        )  # refused later if none of them is complete
     begins_anew = files.run_json.is_file()
     return replace(output, existing=Existing.OVERWRITE if begins_anew else Existing.REFUSE)
 
 
 def newest_step(checkpoints: Checkpoints, files: RunDir) -> int:
-    """The step to resume from.
+    """Return the step to resume from.
 
     Raises:
-        OptionError: there is none.
-        UserError: a newer one is damaged: what it holds would be trained again, and replaced.
+        OptionError: no checkpoint is complete.
+        UserError: a newer checkpoint is damaged; resuming would replace what it holds.
     """
     steps = checkpoints.steps()
     if not steps:
@@ -105,7 +75,7 @@ def newest_step(checkpoints: Checkpoints, files: RunDir) -> int:
 
 
 def how_to_go_on_without(damaged: Path, step: int) -> str:
-    """What to do to go on from an older step than that of a checkpoint that is damaged."""
+    """Return what to do to go on from an older step than that of a damaged checkpoint."""
     return (
         f"move {damaged} away, or delete it, to go on from step {step} "
         f"(shardwise checkpoint verify {damaged} lists what is damaged)"
@@ -120,7 +90,7 @@ def check_folder(inputs: Inputs) -> Position:
 
     Raises:
         OptionError: a run is there that would be lost, or none to resume, or another one.
-        UserError: the newest checkpoint is damaged, or a file that tells of the run.
+        UserError: the newest checkpoint is damaged, or a file about the run.
     """
     output = decided(inputs.train.output)
     files = RunDir(output.out)
@@ -144,17 +114,17 @@ def _check_fixed(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     check_same(before, now, {name: option for name, option in _FIXED.items() if name in known})
 
 
-def check_alike(told: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all hosts were asked for the same training, of the same model and data.
+def check_alike(hosts: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all hosts were started with the same options, model and data.
 
     Args:
-        told: of each host, host 0 first: the name of the recipe and :meth:`Inputs.facts`.
+        hosts: for each host, host 0 first: the name of the recipe and :meth:`Inputs.facts`.
 
     Raises:
-        OptionError: naming the first difference, and the host.
+        OptionError: names the first difference, and the host.
     """
-    expected = compared(told[0])
-    for host, facts in enumerate(told):
+    expected = compared(hosts[0])
+    for host, facts in enumerate(hosts):
         for option, found in compared(facts).items():
             if found != expected.get(option):
                 raise OptionError(
@@ -163,7 +133,7 @@ def check_alike(told: Sequence[Mapping[str, Any]]) -> None:
 
 
 def compared(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What all hosts have to be asked for alike, by the names of the options.
+    """Return what all hosts have to agree on, by the names of the options.
 
     Args:
         facts: the name of the recipe and :meth:`Inputs.facts`.
@@ -183,7 +153,7 @@ def compared(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_extras(names: Sequence[str], *, tensorboard: bool) -> None:
-    """Check that the packages which a recipe needs are installed.
+    """Check that the packages that a recipe needs are installed.
 
     Raises:
         UserError: naming those that are not.

@@ -30,21 +30,21 @@ _POSITION, _RANDOM, _DATA, _REPLICAS = "position", "random", "data", "replicas"
 
 
 class Resumable(Protocol):
-    """Data of which a number of examples does not tell quickly enough where it stands."""
+    """Data whose position is more than a number of examples."""
 
     def state(self) -> dict[str, Any]:
-        """This rank's part of where it stands: tensors and plain values under its own names."""
+        """Return this rank's part of the position: tensors and plain values under its own names."""
 
     def load_state(self, state: Mapping[str, Any], where: Path) -> None:
-        """Go on from what all ranks' parts make, on the same or another world.
+        """Go on from the parts of all ranks together, in the same or another world.
 
         Raises:
-            CheckpointError: it is no such state; ``where`` says which file it is from.
+            CheckpointError: it is no such state; ``where`` names the file it is from.
         """
 
 
 class SaveError(UserError):
-    """A checkpoint could not be written: a full disk, a folder that has gone."""
+    """A checkpoint could not be written: the disk is full, or the folder is gone."""
 
     exit_code = 1
 
@@ -53,12 +53,12 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: where they lie; made when the first is saved.
+        folder: where they are; made when the first one is saved.
         keep_last: how many to keep; older ones are deleted once a newer one is complete. ``None``:
             all.
-        data: what has a position of its own in them.
-        group: the ranks whose checkpoints they are; ``None``: all.
-        replicas: how many replicas train apart, each with checkpoints of its own.
+        data: data that save a position of their own.
+        group: the ranks that save together; ``None``: all.
+        replicas: number of replicas that train apart, each with checkpoints of its own.
     """
 
     def __init__(
@@ -78,19 +78,19 @@ class Checkpoints:
         self._under_way: tuple[int, Handle] | None = None
 
     def steps(self) -> list[int]:
-        """The steps of all complete checkpoints, oldest first."""
+        """Return the steps of all complete checkpoints, oldest first."""
         return steps(self._folder)
 
     def damage(self) -> tuple[Path, str] | None:
-        """The checkpoint of the highest step, and what is wrong with it, if it is not complete."""
+        """Return the newest checkpoint and what is wrong with it; None: it is complete."""
         return damage(self._folder)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
+        """Return the folder of the checkpoint of a step."""
         return step_folder(self._folder, step)
 
     def replicas(self, step: int) -> int:
-        """How many replicas trained apart when the checkpoint of a step was saved.
+        """Return how many replicas trained apart when the checkpoint of a step was saved.
 
         Raises:
             UserError: the file that says so is damaged.
@@ -101,7 +101,7 @@ class Checkpoints:
             raise UserError(f"--resume: {error}") from None
 
     def position(self, step: int) -> Position:
-        """How far the run was.
+        """Return how far the run was at a step.
 
         Raises:
             UserError: the file that says so is damaged.
@@ -113,21 +113,21 @@ class Checkpoints:
             raise UserError(f"--resume: {error}") from None
 
     def save(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-        """Save everything that training goes on from. Every rank calls it.
+        """Save all that training needs to go on. Every rank calls it.
 
-        When it returns, the checkpoint is complete and on the disk. If it raises, or the process
-        is killed, all earlier checkpoints are as they were.
+        When it returns, the checkpoint is complete and on disk. If it raises, or the process is
+        killed, all earlier checkpoints are as they were.
 
         Raises:
             SaveError: a rank could not write, this one or the one before; every rank raises it.
         """
-        self.settle()
+        self.wait()
         if not self._is_saved(position.step):
             self.write(position, model, optimizer)
         return self.path(position.step)
 
     def write(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """As :meth:`save`, in place of whatever is there.
+        """Save, and replace whatever is there.
 
         Raises:
             SaveError: a rank could not write; every rank raises it.
@@ -141,16 +141,16 @@ class Checkpoints:
             raise SaveError(self._lost(position.step, error)) from error
 
     def begin(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """As :meth:`save`, but return once the state is copied. Every rank calls it.
+        """Start to save, and return once the state is copied. Every rank calls it.
 
-        It waits for the one before. :meth:`settle` waits for this one, and tells how it ended.
+        It waits for the save before. :meth:`wait` waits for this one, and raises if it failed.
 
         Raises:
             SaveError: a rank could not write the one before; every rank raises it.
         """
         from shardwise.checkpoint.ranks.saving import start_saving
 
-        self.settle()
+        self.wait()
         if self._is_saved(position.step):
             return
         try:
@@ -159,11 +159,11 @@ class Checkpoints:
             raise SaveError(self._lost(position.step, error)) from error
         self._under_way = position.step, start_saving(write, self.path(position.step))
 
-    def settle(self) -> int | None:
-        """Wait for the checkpoint that was begun, if one was. Every rank calls it, or none does.
+    def wait(self) -> int | None:
+        """Wait for the checkpoint under way, if there is one. All ranks call it, or none.
 
         Returns:
-            Its step, once it is complete and on the disk; ``None`` where none was begun.
+            Its step, once it is complete and on disk; ``None`` if none was under way.
 
         Raises:
             SaveError: a rank could not write; every rank raises it.
@@ -179,13 +179,13 @@ class Checkpoints:
 
     @property
     def has_ended(self) -> bool:
-        """Whether one was begun, and this rank's part in it has ended, well or not."""
+        """Whether a save is under way and this rank's part of it has ended, well or not."""
         return self._under_way is not None and self._under_way[1].done()
 
     def copied(
         self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> Callable[[], None]:
-        """What writes a checkpoint, of which this rank's part is copied when this returns.
+        """Copy this rank's part of a checkpoint; return what writes it.
 
         Raises:
             CheckpointError: what is in the way of it cannot be deleted; on every rank.
@@ -197,9 +197,9 @@ class Checkpoints:
         return Snapshot(target, model, optimizer, extra, keep_last=keep, group=group).write
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
-        """Load a checkpoint into shards, on the same or another world. Every rank calls it.
+        """Load a checkpoint into shards, in the same or another world. Every rank calls it.
 
-        Random states come back where the world has as many ranks as when it was saved.
+        Random states are restored if the world has as many ranks as when it was saved.
 
         Raises:
             UserError: the checkpoint is damaged, or is of another model.
@@ -227,7 +227,7 @@ class Checkpoints:
         return position
 
     def _is_saved(self, step: int) -> bool:
-        """Whether a step has a complete checkpoint, as the first rank sees. Every rank calls it.
+        """Whether a step has a complete checkpoint, as rank 0 sees it. Every rank calls it.
 
         Raises:
             SaveError: the folder cannot be read, or a rank was lost.
@@ -239,13 +239,13 @@ class Checkpoints:
             raise SaveError(self._lost(step, error)) from error
 
     def _prepared(self, position: Position) -> tuple[Path, dict[str, Any]]:
-        """Where a checkpoint goes, with nothing in the way, and what belongs to it.
+        """Make way for a checkpoint; return its folder and its ``extra``.
 
         Raises:
             CheckpointError: what is in the way cannot be deleted; on every rank of the group.
         """
         target = self.path(position.step)
-        # What is there is not complete, or is of a replica of which the first was not saved.
+        # What is there is incomplete, or of a replica whose first replica was not saved.
         self._ranks().first(f"saving {target}", lambda: _make_way(target))
         extra: dict[str, Any] = {
             _POSITION: asdict(position),
@@ -257,7 +257,7 @@ class Checkpoints:
         return target, extra
 
     def _ranks(self) -> Ranks:
-        """Whose checkpoints they are; while none is being saved in the background."""
+        """Return the ranks that save together; not while a save is under way in the background."""
         from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 
         return Ranks(group_for(self._group))
@@ -274,7 +274,7 @@ def _make_way(target: Path) -> None:
 
 
 def _extra_values(manifest: Manifest) -> dict[str, Any]:
-    """The plain values of ``extra``, as far as its first keys lead to dicts."""
+    """Return the plain values of ``extra``, two keys deep."""
     found: dict[str, Any] = {}
     for value in manifest.values:
         if value.path[0] == "extra" and len(value.path) == 3:
@@ -298,7 +298,7 @@ def _replicas(extra: dict[str, Any]) -> int:
 
 
 def _random_state() -> dict[str, dict[str, torch.Tensor]]:
-    """The state of this rank's random generators, under a name that no other rank has."""
+    """Return the state of this rank's random generators, under a name of its own."""
     import torch
     import torch.distributed as dist
 

@@ -1,8 +1,8 @@
-"""What a training is asked to do: frozen values, checked in one place, before anything starts.
+"""The configuration of a training: frozen values, checked before anything starts.
 
-Nothing here imports torch, so that a mistake is answered at once.
-
-How replicas that train apart meet, as the command line asks. No torch here.
+A default and its help stand here alone: the command line is generated from these classes (see
+:mod:`shardwise.recipes.core.option`). Nothing here imports torch, so that a mistake is reported at
+once.
 """
 
 from __future__ import annotations
@@ -30,10 +30,20 @@ from shardwise.frontends.strategies import (
 )
 from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
+from shardwise.recipes.core.option import (
+    DILOCO,
+    GROUP,
+    HOSTS,
+    OUTPUT,
+    SHARDING,
+    TRAINING,
+    Group,
+    option,
+)
 
 
 class OptionError(UserError, ValueError):
-    """An option that cannot be honoured.
+    """An option with a value that cannot be used.
 
     Attributes:
         option: its name on the command line, ``--steps``.
@@ -69,7 +79,7 @@ class Device(enum.Enum):
 
 
 class TransportName(enum.Enum):
-    """Who moves bytes between ranks."""
+    """How bytes move between ranks."""
 
     AUTO = "auto"
     SHM = "shm"
@@ -79,124 +89,251 @@ class TransportName(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig:
-    """AdamW and its schedule.
+    """AdamW, with linear warmup and cosine decay of the learning rate."""
 
-    Attributes:
-        lr: peak learning rate.
-        betas: decay of the running mean and square of the gradient.
-        weight_decay: on weights of two and more dimensions.
-        warmup: steps over which the learning rate rises.
-        clip_grad: largest norm of the gradient; 0 leaves it as it is.
-    """
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1
-    warmup: int = 20
-    clip_grad: float = 1.0
+    lr: float = field(metadata=option("Peak learning rate.", TRAINING))
+    warmup: int = field(
+        default=20,
+        metadata=option(
+            "Steps of linear warmup, at most half of all; cosine decay follows.", TRAINING
+        ),
+    )
+    betas: tuple[float, float] = field(
+        default=(0.9, 0.95),
+        metadata=option(
+            "AdamW's betas.",
+            TRAINING,
+            parts={"--beta1": "AdamW's first beta.", "--beta2": "AdamW's second beta."},
+        ),
+    )
+    weight_decay: float = field(
+        default=0.1,
+        metadata=option("Weight decay of matrices; norms and biases have none.", TRAINING),
+    )
+    clip_grad: float = field(
+        default=1.0, metadata=option("Maximum gradient norm; 0: no clipping.", TRAINING)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SgdConfig:
-    """Stochastic gradient descent with momentum.
+    """Stochastic gradient descent with momentum."""
 
-    Attributes:
-        lr: peak learning rate.
-        momentum: of the running gradient.
-        weight_decay: on all parameters.
-        clip_grad: largest norm of the gradient; 0 leaves it as it is.
-    """
-
-    lr: float
-    momentum: float = 0.9
-    weight_decay: float = 1e-4
-    clip_grad: float = 0.0
+    lr: float = field(metadata=option("Peak learning rate.", TRAINING))
+    momentum: float = field(default=0.9, metadata=option("Momentum of SGD.", TRAINING))
+    weight_decay: float = field(
+        default=1e-4, metadata=option("Weight decay of all parameters.", TRAINING)
+    )
+    clip_grad: float = field(
+        default=0.0, metadata=option("Maximum gradient norm; 0: no clipping.", TRAINING)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
-    """How the model is spread over ranks, and in which dtypes it computes.
+    """How the model is sharded over ranks, and in which dtypes it computes.
 
-    Attributes:
-        strategy: see :mod:`shardwise.frontends.strategies`.
-        replicas: copies of the model, for hybrid strategies; None: one per host.
-        over_hosts: whether the job was asked for over several hosts; then hybrid strategies make
-            do with the one that may remain.
-        mesh: the same said as a mesh, ``dp_replicate=2,dp_shard=4``.
-        param_dtype: of parameters and activations in forward and backward. Shards and optimizer
-            state are fp32.
-        reduce_dtype: of the gradient's reduction.
-        transport: who moves bytes; None leaves it to the runtime.
-        activation_checkpointing: compute activations again in backward instead of keeping them.
+    Parameters at rest, gradients at rest and optimizer state are always fp32.
     """
 
-    strategy: Strategy = Strategy.FULL_SHARD
-    replicas: int | None = None
+    strategy: Strategy = field(
+        default=Strategy.FULL_SHARD,
+        metadata=option("What is sharded: {choices}.", SHARDING, metavar="NAME"),
+    )
+    replicas: int | None = field(
+        default=None,
+        metadata=option(
+            "Copies of the model, for strategies that have several.",
+            SHARDING,
+            shown="one per host",
+        ),
+    )
+    #: Whether the job was started for several hosts. Hybrid strategies then go on with one host,
+    #: if only one is left.
     over_hosts: bool = False
-    mesh: str | None = None
-    param_dtype: Precision = Precision.FP32
-    reduce_dtype: Precision = Precision.FP32
-    transport: TransportName | None = None
-    activation_checkpointing: bool = False
+    mesh: str | None = field(
+        default=None,
+        metadata=option("The same as a mesh: dp_replicate=R,dp_shard=S.", SHARDING),
+    )
+    param_dtype: Precision = field(
+        default=Precision.FP32,
+        metadata=option("Dtype of forward and backward; shards stay fp32.", SHARDING),
+    )
+    reduce_dtype: Precision = field(
+        default=Precision.FP32, metadata=option("Dtype to reduce gradients in.", SHARDING)
+    )
+    activation_checkpointing: bool = field(
+        default=False,
+        metadata=option(
+            "Recompute activations in backward instead of keeping them.",
+            SHARDING,
+            former=("--use-gradient-checkpointing",),
+        ),
+    )
+    transport: TransportName | None = field(
+        default=None,
+        metadata=option(
+            "How bytes move between ranks: {choices}.",
+            SHARDING,
+            metavar="NAME",
+            shown="auto",
+            env="SHARDWISE_TRANSPORT",
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DilocoConfig:
+    """How replicas that train apart exchange parameters; see :class:`shardwise.diloco.DiLoCo`."""
+
+    local_steps: int = field(
+        default=500, metadata=option("Steps of each replica between two exchanges.", DILOCO)
+    )
+    outer_lr: float = field(
+        default=OuterSGD.lr, metadata=option("Learning rate of the outer optimizer.", DILOCO)
+    )
+    outer_momentum: float = field(
+        default=OuterSGD.momentum,
+        metadata=option("Nesterov momentum of the outer optimizer.", DILOCO),
+    )
+    outer_warmup: int = field(
+        default=OuterSGD.warmup,
+        metadata=option("Exchanges over which that momentum rises from 0.", DILOCO),
+    )
+    wire: WireFormat = field(
+        default=WireFormat.FP32,
+        metadata=option(
+            "Format of what is sent: {choices}.", DILOCO, name="--diloco-wire", metavar="NAME"
+        ),
+    )
+    error_feedback: bool = field(
+        default=False,
+        metadata=option(
+            "Add what rounding lost to the next exchange.", DILOCO, name="--diloco-error-feedback"
+        ),
+    )
+    fragments: int = field(
+        default=Streaming.fragments,
+        metadata=option(
+            "Parts of the model, exchanged one after another.", DILOCO, name="--diloco-fragments"
+        ),
+    )
+    overlap: int = field(
+        default=Streaming.overlap,
+        metadata=option(
+            "Training steps that an exchange may overlap with.", DILOCO, name="--diloco-overlap"
+        ),
+    )
+    alpha: float = field(
+        default=Streaming.alpha,
+        metadata=option(
+            "Share of its own parameters that a replica keeps at an exchange, 0 to 1.",
+            DILOCO,
+            name="--diloco-alpha",
+        ),
+    )
+
+    @property
+    def outer(self) -> OuterSGD:
+        """The outer optimizer."""
+        return OuterSGD(lr=self.outer_lr, momentum=self.outer_momentum, warmup=self.outer_warmup)
+
+    @property
+    def streaming(self) -> Streaming:
+        """The fragments, and how their exchange overlaps with training."""
+        return Streaming(fragments=self.fragments, overlap=self.overlap, alpha=self.alpha)
+
+    def __str__(self) -> str:
+        return f"exchange every {self.local_steps} steps, sent as {self.wire.value}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """What is kept, and where.
+    """What a run writes, where, and how often."""
 
-    Attributes:
-        out: folder of the run.
-        checkpoint_every: steps between checkpoints; 0: only when training ends or is stopped.
-        keep_last: checkpoints to keep.
-        async_checkpoint: train on while checkpoints are written, from a copy of every rank's
-            shards; the last one, and one on a signal, are waited for.
-        eval_every: steps between evaluations, or epochs in a training that is counted in
-            epochs; 0: only at the end.
-        tensorboard: write event files too.
-        existing: what to do about a run that is in ``out`` already.
-    """
-
-    out: Path
-    checkpoint_every: int = 100
-    keep_last: int = 2
-    async_checkpoint: bool = False
-    eval_every: int = 100
-    tensorboard: bool = False
-    existing: Existing = Existing.REFUSE
+    out: Path = field(metadata=option("Folder of the run.", OUTPUT, metavar="PATH"))
+    checkpoint_every: int = field(
+        default=100,
+        metadata=option("Steps between checkpoints; 0: only at the end or when stopped.", OUTPUT),
+    )
+    keep_last: int = field(default=2, metadata=option("Checkpoints to keep.", OUTPUT))
+    async_checkpoint: bool = field(
+        default=False,
+        metadata=option(
+            "Train on while a checkpoint is written; needs memory for a copy of each rank's "
+            "shards and optimizer state.",
+            OUTPUT,
+        ),
+    )
+    eval_every: int = field(
+        default=100,
+        metadata=option(
+            "Steps between evaluations; 0: only at the end.", OUTPUT, former=("--eval-interval",)
+        ),
+    )
+    tensorboard: bool = field(
+        default=False, metadata=option("Write TensorBoard event files too.", OUTPUT)
+    )
+    existing: Existing = field(
+        default=Existing.REFUSE,
+        metadata=option(
+            "What to do about a run that is in --out already.",
+            OUTPUT,
+            flags={
+                Existing.RESUME: "Go on from the newest checkpoint in --out.",
+                Existing.AUTO: "Go on if --out has checkpoints, else start over; for jobs that a "
+                "scheduler restarts.",
+                Existing.OVERWRITE: "Delete the run that is in --out, and start over.",
+            },
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training, whatever its model and data.
 
-    Attributes:
-        steps: optimizer steps from the beginning of the run, or None where epochs decide.
-        epochs: epochs from the beginning of the run, or None where steps decide. Given both, the
-            run ends with whichever is reached first.
-        batch_size: examples per rank and microbatch.
-        optimizer: which, and its settings.
-        accumulate: microbatches per step.
-        seed: of initial weights, order of data and dropout.
-        device: where to train.
-        diloco: with the strategy of that name, and with no other.
-        peer_timeout: seconds after which a rank that does not answer in a collective is lost;
-            None: torch's own, half an hour.
+    It ends after ``steps`` or ``epochs``, whichever comes first; one of the two may be None.
     """
 
-    steps: int | None = None
-    epochs: int | None = None
-    batch_size: int
+    steps: int | None = field(
+        default=None,
+        metadata=option("Optimizer steps of the whole run, from its beginning.", TRAINING),
+    )
+    epochs: int | None = field(
+        default=None,
+        metadata=option("Epochs of the whole run, from its beginning.", TRAINING),
+    )
+    batch_size: int = field(metadata=option("Examples per rank and microbatch.", TRAINING))
+    accumulate: int = field(
+        default=1, metadata=option("Microbatches per step; gradients are reduced once.", TRAINING)
+    )
     optimizer: AdamWConfig | SgdConfig
-    output: OutputConfig
-    diloco: DilocoConfig | None = None
+    seed: int = field(
+        default=0,
+        metadata=option("Seed of initial weights, order of data and dropout.", TRAINING),
+    )
+    device: Device = field(
+        default=Device.AUTO,
+        metadata=option("auto: GPUs if there is one for every rank, else CPUs.", TRAINING),
+    )
+    peer_timeout: float | None = field(
+        default=None,
+        metadata=option(
+            "Seconds after which a process that does not answer in a collective counts as lost.",
+            HOSTS,
+            shown="torch's, 1800",
+        ),
+    )
     sharding: ShardingConfig = ShardingConfig()
-    accumulate: int = 1
-    seed: int = 0
-    device: Device = Device.AUTO
-    peer_timeout: float | None = None
+    diloco: DilocoConfig | None = field(
+        default=None,
+        metadata={GROUP: Group(DilocoConfig(), "strategy", Strategy.DILOCO)},
+    )
+    output: OutputConfig
 
     def examples_per_step(self, world_size: int) -> int:
-        """Examples that all ranks together take for one step."""
+        """Examples of one step, over all ranks."""
         return self.batch_size * self.accumulate * world_size
 
 
@@ -210,7 +347,7 @@ def check_train(config: TrainConfig) -> None:
     """Check everything that does not depend on the world.
 
     Raises:
-        OptionError: naming the first option that is wrong.
+        OptionError: names the first option that is wrong.
     """
     if config.steps is not None:
         _at_least("--steps", config.steps, 1)
@@ -223,7 +360,9 @@ def check_train(config: TrainConfig) -> None:
         require(0 < found < math.inf, "--peer-timeout", found, expected)
     require(0 <= config.seed < 2**63, "--seed", config.seed, "0 to 2^63 - 1")
     _check_optimizer(config.optimizer)
-    _check_output(config.output, counts_epochs=config.epochs is not None)
+    _at_least("--checkpoint-every", config.output.checkpoint_every, 0)
+    _at_least("--keep-last", config.output.keep_last, 1)
+    _at_least("--eval-every", config.output.eval_every, 0)
     sharding = config.sharding
     require(
         sharding.mesh is None or sharding.replicas is None,
@@ -241,13 +380,27 @@ def _check_diloco(config: TrainConfig) -> None:
         apart == (config.diloco is not None),
         "--strategy",
         f"{strategy} with{'out' if apart else ''} settings of DiLoCo",
-        "another: only train lm has them" if apart else Strategy.DILOCO.value,
+        "another one: only train lm has them" if apart else Strategy.DILOCO.value,
     )
-    if config.diloco is not None:
-        try:
-            config.diloco.streaming.check(config.diloco.local_steps)
-        except ValueError as error:
-            raise OptionError("--local-steps", config.diloco.local_steps, str(error)) from None
+    if (diloco := config.diloco) is None:
+        return
+    # Written so that NaN fails every one of them.
+    steps = diloco.local_steps
+    _at_least("--local-steps", steps, 1)
+    found = diloco.outer_lr
+    require(0 < found < math.inf, "--outer-lr", found, "a number above 0")
+    found = diloco.outer_momentum
+    require(0 <= found < 1, "--outer-momentum", found, "0 to 1, without 1")
+    require(diloco.outer_warmup >= 0, "--outer-warmup", diloco.outer_warmup, "0 or more exchanges")
+    require(0 <= diloco.alpha < 1, "--diloco-alpha", diloco.alpha, "0 to 1, without 1")
+    parts, expected = diloco.fragments, f"1 to {steps}, the local steps"
+    require(1 <= parts <= steps, "--diloco-fragments", parts, expected)
+    overlap, expected = diloco.overlap, f"0 or more, less than {steps} steps"
+    require(0 <= overlap < steps, "--diloco-overlap", overlap, expected)
+    try:
+        diloco.streaming.check(steps)
+    except ValueError as error:
+        raise OptionError("--local-steps", steps, str(error)) from None
 
 
 def _check_optimizer(config: AdamWConfig | SgdConfig) -> None:
@@ -265,25 +418,19 @@ def _check_optimizer(config: AdamWConfig | SgdConfig) -> None:
     require(0 <= config.clip_grad < math.inf, "--clip-grad", config.clip_grad, "0 or more")
 
 
-def _check_output(config: OutputConfig, *, counts_epochs: bool) -> None:
-    _at_least("--checkpoint-every", config.checkpoint_every, 0)
-    _at_least("--keep-last", config.keep_last, 1)
-    _at_least("--eval-interval" if counts_epochs else "--eval-every", config.eval_every, 0)
-
-
 def _at_least(option: str, found: int, low: int) -> None:
     require(found >= low, option, found, f"{low} or more")
 
 
 def check_nproc(nproc: int | None, world: World | None) -> int:
-    """How many processes to start, or to expect on this host.
+    """Return the number of processes to start, or to expect, on this host.
 
     Args:
-        nproc: ``--nproc``, None where not given.
-        world: the world that this process found, None where it found none.
+        nproc: ``--nproc``; None: not given.
+        world: the world that the environment names; None: none.
 
     Raises:
-        OptionError: below 1, or not what the world that started this process has.
+        OptionError: it is below 1, or the world has another number.
     """
     if nproc is not None:
         _at_least("--nproc", nproc, 1)
@@ -299,7 +446,7 @@ def check_nproc(nproc: int | None, world: World | None) -> int:
 
 
 def resolve_sharding(config: ShardingConfig, world_size: int, hosts: int = 1) -> ShardingPlan:
-    """The mesh of a run and the arguments of ``fully_shard``.
+    """Return the mesh of a run and the arguments of ``fully_shard``.
 
     Raises:
         OptionError: strategy, mesh and world contradict each other.
@@ -336,7 +483,7 @@ def _resolve(
 
 
 def as_json(config: Any) -> dict[str, Any]:
-    """A configuration as plain values that JSON can hold."""
+    """Return a configuration as plain values that JSON can hold."""
 
     def plain(value: object) -> object:
         return value.value if isinstance(value, enum.Enum) else str(value)
@@ -346,53 +493,22 @@ def as_json(config: Any) -> dict[str, Any]:
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings by their innermost names, as the command line has them."""
+    """Return nested settings by their innermost names, as on the command line."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat.update(flatten(value) if isinstance(value, Mapping) else {name: value})
     return flat
 
 
-@dataclass(frozen=True, kw_only=True)
-class DilocoConfig:
-    """How replicas that train apart meet; see :class:`shardwise.diloco.DiLoCo`.
-
-    Attributes:
-        local_steps: inner steps of a round.
-        outer_lr: learning rate of the outer optimizer.
-        outer_momentum: its Nesterov momentum.
-        outer_warmup: rounds over which that rises from 0.
-        wire: what pseudo-gradients are on the wire.
-        error_feedback: send what encoding has lost the next time.
-        streaming: fragments, and the overlap of their exchange with inner steps.
-    """
-
-    local_steps: int = 500
-    outer_lr: float = OuterSGD.lr
-    outer_momentum: float = OuterSGD.momentum
-    outer_warmup: int = OuterSGD.warmup
-    wire: WireFormat = WireFormat.FP32
-    error_feedback: bool = False
-    streaming: Streaming = field(default_factory=Streaming)
-
-    @property
-    def outer(self) -> OuterSGD:
-        """The outer optimizer."""
-        return OuterSGD(lr=self.outer_lr, momentum=self.outer_momentum, warmup=self.outer_warmup)
-
-    def __str__(self) -> str:
-        return f"meet every {self.local_steps} steps, {self.wire.value} on the wire"
-
-
 def find_settings(model: str, presets: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The settings of a preset, or of a ``config.json`` in the format of ``transformers``.
+    """Return the settings of a preset, or of a ``config.json`` of ``transformers``.
 
     Args:
         model: a preset's name, the path of a config file, or of a folder that holds one.
         presets: settings by name.
 
     Raises:
-        OptionError: neither, or a file that is no model configuration.
+        OptionError: it is neither, or the file is no model configuration.
     """
     if model in presets:
         return presets[model]

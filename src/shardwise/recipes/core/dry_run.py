@@ -1,22 +1,82 @@
-"""What a training would hold on every rank, shown without training: for any number of ranks."""
+"""``--dry-run``: what every rank would hold, shown without training, for any number of ranks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from rich.console import Console
 from rich.table import Table
+from torch import nn
+from torch.distributed.tensor import Shard
 
 from shardwise.frontends.strategies import ShardingPlan
-from shardwise.recipes.core.config import Precision, ShardingConfig
-from shardwise.sharding.shares import RankRange, Shares, together
+from shardwise.recipes.core.config import (
+    AdamWConfig,
+    Precision,
+    SgdConfig,
+    ShardingConfig,
+    TrainConfig,
+    resolve_sharding,
+)
+from shardwise.sharding.shares import RankRange, Shares, shares_of, together
 
-STORED = 4  # bytes of an element of parameters, gradients and states at rest: fp32
-COPIES = 4  # parameters, gradients, and the two states of AdamW
+STORED = 4  # bytes per element of parameters, gradients and optimizer state at rest: fp32
 ITEMSIZE: Mapping[Precision, int] = {Precision.FP32: 4, Precision.BF16: 2}
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model without memory, and how it will be sharded.
+
+    Attributes:
+        name: what the model is called.
+        model: on the meta device.
+        units: the modules that become groups of their own, inner ones first; the rest is one group.
+        placement: the dimension that a parameter is sharded along; None: the first.
+    """
+
+    name: str
+    model: nn.Module
+    units: Sequence[nn.Module]
+    placement: Callable[[nn.Parameter], Shard | None] | None = None
+
+    def shares(self, ranks: int) -> list[Shares]:
+        """Return what every rank holds of each group, the model's own group last."""
+        return shares_of(self.model, self.units, ranks, self.placement)
+
+
+@dataclass(frozen=True)
+class AtRest:
+    """The fp32 tensors of each parameter that a rank keeps between steps.
+
+    Attributes:
+        copies: how many there are, the parameter among them.
+        text: what they are.
+    """
+
+    copies: int
+    text: str
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> AtRest:
+        """Return what a training keeps."""
+        match config.optimizer:
+            case AdamWConfig():
+                copies, text = 4, "parameters, gradients and two states of AdamW"
+            case SgdConfig(momentum=0):
+                copies, text = 2, "parameters and gradients"
+            case SgdConfig():
+                copies, text = 3, "parameters, gradients and the momentum of SGD"
+        if config.diloco is None:
+            return cls(copies, text)
+        extra = 3 if config.diloco.error_feedback else 2
+        return cls(copies + extra, f"{text}, {extra} of DiLoCo")
+
+
+ADAMW = AtRest(4, "parameters, gradients and two states of AdamW")
 
 
 @dataclass(frozen=True)
@@ -28,39 +88,48 @@ class Outlook:
         groups: what every rank holds of each group, the model's own group last.
         plan: over how many ranks.
         config: in which dtypes.
+        kept: what a rank keeps between steps.
     """
 
     model_name: str
     groups: Sequence[Shares]
     plan: ShardingPlan
     config: ShardingConfig
+    kept: AtRest = ADAMW
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, config: TrainConfig, world_size: int) -> Outlook:
+        """Return what a training would hold in a world of this size."""
+        plan = resolve_sharding(config.sharding, world_size)
+        groups = blueprint.shares(plan.shape[-1])
+        return cls(blueprint.name, groups, plan, config.sharding, AtRest.of(config))
 
     @property
-    def whole(self) -> Shares:
+    def full(self) -> Shares:
         """What every rank holds of the model."""
         return together(self.groups)
 
     def at_rest(self, rank: int) -> int:
-        """Bytes of the rank's parameters, gradients and optimizer state."""
-        return self.whole.held_by(rank) * STORED * COPIES
+        """Return the bytes of the rank's parameters, gradients and optimizer state."""
+        return self.full.held_by(rank) * STORED * self.kept.copies
 
     @property
     def unsharded(self) -> int:
-        """Bytes of full parameters at the peak, which are alive beside the shards.
+        """Peak bytes of full parameters, beside the shards.
 
-        Those of the largest two neighbours, of which one computes while the other is gathered, and
-        the model's own; or of all groups, where they are kept from forward to backward.
+        Two neighboring groups at most, one computing while the other is gathered, and the model's
+        own group; or all groups, where they stay unsharded from forward to backward.
         """
         if not self.plan.reshard_after_forward:
             return self._full(self.groups)
-        return self._largest_neighbours() + self._full(self.groups[-1:])
+        return self._largest_neighbors() + self._full(self.groups[-1:])
 
     @property
     def gradients(self) -> int:
-        """Bytes of full gradients at the peak: one group's are reduced while the next computes."""
-        return self._largest_neighbours() + self._full(self.groups[-1:])
+        """Peak bytes of full gradients: one group's are reduced while the next computes."""
+        return self._largest_neighbors() + self._full(self.groups[-1:])
 
-    def _largest_neighbours(self) -> int:
+    def _largest_neighbors(self) -> int:
         inner = self.groups[:-1]
         return max((self._full(two) for two in pairwise(inner)), default=self._full(inner))
 
@@ -68,18 +137,20 @@ class Outlook:
         return sum(each.padded_numel for each in groups) * ITEMSIZE[self.config.param_dtype]
 
 
-def show(outlook: Outlook, console: Console) -> None:
-    """Print the groups, and who holds how much of them; equal groups and ranks share a row."""
-    whole = outlook.whole
+def show(outlook: Outlook, console: Console | None = None) -> None:
+    """Print the groups, and which rank holds how much; equal groups and ranks share a row."""
+    # Wide enough that no figure is cut off in a narrow window.
+    console = console or Console(width=max(Console().width, 120))
+    full = outlook.full
     say = console.print
     count = len(outlook.groups)
     say(
-        f"model      {outlook.model_name}, {whole.numel:,} parameters in {count} "
+        f"model      {outlook.model_name}, {full.numel:,} parameters in {count} "
         f"{'group' if count == 1 else 'groups'}",
         highlight=False,
     )
-    ranks = whole.world_size
-    cut = f"every parameter is cut into {ranks} {'shard' if ranks == 1 else 'shards'}"
+    ranks = full.world_size
+    cut = f"every parameter is split into {ranks} {'shard' if ranks == 1 else 'shards'}"
     over = f"sharding   {outlook.config.strategy.value} over {outlook.plan}"
     replicas = outlook.plan.shape[0] if len(outlook.plan.shape) == 2 else 1
     say(f"{over}: {cut}" if replicas == 1 else over, highlight=False)
@@ -98,9 +169,9 @@ def _table(outlook: Outlook) -> Table:
     for alike in _alike(outlook.groups):
         name = _pattern(alike[0].fqn) if len(alike) > 1 else alike[0].fqn
         last = alike[0] is outlook.groups[-1] and len(outlook.groups) > 1
-        _add(table, "what is left" if last else name or "the model", len(alike), alike[0])
+        _add(table, "the rest" if last else name or "the model", len(alike), alike[0])
     if len(outlook.groups) > 1:
-        _add(table, "together", len(outlook.groups), outlook.whole)
+        _add(table, "total", len(outlook.groups), outlook.full)
     return table
 
 
@@ -113,7 +184,7 @@ def _add(table: Table, name: str, count: int, shares: Shares) -> None:
 
 
 def _alike(groups: Sequence[Shares]) -> list[list[Shares]]:
-    """Groups that differ by a number in their names only, as the blocks of a transformer."""
+    """Collect groups whose names differ by a number only, as the blocks of a transformer."""
     found: dict[object, list[Shares]] = {}
     for each in groups:
         # Blocks of one name but other shapes have a row each.
@@ -134,13 +205,13 @@ def _memory(outlook: Outlook) -> list[str]:
         return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
     # The first rank has no fewer rows of anything than any other, and the last has no more.
-    first, last = outlook.at_rest(0), outlook.at_rest(outlook.whole.world_size - 1)
+    first, last = outlook.at_rest(0), outlook.at_rest(outlook.full.world_size - 1)
     least, most = size(last), size(first)
     rest = f"{most} a rank" if least == most else f"{least} to {most} a rank"
     dtype = outlook.config.param_dtype.value
     return [
-        f"at rest    {rest}: parameters, gradients and two states of AdamW, fp32",
-        f"at peak    {size(outlook.unsharded)} of full parameters, {size(outlook.gradients)} of "
-        "full gradients beside it,",
+        f"at rest    {rest}: {outlook.kept.text}, fp32",
+        f"at peak    {size(outlook.unsharded)} of full parameters and "
+        f"{size(outlook.gradients)} of full gradients more,",
         f"           {dtype}, and activations",
     ]

@@ -2,38 +2,100 @@
 
 from __future__ import annotations
 
+import enum
 from contextlib import AbstractContextManager
-from importlib import import_module
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from shardwise.launch.rank import StopSignals, importing
 from shardwise.launch.world import World
-from shardwise.recipes.core.begin import Inputs, Recipe, check_folder, compared
-from shardwise.recipes.core.rundir import RunDir, locked
+from shardwise.recipes.core.begin import check_folder, compared
+from shardwise.recipes.core.config import Existing
+from shardwise.recipes.core.recipe import Inputs, Recipe, RecipeConfig
+from shardwise.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
+
+
+class Folder(enum.Enum):
+    """Who has chosen the folder of the run."""
+
+    NAMED = "named"  # the user
+    DEFAULT = "default"  # nobody: if a run is there, another folder may be taken
 
 
 class Job:
     """What the command line starts.
 
     Args:
-        recipe: as the user asked.
+        recipe: what trains.
+        config: what the user asks for.
+        folder: who has chosen the folder of the run.
+
+    Attributes:
+        config: the configuration.
+        chosen: the folder that :meth:`choose_folder` took in place of the default one, if it did.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, config: RecipeConfig, folder: Folder = Folder.NAMED) -> None:
+        self.config = config
+        self.chosen: Path | None = None
+        self._recipe = recipe
+        self._folder = folder
         self._inputs: Inputs | None = None
         self._size = 1
 
+    def span_hosts(self) -> None:
+        """Note that the job is over several hosts."""
+        sharding = replace(self.config.train.sharding, over_hosts=True)
+        self.config = replace(self.config, train=replace(self.config.train, sharding=sharding))
+
+    def choose_folder(self) -> str | None:
+        """Choose the folder of the run, if the user has not: ``runs/lm-2`` beside ``runs/lm``.
+
+        A new run takes the first folder that is free. ``--resume`` and ``--auto-resume`` go on
+        with the newest run. ``--overwrite`` means the default folder.
+
+        Returns:
+            A line that says so; None where it is the default folder.
+        """
+        output = self.config.train.output
+        if self._folder is Folder.NAMED or output.existing is Existing.OVERWRITE:
+            return None
+        if output.existing is Existing.REFUSE:
+            out = free_folder(output.out)
+            why = f"{output.out} has a run; --resume --out {output.out} goes on with it"
+        else:
+            out = newest_folder(output.out)
+            why = f"the newest run beside {output.out}"
+        if out == output.out:
+            return None
+        self.chosen = out
+        train = replace(self.config.train, output=replace(output, out=out))
+        self.config = replace(self.config, train=train)
+        return f"run        {out}; {why}"
+
+    def show_dry_run(self, world: World) -> None:
+        """Print what every rank of a world would hold, without starting it.
+
+        Raises:
+            UserError: the configuration is wrong, or does not fit the world.
+        """
+        self.config.check_dry_run(world)
+        from shardwise.recipes.core.dry_run import Outlook, show  # imports torch
+
+        blueprint = self._recipe.blueprint(self.config)
+        show(Outlook.of(blueprint, self.config.train, world.size))
+
     def check(self, world: World) -> None:
-        """See :meth:`Recipe.check`."""
-        self._inputs, self._size = self.recipe.check(world), world.size
+        """See :meth:`RecipeConfig.check`."""
+        self._inputs, self._size = self.config.check(world), world.size
 
     def check_world(self, world: World) -> None:
-        """See :meth:`Recipe.check_world`."""
-        self.recipe.check_world(world)
+        """See :meth:`RecipeConfig.check_world`."""
+        self.config.check_world(world)
 
     def options(self) -> dict[str, Any]:
-        """What all hosts have to be asked for alike, by the names of the options."""
+        """Return what all hosts have to agree on, by the names of the options."""
         inputs = self._checked()
         return compared({"recipe": inputs.recipe, **inputs.facts()})
 
@@ -42,9 +104,12 @@ class Job:
         return locked(RunDir(self._checked().train.output.out))
 
     def check_folder(self) -> str | None:
-        """See :func:`check_folder`; a run that is complete already is nothing to do.
+        """Check that the run may begin, or go on; see :func:`check_folder`.
 
-        One that ended after its last checkpoint and before its results goes on, to make these.
+        A run that ended after its last checkpoint and before its results goes on, to make these.
+
+        Returns:
+            A line that says so if the run is complete already.
         """
         inputs = self._checked()
         position = check_folder(inputs)
@@ -65,8 +130,8 @@ class Job:
         with importing():  # here, and not before: it takes seconds
             from shardwise.recipes.core.training import train
 
-            import_module(f"shardwise.recipes.{inputs.recipe}")
-        train(inputs, world, signals)
+            assemble = self._recipe.assemble()
+        train(inputs, assemble, world, signals)
 
     def _checked(self) -> Inputs:
         assert self._inputs is not None, "check() comes first"

@@ -1,7 +1,4 @@
-"""What rank 0 writes down about a run: metrics, event files, the picture, ``run.json``.
-
-What a step is known by, and the file that remembers it: one JSON object a line.
-"""
+"""What rank 0 records about a run: metrics, event files, the loss curve, ``run.json``."""
 
 from __future__ import annotations
 
@@ -26,29 +23,29 @@ from shardwise.recipes.core.rundir import RunDir, naming, without_nan
 
 
 class Journal(Protocol):
-    """Where the training loop writes what happens."""
+    """Where the training loop records what happens."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """A step was made."""
+        """Record a step."""
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        """The model was judged after a step."""
+        """Record an evaluation after a step."""
 
     def saved(self) -> None:
-        """A checkpoint is complete: bring the metrics onto the disk too."""
+        """Flush the metrics to disk, as a checkpoint is saved."""
 
 
 class NoJournal:
-    """The journal of every rank but the first."""
+    """The journal of every rank but rank 0."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def saved(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class FileJournal:
@@ -57,7 +54,7 @@ class FileJournal:
     Args:
         files: of the run.
         unit: what speed counts.
-        done: steps made before; what the files say of later ones is dropped.
+        done: steps done before; records of later steps are dropped.
         tensorboard: write event files.
     """
 
@@ -77,12 +74,12 @@ class FileJournal:
         self._draw(metrics.step, {k: v for k, v in record.items() if k not in ("step", "eta_s")})
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        """Write what judging gave."""
+        """Write an evaluation."""
         self._metrics.write({"step": step, **values})
         self._draw(step, values)
 
     def saved(self) -> None:
-        """Bring everything onto the disk."""
+        """Flush everything to disk."""
         self._metrics.sync()
         if self._events is not None:
             self._events.flush()
@@ -100,12 +97,12 @@ class FileJournal:
 
 
 class RunRecord:
-    """``run.json``: what was asked, on what it ran, how it went. One session per start or resume.
+    """``run.json``: configuration, machine and outcome, one session per start or resume.
 
     Args:
         files: of the run.
-        facts: configuration, model, data: what is the same for every session.
-        session: what is this session's own.
+        facts: configuration, model, data: what is the same in every session.
+        session: what belongs to this session.
     """
 
     def __init__(self, files: RunDir, facts: Mapping[str, Any], session: Mapping[str, Any]) -> None:
@@ -117,13 +114,13 @@ class RunRecord:
         self._files.write(self._record)
 
     def end(self, status: str, **results: Any) -> None:
-        """Note how the session ended: ``finished``, ``stopped`` or ``failed``, and its results."""
+        """Record the outcome, ``finished``, ``stopped`` or ``failed``, and the results."""
         self._session.update(status=status, ended=_now(), **results)
         self._files.write(self._record)
 
 
 def surroundings() -> dict[str, Any]:
-    """Command, versions and host of this process."""
+    """Return command, versions and host of this process."""
     names = ("shardwise", "torch", "transformers", "numpy")
     return {
         "command": command_line(sys.argv[1:]),
@@ -139,12 +136,12 @@ def surroundings() -> dict[str, Any]:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as one would type it."""
+    """Return the command as one would type it."""
     return shlex.join(["shardwise", *arguments])
 
 
 def draw(files: RunDir, title: str, unit: str) -> None:
-    """Draw the loss curve of everything that ``metrics.jsonl`` has."""
+    """Draw the loss curve of all steps in ``metrics.jsonl``."""
     from shardwise.recipes.core.plot import plot_loss
 
     plot_loss(read_metrics(files.metrics), title, unit, files.picture)
@@ -174,11 +171,11 @@ class StepMetrics:
         grad_norm: of the whole gradient, before clipping.
         lr: learning rate.
         units_per_s: tokens (or images) per second of all ranks together.
-        memory_mib: the most that any rank has held so far, in MiB: resident memory on a CPU,
-            allocated memory on a GPU.
+        memory_mib: peak memory of any rank so far, in MiB: resident memory on a CPU, allocated
+            memory on a GPU.
         eta_s: seconds until the last step.
         epoch: epochs done, with their fraction; None where nothing is counted in epochs.
-        mfu: model FLOPs utilisation, 0 to 1; None where it is not known.
+        mfu: model FLOPs utilization, 0 to 1; None: not known.
     """
 
     step: int
@@ -192,7 +189,7 @@ class StepMetrics:
     mfu: float | None = None
 
     def line(self, unit: str) -> str:
-        """``step=12 loss=3.214 ...``, for grep."""
+        """Return ``step=12 loss=3.214 ...``, for grep."""
         epoch = "" if self.epoch is None else f"epoch={self.epoch:.3f} "
         mfu = "" if self.mfu is None else f" mfu={self.mfu:.3g}"
         return (
@@ -202,7 +199,7 @@ class StepMetrics:
         )
 
     def record(self, unit: str) -> dict[str, Any]:
-        """For ``metrics.jsonl``: full precision, so that runs can be compared bit for bit."""
+        """Return the record for ``metrics.jsonl``, in full precision to compare runs."""
         values = asdict(self)
         values[f"{unit}_per_s"] = values.pop("units_per_s")
         unknown = [name for name in ("epoch", "mfu") if values[name] is None]
@@ -210,7 +207,7 @@ class StepMetrics:
 
 
 def clock(seconds: float) -> str:
-    """``01:05``, or ``2:01:05`` from an hour up."""
+    """Return ``01:05``, or ``2:01:05`` from an hour up."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
@@ -235,24 +232,24 @@ class MetricsFile:
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line; a reader sees it at once."""
+        """Append one line; readers see it at once."""
         with naming(self._path):
             self._file.write(json.dumps(without_nan(record), allow_nan=False) + "\n")
             self._file.flush()
 
     def sync(self) -> None:
-        """Bring what was written onto the disk, as a checkpoint is."""
+        """Flush what was written to disk."""
         with naming(self._path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; what could not be written is tried once more."""
+        """Close the file, after another try to write what could not be written."""
         with naming(self._path):
             self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl``. A last line that a killed run left unfinished is skipped.
+    """Return the lines of a ``metrics.jsonl``, without a last one that is unfinished.
 
     Raises:
         UserError: another line is damaged.
@@ -261,7 +258,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def check_metrics(path: Path, last_step: int) -> None:
-    """Check that a run can go on after a step with what a ``metrics.jsonl`` says of those before.
+    """Check that the lines of a ``metrics.jsonl`` up to a step are readable.
 
     Raises:
         UserError: a line is damaged, or it is no file.
@@ -287,7 +284,7 @@ class _Line:
 
 
 def _cut(path: Path, last_step: int) -> None:
-    """Cut off everything behind the lines of a step."""
+    """Cut off everything after the lines of a step."""
     kept = None
     for line in _lines(path, last_step):
         kept = line

@@ -10,7 +10,7 @@ One step, on every rank:
     clip
     exchange               one small all-gather: loss, memory, "was I asked to stop?"
     optimizer step
-    write down, judge, save
+    record, evaluate, save
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ RECENT = 20  # steps over which speed is averaged
 
 
 class DivergedError(UserError):
-    """The loss or the gradient is not a finite number any more."""
+    """The loss or the gradient is no longer a finite number."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """One step, as all ranks know it after they have told each other."""
+    """One step, as all ranks know it after the exchange."""
 
     position: Position
     loss: float
@@ -57,7 +57,7 @@ class _Outcome:
     lr: float
     memory_mib: float
     stop: int  # the signal that asked any rank to stop, or 0
-    saved: bool  # the checkpoint that was being saved has ended on all ranks, well or not
+    saved: bool  # all ranks have finished writing the checkpoint under way, or failed to
 
 
 class Loop:
@@ -65,12 +65,12 @@ class Loop:
 
     Args:
         task: what to train.
-        config: how.
+        config: how to train.
         span: how long.
         place: where.
-        checkpoints: where to save.
-        journal: where to write down.
-        signals: who may ask to stop.
+        checkpoints: of the run.
+        journal: where to record what happens.
+        signals: which may ask to stop.
         how_to_resume: for the message of a run that was stopped.
     """
 
@@ -106,16 +106,16 @@ class Loop:
             position: how far the run is already.
 
         Returns:
-            How far it came, and what judging the model gave there.
+            How far it is now, and the evaluation there.
 
         Raises:
-            Stopped: a signal asked any rank to stop, or this one after its last step; the run is
-                saved.
+            Stopped: a signal asked any rank to stop, or this one after its last step; the run
+                is saved.
             DivergedError: the loss is not finite; the last checkpoint is from before.
         """
         left = self._left(position)
         self._display.begin(position.step, position.step + left, self._task.unit)
-        judged: dict[str, float] = {}
+        evaluated: dict[str, float] = {}
         try:
             with self._signals.deferred():
                 while self._left(position):
@@ -126,20 +126,20 @@ class Loop:
                     self._write(outcome)
                     self._signals.stepped()
                     if outcome.saved:
-                        self._settle()
+                        self._wait_for_checkpoint()
                     if self._task.replicas is not None and not self._left(position):
                         self._task.replicas.end()
-                    judged = self._evaluate_if_due(before, position)
+                    evaluated = self._evaluate_if_due(before, position)
                     self._save_if_due(position, outcome.stop)
                     if outcome.stop:
                         raise Stopped(outcome.stop, self._farewell(position, outcome.stop))
-            # It came after the last exchange: ranks that had left the loop by then have stopped.
+            # It came after the last exchange, when other ranks may have left the loop.
             if noted := self._signals.noted:
                 raise Stopped(noted, self._farewell(position, noted))
         finally:
             self._display.end()
             self._task.close()
-        return position, judged or self._evaluate(position)
+        return position, evaluated or self._evaluate(position)
 
     def _left(self, position: Position) -> int:
         return self._span.left(position, self._per_step)
@@ -161,7 +161,7 @@ class Loop:
         return _Outcome(position, mean, norm, lr, memory_mib, stop, saved)
 
     def _accumulate(self, position: Position) -> torch.Tensor:
-        """Forward and backward over this rank's microbatches; the mean loss."""
+        """Run forward and backward over this rank's microbatches; return the mean loss."""
         task, count = self._task, self._config.accumulate
         size = self._config.batch_size
         total = torch.zeros((), dtype=torch.float32, device=self._device)
@@ -176,11 +176,9 @@ class Loop:
         return total
 
     def _exchange(self, loss: torch.Tensor, step: int) -> tuple[float, float, int, bool]:
-        """Tell all ranks, and hear from all: mean loss, largest memory, stop, and saved.
+        """Return mean loss, largest memory, stop and saved, over all ranks; see :class:`_Outcome`.
 
-        What the last two mean says :class:`_Outcome`.
-
-        Where replicas train apart, these are mostly the replica's own, which does not stop alone.
+        Where replicas train apart, most exchanges are within a replica, which does not stop alone.
         """
         replicas = self._task.replicas
         group = None if replicas is None else replicas.group_after(step)
@@ -220,7 +218,7 @@ class Loop:
 
     def _evaluate_if_due(self, before: Position, position: Position) -> dict[str, float]:
         every = self._config.output.eval_every
-        done, now = self._span.judged(before), self._span.judged(position)
+        done, now = self._span.evaluation_count(before), self._span.evaluation_count(position)
         due = every and done // every < now // every
         return self._evaluate(position) if due else {}
 
@@ -238,31 +236,31 @@ class Loop:
         last = not self._left(position)
         if not (stop or last or (every and position.step % every == 0)):
             return
-        self._settle()
+        self._wait_for_checkpoint()
         self._journal.saved()
         model, optimizer = self._task.module, self._task.optimizer
         if self._config.output.async_checkpoint and not (stop or last):
             self._checkpoints.begin(position, model, optimizer)
         else:
             self._checkpoints.save(position, model, optimizer)
-            self._tell_saved(position.step)
+            self._say_saved(position.step)
 
-    def _settle(self) -> None:
-        """Wait for the checkpoint that is being saved, if one is.
+    def _wait_for_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written, if one is.
 
         Raises:
             SaveError: a rank could not write; every rank raises it.
         """
-        step = self._checkpoints.settle()
+        step = self._checkpoints.wait()
         if step is not None:
-            self._tell_saved(step)
+            self._say_saved(step)
 
-    def _tell_saved(self, step: int) -> None:
+    def _say_saved(self, step: int) -> None:
         self._display.say(f"checkpoint step={step} {self._checkpoints.path(step)}")
 
     def _divergence(self, step: int, loss: float, norm: float) -> str:
         try:
-            self._settle()
+            self._wait_for_checkpoint()
             saved = self._checkpoints.steps()
             since = f"step {saved[-1]} is saved" if saved else "nothing was saved before"
         except SaveError as error:
@@ -280,7 +278,7 @@ class Loop:
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """The most that this process has held so far, in MiB.
+    """Return the peak memory of this process so far, in MiB.
 
     Allocated memory on a GPU, resident memory of the process on a CPU.
     """

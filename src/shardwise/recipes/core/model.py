@@ -1,4 +1,4 @@
-"""Models from ``transformers``, built as shards: no rank ever holds one whole."""
+"""Models of ``transformers``, built on the meta device and initialized shard by shard."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def build(
 
 
 def build_classifier(settings: dict[str, Any], classes: int) -> PreTrainedModel:
-    """Build a model that tells classes of pictures apart, on the device that is set as default.
+    """Build an image classifier on the default device.
 
     Args:
         settings: as in a ``config.json`` of ``transformers``.
-        classes: how many there are, whatever the settings say.
+        classes: number of classes, whatever the settings say.
 
     Raises:
         OptionError: ``transformers`` cannot make an image classifier of the settings.
@@ -77,21 +77,21 @@ def _from_settings(family: Any, settings: dict[str, Any], kind: str) -> PreTrain
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Let every layer keep its inputs only, and compute the rest again in backward."""
+    """Let every layer keep only its inputs, and recompute the rest in backward."""
     # The newer name of transformers 5.x, or the older one.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def config_json(model: PreTrainedModel) -> str:
-    """The ``config.json`` by which ``from_pretrained`` makes the model that was trained."""
+    """Return the ``config.json`` that ``from_pretrained`` needs to make this model."""
     settings = json.loads(model.config.to_json_string())
     settings.pop("use_cache", None)  # of training alone
     return json.dumps(settings, indent=2) + "\n"
 
 
-def initialise(model: PreTrainedModel, seed: int) -> None:
-    """Give the shards their initial values, which depend on the seed alone, not on the mesh."""
+def initialize(model: PreTrainedModel, seed: int) -> None:
+    """Initialize the shards; the values depend on the seed alone, not on the mesh."""
     # Nested models of one model may each have rules of their own for their modules.
     owner = {
         module: part
@@ -108,7 +108,7 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks that repeat: the longest list of modules in the model."""
+    """Return the repeated blocks: the longest list of modules in the model."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         name = type(model).__name__
@@ -118,7 +118,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of every next token, a float32 scalar, in nats.
+    """Return the mean cross-entropy of every next token, a float32 scalar, in nats.
 
     Args:
         model: maps (batch, length) int64 to ``.logits`` of shape (batch, length, vocabulary).

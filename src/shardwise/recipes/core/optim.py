@@ -1,4 +1,4 @@
-"""Optimizers over shards, and the learning rate as a function of how far a training is."""
+"""Optimizers over shards, and the schedule of the learning rate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLOOR = 0.1  # the learning rate at the end, as a part of its peak
 
 
 def make_adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only, not on norms and biases."""
+    """Return AdamW with weight decay on matrices only, not on norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -32,7 +32,7 @@ def make_adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
 
 
 def make_sgd(model: nn.Module, config: SgdConfig) -> torch.optim.SGD:
-    """Stochastic gradient descent, with weight decay on everything."""
+    """Return stochastic gradient descent with weight decay on all parameters."""
     return torch.optim.SGD(
         [p for p in model.parameters() if p.requires_grad],
         lr=config.lr,
@@ -42,7 +42,7 @@ def make_sgd(model: nn.Module, config: SgdConfig) -> torch.optim.SGD:
 
 
 def warmup_cosine(config: AdamWConfig, steps: int) -> Callable[[float], float]:
-    """Rise linearly to the peak, fall along a cosine to a tenth of it at the last step.
+    """Return a schedule: linear warmup, then cosine decay to a tenth of the peak.
 
     Args:
         config: peak and warm-up.
@@ -64,11 +64,11 @@ def warmup_cosine(config: AdamWConfig, steps: int) -> Callable[[float], float]:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use this learning rate from now on, in every group."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def count(parameters: Iterable[torch.Tensor]) -> int:
-    """Number of elements, of sharded parameters the whole."""
+    """Return the number of elements; sharded parameters count in full."""
     return sum(p.numel() for p in parameters)

@@ -1,12 +1,10 @@
-"""A model becomes shards, as a configuration says.
+"""Shard a model as a configuration says, and keep its batch norms equal on all ranks.
 
-The running statistics of batch norm, which are not sharded, made the same on all ranks.
-
-In training every rank normalises by the statistics of its own part of the batch, and moves its
-running mean and variance towards them. So ranks drift apart. Here they are averaged after every
-step: since a running value is a linear function of what it was moved by, it is then the one that
-would have been moved by the mean over ranks. All data count, and evaluations and checkpoints see
-the same values on every rank. (DDP takes those of rank 0, and so of one part of the data.)
+In training, every rank normalizes by the statistics of its own part of the batch, and moves its
+running mean and variance toward them, so ranks drift apart. Here the running statistics are
+averaged after every step. A running value is a linear function of the statistics, so the average
+is what the mean over ranks would have given: all data count, and evaluations and checkpoints see
+the same values on every rank. (DDP keeps those of rank 0, and so of one part of the data.)
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ def shard(
 
 @contextmanager
 def kept_between_forwards(model: nn.Module) -> Iterator[None]:
-    """Keep over several forwards what each of them leaves unsharded, where no backward comes."""
+    """Keep parameters unsharded over several forwards that no backward follows."""
     with ExitStack() as stack:
         for state in states_of(model):
             top = state.modules[0]
@@ -95,13 +93,13 @@ def kept_between_forwards(model: nn.Module) -> Iterator[None]:
 
 
 def shard_bytes(model: nn.Module) -> int:
-    """Bytes of parameters that this rank keeps."""
+    """Return the bytes of parameters that this rank holds."""
     locals_ = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
     return sum(t.numel() * t.element_size() for t in locals_)
 
 
 def transport_name(model: nn.Module) -> str:
-    """What moves bytes along each dimension of the mesh, outermost first."""
+    """Return the transport of each dimension of the mesh, outermost first."""
     state = fully_shard.state(model)  # type: ignore[attr-defined]
     for group in state.groups if state is not None else []:
         outer = group.mesh.replicate
@@ -113,7 +111,7 @@ BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 def batch_norms(model: nn.Module) -> list[BatchNorm]:
-    """The batch norms of a model that keep running statistics."""
+    """Return the batch norms of a model that keep running statistics."""
     return [m for m in model.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
 
 
@@ -130,7 +128,7 @@ class RunningStatistics:
     @torch.no_grad()
     def average(self) -> None:
         """Average over all ranks of the default process group. Every rank calls it."""
-        # Asked each time: materialising a model replaces its buffers.
+        # Asked each time: materializing a model replaces its buffers.
         mine = [
             value
             for norm in batch_norms(self._model)

@@ -1,4 +1,4 @@
-"""A run in pictures."""
+"""The charts of a run: loss curve and confusion matrix."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def plot_loss(records: Sequence[dict[str, Any]], title: str, unit: str, path: Pa
 
     Args:
         records: lines of a ``metrics.jsonl``.
-        title: above the picture.
+        title: above the chart.
         unit: of the loss, ``nats per token``.
-        path: the file; replaced when it is whole.
+        path: the file; replaced once the new one is complete.
     """
     train, valid = _curve(records, "loss"), _curve(records, "validation_loss")
     figure = _figure(8, 4.5)
@@ -58,13 +58,13 @@ def _curve(records: Sequence[dict[str, Any]], name: str) -> list[tuple[int, floa
 def plot_confusion(
     counts: Sequence[Sequence[int]], classes: Sequence[str], title: str, path: Path
 ) -> None:
-    """Draw which classes were taken for which into a PNG.
+    """Draw a confusion matrix into a PNG.
 
     Args:
-        counts: how often what (row) was taken for what (column).
+        counts: number of images by class (row) and predicted class (column).
         classes: their names.
-        title: above the picture.
-        path: the file; replaced when it is whole.
+        title: above the chart.
+        path: the file; replaced once the new one is complete.
     """
     few = len(classes) <= 20  # beyond, neither names nor numbers could be read
     total, right = sum(map(sum, counts)), sum(row[i] for i, row in enumerate(counts))
@@ -74,9 +74,9 @@ def plot_confusion(
     figure = _figure(7.2, 6.4)
     axes = figure.add_subplot()
     axes.imshow(shades, cmap="Blues", vmin=0, vmax=1)
-    axes.set_title(f"{title}: {right:,} of {total:,} right", loc="left", fontsize=11)
-    axes.set_xlabel("taken for")
-    axes.set_ylabel("is")
+    axes.set_title(f"{title}: {right:,} of {total:,} correct", loc="left", fontsize=11)
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("class")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     if few:
@@ -109,11 +109,11 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def smooth(values: Sequence[float], reach: int = 10) -> list[float]:
-    """Means over the neighbours on both sides, so that the curve does not lag behind.
+    """Return means over the neighbors on both sides, so that the curve does not lag.
 
     Args:
         values: one per step.
-        reach: neighbours on each side. Fewer at the beginning, where the loss falls steeply.
+        reach: neighbors on each side. Fewer at the beginning, where the loss falls steeply.
     """
     smoothed = []
     for index in range(len(values)):

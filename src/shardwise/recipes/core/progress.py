@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a progress bar to people, lines to programs."""
+"""What a run prints: a progress bar for people, lines for programs."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ LABEL = 11  # columns of "sharding   ", with which the lines about a run begin
 
 
 class Display(Protocol):
-    """Where a run shows itself."""
+    """Where a run prints."""
 
     def say(self, text: str) -> None:
-        """Show a line that stays."""
+        """Print a line."""
 
     def begin(self, done: int, steps: int, unit: str) -> None:
-        """Training begins after ``done`` of ``steps`` steps; ``unit`` is what speed counts."""
+        """Begin after ``done`` of ``steps`` steps; ``unit`` is what speed counts."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """A step was made."""
+        """Show a step."""
 
     def end(self) -> None:
-        """Training ended, well or not."""
+        """End, after training succeeded or failed."""
 
 
 class Silence:
-    """The display of every rank but the first."""
+    """The display of every rank but rank 0."""
 
     def say(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def begin(self, done: int, steps: int, unit: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Lines:
-    """One greppable line a step, for pipes and log files."""
+    """One line per step, for pipes, log files and grep."""
 
     def __init__(self) -> None:
         self._unit = ""
@@ -68,11 +68,11 @@ class Lines:
         print(metrics.line(self._unit), flush=True)
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class _Figures(ProgressColumn):
-    """The newest step's figures, as many as the terminal is wide for."""
+    """The figures of the newest step, as many as fit the terminal."""
 
     def __init__(self, console: Console, unit: str) -> None:
         super().__init__(Column(no_wrap=True))
@@ -145,19 +145,19 @@ class Bar:
             self._progress.update(task, completed=metrics.step, metrics=metrics)
 
     def end(self) -> None:
-        """Leave the bar as it is, and give the terminal back."""
+        """Leave the bar as it is, and release the terminal."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
 
 def brief(count: int) -> str:
-    """A number as short as it stays telling: 1,234 or 12.03 M."""
+    """Return a number in brief: 1,234 or 12.03 M."""
     return f"{count:,}" if count < 100_000 else f"{count / 1e6:.2f} M"
 
 
 def make_display(rank: int) -> Display:
-    """The display that suits this rank and its standard output."""
+    """Return the display for this rank and its standard output."""
     if rank != 0:
         return Silence()
     if sys.stdout.isatty():

@@ -1,20 +1,14 @@
-"""Where a rank computes.
+"""One rank's device and memory, and what rank 0 decides for all ranks.
 
-Have the C library keep the memory that a training step frees, for the next step to use.
+At the end of a step nearly all memory is freed: activations, full gradients. glibc then returns the
+top of its heap to the kernel, which has to clear and map each page again for the next step.
+Measured on 2 ranks with 2 cores, a Llama with 5 million parameters, 1,024 tokens per rank and step:
+16,000 page faults per step and 4 to 9 % of its CPU time, against 190 faults. A process that trains
+reaches its peak in every step, so nobody gains from what it returns. glibc's own variables do the
+same for other programs (https://man7.org/linux/man-pages/man3/mallopt.3.html).
 
-At the end of a step nearly everything is freed: activations, full gradients. glibc then gives the
-top of its heap back to the kernel, which clears and maps each page anew when the next step writes
-to it. Measured on 2 ranks of 2 cores, a Llama of 5 million parameters, 1,024 tokens a rank and
-step: 16,000 page faults a step and 4 to 9 % of its processor time, against 190 faults. A process
-that trains comes back to its peak at every step, so that nobody gains by what it gives back.
-
-glibc's own variables do the same for programs that do not call this
-(https://man7.org/linux/man-pages/man3/mallopt.3.html).
-
-What rank 0 does alone, and all ranks go on from.
-
-No two ranks see the same disk: one looks earlier, another through a cache of its own. So where what
-lies there decides what ranks do together (save, load, begin anew, delete), rank 0 looks and tells.
+No two ranks see the same disk: one looks earlier, another through a cache. So where the disk
+decides what ranks do together (save, load, start over, delete), rank 0 looks and tells the others.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ from shardwise.recipes.core.config import Device, OptionError
 
 
 def choose_device(wanted: Device, world: World) -> torch.device:
-    """The device of this rank, made current.
+    """Return the device of this rank, made current.
 
     ``auto`` takes GPUs where every rank of this host can have one of its own, else CPUs.
 
@@ -57,7 +51,7 @@ def choose_device(wanted: Device, world: World) -> torch.device:
 
 
 def backend_for(device: torch.device) -> str:
-    """The backends of the default process group: small things travel between CPUs, always."""
+    """Return the backends of the default process group; small messages always use gloo."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
@@ -71,7 +65,7 @@ VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES
 
 
 def keep_freed_memory() -> bool:
-    """Have this process keep freed memory, but for allocations above 32 MiB.
+    """Have this process keep freed memory, except for allocations above 32 MiB.
 
     Returns:
         Whether it does now: not where the C library is another, or the user has set one of
@@ -99,7 +93,7 @@ class _Refusal:
 
 
 def on_rank_zero(doing: str, act: Callable[[], T]) -> T:
-    """Do something on rank 0, and return on every rank what it returned there.
+    """Call a function on rank 0, and return its result on every rank.
 
     Every rank calls it, while no checkpoint is being saved in the background.
 

@@ -1,10 +1,10 @@
-"""Replicas that train apart: what a recipe does for them beside training.
+"""Replicas that train apart (DiLoCo): their exchanges, and a checkpoint for each of them.
 
 checkpoints/step-00000040/               replica 0, committed last: complete if all others are
 checkpoints/replicas/1/step-00000040/    replica 1: its inner parameters and optimizer differ
 
-The further replicas keep what the first one keeps, and nothing is deleted of them before it has
-committed: what they have beyond that is left from an attempt that ended, whatever its step.
+The other replicas keep what the first one keeps, and nothing of theirs is deleted before it has
+committed. Whatever else they have is left from an attempt that failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardwise.recipes.core.rank import on_rank_zero
 from shardwise.recipes.core.rundir import REPLICAS
 from shardwise.transport.peers import Peers
 
-#: After so many steps at most, all ranks tell each other whether they were asked to stop.
+#: The most steps until all ranks tell each other whether they were asked to stop.
 MEET_EVERY = 10
 
 
@@ -41,7 +41,7 @@ class Replicas:
     Args:
         diloco: of this rank.
         mesh: (replicate, shard).
-        config: how they meet.
+        config: how they exchange parameters.
     """
 
     def __init__(self, diloco: DiLoCo, mesh: DeviceMesh, config: DilocoConfig) -> None:
@@ -50,22 +50,22 @@ class Replicas:
         self._own_group: dist.ProcessGroup = mesh.get_group(SHARD)
 
     def group_after(self, step: int) -> dist.ProcessGroup | None:
-        """The ranks that tell each other how they do after a step; ``None``: all of them."""
+        """Return the ranks that exchange losses and signals after a step; ``None``: all."""
         return self._own_group if step % self._every else None
 
     def outer_parameters(self) -> AbstractContextManager[None]:
-        """Inside, the model of every replica has the outer parameters."""
+        """Return a context in which the model of every replica has the outer parameters."""
         return self._diloco.outer_parameters()
 
     def end(self) -> None:
-        """After the last step: all replicas become alike."""
+        """Make all replicas equal, after the last step."""
         self._diloco.flush()
 
 
 def replicas_of(
     model: nn.Module, inner: torch.optim.Optimizer, mesh: DeviceMesh, config: DilocoConfig
 ) -> tuple[DiLoCo, Replicas]:
-    """The optimizer of a replica, as it was asked for, and the replicas."""
+    """Return the optimizer of this rank's replica, and the replicas."""
     diloco = DiLoCo(
         model,
         inner,
@@ -80,7 +80,7 @@ def replicas_of(
 
 
 class _PositionOfAll:
-    """What the data of all ranks say of where they stand, for the checkpoint of each replica.
+    """The data positions of all ranks, for the checkpoint of each replica.
 
     Args:
         data: of this rank.
@@ -88,19 +88,19 @@ class _PositionOfAll:
 
     def __init__(self, data: Resumable) -> None:
         self._data = data
-        self._told: dict[str, Any] = {}
+        self._collected: dict[str, Any] = {}
 
-    def tell(self) -> None:
-        """Tell all ranks, and hear from all. Every rank calls it."""
+    def collect(self) -> None:
+        """Collect the positions of all ranks. Every rank calls it."""
         parts = Peers().gather_objects(self._data.state(), "the positions of streams")
-        self._told = {name: value for part in parts for name, value in part.items()}
+        self._collected = {name: value for part in parts for name, value in part.items()}
 
     def state(self) -> dict[str, Any]:
-        """What all ranks have told."""
-        return self._told
+        """Return what was collected."""
+        return self._collected
 
     def load_state(self, state: Mapping[str, Any], where: Path) -> None:
-        """Go on from it.
+        """Go on from a collected position.
 
         Raises:
             CheckpointError: it is no such state.
@@ -109,13 +109,13 @@ class _PositionOfAll:
 
 
 class ReplicaCheckpoints(Checkpoints):
-    """The checkpoints of a run whose replicas train apart: one of each replica.
+    """The checkpoints of a run whose replicas train apart: one for each replica.
 
     Args:
-        folder: where they lie.
+        folder: where they are.
         keep_last: how many to keep.
         mesh: (replicate, shard).
-        data: what has a position of its own in them.
+        data: data that save a position of their own.
     """
 
     def __init__(
@@ -131,13 +131,12 @@ class ReplicaCheckpoints(Checkpoints):
     def write(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Save every replica, the first one last. Every rank calls it.
 
-        What other replicas saved of this step and the first did not, in an attempt that ended, is
-        replaced.
+        What other replicas saved of this step in an attempt that failed is replaced.
 
         Raises:
             SaveError: a rank could not write; every rank raises it.
         """
-        self._come_together(optimizer)
+        self._prepare(optimizer)
 
         def part() -> None:
             self._of(self._number).write(position, model, optimizer)
@@ -150,28 +149,28 @@ class ReplicaCheckpoints(Checkpoints):
     def copied(
         self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> Callable[[], None]:
-        """What writes the checkpoints of all replicas, of which this rank's part is copied.
+        """Copy this rank's part; return what writes the checkpoints of all replicas.
 
         Raises:
             CheckpointError: what is in the way of it cannot be deleted.
         """
-        self._come_together(optimizer)
+        self._prepare(optimizer)
         return self._in_turn(position, self._of(self._number).copied(position, model, optimizer))
 
-    def _come_together(self, optimizer: torch.optim.Optimizer) -> None:
-        """What all ranks do together, before replicas save one after the other."""
+    def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do what all ranks do together, before replicas save in turn."""
         if isinstance(optimizer, DiLoCo):
             optimizer.finish_exchanges()
         if self._position is not None:
-            self._position.tell()
+            self._position.collect()
 
     def _in_turn(self, position: Position, part: Callable[[], None]) -> Callable[[], None]:
-        """Does a replica's part; the first one's when all others are done."""
+        """Return a function that does this replica's part; the first replica comes last."""
         ranks = Ranks(group_for(None))
         doing = f"saving step {position.step}"
 
         def nothing() -> None:
-            """It is the others' turn."""
+            """Do nothing: it is the turn of others."""
 
         def all_parts() -> None:
             for first in (False, True):
@@ -183,7 +182,7 @@ class ReplicaCheckpoints(Checkpoints):
         return all_parts
 
     def _delete_but(self, kept: list[int]) -> None:
-        """Delete what a further replica has of steps that the first one does not have."""
+        """Delete the steps of this replica that the first one does not have."""
         if self._number == 0 or dist.get_rank(self._own_group) != 0:
             return
         folder = self._folder_of(self._number)
@@ -192,19 +191,19 @@ class ReplicaCheckpoints(Checkpoints):
                 delete(step_folder(folder, step))
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
-        """Load what each replica has saved. Every rank calls it.
+        """Load the checkpoint of each replica. Every rank calls it.
 
-        Where there are more replicas than there were, the further ones begin as the first ones do.
+        If there are more replicas than before, the new ones begin as copies of the old ones.
 
         Raises:
             UserError: a checkpoint is damaged, or is of another model.
         """
-        # It decides which ranks load together.
+        # The count decides which ranks load together.
         count = on_rank_zero(f"looking at step {step}", lambda: self.replicas(step))
         return self._of(self._number % count).load(step, model, optimizer)
 
     def _of(self, number: int) -> Checkpoints:
-        """The checkpoints of a replica. What the others keep, the first one decides."""
+        """Return the checkpoints of a replica. The first one decides what the others keep."""
         return Checkpoints(
             self._folder_of(number),
             self._keep if number == 0 else None,

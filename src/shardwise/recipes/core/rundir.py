@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -57,7 +58,7 @@ _DEEPEST = "checkpoints/replicas/0000/.step-0000000000.partial/shard-000000-of-0
 
 @dataclass(frozen=True)
 class RunDir:
-    """Where the parts of a run lie.
+    """The folder of a run and the paths in it.
 
     Attributes:
         root: the folder.
@@ -67,7 +68,7 @@ class RunDir:
 
     @property
     def run_json(self) -> Path:
-        """Configuration, versions, how it went. A folder with this file is a run."""
+        """Configuration, versions, outcome. A folder with this file is a run."""
         return self.root / "run.json"
 
     @property
@@ -77,7 +78,7 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """A line a step."""
+        """One line per step."""
         return self.root / "metrics.jsonl"
 
     @property
@@ -87,17 +88,17 @@ class RunDir:
 
     @property
     def sample(self) -> Path:
-        """What the model writes at the end."""
+        """The text that the model writes at the end."""
         return self.root / "sample.txt"
 
     @property
     def weights(self) -> Path:
-        """The model at the end, whole, in one file."""
+        """The full model at the end, in one file."""
         return self.root / "model.safetensors"
 
     @property
     def confusion(self) -> Path:
-        """Which classes were taken for which."""
+        """The confusion matrix."""
         return self.root / "confusion.png"
 
     @property
@@ -107,7 +108,7 @@ class RunDir:
 
     @property
     def lock(self) -> Path:
-        """What a run holds locked while it trains."""
+        """The file that a run keeps locked while it trains."""
         return self.root / "run.lock"
 
     @property
@@ -178,7 +179,7 @@ class RunDir:
         return (self.metrics, *results, self.run_json)
 
     def has_checkpoints(self) -> bool:
-        """Whether a checkpoint was ever committed here, complete or damaged by now.
+        """Return whether a checkpoint was ever committed here, even if damaged by now.
 
         A partial folder is none. Neither is what further replicas saved, of which the first is
         committed last.
@@ -189,8 +190,18 @@ class RunDir:
             not is_partial(path) and path.name != REPLICAS for path in self.checkpoints.iterdir()
         )
 
+    def is_taken(self) -> bool:
+        """Return whether a run or another file is here, or a run is about to begin here."""
+        try:
+            found = list(self.root.iterdir())
+        except FileNotFoundError:
+            return False
+        except OSError:  # a file, or a folder of somebody else
+            return True
+        return not all(map(self._is_trace, found)) or _is_locked(self.lock)
+
     def was_begun_by(self, job: str | None) -> bool:
-        """Whether a job has begun, or resumed, the run that is here.
+        """Return whether a job has begun, or resumed, the run that is here.
 
         Args:
             job: its id, see :func:`shardwise.launch.world.job_id`; None is no job.
@@ -204,7 +215,7 @@ class RunDir:
         return any(session.get("job") == job for session in sessions)
 
     def is_finished(self) -> bool:
-        """Whether the last session of the run came to its end, results and all.
+        """Return whether the last session of the run finished, with its results.
 
         Raises:
             UserError: ``run.json`` cannot be read.
@@ -246,7 +257,7 @@ class RunDir:
             raise OptionError("--out", found, "a run that --overwrite may delete") from None
 
     def _is_trace(self, path: Path) -> bool:
-        """Whether a file is what runs leave that were killed before they had a ``run.json``.
+        """Return whether a file was left by a run that was killed before its ``run.json``.
 
         That of any file: a run that was deleted for the next one may have been killed as well.
         """
@@ -254,7 +265,7 @@ class RunDir:
         return path == self.lock or path.name.startswith(tuple(names))
 
     def read(self) -> dict[str, Any]:
-        """What ``run.json`` says, with the types that it is written with.
+        """Return the content of ``run.json``, with its types checked.
 
         Raises:
             UserError: it cannot be read; the message names the line or the field.
@@ -265,7 +276,7 @@ class RunDir:
             raise UserError(f"--out: {error}") from None
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Replace ``run.json`` at once, so that no reader sees half of it."""
+        """Replace ``run.json`` atomically."""
         text = json.dumps(without_nan(record), indent=2, allow_nan=False)
         write_text(self.run_json, text + "\n")
 
@@ -296,7 +307,7 @@ def _checked_record(record: Any, files: RunDir) -> dict[str, Any]:
 
 
 def without_nan(value: Any) -> Any:
-    """Plain values with None for each number that JSON has no word for: NaN and infinities."""
+    """Return plain values with None for NaN and infinities, which JSON cannot hold."""
     match value:
         case float() if not math.isfinite(value):
             return None
@@ -308,7 +319,7 @@ def without_nan(value: Any) -> Any:
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], names: Mapping[str, str]) -> None:
-    """Check that a run to be resumed is asked for with the settings that it began with.
+    """Check that a run is resumed with the settings that it began with.
 
     Args:
         before: configuration in its ``run.json``.
@@ -329,7 +340,7 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], names: Mapping
 def check_same_model(
     before: Mapping[str, Any], now: Mapping[str, Any], options: Mapping[str, str]
 ) -> None:
-    """Check that a run to be resumed is asked for with the model that it began with.
+    """Check that a run is resumed with the model that it began with.
 
     Args:
         before: ``name`` and ``settings`` of the model in its ``run.json``.
@@ -350,13 +361,13 @@ def check_same_model(
 
 
 def _beside(path: Path) -> str:
-    """What the names of files begin with that are to replace another one."""
+    """Return the prefix of temporary files that will replace another file."""
     return f".{path.name}."
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an ``OSError`` name a file: that of a write knows no more than a descriptor."""
+    """Add the name of a file to an ``OSError``: a write knows only its descriptor."""
     try:
         yield
     except OSError as error:
@@ -364,7 +375,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file whole or not at all, and onto the disk.
+    """Write a small file atomically, and flush it to disk.
 
     Raises:
         OSError: it cannot be written; the error names it.
@@ -394,9 +405,30 @@ _MOST_BYTES = 300  # of a holder: the name of a host, and a number
 _HOLDER = re.compile(rb"process \d+ on [^\n]*\n?")
 
 
+def free_folder(default: Path) -> Path:
+    """Return the first of ``runs/lm``, ``runs/lm-2``, ... that is free for a new run."""
+    return next(root for root in _numbered(default) if not RunDir(root).is_taken())
+
+
+def newest_folder(default: Path) -> Path:
+    """Return the last of ``runs/lm``, ``runs/lm-2``, ... that has a run; the first if none has."""
+    newest = default
+    for root in _numbered(default):
+        if not RunDir(root).is_taken():
+            return newest
+        newest = root if RunDir(root).run_json.is_file() else newest
+    raise AssertionError("numbers do not end")
+
+
+def _numbered(default: Path) -> Iterator[Path]:
+    yield default
+    for number in itertools.count(2):
+        yield default.with_name(f"{default.name}-{number}")
+
+
 @contextlib.contextmanager
 def locked(files: RunDir) -> Iterator[None]:
-    """Be the only run that trains into a folder. Makes the folder.
+    """Hold the lock of a folder, so that no other run trains into it. Makes the folder.
 
     Where the file system has no locks, a line says so.
 
@@ -462,6 +494,23 @@ def _lock(handle: int, files: RunDir) -> None:
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def _is_locked(file: Path) -> bool:
+    """Return whether a run holds a lock."""
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no locks on this file system
+        return False
+    finally:
+        os.close(handle)
+    return False
 
 
 def _content(handle: int) -> bytes:

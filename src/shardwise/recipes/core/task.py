@@ -1,4 +1,4 @@
-"""What a recipe hands to the loop that all recipes share."""
+"""The interface between a recipe and the training loop that all recipes share."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Place:
     Attributes:
         world: this rank among all.
         device: where it computes.
-        plan: how the model is to be sharded.
+        plan: how the model is sharded.
         mesh: over which ranks.
-        display: where to show something.
+        display: where lines and progress are shown.
     """
 
     world: World
@@ -43,15 +43,15 @@ class Data(Protocol):
     """Training examples in an order that does not depend on the world."""
 
     def batch(self, position: int, count: int) -> Any:
-        """Examples ``position`` .. ``position + count`` of the order, on this rank's device."""
+        """Return examples ``position`` .. ``position + count``, on this rank's device."""
 
 
 def nothing() -> None:
-    """What most recipes do after a step, and when training is over."""
+    """Do nothing, as most recipes after a step and at the end of training."""
 
 
 def no_more(checkpoint: Path, results: Mapping[str, float]) -> Mapping[str, float]:
-    """What a recipe does at the end that has no more to say."""
+    """Return the results as they are."""
     del checkpoint
     return results
 
@@ -64,26 +64,25 @@ class Task:
         title: above the loss curve.
         model_name: for the first line.
         model: after ``fully_shard``.
-        model_config: its ``config.json`` as ``transformers`` reads it; None: it is none of theirs.
+        model_config: its ``config.json`` as ``transformers`` reads it; None: it is not theirs.
         optimizer: over the model's shards.
         schedule: the learning rate of a step, by the position that the step leads to.
         data: where batches come from.
         loss: maps model and batch to a scalar, the mean over the batch.
-        evaluate: judges the model by data it has not seen; one of the values may be
+        evaluate: evaluates the model on validation data; one of the values may be
             ``validation_loss``, which the curve shows.
         unit: what speed counts: ``tokens``, ``images``.
-        units_per_example: how many there are in an example.
-        peak_units_per_s: the speed at which all devices would be used fully; None: not known.
-        position: what has to be saved for the data to go on; None where the number of examples
-            says it all.
+        units_per_example: units in an example.
+        peak_units_per_s: the speed at an MFU of 1; None: not known.
+        position: data that save a position of their own; None: the number of examples is enough.
         example: what an example is called, for the first lines: ``sequences x 128 tokens``.
         loss_unit: ``nats per token``.
         introduction: more of the first lines, each a label and a text.
-        after_step: brings what is not sharded, and is not the same on all ranks, to agreement.
-        close: called when the last batch was taken, or training has failed: ends what reads ahead.
-        replicas: how replicas meet, where they train apart.
+        after_step: makes equal on all ranks what is not sharded.
+        close: called after the last batch, or when training failed: stops reading ahead.
+        replicas: the replicas, if they train apart.
         finish: called with the last checkpoint and the last evaluation; returns the results to
-            write down.
+            record.
     """
 
     title: str
@@ -109,6 +108,6 @@ class Task:
 
     @property
     def module(self) -> nn.Module:
-        """The model, as the module that it is as well."""
+        """The model, typed as a module."""
         assert isinstance(self.model, nn.Module)
         return self.model

@@ -1,4 +1,4 @@
-"""A training from its beginning to its end on one rank, the same for every recipe."""
+"""A training on one rank from beginning to end, the same for every recipe."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import torch
 from shardwise.launch.errors import Stopped, UserError
 from shardwise.launch.rank import StopSignals, connected
 from shardwise.launch.world import World, launched_here
-from shardwise.recipes.assembly import assemble
 from shardwise.recipes.core import journal
 from shardwise.recipes.core.begin import (
-    Inputs,
     check_alike,
     check_folder,
     decided,
@@ -31,6 +29,7 @@ from shardwise.recipes.core.parallelize import shard_bytes, transport_name
 from shardwise.recipes.core.position import Position
 from shardwise.recipes.core.progress import make_display
 from shardwise.recipes.core.rank import backend_for, choose_device, keep_freed_memory, on_rank_zero
+from shardwise.recipes.core.recipe import Assemble, Inputs
 from shardwise.recipes.core.replicas import ReplicaCheckpoints
 from shardwise.recipes.core.rundir import RunDir, locked, write_text
 from shardwise.recipes.core.task import Place, Task
@@ -39,7 +38,7 @@ from shardwise.transport.peers import Peers
 
 @dataclass(frozen=True)
 class _Run:
-    """One rank's parts, once everything stands."""
+    """All parts of a training on one rank."""
 
     inputs: Inputs
     place: Place
@@ -49,12 +48,18 @@ class _Run:
 
     @property
     def per_step(self) -> int:
-        """Examples of a step, of all ranks together."""
+        """Examples of one step, over all ranks."""
         return self.inputs.train.examples_per_step(self.place.world.size)
 
 
-def train(inputs: Inputs, world: World, signals: StopSignals) -> None:
+def train(inputs: Inputs, assemble: Assemble, world: World, signals: StopSignals) -> None:
     """Train on this rank, as one of ``world``.
+
+    Args:
+        inputs: the checked configuration.
+        assemble: builds the task.
+        world: this rank among all.
+        signals: who may ask to stop.
 
     Raises:
         UserError: what the user can put right.
@@ -71,23 +76,21 @@ def train(inputs: Inputs, world: World, signals: StopSignals) -> None:
         if device.type == "cpu":
             keep_freed_memory()
         with connected(world, backend_for(device), inputs.train.peer_timeout):
-            train_connected(inputs, world, device, signals)
+            train_connected(inputs, assemble, place_for(inputs.train, world, device), signals)
 
 
-def train_connected(
-    inputs: Inputs, world: World, device: torch.device, signals: StopSignals
-) -> None:
-    """As :func:`train`, as a member of the default process group already.
+def train_connected(inputs: Inputs, assemble: Assemble, place: Place, signals: StopSignals) -> None:
+    """Train on this rank, which is a member of the default process group already.
 
     Raises:
-        OptionError: another host was asked for something else.
+        OptionError: hosts were started with different options.
     """
+    world = place.world
     if world.hosts > 1:
         # Each host has a command line of its own.
         asked = {"recipe": inputs.recipe, **inputs.facts()}
         told = Peers().gather_objects(asked, "the comparison of what hosts were asked")
         check_alike(told[:: world.local_size])
-    place = place_for(inputs.train, world, device)
     task = assemble(inputs, place)
     # From here on every rank has random numbers of its own, for dropout.
     torch.manual_seed(inputs.train.seed * world.size + world.rank)
@@ -107,7 +110,7 @@ def train_connected(
 
 
 def place_for(config: TrainConfig, world: World, device: torch.device) -> Place:
-    """Where this rank trains, as a member of the default process group."""
+    """Return where this rank trains; it is a member of the default process group."""
     plan = resolve_sharding(config.sharding, world.size, world.hosts)
     return Place(
         world=world,
@@ -119,28 +122,28 @@ def place_for(config: TrainConfig, world: World, device: torch.device) -> Place:
 
 
 def _resume(run: _Run) -> Position:
-    """Begin anew, or load the newest checkpoint."""
+    """Load the newest checkpoint, if the run goes on; return how far the run is."""
     newest = on_rank_zero(f"beginning in {run.files.root}", lambda: _take_folder(run))
     if newest is None:
         return Position()
     try:
         return run.checkpoints.load(newest, run.task.module, run.task.optimizer)
     except UserError as error:
-        if "is damaged" not in str(error):  # other ranks are told the text alone
+        if "is damaged" not in str(error):  # other ranks get the text alone
             raise
         raise UserError(f"{error}; {_how_to_go_on_without(run, newest)}") from error
 
 
 def _how_to_go_on_without(run: _Run, newest: int) -> str:
-    """What to do about a checkpoint that is damaged: else a job fails alike at every start."""
+    """Return what to do about a damaged checkpoint: without it, every start would fail alike."""
     older = [step for step in run.checkpoints.steps() if step < newest]
     if not older:
-        return "no older checkpoint is complete: --overwrite begins anew"
+        return "no older checkpoint is complete: --overwrite starts over"
     return how_to_go_on_without(run.checkpoints.path(newest), older[-1])
 
 
 def _take_folder(run: _Run) -> int | None:
-    """Make the folder ready. Return the step of the checkpoint to go on from, if the run goes on.
+    """Prepare the folder; return the step to go on from, None for a new run.
 
     Raises:
         OptionError: it cannot be, or there is none.
@@ -151,14 +154,14 @@ def _take_folder(run: _Run) -> int | None:
     newest = newest_step(run.checkpoints, run.files) if resumes else None
     if asked.existing is not Existing.OVERWRITE and output.existing is Existing.OVERWRITE:
         run.place.display.say(
-            f"resume     no checkpoint of the run in {asked.out} was committed; beginning anew"
+            f"resume     no checkpoint of the run in {asked.out} was committed; starting over"
         )
     run.files.begin(output)
     return newest
 
 
 def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> None:
-    """Rank 0: train, and keep the run's files."""
+    """Train on rank 0, and write the files of the run."""
     task, files, say = run.task, run.files, run.place.display.say
     facts = {"recipe": run.inputs.recipe, **run.inputs.facts()}
     facts["model"]["parameters"] = count(task.module.parameters())
@@ -172,7 +175,7 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
     try:
         results = _train(run, position, log, signals)
     except BaseException as error:
-        # What went wrong is worth more than what goes wrong while it is written down.
+        # The error matters more than a failure to record it.
         with contextlib.suppress(OSError, UserError):
             if isinstance(error, Stopped):
                 record.end("stopped", signal=error.signum)
@@ -185,7 +188,7 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
     journal.draw(files, task.title, task.loss_unit)
     record.end("finished", **results)
     say(f"curve      {files.picture}")
-    say(f"everything {files.root}")
+    say(f"run        {files.root}")
 
 
 def _train(
@@ -206,7 +209,7 @@ def _train(
 
 
 def _introduce(run: _Run, position: Position) -> None:
-    """The first lines: what is trained, how it is spread, from what it learns."""
+    """Print the first lines: model, sharding, precision, data, step."""
     task, place, config = run.task, run.place, run.inputs.train
     say, sharding, world = place.display.say, config.sharding, place.world
     parameters = list(task.module.parameters())
@@ -245,7 +248,7 @@ def _warn_of_another_step(run: _Run) -> None:
     if before not in (None, run.per_step):
         run.place.display.say(
             f"warning    a step has {run.per_step} examples from here on, and had {before} before: "
-            "what is learnt depends on it; see --nproc, --batch-size and --accumulate"
+            "results depend on it; see --nproc, --batch-size and --accumulate"
         )
 
 

@@ -1,15 +1,13 @@
-"""Text as tensors: what a language model learns from, and what it is judged by.
+"""What a language model trains on and is evaluated on, on one rank.
 
-What a language model learns from on one rank, opened: from files of bytes, or from streams.
-
-Batches that a background thread reads while the step before them computes.
+Batches of documents are read by a background thread while the step before them computes:
 
     thread      read 4 | read 5 | read 6 | wait for room ........ | read 7
     queue       4 5 6                                               5 6
     training             step 3 ................................. | step 4
 
-With each batch the thread notes where the data stand behind it. So a checkpoint holds the position
-of what was trained on, whatever was read beyond that.
+With each batch the thread notes the position of the data after it. So a checkpoint holds the
+position of what was trained on, whatever was read beyond that.
 """
 
 from __future__ import annotations
@@ -19,34 +17,33 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
 from shardwise.launch.world import World
 from shardwise.recipes.core.checkpointing import Resumable
+from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.model import next_token_loss
 from shardwise.recipes.core.parallelize import kept_between_forwards
 from shardwise.recipes.core.progress import brief
 from shardwise.recipes.core.task import Data, nothing
 from shardwise.recipes.text.config import LmConfig
 from shardwise.recipes.text.data import (
+    VALIDATION_SHARE,
     Bytes,
     Sequences,
     TextData,
     Vocabulary,
     load_vocabulary,
 )
-from shardwise.recipes.text.documents import Documents, Source, validation_tokens
+from shardwise.recipes.text.documents import Documents, Source
 from shardwise.recipes.text.streams import ShuffleBuffer, StreamBatches
 from shardwise.transport.peers import Peers
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 
 VALIDATION_SEQUENCES = 64
 
@@ -55,10 +52,10 @@ class Tokens(Protocol):
     """Tokens one after another, of which any part can be read."""
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:
-        """Tokens ``start`` .. ``start + length``, as int64 of shape (length,)."""
+        """Return tokens ``start`` .. ``start + length``, int64 of shape (length,)."""
 
 
 class TextBatches:
@@ -75,16 +72,16 @@ class TextBatches:
         self._device = device
 
     def batch(self, position: int, count: int) -> torch.Tensor:
-        """Sequences ``position`` .. ``position + count`` of the order."""
+        """Return sequences ``position`` .. ``position + count`` of the order."""
         return torch.from_numpy(self._sequences.read(position, count)).to(self._device)
 
 
 class ValidationLoss:
-    """The loss on sequences spread evenly over the validation text, shared out over ranks.
+    """The loss on sequences spread evenly over the validation text, divided among ranks.
 
     Args:
-        model: the model to judge.
-        stream: the tokens to judge it by.
+        model: the model to evaluate.
+        stream: the tokens to evaluate it on.
         config: length and batch size.
         world: this rank.
         device: where this rank computes.
@@ -102,7 +99,7 @@ class ValidationLoss:
         self._batch_size = config.train.batch_size
         self._world = world
         self._device = device
-        # As many for every rank, since every forward takes all ranks.
+        # Equally many on every rank, since every forward takes all ranks.
         total = max(1, VALIDATION_SEQUENCES // world.size) * world.size
         room = len(stream) - (config.seq_length + 1)
         starts = [room * i // max(1, total - 1) for i in range(total)]
@@ -111,7 +108,7 @@ class ValidationLoss:
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
-        """The mean over all ranks, in nats per token."""
+        """Return the mean over all ranks, in nats per token."""
         self._model.eval()
         total = torch.zeros(1, dtype=torch.float64)
         with kept_between_forwards(self._model):
@@ -132,8 +129,8 @@ class LmData:
     """Opened data.
 
     Attributes:
-        batches: to learn from.
-        validation: tokens to be judged by.
+        batches: to train on.
+        validation: tokens to evaluate on.
         vocabulary: what tokens mean.
         position: what has to be saved to go on; None where the number of examples says it all.
         summary: for people: how much there is.
@@ -159,8 +156,8 @@ def open_data(
     if isinstance(text, TextData):
         files = f"{text.files:,} {'file' if text.files == 1 else 'files'}"
         summary = (
-            f"{text.name}: {brief(len(text.train))} tokens to learn from, "
-            f"{brief(len(text.validation))} held back; {files}"
+            f"{text.name}: {brief(len(text.train))} tokens to train on, "
+            f"{brief(len(text.validation))} for validation; {files}"
         )
         batches = TextBatches(text, config, device)
         return LmData(batches, text.validation, Bytes(), None, summary)
@@ -174,7 +171,7 @@ def open_data(
     order = f", shuffled in buffers of {shuffle.size:,} documents" if shuffle.size else ""
     summary = (
         f"{text.summary} in {streams.streams} streams, dealt out {dealt}{order}; "
-        f"{brief(len(held))} tokens held back; "
+        f"{brief(len(held))} tokens for validation; "
         f"tokenizer {vocabulary.name}, {vocabulary.used:,} tokens"
     )
     if device.type == "cpu" and source.commit is None:
@@ -290,3 +287,46 @@ class ReadAhead:
             OptionError: it has another number of streams than was asked for.
         """
         self._data.load_state(state, where)
+
+
+class HeldTokens:
+    """Tokens in memory, with the interface of a ``ByteStream``.
+
+    Args:
+        tokens: one after another.
+    """
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = np.array(tokens, dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self._tokens)
+
+    def read(self, start: int, length: int) -> NDArray[np.int64]:
+        """Tokens ``start`` .. ``start + length``."""
+        return self._tokens[start : start + length]
+
+
+def validation_tokens(
+    source: Source, vocabulary: Vocabulary, length: int, count: int
+) -> HeldTokens:
+    """Tokens for ``count`` sequences that nobody trains on, or for as many as there are.
+
+    Raises:
+        OptionError: not even for one.
+    """
+    tokens: list[int] = []
+    wanted = count * (length + 1)
+    for text in source.validation_texts():
+        if text:
+            tokens += [vocabulary.separator, *vocabulary.encode(text)]
+        if len(tokens) >= wanted:
+            break
+    if len(tokens) <= length:
+        raise OptionError(
+            "--data",
+            f"{len(tokens)} tokens for validation (one document in {VALIDATION_SHARE})",
+            f"at least {length + 1} with --seq-length {length}",
+        )
+    return HeldTokens(tokens[:wanted])

@@ -1,14 +1,12 @@
-"""Text as a stream of bytes, cut into sequences in an order that the seed alone decides.
+"""Text as tokens: bytes of files in an order that the seed decides, and vocabularies.
 
     documents   | util.py ........ | heapq.py ...... | ...
     stream      S u t i l ......... S h e a p q ....... S ...      S: the document separator
     sequences         |<- length ->|<- length ->|<- length ->|
 
-Nothing is held in memory but names and sizes: a sequence is read from its files when it is asked
-for. Which sequence comes when is a function of (seed, position) and of nothing else, so any rank
-of any world can take any part, and a resumed run goes on where the other one stopped.
-
-Text as tokens and back: bytes, or a tokenizer of ``transformers``.
+Only names and sizes are in memory: a sequence is read from its files when it is needed. The order
+is a function of seed and position alone, so any rank of any world can take any part of it, and a
+resumed run goes on where the other one stopped.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ class Document:
 
 
 class ByteStream:
-    """Documents one after another, each behind a separator.
+    """Documents one after another, with a separator before each.
 
     Args:
         documents: in the order of the stream.
@@ -73,16 +71,16 @@ class ByteStream:
         self._starts = [0, *accumulate(document.size + 1 for document in self._documents)]
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
         return self._starts[-1]
 
     @property
     def documents(self) -> tuple[Document, ...]:
-        """What the stream is made of."""
+        """The documents of the stream."""
         return self._documents
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:
-        """Tokens ``start`` .. ``start + length``, as int64 of shape (length,).
+        """Return tokens ``start`` .. ``start + length``, int64 of shape (length,).
 
         Raises:
             IndexError: the stream ends before.
@@ -110,7 +108,7 @@ class ByteStream:
         return tokens
 
     def fingerprint(self) -> str:
-        """A short text that changes when names, sizes or order of the documents change."""
+        """Return a text that changes when names, sizes or order of the documents change."""
         digest = hashlib.sha256()
         for document in self._documents:
             digest.update(f"{document.path.name}\0{document.offset}\0{document.size}\n".encode())
@@ -131,12 +129,12 @@ def _read_bytes(path: Path, offset: int, count: int) -> bytes:
 
 @dataclass(frozen=True)
 class TextData:
-    """What to learn from, and what to be judged by.
+    """What to train on, and what to evaluate on.
 
     Attributes:
         name: for people: where it comes from.
         files: number of files.
-        train: the tokens to learn from.
+        train: the tokens to train on.
         validation: tokens from other places.
     """
 
@@ -147,12 +145,12 @@ class TextData:
 
     @property
     def summary(self) -> str:
-        """For people: how much there is."""
+        """How much there is, for people."""
         files = "file" if self.files == 1 else "files"
         return f"{self.name}, {len(self.train)} tokens in {self.files} {files}"
 
     def facts(self) -> dict[str, Any]:
-        """For ``run.json``."""
+        """Return the data's part of ``run.json``."""
         return {
             "name": self.name,
             "summary": self.summary,
@@ -197,7 +195,7 @@ def load_text(paths: Sequence[str], seq_length: int) -> TextData:
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
-    """The files that ``--data`` names, each once; the standard library's source where empty.
+    """Return the files that ``--data`` names, each once; by default Python's library.
 
     Raises:
         OptionError: a path that does not exist, is empty or cannot be read.
@@ -303,16 +301,16 @@ class Sequences:
 
     @staticmethod
     def tokens_needed(length: int) -> int:
-        """The shortest stream that sequences of this length can be cut from."""
+        """Return the length of the shortest stream that has sequences of this length."""
         return 2 * length + 1
 
     def start(self, position: int) -> int:
-        """Where in the stream the sequence at this position of the order begins."""
+        """Return where in the stream the sequence at a position of the order begins."""
         draw = self._order.at(position)
         return draw.key % self._length + self._length * draw.index
 
     def read(self, position: int, count: int) -> NDArray[np.int64]:
-        """Sequences ``position`` .. ``position + count``, int64 of shape (count, length + 1)."""
+        """Return sequences ``position`` .. + ``count``, int64 of shape (count, length + 1)."""
         import numpy as np
 
         rows = [
@@ -323,7 +321,7 @@ class Sequences:
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """Tokens as text; separators become blank lines, bytes that are no UTF-8 a replacement."""
+    """Return tokens as text; separators become blank lines, invalid UTF-8 is replaced."""
     pieces = (b"\n\n" if token >= SEPARATOR else bytes([token]) for token in tokens)
     return b"".join(pieces).decode("utf-8", errors="replace")
 
@@ -332,7 +330,7 @@ _ROWS = 64  # the rows of an embedding are a multiple of this: kernels like that
 
 
 class Vocabulary(Protocol):
-    """What tokens mean.
+    """The meaning of tokens.
 
     Attributes:
         name: for people.
@@ -347,10 +345,10 @@ class Vocabulary(Protocol):
     separator: int
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without a separator."""
+        """Return the tokens of a text, without a separator."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
 
 
 class Bytes:
@@ -362,11 +360,11 @@ class Bytes:
     separator = SEPARATOR
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of bytes."""
+        """Return the text of bytes."""
         return decode(tokens)
 
 
@@ -405,15 +403,15 @@ class Tokenizer:
         self.separator = int(separator)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         found = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return [int(token) for token in found]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def load_vocabulary(tokenizer: str | None) -> Vocabulary:
-    """The vocabulary that ``--tokenizer`` names; bytes where it is None."""
+    """Return the vocabulary that ``--tokenizer`` names; None: bytes."""
     return Bytes() if tokenizer is None else Tokenizer(tokenizer)

@@ -1,23 +1,17 @@
-"""Where documents come from: the Hugging Face hub, or local files of any of these kinds.
+"""Documents to stream: from the Hugging Face Hub, or from local files of any of these kinds.
 
     hf:allenai/c4:en          a dataset of the hub, and its configuration; a local folder works too
-    *.jsonl, *.json           an object a line, its text in the field "text"
-    *.parquet                 a row a document, its text in the column "text"
+    *.jsonl, *.json           one object per line, its text in the field "text"
+    *.parquet                 one document per row, its text in the column "text"
     everything else           text: a document is a paragraph, which ends at an empty line
 
-Local files may be compressed (.zst, .gz). Nothing here imports torch or opens a file: this is what
-the command line checks before processes start.
+Local files may be compressed (.zst, .gz). Finding them imports no torch and opens no file: the
+command line does it before processes start. ``datasets`` then streams them. If a source has no
+split for validation, one document in 20 is held out; the text of a document decides which.
 
-Documents, opened for streaming through ``datasets``; and what is held back for validation.
-
-Where a source has no split for validation, one document in 20 is held back: which ones, their text
-decides.
-
-The rows of a dataset, whatever happens to the connection that they come over.
-
-``datasets`` reads on where a connection broke, by reading the same open file again. Of a compressed
-file that has lost what was decompressed already: rows are missing, or a line begins in its middle.
-So here it is told not to, and the dataset is opened again behind the last row that came.
+``datasets`` retries a lost connection by reading on in the same open file. For a compressed file
+that loses what was decompressed already: rows are missing, or a line starts in its middle. So its
+retries are turned off here, and the dataset is opened again after the last row that came.
 """
 
 from __future__ import annotations
@@ -29,14 +23,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from shardwise.launch.errors import UserError
 from shardwise.recipes.core.begin import require_installed
 from shardwise.recipes.core.config import OptionError
-from shardwise.recipes.text.data import VALIDATION_SHARE, Vocabulary, find_files
+from shardwise.recipes.text.data import VALIDATION_SHARE, find_files
 
 HUB = "hf:"
 _COMPRESSED = {".zst": "zstandard", ".gz": None}  # suffix -> package that reads it
@@ -127,7 +119,7 @@ def find_documents(paths: Sequence[str], tokenizer: str | None) -> Documents:
 
 
 def _kind(file: Path) -> str:
-    """The suffix that tells what is in a file, without that of its compression."""
+    """Return the suffix of what is in a file, without that of its compression."""
     suffixes = [suffix for suffix in file.suffixes if suffix not in _COMPRESSED]
     return suffixes[-1] if suffixes else ""
 
@@ -157,11 +149,11 @@ class Source:
 
     @property
     def commit(self) -> str | None:
-        """Of the hub, at which the dataset is read; None for local files and folders."""
+        """The commit of the hub at which the dataset is read; None: local files or folders."""
         return self._commit
 
     def at(self, commit: str) -> Source:
-        """The same dataset as it was at a commit, whatever its owner did to it since.
+        """Return the same dataset as of a commit, whatever has changed since.
 
         Raises:
             UserError: it cannot be opened.
@@ -172,21 +164,21 @@ class Source:
 
     @property
     def holds_back(self) -> bool:
-        """Whether one document in 20 is for validation, as the source has no split for that."""
+        """Whether one document in 20 is for validation: the source has no split for it."""
         return self._validation is None
 
     def dealt_by_file(self, streams: int) -> bool:
-        """Whether every stream has files of its own; else each reads all, and takes some."""
+        """Whether each stream has files of its own; if not, each reads all and takes some."""
         return bool(self._train.num_shards % streams == 0)
 
     def part(self, stream: int, streams: int) -> Any:
-        """The dataset of one stream, from its beginning."""
+        """Return the dataset of one stream, from its beginning."""
         from datasets.distributed import split_dataset_by_node
 
         return split_dataset_by_node(self._train, rank=stream, world_size=streams)
 
     def training_texts(self, part: Any, where: Mapping[str, Any] | None = None) -> Iterator[str]:
-        """The texts of one stream that there is something to learn from.
+        """Return the texts of one stream that are to be trained on.
 
         Args:
             part: what :meth:`part` gave.
@@ -197,7 +189,7 @@ class Source:
                 yield text
 
     def validation_texts(self) -> Iterator[str]:
-        """The texts that nobody trains on."""
+        """Return the texts that no rank trains on."""
         if self._validation is not None:
             yield from self._texts(self._validation)
         else:
@@ -215,7 +207,7 @@ class Source:
 
 
 def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None]:
-    """The splits of a dataset; and the commit of the hub that they are from."""
+    """Return the splits of a dataset, and the commit of the hub that they are from."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -240,7 +232,7 @@ def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None]:
 
 
 def _remedy(documents: Documents, error: Exception) -> str:
-    """What to do about a dataset that cannot be opened, where the error does not tell."""
+    """Return what to do about a dataset that cannot be opened, if the error does not say."""
     import datasets
 
     if isinstance(error, datasets.exceptions.DatasetNotFoundError):
@@ -253,7 +245,7 @@ def _remedy(documents: Documents, error: Exception) -> str:
 
 
 def _text_field(dataset: Any, name: str) -> str:
-    """``text``, or the only field that is a string."""
+    """Return ``text``, or the only field that is a string."""
     features: Mapping[str, Any] = dataset.features or {"text": None}
     if "text" in features:
         return "text"
@@ -264,7 +256,7 @@ def _text_field(dataset: Any, name: str) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """The innermost reason, on one line."""
+    """Return the innermost reason, on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -275,62 +267,19 @@ def _is_held_back(text: str) -> bool:
     return xxhash.xxh3_64_intdigest(text.encode()) % VALIDATION_SHARE == 0
 
 
-class HeldTokens:
-    """Tokens in memory, with the interface of a ``ByteStream``.
-
-    Args:
-        tokens: one after another.
-    """
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = np.array(tokens, dtype=np.int64)
-
-    def __len__(self) -> int:
-        """Number of tokens."""
-        return len(self._tokens)
-
-    def read(self, start: int, length: int) -> NDArray[np.int64]:
-        """Tokens ``start`` .. ``start + length``."""
-        return self._tokens[start : start + length]
-
-
-def validation_tokens(
-    source: Source, vocabulary: Vocabulary, length: int, count: int
-) -> HeldTokens:
-    """Tokens for ``count`` sequences that nobody trains on, or for as many as there are.
-
-    Raises:
-        OptionError: not even for one.
-    """
-    tokens: list[int] = []
-    wanted = count * (length + 1)
-    for text in source.validation_texts():
-        if text:
-            tokens += [vocabulary.separator, *vocabulary.encode(text)]
-        if len(tokens) >= wanted:
-            break
-    if len(tokens) <= length:
-        raise OptionError(
-            "--data",
-            f"{len(tokens)} tokens for validation (one document in {VALIDATION_SHARE})",
-            f"at least {length + 1} with --seq-length {length}",
-        )
-    return HeldTokens(tokens[:wanted])
-
-
 PATIENCE = 600.0  # seconds without a row, each attempt of the hub's own retries included
 PAUSE = 1.0  # seconds between attempts, which take some 25 by themselves
 
 
 class ConnectionLostError(UserError):
-    """The hub cannot be reached: no mistake of the user's, and worth another start."""
+    """The hub cannot be reached: not the user's mistake, and worth a restart."""
 
     exit_code = 1
     passing = True
 
 
 def leave_retries_to_us() -> None:
-    """Have ``datasets`` of this process tell of a lost connection at once.
+    """Have ``datasets`` raise at once when a connection is lost, in this process.
 
     Requests that ``huggingface_hub`` makes again, whole, stay: they lose nothing.
     """
@@ -341,7 +290,7 @@ def leave_retries_to_us() -> None:
 
 
 def rows(dataset: Any, where: Mapping[str, Any] | None) -> Iterator[Any]:
-    """The rows of a streaming dataset, each once.
+    """Return the rows of a streaming dataset, each once.
 
     Args:
         dataset: an ``IterableDataset`` of ``datasets``.
@@ -371,7 +320,7 @@ def rows(dataset: Any, where: Mapping[str, Any] | None) -> Iterator[Any]:
 
 
 def connection_lost(error: Exception) -> bool:
-    """Whether a server could not be reached, or could not serve."""
+    """Return whether a server could not be reached, or could not answer."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError):

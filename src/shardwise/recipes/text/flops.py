@@ -1,6 +1,6 @@
-"""How many operations a token takes, and how many a device could do: the parts of MFU.
+"""Model FLOPs utilization (MFU): FLOPs per token, and peak FLOP/s of devices.
 
-Model FLOPs utilisation, as PaLM defines it (Chowdhery et al. 2022, appendix B): operations that
+Model FLOPs utilization, as PaLM defines it (Chowdhery et al. 2022, appendix B): operations that
 the model needs for forward and backward, over those that the devices could have done in the time.
 Activations that are computed again do not count as needed.
 """
@@ -36,7 +36,7 @@ PEAKS = (
 
 
 def known_peak(name: str) -> float | None:
-    """Operations a second in bf16 of a device by its name; None where the table has none."""
+    """Return the bf16 peak FLOP/s of a device by its name; None: not in the table."""
     words = name.split()
     for key, peak in PEAKS:
         parts = key.split()
@@ -47,7 +47,7 @@ def known_peak(name: str) -> float | None:
 
 
 def flops_per_token(model: PreTrainedModel, seq_length: int) -> float:
-    """Operations for forward and backward of one token.
+    """Return the FLOPs of forward and backward for one token.
 
     Six for every parameter that is multiplied with, and 12 x layers x width x length for the
     products of attention. The embedding is looked up in, not multiplied with, unless it is the
@@ -69,8 +69,8 @@ def flops_per_token(model: PreTrainedModel, seq_length: int) -> float:
 
 
 @dataclass(frozen=True)
-class Utilisation:
-    """What MFU is computed from.
+class Utilization:
+    """The numbers that MFU is computed from.
 
     Attributes:
         per_token: operations for forward and backward of a token.
@@ -87,19 +87,20 @@ class Utilisation:
     @classmethod
     def of(
         cls, model: PreTrainedModel, seq_length: int, device: torch.device, given: float | None
-    ) -> Utilisation:
-        """Of a model on a device; ``given`` counts more than the table."""
+    ) -> Utilization:
+        """Return the numbers of a model on a device; ``given`` overrides the table."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         per_token = flops_per_token(model, seq_length)
         return cls(per_token, name, given or known_peak(name), given is not None)
 
     def peak_tokens_per_s(self, devices: int) -> float | None:
-        """The speed at which so many devices would be used fully."""
+        """Return the speed at an MFU of 1 on so many devices."""
         return None if self.peak is None else devices * self.peak / self.per_token
 
     def __str__(self) -> str:
-        needed = f"{self.per_token / 1e9:.3g} GFLOP a token, forward and backward"
+        needed = f"{self.per_token / 1e9:.3g} GFLOP per token, forward and backward"
         if self.peak is None:
-            return f"{needed}; MFU not known: no peak of {self.device} is; say --peak-flops"
+            where = "CPUs" if self.device == "cpu" else self.device
+            return f"{needed}; MFU needs --peak-flops on {where}"
         source = "as --peak-flops says" if self.given else f"{self.device} in bf16"
-        return f"{needed}; MFU of {self.peak / 1e12:,.4g} TFLOP/s a rank, {source}"
+        return f"{needed}; MFU of {self.peak / 1e12:,.4g} TFLOP/s per rank, {source}"

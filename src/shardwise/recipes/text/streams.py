@@ -1,35 +1,30 @@
 """Documents as packed sequences, in an order that does not depend on the world.
 
-A source is dealt out to a fixed number of streams, by ``datasets.split_dataset_by_node``: no two
-streams have a document in common. Each stream packs its documents into sequences for itself:
+A source is split into a fixed number of streams, by ``datasets.split_dataset_by_node``: no two
+streams have a document in common. Each stream packs its own documents into sequences:
 
     stream 0   S a a a a S b b | b b b S c c c | ...      S: the separator in front of a document
     stream 1   S d d S e e e e | e e e e e S f | ...
 
     order      stream 0, stream 1, stream 0, stream 1, ...        example p: stream p mod streams
 
-Which tokens are example p follows from the source and the number of streams alone. A rank takes
-the examples p of a microbatch with p mod world size = rank: where the world size divides the
-number of streams, every stream is read by one rank. Else some are read by several, and each
-trains on examples of its own.
+The source and the number of streams alone decide which tokens are example p. A rank takes the
+examples p of a microbatch with p mod world size = rank. If the world size divides the number of
+streams, one rank reads each stream; otherwise several ranks may read one, and each trains on
+examples of its own.
 
-A position is, for each stream, how many sequences it has given, where its documents stand
-(:mod:`shardwise.recipes.text.streams`), and the tokens that are left over. It goes into
-checkpoints, and any other world goes on from it.
-
-In which order a stream takes its documents: the source's, or shuffled in a buffer.
-
-The buffer of B documents shuffles its stream block by block. While it gives one block away, in the
-order that the seed decides, the next one fills up in its place, so that it reads one document for
-each that it gives, and holds B at any time but the first:
+A shuffle buffer of B documents shuffles a stream block by block. While one block is given out, in
+the order that the seed decides, the next one takes its place. So the buffer reads one document for
+each that it gives, and holds B of them at any time but the first:
 
     source      a b c d | e f g h | i j k l | ...         B = 4
     given       c a d b | h e g f | ...
-    holds       b e f g   with c a d given: one of the first block, three of the second
+    holds       b e f g   after c a d: one of the first block, three of the second
 
-So a block's documents follow from where the block begins, and a position needs none of their texts:
-where the source stood at the beginning of the block, and how many of it are given. Going on reads
-the block again. (A buffer that keeps a document for as long as chance wants has no such place.)
+A position is, for each stream: how many sequences it has given, where its documents are, and the
+tokens left over. For a shuffled stream that is where the source was at the beginning of the block,
+and how many documents of it were given; resuming reads the block again. Positions are saved in
+checkpoints, and any other world can go on from them.
 """
 
 from __future__ import annotations
@@ -55,7 +50,7 @@ LEAST_STREAMS = 8  # so that a run can go on over fewer ranks, with whole stream
 
 
 def streams_for(world_size: int) -> int:
-    """How many streams a run gets that does not say: a multiple of the world size, at least 8."""
+    """Return the default number of streams: a multiple of the world size, at least 8."""
     streams = world_size
     while streams < LEAST_STREAMS:
         streams *= 2
@@ -96,7 +91,7 @@ class PackedStream:
         self._begin(None)
 
     def sequence(self, index: int) -> NDArray[np.int64]:
-        """Sequence ``index`` of the stream, int64 of shape (length + 1,); those before are passed.
+        """Return sequence ``index``, int64 of shape (length + 1,); skip those before.
 
         Its last token is the first of the next sequence: every token is a target once.
 
@@ -129,7 +124,7 @@ class PackedStream:
         if self._empty:
             raise OptionError(
                 "--streams",
-                f"{self._streams}, of which stream {self._number} has no text to learn from",
+                f"{self._streams}, of which stream {self._number} has no text to train on",
                 "fewer streams, or more documents",
             )
         self._epoch += 1
@@ -142,7 +137,7 @@ class PackedStream:
         self._state = None
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, as tensors and plain values that nobody changes."""
+        """Return the position of the stream: tensors and plain values that nobody changes."""
         if self._state is None:  # asked for after every batch, and few streams move in each
             self._state = {
                 "given": self._given,
@@ -153,7 +148,7 @@ class PackedStream:
         return self._state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Stand where another stream of the same number stood.
+        """Go on from the position of another stream with the same number.
 
         Raises:
             CheckpointError: it is no such state.
@@ -200,7 +195,7 @@ class StreamBatches:
         self.streams = streams or streams_for(world.size)
 
     def batch(self, position: int, count: int) -> torch.Tensor:
-        """This rank's part of the microbatch in which its ``count`` examples begin at ``position``.
+        """Return this rank's part of the microbatch that has ``position`` as its own first example.
 
         All ranks together get the examples that all ``position .. position + count`` make, each
         once; which rank takes which follows from the streams.
@@ -226,7 +221,7 @@ class StreamBatches:
         return [self._vocabulary.separator, *self._vocabulary.encode(text)]
 
     def state(self) -> dict[str, Any]:
-        """Where this rank's streams stand, under names that no other rank has."""
+        """Return the positions of this rank's streams, under names that no other rank has."""
         rank = self._world.rank
         mine = {f"stream{n}-rank{rank}": stream.state() for n, stream in self._open.items()}
         # Of streams that nobody has opened since the run was resumed, as they were then.
@@ -241,7 +236,7 @@ class StreamBatches:
         return {**common, **mine, **rest}
 
     def load_state(self, state: Mapping[str, Any], where: Path) -> None:
-        """Go on from what :meth:`state` gave on all ranks of any world.
+        """Go on from :meth:`state` of all ranks of any world.
 
         Raises:
             CheckpointError: it is no such state.
@@ -274,15 +269,15 @@ class DocumentOrder(Protocol):
     """The documents of one stream, once each."""
 
     def __next__(self) -> str:
-        """The next document; ``StopIteration`` behind the last."""
+        """Return the next document; raise ``StopIteration`` after the last one."""
 
     def state(self) -> dict[str, Any]:
-        """Where the order stands: plain values that JSON can hold."""
+        """Return the position in the order: plain values that JSON can hold."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which documents, in which epoch.
+    """One stream of documents in one epoch.
 
     Attributes:
         source: where documents come from.
@@ -310,7 +305,7 @@ class ShuffleBuffer:
     seed: int = 0
 
     def order(self, part: Part, where: Mapping[str, Any] | None) -> DocumentOrder:
-        """The documents of a part, from where another such order stood; None: from the beginning.
+        """Return the documents of a part from a position on; None: from the beginning.
 
         Raises:
             ValueError, KeyError, TypeError: ``where`` is no state of such an order.
@@ -323,7 +318,7 @@ class ShuffleBuffer:
 
 
 class _InOrder:
-    """Documents as they come.
+    """Documents in the order of the source.
 
     Args:
         part: which.
@@ -340,7 +335,7 @@ class _InOrder:
         return next(self._texts)
 
     def state(self) -> dict[str, Any]:
-        """That of the source."""
+        """Return the position of the source."""
         # A dataset that was told where to begin, and has not begun, does not know it yet.
         state = self._dataset.state_dict() if self._began_at is None else self._began_at
         return dict(state)
@@ -387,7 +382,7 @@ class _Shuffled:
         return text
 
     def _read(self, count: int) -> list[str]:
-        """The next documents of the source; fewer where it ends."""
+        """Return the next documents of the source; fewer at its end."""
         texts = []
         for _ in range(count):
             try:
@@ -401,7 +396,7 @@ class _Shuffled:
         return [texts[permute(i, len(texts), key)] for i in range(len(texts))]
 
     def state(self) -> dict[str, Any]:
-        """Where the block began, and how many documents of it were given."""
+        """Return where the block began, and how many of its documents were given."""
         return {
             "buffer": self._size,
             "block": self._block,

@@ -1,24 +1,20 @@
-"""What every training on pictures in folders is asked to do. No torch here.
-
-What ``shardwise train imagenet`` is asked to do, and whether that can be done. No torch here.
-
-What ``shardwise train vit`` is asked to do, and whether that can be done. No torch here.
-
-What ``shardwise train mnist`` is asked to do, and whether that can be done. No torch here.
-"""
+"""The configurations of ``shardwise train mnist``, ``imagenet`` and ``vit``. No torch here."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from shardwise.launch.world import World
 from shardwise.recipes.core.begin import check_extras
 from shardwise.recipes.core.config import (
+    AdamWConfig,
     OptionError,
+    OutputConfig,
+    SgdConfig,
     TrainConfig,
     as_json,
     check_train,
@@ -26,35 +22,23 @@ from shardwise.recipes.core.config import (
     require,
     resolve_sharding,
 )
+from shardwise.recipes.core.option import BY_MODEL, MODEL, SHARDING, TRAINING, Reads, option
 from shardwise.recipes.core.position import Span
 from shardwise.recipes.core.rundir import RunDir, check_same, check_same_model
-from shardwise.recipes.vision.files import IdxSet, ImageFolder, find_pictures, load_mnist
-from shardwise.recipes.vision.presets import RESNETS, VIT_PRESETS, VitPreset
+from shardwise.recipes.vision.files import IdxSet, ImageFolder, find_images, load_mnist
+from shardwise.recipes.vision.presets import RESNETS, VIT_PRESETS
 
-# --fake-data stands in for ImageNet, with few pictures to be judged by: nobody waits for noise.
+# --fake-data stands in for ImageNet, with few images to evaluate on: nobody waits for noise.
 FAKE_TRAINING, FAKE_VALIDATION, FAKE_CLASSES = 1_281_167, 256, 1000
+
+_NOT_SQUARE = 0  # as the default of an image size: the model has no single one
 
 Folders = tuple[ImageFolder, ImageFolder]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PictureConfig:
-    """A training on pictures in folders.
+class VisionConfig:
+    """What the configurations of all trainings on images have in common."""
 
-    Attributes:
-        data_dir: folder with ``train`` and ``val``; None with ``fake_data``.
-        fake_data: train on noise, to measure speed.
-        model: a preset's name or the path of a ``config.json``.
-        image_size: height and width that the model sees.
-        threads: that decode pictures, per rank.
-        train: everything that is not particular to pictures.
-    """
-
-    data_dir: Path | None
-    fake_data: bool = False
-    model: str
-    image_size: int = 224
-    threads: int = 4
     train: TrainConfig
 
     @property
@@ -63,21 +47,163 @@ class PictureConfig:
         return RunDir(self.train.output.out)
 
     def check_world(self, world: World) -> None:
-        """Check what is asked for against the world alone.
+        """Check that the configuration fits the world; look at no files.
 
         Raises:
             OptionError: it does not fit.
         """
         resolve_sharding(self.train.sharding, world.size, world.hosts)
 
-    def find(self, world: World) -> Folders | None:
-        """Check what all such trainings have in common, and find the pictures.
-
-        Returns:
-            Pictures to learn from and to be judged by; None for fake data.
+    def check_dry_run(self, world: World) -> None:
+        """Check what ``--dry-run`` needs: no data, no folder.
 
         Raises:
-            UserError: one line saying what is wrong.
+            UserError: one line that says what is wrong.
+        """
+        check_train(self.train)
+        self.check_world(world)
+
+
+# -- MNIST -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class MnistConfig(VisionConfig):
+    """A training of a convolutional network on MNIST."""
+
+    data_dir: Path | None = field(
+        default=None,
+        metadata=option("Folder with MNIST's four IDX files.", MODEL, metavar="PATH"),
+    )
+    train: TrainConfig = field(
+        default=TrainConfig(
+            epochs=2,
+            batch_size=64,
+            optimizer=AdamWConfig(
+                lr=5e-3, warmup=50, betas=(0.9, 0.999), weight_decay=0.01, clip_grad=0.0
+            ),
+            output=OutputConfig(out=Path("runs/mnist"), checkpoint_every=200, eval_every=1),
+        )
+    )
+    nested: bool = field(
+        default=False,
+        metadata=option(
+            "Shard each convolution block by itself, then the rest.",
+            SHARDING,
+            name="--nested-fsdp/--no-nested-fsdp",
+            former=("--use-nested-fsdp",),
+        ),
+    )
+
+    def check(self, world: World) -> MnistInputs:
+        """Check everything that can be checked without torch, and read the data.
+
+        Raises:
+            UserError: one line that says what is wrong.
+        """
+        check_train(self.train)
+        self.check_world(world)
+        check_extras(
+            ["safetensors", "matplotlib", "PIL"], tensorboard=self.train.output.tensorboard
+        )
+        if self.data_dir is None:
+            raise OptionError("--data-dir", "none", "a folder with MNIST's four files")
+        return MnistInputs(self, *load_mnist(self.data_dir))
+
+
+@dataclass(frozen=True)
+class MnistInputs:
+    """A checked configuration, and its data.
+
+    Attributes:
+        config: the configuration.
+        training: images to train on.
+        test: images to evaluate on.
+    """
+
+    recipe = "mnist"
+
+    config: MnistConfig
+    training: IdxSet
+    test: IdxSet
+
+    @property
+    def train(self) -> TrainConfig:
+        """What does not depend on model and data."""
+        return self.config.train
+
+    @property
+    def span(self) -> Span:
+        """How long the training is."""
+        return Span.of(self.train, len(self.training))
+
+    def facts(self) -> dict[str, Any]:
+        """Return config, model and data for ``run.json``: what is the same in every session."""
+        return {
+            "config": as_json(self.config),
+            "model": {"name": "convnet"},
+            "data": {
+                "name": str(self.config.data_dir),
+                "training_images": len(self.training),
+                "test_images": len(self.test),
+                "fingerprint": f"{self.training.fingerprint()}-{self.test.fingerprint()}",
+            },
+        }
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Check that the data are those of the run that is resumed."""
+        _check_same_images(before, self.facts())
+
+
+# -- images in folders -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFolderConfig(VisionConfig):
+    """A training of a model of ``transformers`` on images in folders."""
+
+    data_dir: Path | None = field(
+        default=None,
+        metadata=option("Folder with train/CLASS/ and val/CLASS/.", MODEL, metavar="PATH"),
+    )
+    fake_data: bool = field(
+        default=False, metadata=option("Train on noise, to measure speed.", MODEL)
+    )
+    model: str
+    image_size: int = field(
+        default=224, metadata=option("Height and width of the model's input, in pixels.", MODEL)
+    )
+    threads: int = field(
+        default=4,
+        metadata=option("Threads that decode images, per rank.", MODEL, name="--workers"),
+    )
+
+    def check_dry_run(self, world: World) -> None:
+        """Check what ``--dry-run`` needs: no data, no folder.
+
+        Raises:
+            UserError: one line that says what is wrong.
+        """
+        super().check_dry_run(world)
+        self.settings()
+        check_extras(["transformers"], tensorboard=False)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the model, as in a ``config.json``.
+
+        Raises:
+            OptionError: no model has this name, or an option does not go with it.
+        """
+        raise NotImplementedError
+
+    def find_folders(self, world: World) -> Folders | None:
+        """Check what all such trainings have in common, and list the images.
+
+        Returns:
+            Images to train on and to evaluate on; None for fake data.
+
+        Raises:
+            UserError: one line that says what is wrong.
         """
         check_train(self.train)
         require(self.threads >= 1, "--workers", self.threads, "1 or more")
@@ -94,34 +220,35 @@ class PictureConfig:
             return None
         if self.data_dir is None:
             raise OptionError("--data-dir", "none", "a folder with train and val, or --fake-data")
-        return find_pictures(self.data_dir)
+        return find_images(self.data_dir)
 
 
 @dataclass(frozen=True)
-class PictureInputs:
-    """What a configuration refers to.
+class ImageFolderInputs:
+    """A checked configuration, and what it refers to.
 
     Attributes:
         config: the configuration.
         settings: of the model, as in a ``config.json``.
-        folders: pictures to learn from and to be judged by; None for fake data.
+        folders: images to train on and to evaluate on; None for fake data.
     """
 
+    recipe: ClassVar[str]
     #: Setting of the model -> option that changes it.
     model_options: ClassVar[Mapping[str, str]] = {}
 
-    config: PictureConfig
+    config: ImageFolderConfig
     settings: dict[str, Any]
     folders: Folders | None
 
     @property
     def train(self) -> TrainConfig:
-        """How to train."""
+        """What does not depend on model and data."""
         return self.config.train
 
     @property
     def span(self) -> Span:
-        """How long."""
+        """How long the training is."""
         return Span.of(self.train, len(self.folders[0]) if self.folders else FAKE_TRAINING)
 
     @property
@@ -132,14 +259,14 @@ class PictureInputs:
         return [str(number) for number in range(FAKE_CLASSES)]
 
     def facts(self) -> dict[str, Any]:
-        """For ``run.json``: what is the same whenever the run goes on."""
-        data: dict[str, Any] = {"name": "fake pictures", "fingerprint": "fake"}
+        """Return config, model and data for ``run.json``: what is the same in every session."""
+        data: dict[str, Any] = {"name": "fake images", "fingerprint": "fake"}
         if self.folders:
             training, validation = self.folders
             data = {
                 "name": str(self.config.data_dir),
-                "training_pictures": len(training),
-                "validation_pictures": len(validation),
+                "training_images": len(training),
+                "validation_images": len(validation),
                 "fingerprint": f"{training.fingerprint()}-{validation.fingerprint()}",
             }
         return {
@@ -151,113 +278,185 @@ class PictureInputs:
     def check_same(self, before: Mapping[str, Any]) -> None:
         """Check that model and data are those of the run that is resumed."""
         now = self.facts()
-        data = before.get("data", {})
         # First, since the default of --image-size may go with the model.
         check_same_model(
-            _but_size(before.get("model", {})), _but_size(now["model"]), self.model_options
+            _without_size(before.get("model", {})),
+            _without_size(now["model"]),
+            self.model_options,
         )
         check_same(before.get("config", {}), now["config"], {"image_size": "--image-size"})
-        if data.get("fingerprint") != now["data"]["fingerprint"]:
-            found = f"{now['data']['name']}, other pictures"
-            expected = f"those of {data.get('name')}, as the run began that --resume goes on"
-            raise OptionError("--data-dir", found, expected)
+        _check_same_images(before, now)
 
 
-def _but_size(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A model without the size of its pictures, which belongs to the configuration."""
+def _without_size(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model without the size of its images, which belongs to the configuration."""
     settings = dict(model.get("settings", {}))
     settings.pop("image_size", None)
     return {**model, "settings": settings}
 
 
+def _check_same_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    data = before.get("data", {})
+    if data.get("fingerprint") != now["data"]["fingerprint"]:
+        found = f"{now['data']['name']}, other images"
+        expected = f"those of {data.get('name')}, as the run began that --resume goes on"
+        raise OptionError("--data-dir", found, expected)
+
+
+# -- residual networks -----------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
-class ImagenetConfig(PictureConfig):
-    """A training of a residual net on pictures in folders.
+class ImagenetConfig(ImageFolderConfig):
+    """A training of a residual network; the defaults are ImageNet's published schedule."""
 
-    Attributes:
-        warmup_epochs: over which the learning rate rises.
-        drop_epochs: after as many it drops, again and again; 0: never.
-        drop_factor: by which it drops.
-    """
-
-    model: str = "resnet50"
-    warmup_epochs: float = 5.0
-    drop_epochs: int = 30
-    drop_factor: float = 10.0
+    model: str = field(
+        default="resnet50",
+        metadata=option(
+            f"{', '.join(RESNETS)}, or the path of a config.json of transformers.",
+            MODEL,
+            metavar="NAME",
+            reads=Reads.NAME,
+            completions=tuple(RESNETS),
+        ),
+    )
+    train: TrainConfig = field(
+        default=TrainConfig(
+            epochs=100,
+            batch_size=128,
+            optimizer=SgdConfig(lr=0.4),
+            output=OutputConfig(out=Path("runs/imagenet"), checkpoint_every=1000, eval_every=1),
+        )
+    )
+    warmup_epochs: float = field(
+        default=5.0, metadata=option("Epochs of linear warmup of the learning rate.", TRAINING)
+    )
+    drop_epochs: int = field(
+        default=30,
+        metadata=option(
+            "Epochs from one drop of the learning rate to the next; 0: no drops.",
+            TRAINING,
+            name="--lr-drop-epochs",
+        ),
+    )
+    drop_factor: float = field(
+        default=10.0,
+        metadata=option("Divides the learning rate then.", TRAINING, name="--lr-drop-factor"),
+    )
 
     def lr(self, epoch: float) -> float:
-        """The learning rate after so many epochs: a rise to the peak, and then steps down."""
+        """Return the learning rate after so many epochs: linear warmup, then steps down."""
         peak = self.train.optimizer.lr
         if epoch < self.warmup_epochs:
             return peak * epoch / self.warmup_epochs
         drops = int(epoch // self.drop_epochs) if self.drop_epochs else 0
         return float(peak / self.drop_factor**drops)
 
-    def check(self, world: World) -> ImagenetInputs:
-        """Check everything that can be checked without torch, and find the pictures.
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the model, as in a ``config.json``.
 
         Raises:
-            UserError: one line saying what is wrong.
+            OptionError: no model has this name, or a number is out of range.
         """
         require(self.image_size >= 32, "--image-size", self.image_size, "32 or more")
-        require(
-            0 <= self.warmup_epochs < math.inf, "--warmup-epochs", self.warmup_epochs, "0 or more"
-        )
+        warmup, factor = self.warmup_epochs, self.drop_factor
+        require(0 <= warmup < math.inf, "--warmup-epochs", warmup, "0 or more")
         require(self.drop_epochs >= 0, "--lr-drop-epochs", self.drop_epochs, "0 or more")
-        require(
-            0 < self.drop_factor < math.inf,
-            "--lr-drop-factor",
-            self.drop_factor,
-            "a number above 0",
-        )
-        settings = find_settings(self.model, RESNETS)
-        return ImagenetInputs(self, settings, self.find(world))
+        require(0 < factor < math.inf, "--lr-drop-factor", factor, "a number above 0")
+        return find_settings(self.model, RESNETS)
+
+    def check(self, world: World) -> ImagenetInputs:
+        """Check everything that can be checked without torch, and list the images.
+
+        Raises:
+            UserError: one line that says what is wrong.
+        """
+        return ImagenetInputs(self, self.settings(), self.find_folders(world))
 
 
 @dataclass(frozen=True)
-class ImagenetInputs(PictureInputs):
-    """What a configuration refers to."""
+class ImagenetInputs(ImageFolderInputs):
+    """A checked configuration, and what it refers to."""
 
     recipe = "imagenet"
 
     config: ImagenetConfig
 
 
-_FOR_CONFIG_FILES = VIT_PRESETS["vit-base"]
-
-
-def defaults_for(model: str) -> VitPreset:
-    """The preset whose batch size and learning rate go with ``--model``."""
-    return VIT_PRESETS.get(model, _FOR_CONFIG_FILES)
+# -- Vision Transformers ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class VitConfig(PictureConfig):
-    """A training of a Vision Transformer on pictures in folders.
+class VitConfig(ImageFolderConfig):
+    """A training of a Vision Transformer."""
 
-    Attributes:
-        model: a preset's name or the path of a ``config.json``.
-        image_size: height and width that the model sees, whatever the model says.
-        patch_size: height and width of a patch; None: as the model says.
-        layers: number of blocks; None: as the model says.
-        nested: every block is a group of its own; else the model is one group.
-    """
+    model: str = field(
+        default="vit-tiny",
+        metadata=option(
+            f"{', '.join(VIT_PRESETS)}, or the path of a config.json of transformers.",
+            MODEL,
+            metavar="NAME",
+            reads=Reads.NAME,
+            completions=tuple(VIT_PRESETS),
+        ),
+    )
+    layers: int | None = field(
+        default=None, metadata=option("Number of blocks.", MODEL, shown=BY_MODEL)
+    )
+    image_size: int = field(
+        default=224,
+        metadata=option("Height and width of the model's input, in pixels.", MODEL, shown=BY_MODEL),
+    )
+    patch_size: int | None = field(
+        default=None,
+        metadata=option("Height and width of a patch, in pixels.", MODEL, shown=BY_MODEL),
+    )
+    train: TrainConfig = field(
+        default=TrainConfig(
+            epochs=300,
+            batch_size=VIT_PRESETS["vit-tiny"].batch_size,
+            optimizer=AdamWConfig(
+                lr=1e-3, warmup=10_000, betas=(0.9, 0.999), weight_decay=0.1, clip_grad=1.0
+            ),
+            output=OutputConfig(out=Path("runs/vit"), checkpoint_every=1000, eval_every=10),
+        )
+    )
+    nested: bool = field(
+        default=True,
+        metadata=option(
+            "Shard the model as one group, not each block by itself.",
+            SHARDING,
+            name="--nested-fsdp/--no-nested-fsdp",
+        ),
+    )
 
-    model: str = "vit-tiny"
-    patch_size: int | None = None
-    layers: int | None = None
-    nested: bool = True
-
-    def settings(self) -> dict[str, Any]:
-        """The settings of the model, as in a ``config.json``.
+    @classmethod
+    def for_model(cls, model: str) -> VitConfig:
+        """Return the configuration with the defaults that go with ``--model``.
 
         Raises:
-            OptionError: no such model, or sizes that do not go together.
+            OptionError: no model has this name.
         """
-        presets = {name: preset.settings() for name, preset in VIT_PRESETS.items()}
-        settings = dict(find_settings(self.model, presets))
+        default = cls(model=model)
+        preset = VIT_PRESETS.get(model, VIT_PRESETS["vit-base"])
+        size = find_settings(model, _presets()).get("image_size", 224)
+        if not isinstance(size, int):
+            size = _NOT_SQUARE
+        train = replace(default.train, batch_size=preset.batch_size)
+        return replace(default, image_size=size, train=train)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the model, as in a ``config.json``.
+
+        Raises:
+            OptionError: no model has this name, or sizes do not go together.
+        """
+        settings = dict(find_settings(self.model, _presets()))
         kind = settings["model_type"]
         require(kind == "vit", "--model", f"{self.model} of type {kind}", "one of type vit")
+        if self.image_size == _NOT_SQUARE:
+            found = f"{self.model}, whose images are not square"
+            raise OptionError("--model", found, "square ones, or --image-size")
         asked = {
             "image_size": self.image_size,
             "patch_size": self.patch_size,
@@ -265,142 +464,31 @@ class VitConfig(PictureConfig):
         }
         settings |= {name: value for name, value in asked.items() if value is not None}
         patch = settings.get("patch_size", 16)
-        require(isinstance(patch, int) and patch > 0, "--patch-size", patch, "a number from 1")
+        require(isinstance(patch, int) and patch > 0, "--patch-size", patch, "1 or more")
         fits = self.image_size > 0 and self.image_size % patch == 0
-        require(fits, "--image-size", self.image_size, f"a multiple of {patch}, a patch's size")
+        require(fits, "--image-size", self.image_size, f"a multiple of {patch}, the patch size")
         layers = settings.get("num_hidden_layers", 12)
-        fits = isinstance(layers, int) and layers >= 1
-        require(fits, "--layers", layers, "a number from 1")
+        require(isinstance(layers, int) and layers >= 1, "--layers", layers, "1 or more")
         return settings
 
     def check(self, world: World) -> VitInputs:
-        """Check everything that can be checked without torch, and find the pictures.
+        """Check everything that can be checked without torch, and list the images.
 
         Raises:
-            UserError: one line saying what is wrong.
+            UserError: one line that says what is wrong.
         """
-        return VitInputs(self, self.settings(), self.find(world))
-
-    def check_dry_run(self, world_size: int) -> None:
-        """Check what it takes to tell what every rank would hold: no data, no folder.
-
-        Raises:
-            UserError: one line saying what is wrong.
-        """
-        require(world_size >= 1, "--world-size", world_size, "1 or more")
-        self.settings()
-        check_train(self.train)
-        resolve_sharding(self.train.sharding, world_size)
-        check_extras(["transformers"], tensorboard=False)
+        return VitInputs(self, self.settings(), self.find_folders(world))
 
 
-def image_size_of(model: str) -> int:
-    """Height and width of the pictures that go with ``--model``.
-
-    Raises:
-        OptionError: no such model, or one for pictures that are not square.
-    """
-    settings = find_settings(model, {name: each.settings() for name, each in VIT_PRESETS.items()})
-    size = settings.get("image_size", 224)
-    if not isinstance(size, int):
-        raise OptionError("--model", f"image_size {size} in {model}", "one number: a square")
-    return size
+def _presets() -> dict[str, dict[str, Any]]:
+    return {name: preset.settings() for name, preset in VIT_PRESETS.items()}
 
 
 @dataclass(frozen=True)
-class VitInputs(PictureInputs):
-    """What a configuration refers to."""
+class VitInputs(ImageFolderInputs):
+    """A checked configuration, and what it refers to."""
 
     recipe = "vit"
     model_options = {"num_hidden_layers": "--layers", "patch_size": "--patch-size"}  # noqa: RUF012
 
     config: VitConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class MnistConfig:
-    """A training on MNIST.
-
-    Attributes:
-        data_dir: folder with MNIST's four files.
-        nested: shard each convolution block by itself, and not only the net as a whole.
-        train: everything that is not particular to MNIST.
-    """
-
-    data_dir: Path
-    nested: bool = False
-    train: TrainConfig
-
-    @property
-    def files(self) -> RunDir:
-        """The folder of the run."""
-        return RunDir(self.train.output.out)
-
-    def check_world(self, world: World) -> None:
-        """Check what is asked for against the world alone.
-
-        Raises:
-            OptionError: it does not fit.
-        """
-        resolve_sharding(self.train.sharding, world.size, world.hosts)
-
-    def check(self, world: World) -> MnistInputs:
-        """Check everything that can be checked without torch, and read the data.
-
-        Raises:
-            UserError: one line saying what is wrong.
-        """
-        check_train(self.train)
-        self.check_world(world)
-        check_extras(["safetensors", "matplotlib"], tensorboard=self.train.output.tensorboard)
-        return MnistInputs(self, *load_mnist(self.data_dir))
-
-
-@dataclass(frozen=True)
-class MnistInputs:
-    """What a configuration refers to.
-
-    Attributes:
-        config: the configuration.
-        training: pictures to learn from.
-        test: pictures to be judged by.
-    """
-
-    recipe = "mnist"
-
-    config: MnistConfig
-    training: IdxSet
-    test: IdxSet
-
-    @property
-    def train(self) -> TrainConfig:
-        """How to train."""
-        return self.config.train
-
-    @property
-    def span(self) -> Span:
-        """How long."""
-        return Span.of(self.train, len(self.training))
-
-    def facts(self) -> dict[str, Any]:
-        """For ``run.json``: what is the same whenever the run goes on."""
-        return {
-            "config": as_json(self.config),
-            "model": {"name": "convnet"},
-            "data": {
-                "name": str(self.config.data_dir),
-                "training_pictures": len(self.training),
-                "test_pictures": len(self.test),
-                "fingerprint": f"{self.training.fingerprint()}-{self.test.fingerprint()}",
-            },
-        }
-
-    def check_same(self, before: Mapping[str, Any]) -> None:
-        """Check that the data are those of the run that is resumed."""
-        data = before.get("data", {})
-        if data.get("fingerprint") != self.facts()["data"]["fingerprint"]:
-            raise OptionError(
-                "--data-dir",
-                f"{self.config.data_dir}, other pictures",
-                f"those of {data.get('name')}, as the run began that --resume goes on",
-            )

@@ -1,17 +1,14 @@
-"""Pictures in folders, one for each class, as ImageNet is laid out.
+"""Image data on disk: folders of images, and MNIST's IDX files. No torch here.
 
-    DIR/train/CLASS/....jpg
+    DIR/train/CLASS/....jpg     as ImageNet is laid out; only names are kept in memory
     DIR/val/CLASS/....jpg
 
-Only names are kept in memory: a picture is read when it is asked for. No torch here.
+    magic                       an IDX file, gzipped or not: 00 00, type of the values (08: uint8),
+                                number of dimensions
+    sizes                       of each dimension, 32 bits, big-endian
+    values                      one after another
 
-MNIST as it is given out: four files in the IDX format, gzipped or not.
-
-    magic       00 00, type of the values (08: uint8), number of dimensions
-    sizes       of each dimension, 32 bits, the high byte first
-    values      one after another
-
-No torch here, so that a damaged file is told before processes are started.
+A damaged file is reported before processes are started.
 """
 
 from __future__ import annotations
@@ -39,12 +36,12 @@ _OPTION = "--data-dir"
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """The pictures of one part of the data, in the order of their names.
+    """The images of one part of the data, in the order of their names.
 
     Attributes:
         root: the folder of the part.
         classes: names of the classes.
-        names: for each class, the pictures, as paths from the folder of the class.
+        names: for each class, the images, as paths from the folder of the class.
     """
 
     root: Path
@@ -52,23 +49,23 @@ class ImageFolder:
     names: tuple[tuple[str, ...], ...]
 
     def __len__(self) -> int:
-        """How many pictures there are."""
+        """Return the number of images."""
         return sum(map(len, self.names))
 
     def ends(self) -> list[int]:
-        """For each class, the index behind its last picture."""
+        """Return, for each class, the index after its last image."""
         return list(accumulate(map(len, self.names)))
 
     def fingerprint(self) -> str:
-        """A short text that changes when names or classes change."""
+        """Return a text that changes when names or classes change."""
         digest = xxhash.xxh3_64()
-        for name, pictures in zip(self.classes, self.names, strict=True):
-            digest.update("\0".join((name, *pictures, "")).encode(errors="surrogateescape"))
+        for name, images in zip(self.classes, self.names, strict=True):
+            digest.update("\0".join((name, *images, "")).encode(errors="surrogateescape"))
         return digest.hexdigest()
 
 
 class Lookup:
-    """Finds pictures by index.
+    """Finds images by index.
 
     Args:
         folder: where they are.
@@ -79,15 +76,15 @@ class Lookup:
         self._ends = folder.ends()
 
     def at(self, index: int) -> tuple[Path, int]:
-        """The file of a picture, and its class."""
+        """Return the file of an image, and its class."""
         number = bisect.bisect_right(self._ends, index)
         before = self._ends[number - 1] if number else 0
         name = self._folder.names[number][index - before]
         return self._folder.root / self._folder.classes[number] / name, number
 
 
-def find_pictures(data: Path) -> tuple[ImageFolder, ImageFolder]:
-    """List the pictures to learn from, and those to be judged by.
+def find_images(data: Path) -> tuple[ImageFolder, ImageFolder]:
+    """List the images to train on, and those to evaluate on.
 
     Raises:
         OptionError: a folder is missing or empty, or the two parts have different classes.
@@ -97,7 +94,7 @@ def find_pictures(data: Path) -> tuple[ImageFolder, ImageFolder]:
     for part in ("train", "val"):
         if not (data / part).is_dir():
             raise OptionError(
-                _OPTION, f"no folder {part} in {data}", "train/CLASS/ and val/CLASS/ with pictures"
+                _OPTION, f"no folder {part} in {data}", "train/CLASS/ and val/CLASS/ with images"
             )
     training = _list(data / "train")
     validation = _list(data / "val")
@@ -118,21 +115,21 @@ def _list(root: Path) -> ImageFolder:
                 f"{len(folders)} {'class' if len(folders) == 1 else 'classes'} in {root}",
                 "two or more, a folder each",
             )
-        names = tuple(_pictures(root / folder) for folder in folders)
+        names = tuple(_images_in(root / folder) for folder in folders)
     except OSError as error:
         found = f"{error.filename} that cannot be read ({error.strerror})"
         raise OptionError(_OPTION, found, "readable folders") from None
     return ImageFolder(root, tuple(folders), names)
 
 
-def _pictures(folder: Path) -> tuple[str, ...]:
+def _images_in(folder: Path) -> tuple[str, ...]:
     found: list[str] = []
     for parent, folders, names in os.walk(folder, onerror=_fail):
         folders.sort()
         inside = os.path.relpath(parent, folder)
         found += (os.path.normpath(os.path.join(inside, name)) for name in _named(names))
     if not found:
-        raise OptionError(_OPTION, f"no pictures in {folder}", f"files {', '.join(SUFFIXES)}")
+        raise OptionError(_OPTION, f"no images in {folder}", f"files {', '.join(SUFFIXES)}")
     return tuple(sorted(found))
 
 
@@ -144,7 +141,7 @@ def _fail(error: OSError) -> None:
     raise error
 
 
-SIDE = 28  # height and width of a picture
+SIDE = 28  # height and width of an image
 CLASSES = 10
 
 _UINT8 = 8
@@ -152,7 +149,7 @@ _UINT8 = 8
 
 @dataclass(frozen=True)
 class IdxSet:
-    """Pictures of digits.
+    """Images of digits.
 
     Attributes:
         images: one after another, ``SIDE * SIDE`` bytes each, row by row.
@@ -163,11 +160,11 @@ class IdxSet:
     labels: bytes
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of images."""
         return len(self.labels)
 
     def fingerprint(self) -> str:
-        """A short text that changes when any of it changes."""
+        """Return a text that changes when any of it changes."""
         digest = xxhash.xxh3_64(self.images)
         digest.update(self.labels)
         return digest.hexdigest()
@@ -189,14 +186,14 @@ def _load(folder: Path, part: str) -> IdxSet:
     labels_file = _find(folder, f"{part}-labels", 1)
     (count, *sides), images = _read(images_file, 3)
     if sides != [SIDE, SIDE]:
-        found = f"{images_file} with pictures of {sides[0]} x {sides[1]}"
+        found = f"{images_file} with images of {sides[0]} x {sides[1]}"
         raise OptionError(_OPTION, found, f"{SIDE} x {SIDE}")
     (labelled,), labels = _read(labels_file, 1)
     if count != labelled:
-        found = f"{count} pictures in {images_file.name} and {labelled} labels in"
+        found = f"{count} images in {images_file.name} and {labelled} labels in"
         raise OptionError(_OPTION, f"{found} {labels_file.name}", "as many of both")
     if count == 0:
-        raise OptionError(_OPTION, f"no pictures in {images_file}", "one or more")
+        raise OptionError(_OPTION, f"no images in {images_file}", "one or more")
     if max(labels) >= CLASSES:
         raise OptionError(_OPTION, f"label {max(labels)} in {labels_file}", "0 to 9")
     return IdxSet(images, labels)
@@ -212,7 +209,7 @@ def _find(folder: Path, name: str, dimensions: int) -> Path:
 
 
 def _read(file: Path, dimensions: int) -> tuple[list[int], bytes]:
-    """The sizes and the values of an IDX file."""
+    """Return the sizes and the values of an IDX file."""
     try:
         with _opened(file) as stream:
             header = stream.read(4 + 4 * dimensions)

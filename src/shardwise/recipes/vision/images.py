@@ -1,13 +1,12 @@
-"""Pictures as batches for training, in an order of the seed's, and for evaluation, in their own.
+"""Images as batches: decoded, cropped, normalized, in an order that the seed decides.
 
-Pictures from files: decoded, cut, turned into tensors.
-
-What is done at random is drawn from a number that belongs to the picture and its epoch, so that
-every rank of every world, and a resumed run, do the same to it.
+Whatever is random is drawn from a number that belongs to the image and its epoch, so that every
+rank of every world, and a resumed run, do the same to it.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 import random
 from collections.abc import Sequence
@@ -23,50 +22,60 @@ from shardwise.launch.errors import UserError
 from shardwise.recipes.core.position import Shuffle, mix
 from shardwise.recipes.vision.files import ImageFolder, Lookup
 
+# Of ImageNet's pixels, by channel, of values 0 to 1: what published models are trained with.
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+
+AREA = (0.08, 1.0)  # of the image, that a random crop has
+RATIO = (3 / 4, 4 / 3)  # of width to height
+ATTEMPTS = 10  # at a crop that lies inside the image
+CENTER = 224 / 256  # of the shorter side, that evaluation looks at
+
 Batch = tuple[torch.Tensor, torch.Tensor]
+Box = tuple[float, float, float, float]
 
 
-class Pictures(Protocol):
-    """Pictures with their classes."""
+class Images(Protocol):
+    """Images with their classes."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of images."""
 
     def read(self, indices: Sequence[int], keys: Sequence[int]) -> Batch:
-        """Some of them, on the CPU.
+        """Read some of them to the CPU.
 
         Args:
             indices: which.
-            keys: 64 bits for each, by which whatever is done at random is drawn.
+            keys: 64 bits for each, from which whatever is random is drawn.
 
         Returns:
-            Pictures, float32 of shape (count, channels, height, width), normalised; and classes,
+            Images, float32 of shape (count, channels, height, width), normalized; and classes,
             int64 of shape (count,).
         """
 
 
-class TrainingPictures:
+class TrainingImages:
     """Batches in an order that the seed and the position alone decide.
 
     The next batch of this rank is read while the model computes with this one.
 
     Args:
-        pictures: what to take.
-        seed: of the order, and of what is done to pictures at random.
+        images: where they come from.
+        seed: of the order, and of whatever is random.
         stride: examples from one batch of this rank to its next: those of one microbatch of all.
         device: where batches go.
     """
 
-    def __init__(self, pictures: Pictures, seed: int, stride: int, device: torch.device) -> None:
-        self._pictures = pictures
-        self._order = Shuffle(len(pictures), seed)
+    def __init__(self, images: Images, seed: int, stride: int, device: torch.device) -> None:
+        self._images = images
+        self._order = Shuffle(len(images), seed)
         self._stride = stride
         self._device = device
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="pictures")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="images")
         self._ahead: tuple[tuple[int, int], Future[Batch]] | None = None
 
     def batch(self, position: int, count: int) -> Batch:
-        """Examples ``position`` .. ``position + count`` of the order."""
+        """Return examples ``position`` .. ``position + count`` of the order."""
         asked = (position, count)
         if self._ahead is not None and self._ahead[0] == asked:
             images, classes = self._ahead[1].result()
@@ -79,15 +88,15 @@ class TrainingPictures:
     def _read(self, position: int, count: int) -> Batch:
         draws = [self._order.at(p) for p in range(position, position + count)]
         keys = [mix(draw.key ^ draw.index) for draw in draws]
-        return self._pictures.read([draw.index for draw in draws], keys)
+        return self._images.read([draw.index for draw in draws], keys)
 
 
-class FakePictures:
-    """One picture of noise, as often as asked: to measure speed without a disk.
+class FakeImages:
+    """One image of noise, as often as needed: to measure speed without a disk.
 
     Args:
-        count: how many.
-        classes: how many; the picture is of each in turn.
+        count: number of images.
+        classes: number of classes; the image is of each in turn.
         size: height and width.
     """
 
@@ -97,39 +106,34 @@ class FakePictures:
         self._image = torch.randn(3, size, size, generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of images."""
         return self._count
 
     def read(self, indices: Sequence[int], keys: Sequence[int]) -> Batch:
-        """The picture, with the classes that go with the indices."""
+        """Return the image, with the classes that go with the indices."""
         del keys
         images = self._image.expand(len(indices), -1, -1, -1)
         return images, torch.tensor(indices) % self._classes
 
 
-# Of ImageNet's pixels, by channel, of values 0 to 1: what published models are trained with.
-MEAN = (0.485, 0.456, 0.406)
-STD = (0.229, 0.224, 0.225)
+class Augment(enum.Enum):
+    """Which part of an image the model sees."""
 
-AREA = (0.08, 1.0)  # of the picture, that a random cut has
-RATIO = (3 / 4, 4 / 3)  # of width to height
-ATTEMPTS = 10  # at a cut that lies inside the picture
-CENTRE = 224 / 256  # of the shorter side, that is looked at in evaluation
-
-Box = tuple[float, float, float, float]
+    RANDOM_CROP = "random crop"  # and flipped at random, for training
+    CENTER_CROP = "center crop"  # for evaluation
 
 
-class FolderPictures:
-    """Pictures of an :class:`ImageFolder`, read when they are asked for.
+class FolderImages:
+    """Images of an :class:`ImageFolder`, read when they are needed.
 
     Args:
         folder: where they are.
-        size: height and width of what the model sees.
-        augment: cut and flip at random, to learn from; otherwise take the centre.
-        threads: how many decode at the same time.
+        size: height and width of the model's input.
+        augment: which part of an image the model sees.
+        threads: number of images that are decoded at the same time.
     """
 
-    def __init__(self, folder: ImageFolder, size: int, *, augment: bool, threads: int) -> None:
+    def __init__(self, folder: ImageFolder, size: int, augment: Augment, threads: int) -> None:
         self._count = len(folder)
         self._lookup = Lookup(folder)
         self._size = size
@@ -137,14 +141,14 @@ class FolderPictures:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of images."""
         return self._count
 
     def read(self, indices: Sequence[int], keys: Sequence[int]) -> Batch:
-        """Some of them.
+        """Read some of them; see :meth:`Images.read`.
 
         Raises:
-            UserError: a file cannot be read as a picture.
+            UserError: a file cannot be read as an image.
         """
         found = [self._lookup.at(index) for index in indices]
         paths = [path for path, _ in found]
@@ -154,22 +158,23 @@ class FolderPictures:
         return (images - mean) / std, torch.tensor([number for _, number in found])
 
     def _decode(self, path: Path, key: int) -> np.ndarray:
-        """One picture as uint8 of shape (size, size, 3)."""
+        """Return one image as uint8 of shape (size, size, 3)."""
         try:
             with Image.open(path) as file:
                 image = file.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise UserError(f"--data-dir: {path} cannot be read as a picture: {error}") from None
+            raise UserError(f"--data-dir: {path} cannot be read as an image: {error}") from None
         draw = random.Random(key)
-        box = random_box(*image.size, draw) if self._augment else centre_box(*image.size)
+        is_random = self._augment is Augment.RANDOM_CROP
+        box = random_box(*image.size, draw) if is_random else center_box(*image.size)
         image = image.resize((self._size, self._size), Image.Resampling.BILINEAR, box=box)
-        if self._augment and draw.random() < 0.5:
+        if is_random and draw.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return np.asarray(image)
 
 
 def random_box(width: int, height: int, draw: random.Random) -> Box:
-    """A part of a picture of random area, shape and place: left, upper, right, lower."""
+    """Return a part of an image of random area, shape and place: left, upper, right, lower."""
     for _ in range(ATTEMPTS):
         area = width * height * draw.uniform(*AREA)
         ratio = math.exp(draw.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
@@ -177,15 +182,15 @@ def random_box(width: int, height: int, draw: random.Random) -> Box:
         if 0 < w <= width and 0 < h <= height:
             left, upper = draw.randint(0, width - w), draw.randint(0, height - h)
             return left, upper, left + w, upper + h
-    # A very long picture: what of its middle has a shape that is allowed.
-    return _centred(width, height, min(width, height * RATIO[1]), min(height, width / RATIO[0]))
+    # A very long image: the largest part of its middle that has an allowed shape.
+    return _centered(width, height, min(width, height * RATIO[1]), min(height, width / RATIO[0]))
 
 
-def centre_box(width: int, height: int) -> Box:
-    """The square in the middle of a picture: left, upper, right, lower."""
-    side = min(width, height) * CENTRE
-    return _centred(width, height, side, side)
+def center_box(width: int, height: int) -> Box:
+    """Return the square in the middle of an image: left, upper, right, lower."""
+    side = min(width, height) * CENTER
+    return _centered(width, height, side, side)
 
 
-def _centred(width: int, height: int, w: float, h: float) -> Box:
+def _centered(width: int, height: int, w: float, h: float) -> Box:
     return (width - w) / 2, (height - h) / 2, (width + w) / 2, (height + h) / 2

@@ -1,12 +1,8 @@
-"""What all trainings on pictures have in common, once model and data stand.
-
-Telling classes of pictures apart: the loss, and how well it is done.
-"""
+"""What all trainings on images have in common: loss, evaluation, and the file at the end."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,148 +17,154 @@ from shardwise import FSDPModule
 from shardwise.checkpoint.tools.consolidate import consolidate
 from shardwise.errors import CheckpointError
 from shardwise.launch.world import World
-from shardwise.recipes.core.begin import Inputs
 from shardwise.recipes.core.checkpointing import SaveError
 from shardwise.recipes.core.optim import Schedule
 from shardwise.recipes.core.parallelize import RunningStatistics, kept_between_forwards
 from shardwise.recipes.core.plot import plot_confusion
 from shardwise.recipes.core.rank import on_rank_zero
+from shardwise.recipes.core.recipe import Inputs
 from shardwise.recipes.core.rundir import RunDir
 from shardwise.recipes.core.task import Place, Task
-from shardwise.recipes.vision.config import FAKE_TRAINING, FAKE_VALIDATION, PictureInputs
+from shardwise.recipes.vision.config import FAKE_TRAINING, FAKE_VALIDATION, ImageFolderInputs
 from shardwise.recipes.vision.images import (
+    Augment,
     Batch,
-    FakePictures,
-    FolderPictures,
-    Pictures,
-    TrainingPictures,
+    FakeImages,
+    FolderImages,
+    Images,
+    TrainingImages,
 )
 from shardwise.transport.peers import Peers
 
 
-def pictures_of(inputs: PictureInputs) -> tuple[Pictures, Pictures]:
-    """Pictures to learn from, and to be judged by."""
-    config = inputs.config
-    if inputs.folders is None:
-        classes, size = len(inputs.classes), config.image_size
-        return (
-            FakePictures(FAKE_TRAINING, classes, size),
-            FakePictures(FAKE_VALIDATION, classes, size),
-        )
-    training, validation = inputs.folders
-    size, threads = config.image_size, config.threads
-    return (
-        FolderPictures(training, size, augment=True, threads=threads),
-        FolderPictures(validation, size, augment=False, threads=threads),
-    )
+@dataclass(frozen=True, kw_only=True)
+class ImageData:
+    """Images with their classes.
+
+    Attributes:
+        name: what the data are called.
+        training: images to train on.
+        validation: images to evaluate on.
+        classes: names of the classes.
+    """
+
+    name: str
+    training: Images
+    validation: Images
+    classes: Sequence[str]
+
+    @classmethod
+    def of(cls, inputs: ImageFolderInputs) -> ImageData:
+        """Open the images that a configuration refers to."""
+        config, classes = inputs.config, inputs.classes
+        training: Images
+        validation: Images
+        if inputs.folders is None:
+            training = FakeImages(FAKE_TRAINING, len(classes), config.image_size)
+            validation = FakeImages(FAKE_VALIDATION, len(classes), config.image_size)
+        else:
+            first, second = inputs.folders
+            size, threads = config.image_size, config.threads
+            training = FolderImages(first, size, Augment.RANDOM_CROP, threads)
+            validation = FolderImages(second, size, Augment.CENTER_CROP, threads)
+        name = inputs.facts()["data"]["name"]
+        return cls(name=name, training=training, validation=validation, classes=classes)
 
 
-def vision_task(
-    inputs: Inputs,
-    place: Place,
-    *,
-    model_name: str,
-    data_name: str,
-    model: FSDPModule,
-    model_config: str | None = None,
-    load: Callable[[Path], nn.Module],
-    loaded_into: str,
-    optimizer: torch.optim.Optimizer,
-    schedule: Schedule,
-    training: Pictures,
-    validation: Pictures,
-    classes: list[str],
-) -> Task:
-    """A task of telling classes of pictures apart.
+@dataclass(frozen=True, kw_only=True)
+class Classifier:
+    """A model that classifies images, and how it is trained.
 
-    Args:
-        inputs: the configuration.
-        place: where this rank trains.
-        model_name: what the model is called.
-        data_name: what the data are called.
+    Attributes:
+        name: what the model is called.
         model: after sharding.
-        model_config: see :class:`Task`.
-        load: builds the same model from a safetensors file, on this rank's device, for a last
-            evaluation of what was saved.
-        loaded_into: what that is, ``a plain module``.
+        config_json: of the model, as ``transformers`` reads it; None: the model is not theirs.
         optimizer: over the model's shards.
         schedule: of the learning rate.
-        training: pictures to learn from.
-        validation: pictures to be judged by.
-        classes: their names.
+        load: builds the same model from a safetensors file, on this rank's device.
+        loaded_into: what ``load`` makes: ``a plain module``.
     """
-    train, world = inputs.train, place.world
+
+    name: str
+    model: FSDPModule
+    config_json: str | None = None
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    load: Callable[[Path], nn.Module]
+    loaded_into: str
+
+
+def vision_task(inputs: Inputs, place: Place, data: ImageData, classifier: Classifier) -> Task:
+    """Return the task of training a classifier.
+
+    At the end the model is written as one safetensors file, loaded again and evaluated: what
+    others get from the file is what was trained.
+    """
+    train, world, model = inputs.train, place.world, classifier.model
     assert isinstance(model, nn.Module)
-    evaluation = Evaluation(validation, len(classes), train.batch_size, world, place.device)
-    files = RunDir(train.output.out)
-    about = f"{data_name}: {len(training):,} pictures to learn from, {len(validation):,} held back"
-    finish = functools.partial(
-        _finish,
-        place,
-        files,
-        judge=lambda: evaluation(load(files.weights)),
-        loaded_into=loaded_into,
-        title=f"{model_name} on {data_name}",
-        classes=classes,
+    evaluation = Evaluation(
+        data.validation, len(data.classes), train.batch_size, world, place.device
     )
+    files = RunDir(train.output.out)
+    title = f"{classifier.name} on {data.name}"
+
+    def finish(checkpoint: Path, results: Mapping[str, float]) -> Mapping[str, float]:
+        say = place.display.say
+        on_rank_zero(f"writing {files.weights}", lambda: _write_file(checkpoint, files.weights))
+        say(f"weights    {files.weights}")
+        scores = evaluation(classifier.load(files.weights))
+        if world.rank == 0:
+            say(
+                f"reloaded   accuracy {scores.accuracy:.4f} from this file alone, loaded into "
+                f"{classifier.loaded_into}; {results['accuracy']:.4f} before"
+            )
+            plot_confusion(scores.confusion.tolist(), data.classes, title, files.confusion)
+            say(f"confusion  {files.confusion}")
+        return {**results, "accuracy_of_file": scores.accuracy}
+
     return Task(
-        title=f"{model_name} on {data_name}",
-        model_name=model_name,
+        title=title,
+        model_name=classifier.name,
         model=model,
-        model_config=model_config,
-        optimizer=optimizer,
-        schedule=schedule,
-        data=TrainingPictures(training, train.seed, train.batch_size * world.size, place.device),
+        model_config=classifier.config_json,
+        optimizer=classifier.optimizer,
+        schedule=classifier.schedule,
+        data=TrainingImages(data.training, train.seed, train.batch_size * world.size, place.device),
         loss=classification_loss,
         evaluate=lambda: evaluation(model).values(),
         unit="images",
         example="images",
         loss_unit="nats per image",
-        introduction=[("data", f"{about}; {len(classes)} classes")],
+        introduction=[
+            (
+                "data",
+                f"{data.name}: {len(data.training):,} images to train on, "
+                f"{len(data.validation):,} for validation; {len(data.classes)} classes",
+            )
+        ],
         after_step=RunningStatistics(model).average,
         finish=finish,
     )
 
 
-def _finish(
-    place: Place,
-    files: RunDir,
-    checkpoint: Path,
-    results: Mapping[str, float],
-    *,
-    judge: Callable[[], Scores],
-    loaded_into: str,
-    title: str,
-    classes: list[str],
-) -> Mapping[str, float]:
-    """Write the model as one file, and judge what others get when they load it."""
-    say, first = place.display.say, place.world.rank == 0
+def _write_file(checkpoint: Path, file: Path) -> None:
+    """Write the model of a checkpoint as one file.
 
-    def write() -> None:
-        try:
-            consolidate(checkpoint, files.weights, force=True)
-        except (CheckpointError, OSError) as error:
-            raise SaveError(f"{files.weights}: {error}; {checkpoint} is whole") from error
-
-    on_rank_zero(f"writing {files.weights}", write)
-    say(f"weights    {files.weights}")
-    scores = judge()
-    if first:
-        say(
-            f"again      accuracy {scores.accuracy:.4f} by the file alone, loaded into "
-            f"{loaded_into}; {results['accuracy']:.4f} before"
-        )
-        plot_confusion(scores.confusion.tolist(), classes, title, files.confusion)
-        say(f"confusion  {files.confusion}")
-    return {**results, "accuracy_of_file": scores.accuracy}
+    Raises:
+        SaveError: it cannot be written.
+    """
+    try:
+        consolidate(checkpoint, file, force=True)
+    except (CheckpointError, OSError) as error:
+        raise SaveError(f"{file}: {error}; {checkpoint} is complete") from error
 
 
 def load_plain(build: Callable[[], nn.Module], device: torch.device, file: Path) -> nn.Module:
-    """A model from a safetensors file, without sharding: each rank has all of it.
+    """Load a model from a safetensors file without sharding: each rank has all of it.
 
     Args:
         build: builds the model that the file is loaded into.
-        device: where it is moved to.
+        device: where the model goes.
         file: the model.
     """
     model = build()
@@ -170,8 +172,11 @@ def load_plain(build: Callable[[], nn.Module], device: torch.device, file: Path)
     return model.to(device)
 
 
+# -- loss and evaluation ---------------------------------------------------------------------------
+
+
 def logits_of(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    """What the model makes of pictures, float32 of shape (count, classes).
+    """Return the logits of images, float32 of shape (count, classes).
 
     Args:
         model: returns logits, or an output of ``transformers`` that has them.
@@ -184,20 +189,20 @@ def logits_of(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 
 def classification_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy, a float32 scalar, in nats."""
+    """Return the mean cross-entropy, a float32 scalar, in nats."""
     images, classes = batch
     return F.cross_entropy(logits_of(model, images), classes)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How well classes were told apart.
+    """How well images were classified.
 
     Attributes:
         loss: mean cross-entropy, in nats.
-        confusion: how often what (row) was taken for what (column), int64 of shape (classes,
-            classes).
-        top5: part of the pictures of which the class was among the likeliest five.
+        confusion: number of images by class (row) and predicted class (column), int64 of shape
+            (classes, classes).
+        top5: fraction of the images whose class was among the five most likely ones.
     """
 
     loss: float
@@ -206,30 +211,30 @@ class Scores:
 
     @property
     def accuracy(self) -> float:
-        """Part of the pictures of which the class was the likeliest."""
+        """Fraction of the images whose class was the most likely one."""
         return self.confusion.diagonal().sum().item() / self.confusion.sum().item()
 
     def values(self) -> dict[str, float]:
-        """For metrics; the likeliest five say something where there are more than ten classes."""
+        """Return the metrics; top-5 accuracy means something with more than ten classes."""
         values = {"validation_loss": self.loss, "accuracy": self.accuracy}
         return {**values, "accuracy_top5": self.top5} if len(self.confusion) > 10 else values
 
 
 class Evaluation:
-    """Judges models by pictures that are shared out over all ranks.
+    """Evaluates models on images that all ranks share.
 
     Args:
-        pictures: to judge by.
-        classes: how many there are.
+        images: to evaluate on.
+        classes: number of classes.
         batch_size: of this rank.
         world: this rank among all.
         device: where it computes.
     """
 
     def __init__(
-        self, pictures: Pictures, classes: int, batch_size: int, world: World, device: torch.device
+        self, images: Images, classes: int, batch_size: int, world: World, device: torch.device
     ) -> None:
-        self._pictures = pictures
+        self._images = images
         self._classes = classes
         self._batch_size = batch_size
         self._world = world
@@ -237,11 +242,11 @@ class Evaluation:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> Scores:
-        """Judge a model. Every rank calls it, and gets the scores of all together."""
-        mine = range(self._world.rank, len(self._pictures), self._world.size)
+        """Evaluate a model. Every rank calls it, and gets the scores of all ranks together."""
+        mine = range(self._world.rank, len(self._images), self._world.size)
         # As many forwards on every rank, since a forward of a sharded model takes all.
         per_round = self._batch_size * self._world.size
-        rounds = -(-len(self._pictures) // per_round)
+        rounds = -(-len(self._images) // per_round)
         sums = torch.zeros(2, dtype=torch.float64)
         confusion = torch.zeros(self._classes**2, dtype=torch.int64)
         training = model.training
@@ -249,8 +254,8 @@ class Evaluation:
         with kept_between_forwards(model):
             for turn in range(rounds):
                 indices = mine[turn * self._batch_size : (turn + 1) * self._batch_size]
-                # A rank that has none left looks at the first picture again, uncounted.
-                images, classes = self._pictures.read(indices or [0], [0] * max(1, len(indices)))
+                # A rank that has none left looks at the first image again, uncounted.
+                images, classes = self._images.read(indices or [0], [0] * max(1, len(indices)))
                 logits = logits_of(model, images.to(self._device)).cpu()
                 if indices:
                     sums += self._tally(logits, classes, confusion)
@@ -258,13 +263,13 @@ class Evaluation:
         with Peers().collective("the sum of scores"):
             dist.all_reduce(sums)
             dist.all_reduce(confusion)
-        loss, top5 = (sums / len(self._pictures)).tolist()
+        loss, top5 = (sums / len(self._images)).tolist()
         return Scores(loss, confusion.view(self._classes, self._classes), top5)
 
     def _tally(
         self, logits: torch.Tensor, classes: torch.Tensor, confusion: torch.Tensor
     ) -> torch.Tensor:
-        """Count a batch; its sums of the loss and of hits among the likeliest five."""
+        """Count a batch; return its sums of the loss and of hits among the top five."""
         pairs = classes * self._classes + logits.argmax(dim=1)
         confusion += torch.bincount(pairs, minlength=self._classes**2)
         likeliest = logits.topk(min(5, self._classes), dim=1).indices

@@ -1,0 +1,323 @@
+"""Options generated from frozen configurations: a default, its type and its help stand there alone.
+
+    configuration      fields with metadata, and fields that are configurations themselves
+    Options            what a command takes of it
+    with_options       the function that typer sees, with a parameter for each option
+
+What was not given is known, so that it can take a default that depends on what was: on ``--model``.
+
+Of the libraries for this, those for typer (typantic, pydantic-typer) want models of pydantic, and
+others (tyro, simple-parsing, jsonargparse) are parsers of their own, which name the options of
+inner configurations ``--train.output.out``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, Signature
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+
+import typer
+
+from shardwise.cli.names import read_name, read_path
+from shardwise.recipes.core.config import OptionError
+from shardwise.recipes.core.option import BY_MODEL, GROUP, OPTION, Group, Option, Reads, option_name
+
+C = TypeVar("C")
+Keys = tuple[str, ...]  # names of the fields that lead to a setting
+
+_ARGUMENTS = "arguments"
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A field of a configuration that is an option."""
+
+    keys: Keys
+    option: Option
+    kind: Any  # its type, without None
+    default: Any
+    group: Group | None  # what it belongs to, if it goes with one value of another setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Generic[C]):
+    """The options that one configuration becomes.
+
+    Attributes:
+        default: the configuration with all its defaults.
+        without: fields that are no options of this command.
+        help: help of fields that mean something special here.
+        by_model: fields whose default depends on ``--model``.
+    """
+
+    default: C
+    without: frozenset[str] = frozenset()
+    help: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    by_model: frozenset[str] = frozenset()
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Return the parameters of a command, in the order of the fields."""
+        for setting in self._settings():
+            yield from self._parameters_of(setting)
+
+    def read(self, given: Mapping[str, Any], default: C | None = None) -> C:
+        """Return the configuration that the options of a command line ask for.
+
+        Args:
+            given: values by the names of parameters, None where not given.
+            default: what the others are; None: as in :attr:`default`.
+
+        Raises:
+            OptionError: options contradict each other.
+        """
+        changes: dict[Keys, Any] = {}
+        groups: dict[Keys, Group] = {}
+        for setting in self._settings():
+            value = _value_of(setting, given)
+            if value is not None:
+                changes[setting.keys] = value
+            if setting.group is not None:
+                groups[setting.keys[:-1]] = setting.group
+        config = self.default if default is None else default
+        for keys, group in groups.items():
+            inside = [name for name in changes if name[: len(keys)] == keys]
+            decided = _find(_changed(config, _outside(changes, keys)), group.setting)
+            if decided is group.value:
+                config = _changed(config, {keys: group.default})
+            elif inside:
+                found = _find_setting(self._settings(), inside[0])
+                raise OptionError(
+                    _names_of(found)[0],
+                    f"{group.setting} {decided.value}",
+                    f"{option_name(group.setting)} {group.value.value} with it",
+                )
+        changed: C = _changed(config, changes)
+        return changed
+
+    def _settings(self) -> Iterator[_Setting]:
+        yield from _settings_of(self.default, (), None, self.without)
+
+    def _parameters_of(self, setting: _Setting) -> Iterator[Parameter]:
+        told = setting.option
+        name = setting.keys[-1]
+        text = self.help.get(name, told.help)
+        if "{choices}" in text:
+            text = text.format(choices=", ".join(each.value for each in self._choices(setting)))
+        if told.flags:
+            for value, flag_help in told.flags.items():
+                yield _parameter(f"--{value.value}", bool, told, flag_help, default=False)
+            return
+        if told.parts:
+            for (part, part_help), default in zip(told.parts.items(), setting.default, strict=True):
+                yield _parameter(part, float, told, part_help, default=default)
+            return
+        default = setting.default
+        if name in self.by_model:
+            told, default = dataclasses.replace(told, shown=BY_MODEL), None
+        first, *others = _names_of(setting)
+        if setting.kind is bool:
+            default = False  # of the flag
+        yield _parameter(first, setting.kind, told, text, default=default)
+        for other in others:
+            yield _parameter(other, setting.kind, told, text, default=default, hidden=True)
+        if told.takes_arguments:
+            yield _arguments()
+
+    def _choices(self, setting: _Setting) -> list[enum.Enum]:
+        """Return the values of an enum, but those that need a group which is no option here."""
+        needed = {
+            field.metadata[GROUP].value
+            for config in _configurations(self.default)
+            for field in dataclasses.fields(config)
+            if GROUP in field.metadata and field.name in self.without
+        }
+        return [value for value in setting.kind if value not in needed]
+
+
+def with_options(
+    act: Callable[[Mapping[str, Any]], None], options: Sequence[Options[Any]], help_text: str
+) -> Callable[..., None]:
+    """Return a function for typer, with a parameter for each option.
+
+    Args:
+        act: what the command does, with the values of all options by the names of parameters.
+        options: of the command, in the order of its help.
+        help_text: of the command.
+    """
+    parameters = [each for group in options for each in group.parameters()]
+
+    def command(context: typer.Context, **values: Any) -> None:
+        def is_default(name: str) -> bool:
+            source = context.get_parameter_source(name)
+            return source is None or source.name == "DEFAULT"
+
+        act({name: None if is_default(name) else value for name, value in values.items()})
+
+    own = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    command.__doc__ = help_text
+    command.__signature__ = Signature([own, *parameters])  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in (own, *parameters)}
+    return command
+
+
+# -- from fields to settings -----------------------------------------------------------------------
+
+
+def _settings_of(
+    config: Any, keys: Keys, group: Group | None, without: frozenset[str]
+) -> Iterator[_Setting]:
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        if field.name in without:
+            continue
+        value, inner = getattr(config, field.name), (*keys, field.name)
+        if OPTION in field.metadata:
+            kind = _without_none(hints[field.name])
+            yield _Setting(inner, field.metadata[OPTION], kind, value, group)
+        elif GROUP in field.metadata:
+            within: Group = field.metadata[GROUP]
+            yield from _settings_of(within.default, inner, within, without)
+        elif dataclasses.is_dataclass(value):
+            yield from _settings_of(value, inner, group, without)
+
+
+def _configurations(config: Any) -> Iterator[Any]:
+    """Return a configuration and all that it holds."""
+    yield config
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _configurations(value)
+
+
+def _without_none(hint: Any) -> Any:
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    return kinds[0] if NoneType in get_args(hint) else hint
+
+
+# -- from settings to parameters -------------------------------------------------------------------
+
+
+def _names_of(setting: _Setting) -> list[str]:
+    """Return the names of an option: the one that is shown, and those that are not.
+
+    Of ``--on/--off`` the flag that changes the default is shown.
+    """
+    name = setting.option.name or option_name(setting.keys[-1])
+    on, _, off = name.partition("/")
+    pair = [off, on] if off and setting.default else [on, off]
+    return [*filter(None, pair), *setting.option.former]
+
+
+def _parameter_name(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")
+
+
+def _parameter(
+    name: str, kind: Any, told: Option, text: str, *, default: Any, hidden: bool = False
+) -> Parameter:
+    parser: Any = None
+    if kind is Path:
+        parser = read_path
+    elif told.reads is Reads.NAME:
+        parser = read_name
+    if get_origin(kind) is tuple:
+        kind, default = list[get_args(kind)[0]], None  # type: ignore[misc]
+    complete = None
+    if told.completions:
+
+        def complete(incomplete: str) -> list[str]:
+            return [each for each in told.completions if each.startswith(incomplete)]
+
+    info = typer.Option(
+        name,
+        help=text,
+        rich_help_panel=told.panel,
+        metavar=told.metavar,
+        show_default=told.shown or default is not None,
+        envvar=told.env,
+        parser=parser,
+        hidden=hidden,
+        autocompletion=complete,
+    )
+    return Parameter(
+        _parameter_name(name),
+        Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind if default is not None else kind | None, info],
+    )
+
+
+def _arguments() -> Parameter:
+    info = typer.Argument(parser=read_name, hidden=True, metavar="FILES")
+    return Parameter(
+        _ARGUMENTS,
+        Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[list[str] | None, info],
+    )
+
+
+# -- from a command line to a configuration --------------------------------------------------------
+
+
+def _value_of(setting: _Setting, given: Mapping[str, Any]) -> Any:
+    """Return what a command line says about a setting; None: nothing."""
+    told = setting.option
+    if told.flags:
+        chosen = [each for each in told.flags if given[_parameter_name(f"--{each.value}")]]
+        if len(chosen) > 1:
+            first, second = (f"--{each.value}" for each in chosen[:2])
+            raise OptionError(first, f"{second} too", "one of the two")
+        return chosen[0] if chosen else None
+    if told.parts:
+        parts = [given[_parameter_name(part)] for part in told.parts]
+        if all(part is None for part in parts):
+            return None
+        return tuple(
+            default if part is None else part
+            for part, default in zip(parts, setting.default, strict=True)
+        )
+    names = _names_of(setting)
+    said = {name: v for name in names if (v := given[_parameter_name(name)]) is not None}
+    value = next(iter(said.values()), None)
+    if setting.kind is bool and said:
+        return (told.name or "").partition("/")[2] not in said
+    if get_origin(setting.kind) is not tuple:
+        return value
+    more = given[_ARGUMENTS] or () if told.takes_arguments else ()
+    if more and not value:
+        expected = f"options; what stands behind {names[0]} belongs to it"
+        raise OptionError(_ARGUMENTS, " ".join(more), expected)
+    return (*value, *more) if value else None
+
+
+def _changed(config: Any, changes: Mapping[Keys, Any]) -> Any:
+    """Return a configuration with other values of some settings, wherever they are in it."""
+    own: dict[str, Any] = {keys[0]: value for keys, value in changes.items() if len(keys) == 1}
+    inner: dict[str, dict[Keys, Any]] = {}
+    for keys, value in changes.items():
+        if len(keys) > 1:
+            inner.setdefault(keys[0], {})[keys[1:]] = value
+    for name, within in inner.items():
+        own[name] = _changed(own.get(name, getattr(config, name)), within)
+    return dataclasses.replace(config, **own)
+
+
+def _outside(changes: Mapping[Keys, Any], keys: Keys) -> dict[Keys, Any]:
+    return {name: value for name, value in changes.items() if name[: len(keys)] != keys}
+
+
+def _find(config: Any, name: str) -> Any:
+    """Return the value of a field of a configuration, or of one that it holds."""
+    return next(getattr(each, name) for each in _configurations(config) if hasattr(each, name))
+
+
+def _find_setting(settings: Iterator[_Setting], keys: Keys) -> _Setting:
+    return next(setting for setting in settings if setting.keys == keys)

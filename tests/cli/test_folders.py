@@ -1,0 +1,148 @@
+"""A second run without --out takes a folder of its own; what is there stays as it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.cli import run as cli_run
+from shardwise.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SHARDWISE_TRANSPORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What ranks would have been started with, in place of starting them."""
+    commands: list[list[str]] = []
+
+    def run_here(command: Callable[[int], list[str]], *_: object) -> int:
+        commands.append(command(0))
+        return 0
+
+    monkeypatch.setattr(cli_run, "run_here", run_here)
+    return commands
+
+
+def make_run(folder: str) -> bytes:
+    """A folder that a run has begun in."""
+    Path(folder).mkdir(parents=True)
+    RunDir(Path(folder)).write({"recipe": "lm", "sessions": []})
+    return Path(folder, "run.json").read_bytes()
+
+
+def train(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["shardwise", "train", "lm", *options])
+    with pytest.raises(SystemExit) as ended:
+        main.app()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_a_second_run_takes_the_next_number_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, started: list[list[str]]
+) -> None:
+    assert train(monkeypatch, "--steps", "3") == 0
+    assert started[0][-4:] == ["train", "lm", "--steps", "3"], "the default folder is free"
+    before = make_run("runs/lm-2"), make_run("runs/lm-3")
+    (Path("runs/lm") / "run.json").write_text("{}")
+    capsys.readouterr()
+    assert train(monkeypatch, "--steps", "3") == 0
+    assert started[1][-6:] == ["train", "lm", "--out", "runs/lm-4", "--steps", "3"]
+    line = "run        runs/lm-4; runs/lm has a run; --resume --out runs/lm goes on with it"
+    assert line in capsys.readouterr().out.splitlines()
+    assert before == tuple(Path(f"runs/lm-{n}/run.json").read_bytes() for n in (2, 3))
+
+
+def test_a_folder_that_the_user_names_is_never_another_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, started: list[list[str]]
+) -> None:
+    before = make_run("runs/lm")
+    assert train(monkeypatch, "--out", "runs/lm") == 2
+    assert "--out: found a run in runs/lm already" in capsys.readouterr().err
+    assert not started
+    assert Path("runs/lm/run.json").read_bytes() == before
+
+
+def test_overwrite_means_the_default_folder(
+    monkeypatch: pytest.MonkeyPatch, started: list[list[str]]
+) -> None:
+    make_run("runs/lm")
+    second = make_run("runs/lm-2")
+    assert train(monkeypatch, "--overwrite") == 0
+    assert started[0][-3:] == ["train", "lm", "--overwrite"]
+    assert Path("runs/lm-2/run.json").read_bytes() == second
+
+
+def test_resume_goes_on_with_the_newest_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, started: list[list[str]]
+) -> None:
+    make_run("runs/lm")
+    make_run("runs/lm-2")
+    RunDir(Path("runs/lm-2")).write({"recipe": "mnist", "sessions": []})
+    assert train(monkeypatch, "--resume") == 2
+    shown = capsys.readouterr()
+    assert shown.out == "", "a mistake is one line"
+    assert (
+        "--resume: found a run of train mnist in runs/lm-2, expected one of this kind" in shown.err
+    )
+    assert not started
+
+
+def test_several_hosts_share_one_folder_that_none_of_them_counts_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    make_run("runs/lm")
+    hosts = ["--nnodes", "2", "--node-rank", "0", "--rdzv", "here:99"]
+    assert train(monkeypatch, *hosts) == 2
+    assert "--out: found a run in runs/lm already" in capsys.readouterr().err
+
+
+def test_ranks_of_a_world_that_is_there_agree_on_the_default_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Under torchrun each rank reads the command line for itself, at another time."""
+    make_run("runs/lm")
+    jobs: list[Path] = []
+    monkeypatch.setattr(
+        cli_run, "run_rank", lambda world, train: jobs.append(train.__self__) or sys.exit(0)
+    )
+    names = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    assert train(monkeypatch) == 0
+    assert jobs[0].config.train.output.out == Path("runs/lm")  # type: ignore[attr-defined]
+
+
+def test_a_folder_is_free_without_a_run_a_file_or_a_lock_that_is_held(tmp_path: Path) -> None:
+    default = tmp_path / "lm"
+    assert free_folder(default) == default
+    default.mkdir()
+    assert free_folder(default) == default, "empty"
+    with locked(RunDir(default)):
+        assert free_folder(default) == tmp_path / "lm-2", "a run is about to begin there"
+    assert free_folder(default) == default, "a lock that nobody holds"
+    (default / "thesis.tex").touch()
+    (tmp_path / "lm-2").write_text("a file, no folder")
+    assert free_folder(default) == tmp_path / "lm-3"
+
+
+def test_the_newest_run_is_the_last_number_that_has_one(tmp_path: Path) -> None:
+    default = tmp_path / "lm"
+    assert newest_folder(default) == default
+    make_run(str(default))
+    make_run(str(tmp_path / "lm-2"))
+    (tmp_path / "lm-3").mkdir()
+    (tmp_path / "lm-3" / "notes.txt").touch()
+    assert newest_folder(default) == tmp_path / "lm-2"

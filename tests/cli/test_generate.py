@@ -1,0 +1,167 @@
+"""Options are generated from frozen configurations: names, defaults, groups, and what was given."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from shardwise.cli import main
+from shardwise.cli.generate import Options, with_options
+from shardwise.recipes.core.config import OptionError
+from shardwise.recipes.core.option import GROUP, Group, Reads, option
+from shardwise.recipes.table import RECIPES
+
+
+class Shape(enum.Enum):
+    ROUND = "round"
+    FLAT = "flat"
+
+
+class Again(enum.Enum):
+    NEVER = "never"
+    ONCE = "once"
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flat:
+    width: int = field(default=3, metadata=option("Width.", "Flat"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    rate: float = field(default=0.5, metadata=option("Rate.", former=("--old-rate",)))
+    pair: tuple[float, float] = field(
+        default=(0.1, 0.2), metadata=option("", parts={"--first": "First.", "--second": "Second."})
+    )
+    hidden: int = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    shape: Shape = field(default=Shape.ROUND, metadata=option("One of {choices}."))
+    names: tuple[str, ...] = field(
+        default=(), metadata=option("Names.", reads=Reads.NAME, takes_arguments=True)
+    )
+    where: Path = field(default=Path("here"), metadata=option("Where."))
+    nested: bool = field(default=True, metadata=option("Flat.", name="--nested/--no-nested"))
+    again: Again = field(
+        default=Again.NEVER,
+        metadata=option("Again.", flags={Again.ONCE: "Once.", Again.ALWAYS: "Always."}),
+    )
+    inner: Inner = Inner()
+    flat: Flat | None = field(default=None, metadata={GROUP: Group(Flat(), "shape", Shape.FLAT)})
+
+
+def read(
+    monkeypatch: pytest.MonkeyPatch, arguments: str, options: Options[Outer] | None = None
+) -> Outer:
+    """Read a command line as ``shardwise`` reads its own."""
+    found: list[Outer] = []
+    chosen = options or Options(default=Outer())
+
+    def act(given: Mapping[str, Any]) -> None:
+        found.append(chosen.read(given))
+
+    app = typer.Typer()
+    app.command()(with_options(act, [chosen], "Help."))
+    monkeypatch.setattr(sys, "argv", ["program", *arguments.split()])
+    app(standalone_mode=False)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", Outer()),
+        ("--rate 2", Outer(inner=Inner(rate=2.0))),
+        ("--old-rate 2", Outer(inner=Inner(rate=2.0))),
+        ("--second 9", Outer(inner=Inner(pair=(0.1, 9.0)))),
+        ("--no-nested", Outer(nested=False)),
+        ("--nested", Outer()),
+        ("--always", Outer(again=Again.ALWAYS)),
+        ("--names a --names b", Outer(names=("a", "b"))),
+        ("--names a b c", Outer(names=("a", "b", "c"))),
+        ("--where there", Outer(where=Path("there"))),
+        ("--shape flat", Outer(shape=Shape.FLAT, flat=Flat())),
+        ("--shape flat --width 8", Outer(shape=Shape.FLAT, flat=Flat(width=8))),
+    ],
+)
+def test_a_command_line_becomes_a_configuration(
+    monkeypatch: pytest.MonkeyPatch, arguments: str, expected: Outer
+) -> None:
+    assert read(monkeypatch, arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--once --always", "--once: found --always too, expected one of the two"),
+        ("--width 3", "--width: found shape round, expected --shape flat with it"),
+        ("a b", "arguments: found a b, expected options; what stands behind --names belongs"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        read(monkeypatch, arguments)
+
+
+def test_what_was_not_given_takes_the_defaults_that_go_with_what_was() -> None:
+    options = Options(default=Outer())
+    given: dict[str, Any] = {parameter.name: None for parameter in options.parameters()}
+    other = Outer(inner=Inner(rate=9.0, hidden=8))
+    assert options.read(given, other) == other
+    assert options.read({**given, "rate": 0.5}, other) == Outer(inner=Inner(hidden=8)), (
+        "given, if by chance as the default"
+    )
+
+
+def test_a_field_without_metadata_and_one_left_out_are_no_options() -> None:
+    names = {p.name for p in Options(default=Outer(), without=frozenset({"where"})).parameters()}
+    assert {"rate", "first", "second", "width"} <= names
+    assert not {"hidden", "pair", "inner", "where"} & names
+
+
+def test_a_value_whose_group_is_left_out_is_no_choice() -> None:
+    options = Options(default=Outer(), without=frozenset({"flat"}))
+    [shape] = [p for p in options.parameters() if p.name == "shape"]
+    assert shape.annotation.__metadata__[0].help == "One of round."
+    [shape] = [p for p in Options(default=Outer()).parameters() if p.name == "shape"]
+    assert shape.annotation.__metadata__[0].help == "One of round, flat."
+
+
+def test_one_thing_has_one_name_in_all_recipes() -> None:
+    commands = typer.main.get_command(main.cli).commands["train"].commands  # type: ignore[attr-defined]
+    assert set(commands) == set(RECIPES)
+    shown = {
+        name: {opt for p in command.params if not p.hidden for opt in p.opts}
+        for name, command in commands.items()
+    }
+    everywhere = {"--activation-checkpointing", "--eval-every", "--dry-run", "--world-size", "-h"}
+    for name, options in shown.items():
+        assert everywhere - {"-h"} <= options, name
+        assert not {"--use-gradient-checkpointing", "--eval-interval"} & options, name
+    read_still = {opt for p in commands["vit"].params for opt in p.opts}
+    assert {"--use-gradient-checkpointing", "--eval-interval"} <= read_still
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_defaults_of_a_command_are_those_of_its_configuration(
+    monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    from shardwise.cli import train
+
+    jobs: list[Any] = []
+    monkeypatch.setattr(train, "run", lambda job, launch: jobs.append(job))
+    monkeypatch.setattr(sys, "argv", ["shardwise", "train", recipe])
+    main.cli(standalone_mode=False)
+    assert jobs[0].config == RECIPES[recipe].config
