@@ -35,6 +35,10 @@ _BACKEND = "threaded"
 # Torch's own helpers for tests have no types.
 _threaded: Any = multi_threaded_pg
 _c10d: Any = torch._C._distributed_c10d
+_guard_devices: Any = torch._C._ensureCUDADeviceGuardSet
+
+if not hasattr(_threaded.ThreadLocalWorld, "comms"):  # torch 2.11 forgot it
+    _threaded.ThreadLocalWorld.comms = []
 
 #: The world that runs, if one does: a process has one at a time.
 _worlds: list[FakeWorld] = []
@@ -79,12 +83,16 @@ def _installed(world: FakeWorld) -> Iterator[None]:
     _threaded.ProcessLocalGroup.reset()
     _c10d._set_thread_isolation_mode(True)
     chosen = {name: _choice(name) for name in select._CHOICES}
+    # For fake tensors on hosts without a GPU. Torch 2.11 crashes where a second thread calls it.
+    if not torch.cuda.is_available():
+        _guard_devices()
     plugin = dist.Backend._BackendPlugin(_create, False)
     try:
         with (
             patch.dict(select._CHOICES, chosen),
             patch.dict(dist.Backend._plugins, {_BACKEND.upper(): plugin}),
             patch.object(_threaded, "Collective", _Torchs),
+            patch.object(torch._C, "_ensureCUDADeviceGuardSet", lambda: None),
             # Torch caches by mesh what depends on the rank, and knows meshes of several ranks apart
             # by these numbers. The system's would be given out again in the next world.
             patch.object(device_mesh, "threading", SimpleNamespace(get_ident=_number_of_rank)),
