@@ -10,7 +10,7 @@ SYNCHRONOUS = "synchronous"
 
 
 def loss_ratio(case: dict[str, Any], name: str) -> float:
-    """A contender's loss on text that was held back, beside that of synchronous training."""
+    """A contender's loss on text that was held out, beside that of synchronous training."""
     found = case["contenders"]
     return float(found[name]["judged"] / found[SYNCHRONOUS]["judged"])
 
@@ -52,12 +52,12 @@ def _table(case: dict[str, Any]) -> Table:
             ]
         )
     table.notes.append(
-        "loss: nats a token on 512 sequences that were held back, of the outer parameters; bytes: "
+        "loss: nats per token on 512 sequences that were held out, of the outer parameters; bytes: "
         "payload of all ranks"
     )
     if settings["start"]:
         table.notes.append(
-            f"all go on from one model, trained synchronously for {settings['start']} steps"
+            f"all start from one model, trained synchronously for {settings['start']} steps"
         )
     return table
 

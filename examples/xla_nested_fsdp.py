@@ -1,8 +1,8 @@
 """Nested FSDP in the style of PyTorch/XLA scripts: wrap the inner modules, then the model.
 
-    torchrun --standalone --nproc-per-node 2 examples/xla_nested_fsdp.py --nested
+    torchrun --standalone --nproc-per-node 2 examples/xla_nested_fsdp.py --nested-fsdp
 
-Without --nested, a policy wraps the same modules. Add --activation-checkpointing to recompute
+Without --nested-fsdp, a policy wraps the same modules. Add --activation-checkpointing to recompute
 activations in backward. Prints the accuracy, the number of wrapped modules and what rank 0 holds.
 """
 
@@ -44,7 +44,7 @@ def build(options: argparse.Namespace) -> FSDP:
             module = checkpoint_module(module)
         return FSDP(module, *args, **kwargs)
 
-    if options.nested:
+    if options.nested_fsdp:
         model.conv1 = wrapper(model.conv1)
         model.conv2 = wrapper(model.conv2)
         model.fc1 = wrapper(model.fc1)
@@ -56,7 +56,7 @@ def build(options: argparse.Namespace) -> FSDP:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--nested", action="store_true")
+    parser.add_argument("--nested-fsdp", action="store_true")
     parser.add_argument("--activation-checkpointing", action="store_true")
     options = parser.parse_args()
     dist.init_process_group("gloo")

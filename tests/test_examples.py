@@ -118,7 +118,7 @@ def test_a_script_for_fsdp1_runs_with_another_import(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nested", [True, False], ids=["by-hand", "by-policy"])
 def test_nested_fsdp_as_pytorch_xla_has_it(tmp_path: Path, nested: bool) -> None:
-    arguments = ["--nested", "--activation-checkpointing"] if nested else []
+    arguments = ["--nested-fsdp", "--activation-checkpointing"] if nested else []
     output = _run("xla_nested_fsdp.py", *arguments, cwd=tmp_path)
 
     accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", output)]
