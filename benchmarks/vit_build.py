@@ -210,10 +210,8 @@ def predict(case: VitCase) -> dict[str, Any]:
     """The formulas, in bytes."""
     model = case.on_meta()
     units = decoder_layers(model) if case.nested else []
-    groups = Blueprint(case.model, model, units, placement).shares(case.ranks)
-    outlook = Outlook(
-        case.model, groups, resolve_sharding(case.sharding, case.ranks), case.sharding
-    )
+    report = Blueprint(case.model, model, units, placement).plan(case.ranks)
+    outlook = Outlook(report, resolve_sharding(case.sharding, case.ranks), case.sharding)
     layer = max(
         sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()
     )
@@ -224,8 +222,8 @@ def predict(case: VitCase) -> dict[str, Any]:
         activations=activations(case),
     )
     return {
-        "numel": outlook.full.numel,
-        "whole": outlook.full.numel * STORED,
+        "numel": report.numel,
+        "whole": report.nbytes,
         "build": {"shards": outlook.at_rest(0) // outlook.kept.copies, "layer": layer * STORED},
         "step": asdict(step),
     }

@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,29 +116,39 @@ def _place(config: ShardingConfig, rank: int, world_size: int) -> Place:
     return place_for(train, world, torch.device("cpu"))
 
 
-def _build_on_meshes(rank: int, world_size: int) -> None:
+#: By the number of replicas, whether every block is a group of its own.
+NESTED = {4: True, 2: False, 1: True}
+
+
+def _build_on_meshes(rank: int, world_size: int, planned: Mapping[int, list[int]]) -> None:
     expected = _whole(UNEVEN, seed=3)
     images = torch.randn(2, 3, 15, 15, generator=torch.Generator().manual_seed(rank))
     losses = set()
-    for replicas, nested in ((4, True), (2, False), (1, True)):
+    for replicas, nested in NESTED.items():
         strategy = Strategy.FULL_SHARD if replicas == 1 else Strategy.HYBRID_SHARD
         config = ShardingConfig(strategy=strategy, replicas=replicas)
         plan = resolve_sharding(config, world_size)
         model = build(UNEVEN, CLASSES)
-        blueprint = _blueprint(model, nested)
-        told = blueprint.shares(plan.shape[-1])
-        shard_model(model, blueprint.units, config, _place(config, rank, world_size))
+        units = decoder_layers(model) if nested else []
+        shard_model(model, units, config, _place(config, rank, world_size))
         initialize(model, 3)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.full_tensor(), expected[name]), f"{name} over {plan}"
         position = rank % plan.shape[-1]
-        assert shard_bytes(model) == STORED * sum(each.held_by(position) for each in told), plan
+        assert shard_bytes(model) == planned[replicas][position], plan
         losses.add(classification_loss(model, (images, torch.tensor([1, 5]))).item())
     assert len(losses) == 1, "cut as it may be, it is one model"
 
 
 def test_what_is_built_over_one_two_and_four_ranks_is_the_model_built_whole(ranks: Ranks) -> None:
-    ranks(_build_on_meshes, 4)
+    planned = {
+        replicas: [
+            total.parameters
+            for total in _blueprint(build(UNEVEN, CLASSES), nested).plan(4 // replicas).totals
+        ]
+        for replicas, nested in NESTED.items()
+    }
+    ranks(_build_on_meshes, 4, planned)
 
 
 def test_presets_have_the_sizes_that_they_are_called_by() -> None:
@@ -170,14 +180,13 @@ WIDE |= {"num_hidden_layers": 8}
 EXTRA = 16 * MIB  # what threads, hooks and messages may take
 
 
-def _measure(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]]:
+def _measure(rank: int, world_size: int, outlook: Outlook) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that a rank held at most in building and in a step; and what it may hold."""
     libc = ctypes.CDLL(None)
     for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: what is freed is given back
         libc.mallopt(option, 65536)
     # Over gloo each rank has its memory to itself, so that resident memory can be counted.
     config = ShardingConfig(transport=TransportName.C10D)
-    plan = resolve_sharding(config, world_size)
     place = _place(config, rank, world_size)
     images = torch.zeros(1, 3, 15, 15), torch.zeros(1, dtype=torch.int64)
 
@@ -192,7 +201,6 @@ def _measure(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]
     gc.collect()
     model = build(WIDE, CLASSES)
     layer = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
-    outlook = Outlook("wide", _blueprint(model).shares(world_size), plan, config)
     at_rest = outlook.at_rest(rank)
     found = {
         "build": extra_memory(lambda: _built(model, config, place)),
@@ -205,7 +213,7 @@ def _measure(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]
     allowed = {
         "build": at_rest // ADAMW.copies + layer * STORED,
         "step": at_rest + outlook.unsharded + outlook.gradients,
-        "whole": outlook.full.numel * STORED,
+        "whole": outlook.report.nbytes,
     }
     return found, allowed
 
@@ -214,7 +222,10 @@ def _measure(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]
 def test_a_rank_holds_its_shards_and_a_layer_while_building_and_two_blocks_in_a_step(
     ranks: Ranks,
 ) -> None:
-    for found, allowed in ranks(_measure, 4):
+    config = ShardingConfig(transport=TransportName.C10D)
+    report = _blueprint(build(WIDE, CLASSES)).plan(4)
+    outlook = Outlook(report, resolve_sharding(config, 4), config)
+    for found, allowed in ranks(_measure, 4, outlook):
         assert found["build"] < allowed["build"] + EXTRA < allowed["whole"] / 1.5
         assert found["step"] < allowed["step"] + EXTRA
         # Else the limits would say nothing: all blocks unsharded, and all their gradients.
@@ -228,7 +239,7 @@ def _told(world_size: int, nested: bool = True, **changes: Any) -> tuple[Outlook
     config = ShardingConfig(**changes)
     model = build(VIT_PRESETS["vit-10b"].settings(), 1000)
     plan = resolve_sharding(config, world_size)
-    outlook = Outlook("vit-10b", _blueprint(model, nested).shares(plan.shape[-1]), plan, config)
+    outlook = Outlook(_blueprint(model, nested).plan(plan.shape[-1]), plan, config)
     text = io.StringIO()
     show(outlook, Console(file=text, width=200))
     return outlook, text.getvalue()
@@ -287,7 +298,7 @@ def _sharded_for(rank: int, world_size: int, of: list[int]) -> dict[int, int]:
 def test_what_is_told_of_128_ranks_is_what_the_runtime_gives_them(ranks: Ranks) -> None:
     outlook, _ = _told(128)
     [held] = ranks(_sharded_for, 1, [0, 1, 124, 125, 127], backend=None)
-    assert held == {rank: outlook.full.held_by(rank) for rank in held}
+    assert held == {rank: outlook.report.totals[rank].parameters // STORED for rank in held}
     assert held[0] > held[127], "the classifier's 1000 rows are not divided evenly"
 
 
@@ -310,14 +321,14 @@ def test_one_row_is_not_left_to_one_rank() -> None:
     """Class token and positions, (1, n, hidden), would be gathered into 128 times their size."""
     outlook, _ = _told(128)
     for name in ("cls_token", "position_embeddings"):
-        layout = outlook.groups[-1].layouts[f"vit.embeddings.{name}"]
-        assert layout.padded_numel == layout.numel
-        assert layout.shard_shape(0) == layout.shard_shape(127)
+        tiling = outlook.report.find(f"vit.embeddings.{name}").tiling
+        assert tiling.padding == 0
+        assert tiling.by_rank[0].shape == tiling.by_rank[127].shape
 
 
 def test_the_peak_is_told_by_what_is_kept_and_in_which_dtype() -> None:
     full, _ = _told(128)
-    block, root = full.groups[0].padded_numel, full.groups[-1].padded_numel
+    block, root = (full.report.groups[at].numel + full.report.groups[at].padding for at in (0, -1))
     assert full.unsharded == full.gradients == 4 * (2 * block + root)
     narrow, _ = _told(128, param_dtype=Precision.BF16)
     assert narrow.unsharded == full.unsharded / 2
@@ -329,7 +340,8 @@ def test_the_peak_is_told_by_what_is_kept_and_in_which_dtype() -> None:
     assert "16 copies of the model" in text
     assert max(map(len, text.splitlines())) <= 80
     whole, _ = _told(128, nested=False)
-    assert whole.unsharded == 4 * whole.full.padded_numel
+    (every,) = whole.report.groups
+    assert whole.unsharded == 4 * (every.numel + every.padding)
 
 
 # -- what is learnt --------------------------------------------------------------------------------

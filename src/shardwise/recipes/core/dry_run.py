@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from shardwise.frontends.strategies import ShardingPlan
+from shardwise.frontends.strategies import SHARD, ShardingPlan, WantedMesh
+from shardwise.inspect.folding import fold
+from shardwise.inspect.planning import Planned, plan
+from shardwise.inspect.report import GroupReport, Report
+from shardwise.inspect.words import counted, ranks_in_words
 from shardwise.recipes.core.config import (
     AdamWConfig,
     Precision,
@@ -21,7 +24,6 @@ from shardwise.recipes.core.config import (
     TrainConfig,
     resolve_sharding,
 )
-from shardwise.sharding.shares import RankRange, Shares, shares_of, together
 
 STORED = 4  # bytes per element of parameters, gradients and optimizer state at rest: fp32
 ITEMSIZE: Mapping[Precision, int] = {Precision.FP32: 4, Precision.BF16: 2}
@@ -43,9 +45,10 @@ class Blueprint:
     units: Sequence[nn.Module]
     placement: Callable[[nn.Parameter], Shard | None] | None = None
 
-    def shares(self, ranks: int) -> list[Shares]:
-        """Return what every rank holds of each group, the model's own group last."""
-        return shares_of(self.model, self.units, ranks, self.placement)
+    def plan(self, ranks: int) -> Report:
+        """Plan the layout of the model, sharded over so many ranks."""
+        planned = Planned(self.model, self.units, placement=self.placement)
+        return plan(planned, WantedMesh((SHARD,), (ranks,)), self.name)
 
 
 @dataclass(frozen=True)
@@ -84,15 +87,13 @@ class Outlook:
     """What a training would hold.
 
     Attributes:
-        model_name: for the first line.
-        groups: what every rank holds of each group, the model's own group last.
-        plan: over how many ranks.
-        config: in which dtypes.
+        report: the layout of one copy of the model.
+        plan: the strategy, and how many copies there are.
+        config: the dtypes.
         kept: what a rank keeps between steps.
     """
 
-    model_name: str
-    groups: Sequence[Shares]
+    report: Report
     plan: ShardingPlan
     config: ShardingConfig
     kept: AtRest = ADAMW
@@ -101,17 +102,12 @@ class Outlook:
     def of(cls, blueprint: Blueprint, config: TrainConfig, world_size: int) -> Outlook:
         """Return what a training would hold in a world of this size."""
         plan = resolve_sharding(config.sharding, world_size)
-        groups = blueprint.shares(plan.shape[-1])
-        return cls(blueprint.name, groups, plan, config.sharding, AtRest.of(config))
-
-    @property
-    def full(self) -> Shares:
-        """What every rank holds of the model."""
-        return together(self.groups)
+        report = blueprint.plan(plan.shape[-1])
+        return cls(report, plan, config.sharding, AtRest.of(config))
 
     def at_rest(self, rank: int) -> int:
         """Return the bytes of the rank's parameters, gradients and optimizer state."""
-        return self.full.held_by(rank) * STORED * self.kept.copies
+        return self.report.totals[rank].parameters * self.kept.copies
 
     @property
     def unsharded(self) -> int:
@@ -121,35 +117,40 @@ class Outlook:
         own group; or all groups, where they stay unsharded from forward to backward.
         """
         if not self.plan.reshard_after_forward:
-            return self._full(self.groups)
-        return self._largest_neighbors() + self._full(self.groups[-1:])
+            return self._full(self.report.groups)
+        return self._largest_neighbors() + self._full(self._own)
 
     @property
     def gradients(self) -> int:
         """Peak bytes of full gradients: one group's are reduced while the next computes."""
-        return self._largest_neighbors() + self._full(self.groups[-1:])
+        return self._largest_neighbors() + self._full(self._own)
+
+    @property
+    def _own(self) -> list[GroupReport]:
+        """The model's own group, if it has one."""
+        return [group for group in self.report.groups if not group.name]
 
     def _largest_neighbors(self) -> int:
-        inner = self.groups[:-1]
+        inner = [group for group in self.report.groups if group.name]
         return max((self._full(two) for two in pairwise(inner)), default=self._full(inner))
 
-    def _full(self, groups: Sequence[Shares]) -> int:
-        return sum(each.padded_numel for each in groups) * ITEMSIZE[self.config.param_dtype]
+    def _full(self, groups: Sequence[GroupReport]) -> int:
+        numel = sum(each.numel + each.padding for each in groups)
+        return numel * ITEMSIZE[self.config.param_dtype]
 
 
 def show(outlook: Outlook, console: Console | None = None) -> None:
     """Print the groups, and which rank holds how much; equal groups and ranks share a row."""
     # Wide enough that no figure is cut off in a narrow window.
     console = console or Console(width=max(Console().width, 120))
-    full = outlook.full
+    report = outlook.report
     say = console.print
-    count = len(outlook.groups)
     say(
-        f"model      {outlook.model_name}, {full.numel:,} parameters in {count} "
-        f"{'group' if count == 1 else 'groups'}",
+        f"model      {report.model}, {report.numel:,} parameters in "
+        f"{counted(report.groups, 'group')}",
         highlight=False,
     )
-    ranks = full.world_size
+    ranks = report.grid.size
     cut = f"every parameter is split into {ranks} {'shard' if ranks == 1 else 'shards'}"
     over = f"sharding   {outlook.config.strategy.value} over {outlook.plan}"
     replicas = outlook.plan.shape[0] if len(outlook.plan.shape) == 2 else 1
@@ -164,40 +165,29 @@ def show(outlook: Outlook, console: Console | None = None) -> None:
 def _table(outlook: Outlook) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("group", no_wrap=True)
-    for name in ("groups", "parameters", "padding", "ranks", "elements", "MiB"):
+    for name in ("count", "parameters", "padding", "ranks", "elements", "MiB"):
         table.add_column(name, justify="right", no_wrap=True)
-    for alike in _alike(outlook.groups):
-        name = _pattern(alike[0].fqn) if len(alike) > 1 else alike[0].fqn
-        last = alike[0] is outlook.groups[-1] and len(outlook.groups) > 1
-        _add(table, "the rest" if last else name or "the model", len(alike), alike[0])
-    if len(outlook.groups) > 1:
-        _add(table, "total", len(outlook.groups), outlook.full)
+    report = outlook.report
+    rows = fold(
+        report.groups,
+        name=lambda group: group.name,
+        kind=lambda group: tuple(each.tiling for each in group.parameters),
+    )
+    own = "the rest" if len(report.groups) > 1 else "the model"
+    for row in rows:
+        _add(table, report, row.full_name or own, len(row.members), row.first)
+    if len(report.groups) > 1:
+        _add(table, report, "total", len(report.groups), GroupReport("", report.parameters))
     return table
 
 
-def _add(table: Table, name: str, count: int, shares: Shares) -> None:
-    facts = [name, str(count), f"{shares.numel:,}", f"{shares.padding:,}"]
-    for each in shares.ranges():
-        mib = f"{each.numel * STORED / 2**20:,.2f}"
-        table.add_row(*facts, _ranks(each), f"{each.numel:,}", mib)
+def _add(table: Table, report: Report, name: str, count: int, group: GroupReport) -> None:
+    """Add a group, with a row for the ranks that hold the same number of elements."""
+    facts = [name, str(count), f"{group.numel:,}", f"{group.padding:,}"]
+    for numel, ranks in groupby(report.grid.ranks, key=group.numel_on):
+        mib = f"{numel * STORED / 2**20:,.2f}"
+        table.add_row(*facts, ranks_in_words(list(ranks)), f"{numel:,}", mib)
         facts = [""] * len(facts)
-
-
-def _alike(groups: Sequence[Shares]) -> list[list[Shares]]:
-    """Collect groups whose names differ by a number only, as the blocks of a transformer."""
-    found: dict[object, list[Shares]] = {}
-    for each in groups:
-        # Blocks of one name but other shapes have a row each.
-        found.setdefault((_pattern(each.fqn), tuple(each.layouts.values())), []).append(each)
-    return list(found.values())
-
-
-def _pattern(fqn: str) -> str:
-    return re.sub(r"\b\d+\b", "*", fqn)
-
-
-def _ranks(each: RankRange) -> str:
-    return f"{each.first}" if each.first == each.last else f"{each.first}-{each.last}"
 
 
 def _memory(outlook: Outlook) -> list[str]:
@@ -205,7 +195,7 @@ def _memory(outlook: Outlook) -> list[str]:
         return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
     # The first rank has no fewer rows of anything than any other, and the last has no more.
-    first, last = outlook.at_rest(0), outlook.at_rest(outlook.full.world_size - 1)
+    first, last = outlook.at_rest(0), outlook.at_rest(outlook.report.grid.size - 1)
     least, most = size(last), size(first)
     rest = f"{most} a rank" if least == most else f"{least} to {most} a rank"
     dtype = outlook.config.param_dtype.value
