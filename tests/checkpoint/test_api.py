@@ -154,7 +154,7 @@ def test_a_model_on_the_meta_device_is_told_what_to_do(tmp_path: Path) -> None:
     save_small(tmp_path / "a")
     with torch.device("meta"):
         model = type(make()[0])()
-    with pytest.raises(CheckpointError, match="is on the meta device; materialise it first"):
+    with pytest.raises(CheckpointError, match="is on the meta device; materialize it first"):
         checkpoint.load(tmp_path / "a", model)
 
 

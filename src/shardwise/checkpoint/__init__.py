@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, never run code, and load on any mesh."""
+"""Checkpoints that are complete or absent, run no code when loaded, and load on any mesh."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""``python -m shardwise.checkpoint.consolidate``: one file of the files that each rank has saved.
+"""``python -m shardwise.checkpoint.consolidate``: full state dicts from the files of all ranks.
 
-With the options that XLA's command of that name has; see :mod:`.ranks.xla`. ``shardwise checkpoint
-consolidate`` takes checkpoints of all other formats.
+It takes the options of XLA's command of that name; see :mod:`.ranks.xla`. ``shardwise checkpoint
+consolidate`` does the same for checkpoints of all other formats.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from shardwise.errors import CheckpointError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line of ``python -m shardwise.checkpoint.consolidate``; its exit code."""
+    """Run the command line, and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m shardwise.checkpoint.consolidate",
-        description="Make one file of the files that each rank has saved, without a process group.",
+        description="Make one file from the files of all ranks, without a process group.",
         epilog="Example: python -m shardwise.checkpoint.consolidate --ckpt_prefix runs/vit "
         '--ckpt_suffix "_rank-*-of-*.pth"',
     )
+    parser.add_argument("--ckpt_prefix", required=True, help="beginning of the files' paths")
     parser.add_argument(
-        "--ckpt_prefix", required=True, help="what the names of the files begin with"
-    )
-    parser.add_argument(
-        "--ckpt_suffix", default=SUFFIX, help="how they end, a pattern (default: %(default)s)"
+        "--ckpt_suffix",
+        default=SUFFIX,
+        help="end of the files' paths, as a pattern (default: %(default)s)",
     )
     parser.add_argument(
         "--save_path", default="", help="file to make (default: <prefix>_consolidated.pth)"
     )
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
     options = parser.parse_args(arguments)
     try:
         model, path = consolidate_sharded_model_checkpoints(

@@ -1,14 +1,10 @@
-"""Loading a checkpoint as ``torch.distributed.checkpoint`` does: our files, under its plans.
+"""The native format as storage for ``torch.distributed.checkpoint``: one reader and one writer.
 
-Torch's planners decide who needs which part of what was written. It works under plain ``dcp.load``
-as well.
+Torch's planners decide which rank writes or reads which part of a tensor. :mod:`.ranks` uses these
+classes, and so can plain ``dcp.save`` and ``dcp.load``, for states that consist of tensors.
+Anything else would be pickled there, and is refused.
 
-Saving a checkpoint as ``torch.distributed.checkpoint`` does: our files, under its plans.
-
-Torch's planners decide which rank writes what. It works under plain ``dcp.save`` as well, for state
-that is all tensors: what is not a tensor would be pickled there, and is refused.
-
-Our format under torch's own ``dcp.save`` and ``dcp.load``: the storage to hand to them.
+Source: ``torch.distributed.checkpoint.StorageReader`` and ``StorageWriter``.
 """
 
 from __future__ import annotations
@@ -67,12 +63,12 @@ __all__ = ["Reader", "Writer"]
 
 
 class Reader(StorageReader):
-    """Reads one checkpoint.
+    """A reader of one checkpoint, for ``dcp.load(..., storage_reader=...)``.
 
     Args:
-        path: its folder.
-        manifest: what is in it, where that is known already.
-        buffer: bytes that reading may hold beside what is read into.
+        path: the checkpoint's folder.
+        manifest: its manifest, if it has been read already.
+        buffer: bytes that reading may hold beside the tensors that are read into.
     """
 
     def __init__(
@@ -88,15 +84,15 @@ class Reader(StorageReader):
         self._entries: dict[str, TensorEntry] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin with another checkpoint."""
+        """Begin with another checkpoint, if a path is given."""
         if checkpoint_id is not None and Path(checkpoint_id) != self._path:
             self._path, self._manifest = Path(checkpoint_id), None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The manifest, as torch's planners understand it.
+        """The manifest, in the form that torch's planners understand.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: it is missing or damaged.
         """
         manifest = self._read_manifest()
         return Metadata(
@@ -107,22 +103,26 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Find entries by name."""
+        """Index the manifest by name."""
         self._entries = {entry.fqn: entry for entry in self._read_manifest().tensors}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Read in the order of files, as far as nothing speaks against it."""
+        """Sort the plan by file and offset, so that files are read front to back.
+
+        Raises:
+            TypeError: the plan reads something that is not a tensor.
+        """
         return replace(plan, items=sorted(plan.items, key=self._place))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads by itself."""
+        """Return the plans unchanged, since every rank reads on its own."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan says into where the planner says.
+        """Read every item of the plan into the tensor that the planner has for it.
 
         Raises:
-            CheckpointError: a file is damaged.
+            CheckpointError: a file is missing or damaged.
         """
         with PieceReader(self._path, self._read_manifest(), buffer=self._buffer) as reader:
             for item in plan.items:
@@ -148,13 +148,16 @@ class Reader(StorageReader):
 
     def _place(self, item: ReadItem) -> tuple[str, int]:
         if item.type != LoadItemType.TENSOR:
-            raise TypeError(f"{item.dest_index.fqn}: is not a tensor in {self._path}")
+            raise TypeError(
+                f"{item.dest_index.fqn}: found a plain value to load from {self._path}, "
+                "expected a tensor; load plain values with shardwise.checkpoint.load"
+            )
         _, piece = self._find(item.storage_index)
         return piece.file, piece.offset
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this could be a path."""
+        """Whether this can be the path of a checkpoint."""
         return bool(str(checkpoint_id))
 
 
@@ -170,11 +173,11 @@ def _metadata(entry: TensorEntry) -> TensorStorageMetadata:
 
 
 class Writer(StorageWriter):
-    """Writes one checkpoint, and commits it.
+    """A writer of one checkpoint, for ``dcp.save(..., storage_writer=...)``.
 
     Args:
-        path: the folder that it becomes; there must be nothing of that name.
-        facts: what the checkpoint tells of the model.
+        path: path of the checkpoint, which must not exist.
+        facts: what to record about the model.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, facts: ModelFacts | None = None) -> None:
@@ -186,41 +189,46 @@ class Writer(StorageWriter):
         self._commit: Commit | None = None
 
     def describe(self, origins: Mapping[str, Origin], values: Sequence[Value]) -> None:
-        """Add what a plan does not tell.
+        """Add what a plan does not contain.
 
         Args:
-            origins: of this rank's tensors, by their names in the plan.
-            values: what this rank adds that is not a tensor. Of those that several ranks have
-                under one path, the first rank's is kept.
+            origins: where this rank's tensors were in the state, by their names in the plan.
+            values: this rank's plain values. If several ranks have one with the same path, the
+                first rank's is saved.
         """
         self._origins.update(origins)
         self._values.extend(values)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another checkpoint."""
+        """Begin another checkpoint, at a new path if one is given."""
         if checkpoint_id is not None:
             self._path = Path(checkpoint_id)
         self._commit = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do before there is a plan."""
+        """Do nothing: there is nothing to prepare before there is a plan."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Tell the rank that coordinates what only this one knows.
+        """Attach to the plan what only this rank knows.
 
         Raises:
-            TypeError: the plan holds something that is not a tensor.
+            TypeError: the plan contains something that is not a tensor.
         """
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 raise TypeError(
-                    f"{item.index.fqn}: is not a tensor; save it with shardwise.checkpoint.save, "
-                    "which pickles nothing"
+                    f"{item.index.fqn}: is not a tensor; save plain values with "
+                    "shardwise.checkpoint.save, which pickles nothing"
                 )
         return replace(plan, storage_data=(self._origins, self._values))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder, and say which rank writes which file. Called by one rank."""
+        """Make the folder, and assign a file to each rank. Only the coordinator calls this.
+
+        Raises:
+            CheckpointError: the path exists, or another process is writing to it.
+            ValueError: a tensor is not in a section of the state.
+        """
         self._world_size = len(plans)
         values: dict[StatePath, Value] = {}
         for plan in reversed(plans):
@@ -244,10 +252,10 @@ class Writer(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, and see it onto the disk.
+        """Write this rank's file, and wait until it is on the disk.
 
         Raises:
-            OSError: the disk is full, say.
+            OSError: it cannot be written, because the disk is full for instance.
         """
         path = Path(plan.storage_data)
         results: Future[list[WriteResult]] = Future()
@@ -272,11 +280,11 @@ class Writer(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest and commit. Called by one rank, when all files are on the disk.
+        """Write the manifest and commit. The coordinator calls this when all files are on the disk.
 
         Raises:
-            CheckpointError: what was written would not be a checkpoint.
-            OSError: the disk is full, say.
+            CheckpointError: the result would not be a valid checkpoint.
+            OSError: the manifest cannot be written, or the folder cannot be renamed.
         """
         assert self._commit is not None
         partial = self._commit.partial
@@ -299,12 +307,12 @@ class Writer(StorageWriter):
             versions=writer_versions(),
         )
         write_manifest(partial, manifest)
-        read_manifest(partial)  # what could not be read again must not get a name
+        read_manifest(partial)  # what cannot be read again must not get a name
         self._commit.publish()
         self._commit = None
 
     def _facts_of(self, entries: Sequence[TensorEntry]) -> ModelFacts:
-        """What is told, as far as it is of what was saved: hooks may have renamed or changed it."""
+        """The facts about tensors that were saved: hooks may have renamed or changed others."""
         model = {
             entry.name: (entry.dtype, entry.shape) for entry in entries if entry.section == "model"
         }
@@ -316,7 +324,7 @@ class Writer(StorageWriter):
         return replace(self._facts, tied=tied)
 
     def abandon(self) -> None:
-        """Delete what was written, where this rank is the one that made the folder."""
+        """Delete what was written, if this rank made the folder."""
         if self._commit is not None:
             self._commit.abandon()
             self._commit = None
@@ -337,12 +345,12 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this could be a path."""
+        """Whether this can be the path of a checkpoint."""
         return bool(str(checkpoint_id))
 
 
 def _origins_of_mappings(plan: SavePlan) -> dict[str, Origin]:
-    """Where tensors were in a nested state, as torch's planner tells."""
+    """Where tensors were in a nested state, according to torch's planner."""
     mappings = plan.planner_data if isinstance(plan.planner_data, dict) else {}
     return {fqn: Origin(tuple(path)) for fqn, path in mappings.items() if len(path) > 1}
 

@@ -126,7 +126,7 @@ def _goes_on(rank: int, world_size: int, folder: Path) -> None:
         with pytest.raises(ValueError, match="exists"):
             save_rank_checkpoint(prefix, model, optimizer)
         save_rank_checkpoint(prefix, model, force=True)
-        with pytest.raises(CheckpointError, match="holds no optimizer"):
+        with pytest.raises(CheckpointError, match="contains no optimizer"):
             load_rank_checkpoint(prefix, again, new)
         other, _ = build(Setup("llama-tied", (world_size,), last_dim=not last_dim), seed=7)
         with pytest.raises(CheckpointError, match="consolidate the files"):
@@ -181,7 +181,7 @@ def test_the_command_makes_one_file(
     assert "mlp_consolidated.pth exists" in capsys.readouterr().err
     assert consolidate.main([*arguments, "--force", "--ckpt_suffix", "*.pth"]) == 0
     assert consolidate.main(["--ckpt_prefix", "nothing"]) == 1
-    assert capsys.readouterr().err == "error: nothing_rank-*-of-*.pth: found no such files\n"
+    assert capsys.readouterr().err == "error: nothing_rank-*-of-*.pth: found no files that match\n"
     with pytest.raises(SystemExit):
         consolidate.main(["--help"])
     assert "Example: python -m shardwise.checkpoint.consolidate" in capsys.readouterr().out
@@ -295,14 +295,14 @@ def _saved_alone(folder: Path) -> tuple[str, nn.Module, torch.optim.Optimizer]:
         (lambda s: s["model"].update(weight=torch.ones(7)), "cannot be loaded.*weight"),
         (lambda s: s["model"].update(weight="text"), "cannot be loaded"),
         (lambda s: s["model"].update({"w\x00\x1b[2J": torch.ones(1)}), "cannot be loaded.*w��"),
-        (lambda s: s.pop("optimizer"), "holds no optimizer"),
+        (lambda s: s.pop("optimizer"), "contains no optimizer"),
         (lambda s: s.update(optimizer=[]), "optimizer: found .list., expected a dict"),
         (lambda s: s["optimizer"].pop("state"), "optimizer, state: found .NoneType"),
         (lambda s: s["optimizer"]["state"].update(x={}), "the name of a parameter"),
         (lambda s: s["optimizer"]["state"].update(weight=1), "expected a dict"),
         (lambda s: s["optimizer"].pop("param_groups"), "param_groups are missing"),
         (lambda s: s["optimizer"].update(param_groups=[{"params": [["weight"]]}]), "no list of"),
-        (lambda s: s["optimizer"].update(param_groups=[]), "none of the 0 saved groups"),
+        (lambda s: s["optimizer"].update(param_groups=[]), "found no group among the 0 saved ones"),
     ],
 )
 def test_a_damaged_file_of_a_rank_is_refused(

@@ -1,1 +1,1 @@
-"""Every format that can be read, as one thing, and how each is written."""
+"""Checkpoint formats: each is read as a source, and most can be written from one."""

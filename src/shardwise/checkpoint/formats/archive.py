@@ -1,20 +1,24 @@
-"""The zip archives that ``torch.save`` writes, read in one way only.
+"""The zip archives that ``torch.save`` writes, accepted only if they can be read in one way.
 
     header  data.pkl   header  data/0   ...   directory   end
 
-Zip has room for doubt: a name may be there twice, the directory and the headers may differ, bytes
-may lie before, between or behind. Programs resolve that differently, so what one of them has
-checked another reads otherwise. Here everything in doubt is refused, and so is compression, which
-makes a gigabyte of a megabyte.
+Zip leaves room for doubt: a name may occur twice, the directory and the headers may differ, there
+may be bytes before, between or behind the records. Programs resolve that differently, so that one
+reads something else than another has checked. Here every ambiguous archive is refused. So is
+compression, which can turn a megabyte into a gigabyte.
+
+Source: APPNOTE.TXT, the ZIP file format specification.
 """
 
 from __future__ import annotations
 
 import struct
+import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from shardwise.checkpoint.disk.files import read_exactly
 from shardwise.checkpoint.disk.strict import refuse
@@ -26,9 +30,11 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _ENTRY = struct.Struct("<4s4B4HL2L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _EXTRA = struct.Struct("<2H")
-_ZIP64 = 1  # the tag of what follows a name where a number does not fit into 32 bits
-_FULL, _FULL_SHORT = 0xFFFFFFFF, 0xFFFF
-_ENCRYPTED, _LATER = 1, 8  # _LATER: sizes are behind the record, and in the directory
+_ZIP64 = 1  # tag of the extra field for numbers that need more than 32 bits
+_FULL, _FULL_SHORT = 0xFFFFFFFF, 0xFFFF  # stand for such numbers
+_ENCRYPTED, _LATER = 1, 8  # flags; _LATER: sizes follow the record, and are in the directory
+_ENTRY_CRC = 16  # offset of the checksum in an entry of the directory
+_DESCRIPTOR = b"PK\x07\x08"
 _MOST_DIRECTORY = 1 << 26
 
 
@@ -37,9 +43,9 @@ class Record:
     """A file in an archive.
 
     Attributes:
-        first: its first byte, counted from where the archive begins.
-        length: its bytes.
-        crc: its checksum; 0 where the writer made none.
+        first: its first byte, counted from the beginning of the archive.
+        length: its size in bytes.
+        crc: its CRC-32; 0 if the writer did not compute one.
     """
 
     first: int
@@ -49,7 +55,14 @@ class Record:
 
 @dataclass(frozen=True)
 class _Entry:
-    """What the directory says of a record: its name, its size, and where its header lies."""
+    """What the directory says about a record.
+
+    Attributes:
+        name: its name.
+        size: its size in bytes.
+        crc: its CRC-32.
+        header: first byte of its header, counted from the beginning of the archive.
+    """
 
     name: bytes
     size: int
@@ -57,20 +70,43 @@ class _Entry:
     header: int
 
 
+@dataclass(frozen=True)
+class _End:
+    """The end of the directory.
+
+    Attributes:
+        at: its first byte, counted from the beginning of the archive.
+        disk: number of the file that it is in, of an archive in several files.
+        directory_disk: number of the file in which the directory begins.
+        here: number of records that the directory lists in this file.
+        count: number of records that it lists.
+        size: size of the directory in bytes.
+        first: first byte of the directory.
+    """
+
+    at: int
+    disk: int
+    directory_disk: int
+    here: int
+    count: int
+    size: int
+    first: int
+
+
 class Archive:
     """An archive in an open file.
 
     Args:
-        handle: of the file.
-        start: the byte at which the archive begins.
-        length: its bytes.
-        file: for messages.
+        handle: descriptor of the file.
+        start: byte of the file at which the archive begins.
+        length: size of the archive in bytes.
+        file: path of the file, for error messages.
 
     Attributes:
-        records: by name, without the folder that all of them are in.
+        records: all records by name, without the name of the folder that contains all of them.
 
     Raises:
-        CheckpointError: it is none, is damaged, or can be read in more than one way.
+        CheckpointError: it is not an archive, is damaged, or can be read in more than one way.
     """
 
     def __init__(self, handle: int, start: int, length: int, file: Path) -> None:
@@ -78,95 +114,103 @@ class Archive:
         self.records: Mapping[str, Record] = self._read_records()
 
     def read(self, name: str, most: int) -> bytes:
-        """A small record, whole.
+        """Read a small record in full.
+
+        Args:
+            name: name of the record.
+            most: largest accepted size in bytes.
 
         Raises:
-            CheckpointError: it is missing, larger than ``most``, or not what was written.
+            CheckpointError: it is missing, larger than ``most``, or damaged.
         """
         record = self.records.get(name)
         if record is None:
-            raise self._no_archive(f"it has no {name}")
+            raise self._refused(f"it has no {name}")
         if record.length > most:
-            refuse(f"{self._file}, {name}", f"{record.length:,} bytes", f"{most:,} at most")
+            refuse(f"{self._file}, {name}", f"{record.length:,} bytes", f"at most {most:,}")
         data = self._bytes(record.first, record.length)
         if record.crc and zlib.crc32(data) != record.crc:
-            raise CheckpointError(f"{self._file}, {name}: is damaged: its checksum is another")
+            raise CheckpointError(f"{self._file}, {name}: is damaged: its checksum does not match")
         return data
 
     def _bytes(self, first: int, count: int) -> bytes:
         if first < 0 or first + count > self._length:
-            raise self._no_archive(f"it is cut short: byte {first + count} of {self._length}")
+            raise self._refused(f"it is truncated: byte {first + count} of {self._length}")
         data = bytearray(count)
         read_exactly(self._handle, memoryview(data), self._start + first, self._file)
         return bytes(data)
 
-    def _no_archive(self, reason: str) -> CheckpointError:
+    def _refused(self, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._file}: is no file of torch.save that can be read without running code from it "
-            f"({reason})"
+            f"{self._file}: is not a file of torch.save that can be read without running code from "
+            f"it ({reason})"
         )
 
     def _read_records(self) -> dict[str, Record]:
-        first, size, count = self._find_directory()
-        directory = self._bytes(first, size)
+        end = self._read_end()
+        directory, count, first = self._bytes(end.first, end.size), end.count, end.first
         records: dict[str, Record] = {}
-        folder, end = b"", 0
+        folder, free = b"", 0
         for entry in sorted(self._entries(directory, count), key=lambda entry: entry.header):
             folder = folder or entry.name.partition(b"/")[0] + b"/"
             inner = entry.name.removeprefix(folder)
             if inner == entry.name or not inner.isascii():
-                raise self._no_archive(f"its records lie in more than one folder: {inner[:80]!r}")
+                raise self._refused(f"its records are in more than one folder: {inner[:80]!r}")
             name = inner.decode("ascii")
-            if entry.header < end:
-                raise self._no_archive(f"{name[:80]!r} overlaps another record")
+            if entry.header < free:
+                raise self._refused(f"{name[:80]!r} overlaps another record")
             record = self._record(entry)
-            end = record.first + record.length
-            if end > first:
-                raise self._no_archive(f"{name[:80]!r} ends at byte {end} of {first}")
+            free = record.first + record.length
+            if free > first:
+                raise self._refused(f"{name[:80]!r} ends at byte {free} of {first}")
             if records.setdefault(name, record) is not record:
-                raise self._no_archive(f"{name[:80]!r} is in it twice")
+                raise self._refused(f"{name[:80]!r} is in it twice")
         return records
 
-    def _find_directory(self) -> tuple[int, int, int]:
-        """The first byte of the directory, its bytes, and how many records it lists."""
+    def _read_end(self) -> _End:
+        """The end of the directory, if the archive has one and is not split."""
         at = self._length - _END.size
-        end = self._bytes(at, _END.size) if at >= 0 else b""
-        if not end.startswith(b"PK\5\6"):
-            raise self._no_archive("it has no directory of an archive at its end")
-        _, disk, its_disk, here, count, size, first, comment = _END.unpack(end)
-        if _FULL in (size, first) or count == _FULL_SHORT or self._has_locator(at):
-            at, disk, its_disk, here, count, size, first = self._find_directory_64(at)
-        if disk or its_disk or comment or here != count:
-            raise self._no_archive("it has a comment, or is a part of an archive")
-        if size > _MOST_DIRECTORY:
-            refuse(f"{self._file}, directory", f"{size:,} bytes", f"{_MOST_DIRECTORY:,} at most")
-        if first + size != at:
-            raise self._no_archive(f"its directory ends at byte {first + size}, expected {at}")
-        return first, size, count
+        data = self._bytes(at, _END.size) if at >= 0 else b""
+        if not data.startswith(b"PK\5\6"):
+            raise self._refused("it has no directory of an archive at its end")
+        *numbers, comment = _END.unpack(data)[1:]
+        end = _End(at, *numbers)
+        if _FULL in (end.size, end.first) or end.count == _FULL_SHORT or self._has_locator(at):
+            end = self._read_end_64(at)
+        if end.disk or end.directory_disk or comment or end.here != end.count:
+            raise self._refused("it has a comment, or is one part of several")
+        if end.size > _MOST_DIRECTORY:
+            refuse(
+                f"{self._file}, directory", f"{end.size:,} bytes", f"at most {_MOST_DIRECTORY:,}"
+            )
+        if end.first + end.size != end.at:
+            raise self._refused(
+                f"its directory ends at byte {end.first + end.size}, expected {end.at}"
+            )
+        return end
 
     def _has_locator(self, end: int) -> bool:
         at = end - _LOCATOR.size
         return at >= 0 and self._bytes(at, 4) == b"PK\6\7"
 
-    def _find_directory_64(self, end: int) -> tuple[int, int, int, int, int, int, int]:
-        """The same of a large archive: where the directory ends, and what the short end says."""
+    def _read_end_64(self, end: int) -> _End:
+        """The end of the directory of a large archive, which precedes the short one."""
         locator = end - _LOCATOR.size
         if not self._has_locator(end):
-            raise self._no_archive("its directory is cut short")
+            raise self._refused("its directory is truncated")
         _, disk, at, disks = _LOCATOR.unpack(self._bytes(locator, _LOCATOR.size))
         if at + _END64.size != locator or disk or disks > 1:
-            raise self._no_archive("the end of its directory is not where it says")
-        found = _END64.unpack(self._bytes(at, _END64.size))
-        magic, length, _, _, disk, its_disk, here, count, size, first = found
+            raise self._refused("the end of its directory is not where it says")
+        magic, length, _, _, *numbers = _END64.unpack(self._bytes(at, _END64.size))
         if magic != b"PK\6\6" or length != _END64.size - 12:
-            raise self._no_archive("the end of its directory is damaged")
-        return at, disk, its_disk, here, count, size, first
+            raise self._refused("the end of its directory is damaged")
+        return _End(at, *numbers)
 
     def _entries(self, directory: bytes, count: int) -> Iterator[_Entry]:
         at = found = 0
         while at < len(directory):
             if len(directory) - at < _ENTRY.size:
-                raise self._no_archive("its directory is cut short")
+                raise self._refused("its directory is truncated")
             fields = _ENTRY.unpack_from(directory, at)
             magic, flags, method, crc, packed, size = (fields[i] for i in (0, 5, 6, 9, 10, 11))
             named, extra, comment, header = (fields[i] for i in (12, 13, 14, 18))
@@ -174,19 +218,19 @@ class Archive:
             after = at + _ENTRY.size + named
             at = after + extra + comment
             if magic != b"PK\1\2" or at > len(directory) or flags & _ENCRYPTED:
-                raise self._no_archive("its directory is damaged")
+                raise self._refused("its directory is damaged")
             size, packed, header = self._wide(
                 (size, packed, header), directory[after : after + extra]
             )
             if method or size != packed:
-                raise self._no_archive(f"{name[:80]!r} is compressed, expected it plain")
+                raise self._refused(f"{name[:80]!r} is compressed, expected plain records")
             found += 1
             yield _Entry(name, size, crc, header)
         if found != count:
-            raise self._no_archive(f"its directory lists {found} records, expected {count}")
+            raise self._refused(f"its directory lists {found} records, expected {count}")
 
     def _wide(self, numbers: tuple[int, ...], extra: bytes) -> tuple[int, ...]:
-        """Numbers of the directory; those that do not fit there follow the name."""
+        """Replace numbers that are too large for the directory by those that follow the name."""
         if _FULL not in numbers:
             return numbers
         at, wide = 0, struct.Struct(f"<{numbers.count(_FULL)}Q")
@@ -197,10 +241,10 @@ class Archive:
                 found = iter(wide.unpack_from(extra, at))
                 return tuple(next(found) if number == _FULL else number for number in numbers)
             at += length
-        raise self._no_archive("its directory is damaged")
+        raise self._refused("its directory is damaged")
 
     def _record(self, entry: _Entry) -> Record:
-        """The record that an entry of the directory tells of, if its own header agrees."""
+        """The record that an entry of the directory describes, if its own header agrees."""
         size = _LOCAL.size + len(entry.name)
         header = self._bytes(entry.header, size)
         magic, _, flags, method, _, _, _, packed, length, named, extra = _LOCAL.unpack_from(header)
@@ -213,7 +257,33 @@ class Archive:
             or named != len(entry.name)
             or header[_LOCAL.size :] != entry.name
         ):
-            raise self._no_archive(
-                f"{entry.name[:80]!r}: its header is not what the directory says"
-            )
+            raise self._refused(f"{entry.name[:80]!r}: its header differs from the directory")
         return Record(entry.header + size + extra, entry.size, entry.crc)
+
+
+def write_checksums(file: BinaryIO, checksums: Mapping[int, int]) -> None:
+    """Enter the checksums of records that were filled after the archive had been written.
+
+    Other programs refuse an archive without them.
+
+    Args:
+        file: the archive, open for reading and writing.
+        checksums: CRC-32 of a record, by its first byte.
+    """
+    with zipfile.ZipFile(file) as archive:
+        items = archive.infolist()
+        entry = archive.start_dir
+    for item in items:
+        file.seek(item.header_offset)
+        *_, name, extra = _LOCAL.unpack(file.read(_LOCAL.size))
+        first = item.header_offset + _LOCAL.size + name + extra
+        file.seek(entry)
+        fields = _ENTRY.unpack(file.read(_ENTRY.size))
+        if first in checksums:
+            crc = checksums[first].to_bytes(4, "little")
+            file.seek(entry + _ENTRY_CRC)
+            file.write(crc)
+            file.seek(first + item.file_size)
+            if file.read(4) == _DESCRIPTOR:
+                file.write(crc)
+        entry += _ENTRY.size + sum(fields[12:15])  # the name, what follows it, and a comment

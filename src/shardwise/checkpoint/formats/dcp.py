@@ -1,16 +1,13 @@
 """The format of ``torch.distributed.checkpoint``, read and written without a process group.
 
-    .metadata        a pickle: which tensors there are, and where their chunks lie
-    __0_0.distcp     chunks, each a small file of torch.save, one behind the other
+    .metadata        a pickle: which tensors there are, and where their chunks are
+    __0_0.distcp     chunks, each a small file of torch.save, one after the other
 
-This is the one place where a pickle other than ``torch.save``'s own is read, since the format has
-one: :mod:`.dcp_metadata` does it, and runs no code from it. Our own format has none.
+The metadata is a pickle, and is read without trusting it: :mod:`.pickles` runs nothing and creates
+no object of a class. Only the names of the dozen classes that such metadata consists of are known;
+every other name is refused. The numbers in it are then checked like those of any stranger.
 
-The ``.metadata`` of ``torch.distributed.checkpoint``: a pickle that is read without trusting it.
-
-:mod:`.pickles` reads it, which runs nothing and makes no object of a class. Known are the names of
-the dozen classes that such metadata consists of; every other is refused. What they hold is then
-checked like any stranger's numbers.
+Source: ``torch.distributed.checkpoint.metadata``, and ``FileSystemWriter``.
 """
 
 from __future__ import annotations
@@ -58,22 +55,62 @@ from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree
 from shardwise.checkpoint.formats.torchwrite import save
 from shardwise.errors import CheckpointError
 
+METADATA = ".metadata"
+_VERSION = "1.0.0"
+_MAX_BYTES = 1 << 28
+_MAX_STEPS = 1 << 24  # of the pickle: a chunk takes about 60
+_MAX_DIMS = 64
+_FEW = 1 << 16
 _MAX_VALUE = 1 << 24
 _MAX_FILE = 1 << 32  # bytes, after which another file is begun
 _OPTIMIZER = frozenset({"optimizer", "optimizers", "optim"})
 
 
-class DcpSource(BaseSource):
-    """A checkpoint that ``torch.distributed.checkpoint.save`` made.
+@dataclass(frozen=True)
+class Chunk:
+    """Where a part of a tensor, or a value, is stored.
 
-    What was saved under ``model`` and ``optimizer`` (or ``optim``) is that; a state dict that was
-    saved alone is a model; all else is ``extra``.
+    Attributes:
+        file: name of the file, inside the folder.
+        offset: byte of the file at which it begins.
+        length: its size in bytes, header included.
+        box: which part of the tensor it is; ``None`` for a value.
+    """
+
+    file: str
+    offset: int
+    length: int
+    box: Box | None
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor or value of a checkpoint.
+
+    Attributes:
+        key: its name in the checkpoint.
+        path: the keys that led to it in the saved state.
+        info: dtype and shape of the tensor; ``None`` for a value.
+        chunks: the chunks of a tensor; a single one for a value.
+    """
+
+    key: str
+    path: StatePath
+    info: TensorInfo | None
+    chunks: tuple[Chunk, ...]
+
+
+class DcpSource(BaseSource):
+    """A checkpoint that ``torch.distributed.checkpoint.save`` wrote.
+
+    State saved under ``model`` and ``optimizer`` (or ``optimizers``, or ``optim``) is taken as
+    that. A state dict saved alone is taken as a model. Everything else is ``extra``.
 
     Args:
         where: its folder.
 
     Raises:
-        CheckpointError: there is none, or its metadata is damaged or hostile.
+        CheckpointError: there is no checkpoint, or its metadata is damaged or hostile.
     """
 
     def __init__(self, where: Path) -> None:
@@ -84,14 +121,14 @@ class DcpSource(BaseSource):
         items = read_metadata(where)
         self._items = dict(zip(_sections(items), items, strict=True))
         if len(self._items) < len(items):
-            raise CheckpointError(f"{where / METADATA}: two entries have one name")
+            raise CheckpointError(f"{where / METADATA}: two entries have the same name")
         self.tensors = {
             path: item.info for path, item in self._items.items() if item.info is not None
         }
 
     @functools.cached_property
     def values(self) -> Mapping[StatePath, Any]:
-        """What is stored beside tensors."""
+        """The values stored beside tensors, by path."""
         return {path: self._value(item) for path, item in self._items.items() if item.info is None}
 
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
@@ -103,7 +140,7 @@ class DcpSource(BaseSource):
         self._reader.close()
 
     def _extents_of(self, path: StatePath) -> Sequence[Extent]:
-        """Where a tensor lies; remembered for the one that is being read."""
+        """Where a tensor is stored; remembered for the tensor that is being read."""
         if self._current != path:
             item = self._items[path]
             self._extents = [self._extent(item, chunk) for chunk in item.chunks]
@@ -111,7 +148,7 @@ class DcpSource(BaseSource):
         return self._extents
 
     def _extent(self, item: Item, chunk: Chunk) -> Extent:
-        """Where the elements of a chunk lie; reads the chunk's own header."""
+        """Where the elements of a chunk are stored, according to the chunk's own header."""
         file = self.where / chunk.file
         stored = read_tree(file, chunk.offset, chunk.length)
         where = f"{file}, {item.key} at byte {chunk.offset}"
@@ -120,7 +157,9 @@ class DcpSource(BaseSource):
         expected = TensorInfo(item.info.dtype, chunk.box.sizes)
         if not isinstance(stored, StoredTensor) or stored.info != expected:
             found = stored.info if isinstance(stored, StoredTensor) else type(stored).__name__
-            raise CheckpointError(f"{where}: found {found}, expected {expected} by the metadata")
+            raise CheckpointError(
+                f"{where}: found {found}, expected {expected}, as the metadata says"
+            )
         return Extent(chunk.box, file, stored.start, stored.strides)
 
     def _value(self, item: Item) -> Any:
@@ -129,12 +168,12 @@ class DcpSource(BaseSource):
         if chunk.length > _MAX_VALUE:
             raise CheckpointError(
                 f"{file}, {item.key}: found a value of {chunk.length:,} bytes, expected "
-                f"{_MAX_VALUE:,} at most"
+                f"at most {_MAX_VALUE:,}"
             )
         value = read_tree(file, chunk.offset, chunk.length)
         if _holds_tensor(value):
             raise CheckpointError(
-                f"{file}, {item.key}: found tensors inside a value, expected them by themselves"
+                f"{file}, {item.key}: found tensors inside a value, expected plain values"
             )
         return value
 
@@ -150,7 +189,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _sections(items: Sequence[Item]) -> list[StatePath]:
-    """The paths of a checkpoint of others, so that each begins with model, optimizer or extra."""
+    """The paths of a foreign checkpoint, changed to begin with model, optimizer or extra."""
     paths = [item.path for item in items]
     first = {path[0] for path in paths}
     if len(first) == 1 and "model" not in first and all(len(path) > 1 for path in paths):
@@ -158,7 +197,7 @@ def _sections(items: Sequence[Item]) -> list[StatePath]:
         if "model" in inner:  # one object held model and optimizer
             paths, first = [path[1:] for path in paths], inner
     if "model" not in first and not first & _OPTIMIZER:
-        # A model's state dict, saved alone; what is no tensor was saved beside it.
+        # A model's state dict, saved alone; anything but tensors was saved beside it.
         return [
             ("model" if item.info is not None else "extra", *path)
             for item, path in zip(items, paths, strict=True)
@@ -175,18 +214,18 @@ def _section(path: StatePath) -> StatePath:
 
 
 def write_dcp(folder: Path, source: Source, window: Window) -> None:
-    """Write everything that a source holds in torch's format.
+    """Write everything that a source contains in torch's format.
 
     ``torch.distributed.checkpoint.load`` finds it under ``model``, ``optimizer`` and ``extra``.
-    Chunks are no larger than the window.
 
     Args:
         folder: an empty folder.
-        source: what to write.
-        window: the memory to use.
+        source: the checkpoint to write.
+        window: the buffer to use; chunks are no larger than it.
 
     Raises:
         CheckpointError: the source is damaged.
+        OSError: a file cannot be written.
     """
     files = _Files(folder)
     try:
@@ -201,7 +240,7 @@ def write_dcp(folder: Path, source: Source, window: Window) -> None:
 
 
 def _leaves(path: StatePath, tree: Any) -> Iterator[tuple[StatePath, Any]]:
-    """The values in a tree, taken apart as torch's planner takes a state dict apart."""
+    """The values in a tree, taken apart in the way of torch's planner."""
     if isinstance(tree, dict) and tree:
         for key, item in tree.items():
             yield from _leaves((*path, str(key)), item)
@@ -213,14 +252,14 @@ def _leaves(path: StatePath, tree: Any) -> Iterator[tuple[StatePath, Any]]:
 
 
 def _is_leaf(tree: Any) -> bool:
-    """Whether there are no dicts in a list, nor in lists in it."""
+    """Whether a list contains no dicts, nor lists that do."""
     if isinstance(tree, list):
         return all(map(_is_leaf, tree))
     return not isinstance(tree, dict)
 
 
 class _Files:
-    """The files that chunks go into, one behind the other."""
+    """The files that chunks are appended to."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -228,7 +267,7 @@ class _Files:
         self._file: BinaryIO | None = None
 
     def append(self, value: Any) -> tuple[str, int, int]:
-        """Write a value with ``torch.save``; its file, offset and length."""
+        """Write a value with ``torch.save``; returns its file name, offset and length."""
         if self._file is not None and self._file.tell() >= _MAX_FILE:
             self.close()
         if self._file is None:
@@ -239,7 +278,7 @@ class _Files:
         return Path(self._file.name).name, offset, self._file.tell() - offset
 
     def close(self) -> None:
-        """See the file that is open onto the disk."""
+        """Close the file that is open, and wait until it is on the disk."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -256,54 +295,12 @@ def _write_tensor(files: _Files, path: StatePath, source: Source, window: Window
     return Item(dotted(path), path, info, tuple(chunks))
 
 
-METADATA = ".metadata"
-_VERSION = "1.0.0"
-_MAX_BYTES = 1 << 28
-_MAX_STEPS = 1 << 24  # of the pickle: a chunk takes about 60
-_MAX_DIMS = 64
-_FEW = 1 << 16
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Where a part of a tensor, or a value, lies.
-
-    Attributes:
-        file: the file's name, inside the folder.
-        offset: the byte at which it begins.
-        length: its bytes, header included.
-        box: which part of the tensor it is; ``None`` for a value.
-    """
-
-    file: str
-    offset: int
-    length: int
-    box: Box | None
-
-
-@dataclass(frozen=True)
-class Item:
-    """One tensor or value.
-
-    Attributes:
-        key: its name in the checkpoint.
-        path: the keys that led to it in the state that was saved.
-        info: what the tensor is; ``None`` for a value.
-        chunks: what a tensor is made of; one for a value.
-    """
-
-    key: str
-    path: StatePath
-    info: TensorInfo | None
-    chunks: tuple[Chunk, ...]
-
-
 _CLASSES = c10d.metadata_classes()
 _PLACE = type(c10d.storage_info("", 0, 0))
 
 
 def _known(module: str, name: str) -> Any:
-    """What a pickle may name: what the metadata consists of, and nothing else."""
+    """What a name in the pickle stands for: something that metadata consists of, or ``None``."""
     if (module, name) == ("torch", "Size"):
         return Constructor(name, _size)
     if (module, name) in _CLASSES:
@@ -320,15 +317,21 @@ def _known(module: str, name: str) -> Any:
 def _size(args: tuple[Any, ...]) -> torch.Size:
     (sizes,) = args
     if not isinstance(sizes, tuple) or not all(type(size) is int for size in sizes):
-        raise TypeError("found a size of other things than numbers")
+        raise TypeError("found a size that does not consist of integers")
     return torch.Size(sizes)
 
 
 def read_metadata(folder: Path) -> list[Item]:
-    """Every tensor and value of a checkpoint of torch. No code from the file is run.
+    """Read the metadata of a checkpoint. No code from the file is run.
+
+    Args:
+        folder: the checkpoint's folder.
+
+    Returns:
+        Every tensor and value of the checkpoint.
 
     Raises:
-        CheckpointError: there is no metadata, it is damaged, or it is no such thing.
+        CheckpointError: there is no metadata, or it is damaged or hostile.
     """
     file = folder / METADATA
     data = read_small(file, _MAX_BYTES, Links.FOLLOW)
@@ -336,7 +339,7 @@ def read_metadata(folder: Path) -> list[Item]:
         found = load(data, _known, _MAX_STEPS)
     except PickleError as error:
         raise CheckpointError(
-            f"{file}: is no metadata of torch.distributed.checkpoint that can be read without "
+            f"{file}: is not metadata of torch.distributed.checkpoint that can be read without "
             f"running code from it ({error})"
         ) from None
     return _items(found, file, len(data))
@@ -348,7 +351,7 @@ def _items(found: Any, file: Path, nbytes: int) -> list[Item]:
     entries, stored = found.get("state_dict_metadata"), found.get("storage_data")
     paths = found.get("planner_data")
     if not isinstance(entries, dict) or not isinstance(stored, dict):
-        refuse(str(file), "other than dicts", "what is stored, and where")
+        refuse(str(file), "metadata without dicts", "dicts of what is stored, and where")
     _check_shared(entries, nbytes, str(file))
     places = _places(stored, str(file))
     sizes: dict[str, int] = {}
@@ -369,27 +372,27 @@ def _items(found: Any, file: Path, nbytes: int) -> list[Item]:
         items.append(Item(key, path, info, tuple(chunks)))
     held, needed = sum(sizes.values()), sum(each.length for item in items for each in item.chunks)
     if needed > held:
-        refuse(f"{file}, chunks", f"{needed:,} bytes in all", f"the {held:,} that its files have")
+        refuse(f"{file}, chunks", f"{needed:,} bytes in all", f"at most {held:,}, as in its files")
     return items
 
 
 def _check_shared(entries: Mapping[Any, Any], nbytes: int, where: str) -> None:
-    """One list of chunks that many tensors share would be checked for each of them."""
+    """Check that many tensors do not share one list of chunks, as each would be checked."""
     most = _FEW + nbytes
     for entry in entries.values():
         chunks = entry.get("chunks") if isinstance(entry, PickledObject) else None
         most -= len(chunks) if isinstance(chunks, list) else 0
         if most < 0:
-            refuse(where, "chunks that tensors share", "fewer chunks than it has bytes")
+            refuse(where, "chunks that tensors share", "fewer chunks than the file has bytes")
 
 
 def _places(stored: Mapping[Any, Any], where: str) -> dict[tuple[str, str | None], Any]:
-    """Where chunks lie, by name and offsets."""
+    """Where each chunk is stored, by name and offsets."""
     found = {}
     for index, place in stored.items():
         name = index.get("fqn") if _is_a(index, MetadataIndex) else None
         if not isinstance(name, str):
-            refuse(f"{where}, where chunks lie", _kind(index), "the index of a chunk")
+            refuse(f"{where}, storage_data", _kind(index), "the index of a chunk")
         offset = index.get("offset")
         numbers = None if offset is None else _numbers(offset, f"{where}, {name!r}, offsets")
         found[name, None if numbers is None else _text(numbers)] = place
@@ -397,7 +400,7 @@ def _places(stored: Mapping[Any, Any], where: str) -> dict[tuple[str, str | None
 
 
 def _text(offsets: tuple[int, ...]) -> str:
-    """Offsets as a key; as numbers, thousands could be made to have one hash."""
+    """Offsets as a key. Strings, because thousands of numbers could have the same hash."""
     return ",".join(map(str, offsets))
 
 
@@ -416,7 +419,7 @@ def _is_value(entry: Any) -> bool:
 
 def _path(path: Any, where: str) -> StatePath:
     if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_DIMS:
-        refuse(f"{where}, path", path, "the keys that led to it")
+        refuse(f"{where}, path", path, "a tuple of keys")
     for key in path:
         if isinstance(key, str):
             check_text(key, f"{where}, path")
@@ -446,7 +449,7 @@ def _tensor(entry: Any, where: str) -> tuple[TensorInfo, list[Box]]:
         if _is_a(chunk, ChunkStorageMetadata)
     ]
     if any(len(box.offsets) != len(box.sizes) for box in boxes):
-        refuse(f"{where}, chunks", "offsets and sizes of different length", "as many")
+        refuse(f"{where}, chunks", "offsets and sizes of different lengths", "equal lengths")
     boxes = [box for box in boxes if box.numel]
     check_boxes(where, info, boxes)
     return info, boxes
@@ -462,22 +465,22 @@ def _dtype(properties: Any, where: str) -> torch.dtype:
 
 def _numbers(values: Any, where: str) -> tuple[int, ...]:
     if not isinstance(values, torch.Size) or len(values) > _MAX_DIMS:
-        refuse(where, values, f"at most {_MAX_DIMS} numbers")
+        refuse(where, values, f"a torch.Size of at most {_MAX_DIMS} numbers")
     return tuple(check_number(value, where) for value in values)
 
 
 def _chunk(place: Any, box: Box | None, where: str, folder: Path, sizes: dict[str, int]) -> Chunk:
     if place is None:
         at = "" if box is None else f" at {list(box.offsets)}"
-        raise CheckpointError(f"{where}: the metadata does not say where its chunk{at} lies")
+        raise CheckpointError(f"{where}: the metadata does not say where its chunk{at} is")
     if not _is_a(place, _PLACE):
-        refuse(f"{where}, where it lies", _kind(place), "a file and a span of bytes")
+        refuse(f"{where}, storage_data", _kind(place), "a file and a range of bytes")
     name = place.get("relative_path")
     if not isinstance(name, str) or "/" in name or "\\" in name or name in ("", ".", ".."):
         refuse(f"{where}, file", name, "the name of a file in the folder")
     check_text(name, f"{where}, file")
     if transforms := place.get("transform_descriptors"):
-        refuse(f"{where}, {name}", transforms, "chunks that are plain")
+        refuse(f"{where}, {name}", transforms, "chunks without transforms")
     if name not in sizes:
         handle, sizes[name] = open_file(folder / name, Links.FOLLOW)
         os.close(handle)
@@ -489,7 +492,15 @@ def _chunk(place: Any, box: Box | None, where: str, folder: Path, sizes: dict[st
 
 
 def write_metadata(folder: Path, items: Sequence[Item]) -> None:
-    """Write the metadata of chunks that are in the folder already."""
+    """Write the metadata, and wait until it is on the disk.
+
+    Args:
+        folder: the folder, which contains the chunks already.
+        items: the tensors and values.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
     for item in items:

@@ -1,4 +1,4 @@
-"""Which format a checkpoint has, told by what lies in its folder."""
+"""Which format a checkpoint has, judging by the files in its folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 class Format(Enum):
-    """A way to store a checkpoint."""
+    """A checkpoint format."""
 
     SHARDWISE = "shardwise"
     DCP = "dcp"
@@ -25,10 +25,11 @@ class Format(Enum):
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest complete one of a run.
+    """Find the checkpoint that a path means: the path itself, or the newest complete one of a run.
 
     Args:
-        path: a checkpoint, a folder of ``step-...`` folders, or a folder with such ``checkpoints``.
+        path: a checkpoint, a folder of ``step-...`` folders, or a folder that contains such a
+            folder named ``checkpoints``.
 
     Raises:
         CheckpointError: there is none.
@@ -42,24 +43,24 @@ def find_checkpoint(path: Path) -> Path:
         return newest
     raise CheckpointError(
         f"{path}: found no checkpoint; expected {MANIFEST} (shardwise), {_DCP} (dcp), {_INDEX} or "
-        "a .safetensors file (hf), a file of torch.save, or folders step-... with a complete one"
+        "a .safetensors file (hf), a file of torch.save, or step-... folders, one of them complete"
     )
 
 
 def steps_root(path: Path) -> Path:
-    """Where the checkpoints of a run lie: ``path``, or ``path/checkpoints``."""
+    """The folder of a run's checkpoints: ``path``, or ``path/checkpoints``."""
     inner = path / "checkpoints"
     return inner if inner.is_dir() and not steps(path) else path
 
 
 def format_of(path: Path) -> Format | None:
-    """The format of one checkpoint, or ``None``. Nothing in it is read."""
+    """The format of a checkpoint, or ``None`` if it is not known. Nothing in it is read."""
     if path.is_file():
         if path.suffix == ".safetensors":
             return Format.HF
         return Format.TORCH if path.suffix in TORCH_SUFFIXES else None
     if (path / MANIFEST).exists() or any(path.glob("shard-*-of-*.safetensors")):
-        return Format.SHARDWISE  # also where the manifest is lost, for messages to say so
+        return Format.SHARDWISE  # even without a manifest, so that the error says so
     if (path / _DCP).exists():
         return Format.DCP
     if (path / _INDEX).exists() or any(path.glob("*.safetensors")):
@@ -68,7 +69,10 @@ def format_of(path: Path) -> Format | None:
 
 
 def open_source(path: Path) -> Source:
-    """Open a checkpoint of whatever format. Close it, or use it in a ``with`` statement.
+    """Open a checkpoint of any format. Close it, or use it in a ``with`` statement.
+
+    Args:
+        path: as for :func:`find_checkpoint`.
 
     Raises:
         CheckpointError: there is none, or it is damaged.

@@ -1,14 +1,15 @@
-"""The layout of Hugging Face's ``save_pretrained``: safetensors files, and an index of them.
+"""The format of Hugging Face's ``save_pretrained``: safetensors files, and an index of them.
 
     model-00001-of-00002.safetensors
     model-00002-of-00002.safetensors
-    model.safetensors.index.json          which tensor is in which file
+    model.safetensors.index.json          the file of each tensor, by name
+    config.json                           the model's configuration
 
-A model that fits in one file is ``model.safetensors``, without an index. There is only the model:
-neither optimizer nor plain values. ``config.json`` is written where the checkpoint or its run has
-one; the tokenizer is not ours to write.
+A model that fits in one file is ``model.safetensors``, without an index. The format contains only
+the model, neither an optimizer nor plain values. ``config.json`` is written if the checkpoint or
+its run has one; the tokenizer is left to transformers.
 
-The ``config.json`` of a model: where it lies, and what it says of tied weights.
+Source: ``transformers.PreTrainedModel.save_pretrained``.
 """
 
 from __future__ import annotations
@@ -23,26 +24,28 @@ from typing import Any
 import torch
 import xxhash
 
-from shardwise.checkpoint.disk.boxes import Box
+from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.files import Links, read_small, write_new
 from shardwise.checkpoint.disk.safetensors import Place, read_header, write_safetensors
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.checkpoint.formats.source import (
     BaseSource,
+    Extent,
     ExtentReader,
     Source,
     Window,
-    full_extent,
     model_tensors,
 )
 from shardwise.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-#: The size of files that ``save_pretrained`` makes, in bytes.
+CONFIG = "config.json"
+#: Default size of a file in bytes, as in ``save_pretrained``.
 DEFAULT_SHARD = 50 * 10**9
 _MAX_INDEX = 1 << 28
+_MAX_CONFIG = 1 << 24
 _FILE = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
 
 
@@ -51,8 +54,8 @@ class HfFile:
     """One file of a model.
 
     Attributes:
-        name: the file's name.
-        tensors: what it holds.
+        name: name of the file.
+        tensors: dtype and shape of its tensors, by name.
     """
 
     name: str
@@ -60,13 +63,13 @@ class HfFile:
 
 
 class HfSource(BaseSource):
-    """A model in this layout, or in a single safetensors file.
+    """A model in this format, or in a single safetensors file.
 
     Args:
         where: the folder, or a ``.safetensors`` file.
 
     Raises:
-        CheckpointError: there is none, or its index or a header is damaged.
+        CheckpointError: there is no model, or its index or a header is damaged.
     """
 
     def __init__(self, where: Path) -> None:
@@ -81,30 +84,31 @@ class HfSource(BaseSource):
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
         """Read a part of a tensor; see :class:`.Source`."""
         file, place = self._places[path]
-        self._reader.read([full_extent(place.info, file, place.start)], box, into)
+        extent = Extent(full_box(place.info.shape), file, place.start)
+        self._reader.read([extent], box, into)
 
     def close(self) -> None:
         """Close all files."""
         self._reader.close()
 
     def _add(self, file: Path, named: frozenset[str]) -> None:
-        """The tensors of a file: those that the index names, and those that it knows nothing of."""
+        """Add the tensors of a file: those that the index names, and those that it lacks."""
         places = read_header(file)
         missing = sorted(named - places.keys())
         if missing:
             raise CheckpointError(
                 f"{self.where / INDEX}: says that {missing[0]!r} is in {file.name}, which does not "
-                f"hold it{_and_others(missing)}"
+                f"contain it{_and_others(missing)}"
             )
         for name, place in places.items():
             path = ("model", name)
             if path in self._places and name not in named:
-                continue  # a second copy, in another file than the index says
+                continue  # a second copy, in a file other than the index says
             self._places[path] = (file.resolve(), place)
 
 
 def _files(where: Path) -> dict[Path, frozenset[str]]:
-    """The files of a model, and for each the tensors that the index says are in it."""
+    """The files of a model, each with the tensors that the index says it contains."""
     if not where.is_dir():
         return {where: frozenset()}
     if (where / INDEX).exists():
@@ -116,7 +120,7 @@ def _files(where: Path) -> dict[Path, frozenset[str]]:
     if len(found) == 1:
         return {found[0]: frozenset()}
     raise CheckpointError(
-        f"{where}: found {len(found)} safetensors files and no {INDEX}, expected the index, or a "
+        f"{where}: found {len(found)} safetensors files and no {INDEX}, expected the index or a "
         f"single file {SINGLE}"
     )
 
@@ -139,9 +143,13 @@ def _and_others(names: list[str]) -> str:
 
 
 def plan_files(tensors: Mapping[str, TensorInfo], max_shard_size: int) -> list[HfFile]:
-    """Which tensor goes into which file: in order, a new file when the next does not fit.
+    """Assign tensors to files: in order, with a new file whenever the next tensor does not fit.
 
-    A tensor that is larger than ``max_shard_size`` gets a file of its own.
+    A tensor larger than ``max_shard_size`` gets a file of its own.
+
+    Args:
+        tensors: dtype and shape of the tensors, by name.
+        max_shard_size: largest size of a file in bytes.
     """
     groups: list[dict[str, TensorInfo]] = [{}]
     filled = 0
@@ -160,7 +168,7 @@ def plan_files(tensors: Mapping[str, TensorInfo], max_shard_size: int) -> list[H
 
 
 def write_index(folder: Path, files: list[HfFile]) -> None:
-    """Say which tensor is in which file, if there is more than one file."""
+    """Write the index of a model in several files, and wait until it is on the disk."""
     if len(files) == 1:
         return
     sizes = [info.nbytes for file in files for info in file.tensors.values()]
@@ -175,29 +183,30 @@ def write_index(folder: Path, files: list[HfFile]) -> None:
 def write_hf(
     folder: Path, source: Source, window: Window, max_shard_size: int = DEFAULT_SHARD
 ) -> list[Path]:
-    """Write the model of a source in this layout, front to back.
+    """Write the model of a source in this format.
 
-    Where the source has a ``config.json`` beside it, in the folder of its run or in itself, that is
-    written too. Weights that are tied are written once, as transformers does.
+    ``config.json`` is written too, if the checkpoint, its folder or the folder of its run has one.
+    Tied weights are written once, as transformers does.
 
     Args:
         folder: an empty folder.
-        source: what to write.
-        window: the memory to use.
-        max_shard_size: bytes of a file, at most, unless a single tensor is larger.
+        source: the checkpoint to write.
+        window: the buffer to use.
+        max_shard_size: largest size of a file in bytes; a larger tensor gets a file of its own.
 
     Returns:
-        The files with tensors.
+        The files that contain tensors.
 
     Raises:
-        CheckpointError: the source is damaged, or holds no model.
+        CheckpointError: the source is damaged, or contains no model.
+        OSError: a file cannot be written.
     """
     paths = model_tensors(source)
-    text, said = find_config(source) or (b"", {})
-    for name in tied_copies(source, paths, said, Window(window.nbytes)):
+    text, config = find_config(source) or (b"", {})
+    for name in tied_copies(source, paths, config, Window(window.nbytes)):
         window.progress(source.tensors[paths.pop(name)].nbytes)
     if text:
-        (folder / CONFIG).write_bytes(text)
+        write_new(folder / CONFIG, text)
     files = plan_files({name: source.tensors[path] for name, path in paths.items()}, max_shard_size)
     for file in files:
         write_safetensors(folder / file.name, file.tensors, _chunks_of(source, paths, window))
@@ -206,7 +215,17 @@ def write_hf(
 
 
 def write_single(file: Path, source: Source, window: Window) -> None:
-    """Write the model of a source as one safetensors file."""
+    """Write the model of a source as one safetensors file.
+
+    Args:
+        file: path of the file, which must not exist.
+        source: the checkpoint to write.
+        window: the buffer to use.
+
+    Raises:
+        CheckpointError: the source is damaged, or contains no model.
+        OSError: the file cannot be written.
+    """
     paths = model_tensors(source)
     infos = {name: source.tensors[path] for name, path in paths.items()}
     write_safetensors(file, infos, _chunks_of(source, paths, window))
@@ -218,22 +237,18 @@ def _chunks_of(
     return lambda name: window.chunks(source, paths[name])
 
 
-CONFIG = "config.json"
-_MOST = 1 << 24
-
-
 def find_config(source: Source) -> tuple[bytes, Mapping[str, Any]] | None:
-    """The configuration that goes with a checkpoint.
+    """Find the configuration that belongs to a checkpoint.
 
-    From its folder, or that of its run; else what the model said when it was saved.
+    It is ``config.json`` in the checkpoint's folder or in the folder of its run, or else what the
+    checkpoint recorded about its model.
 
     Args:
-        source: of a folder or file; ``step-00000040`` and ``checkpoints/step-00000040`` lie in
-            the folder of a run.
+        source: a checkpoint. ``step-00000040`` and ``checkpoints/step-00000040`` are in the folder
+            of a run.
 
     Returns:
-        The text of a file, and what it says; ``None`` where there is none that names a
-        ``model_type``.
+        The text of the file, and its contents; ``None`` if there is none with a ``model_type``.
     """
     checkpoint = source.where
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
@@ -245,12 +260,12 @@ def find_config(source: Source) -> tuple[bytes, Mapping[str, Any]] | None:
         file = each / CONFIG
         if file.exists():
             try:
-                text = read_small(file, _MOST, Links.FOLLOW)
-                said = parse(text, str(file))
+                text = read_small(file, _MAX_CONFIG, Links.FOLLOW)
+                config = parse(text, str(file))
             except CheckpointError:
                 continue
-            if isinstance(said, dict) and isinstance(said.get("model_type"), str):
-                return text, said
+            if isinstance(config, dict) and isinstance(config.get("model_type"), str):
+                return text, config
     if not source.config:
         return None
     return f"{json.dumps(dict(source.config), indent=2)}\n".encode(), source.config
@@ -259,24 +274,25 @@ def find_config(source: Source) -> tuple[bytes, Mapping[str, Any]] | None:
 def tied_copies(
     source: Source, paths: Mapping[str, StatePath], config: Mapping[str, Any], window: Window
 ) -> set[str]:
-    """The names of weights that are a copy of another, and tied to it.
+    """Find the weights that are a copy of another weight and tied to it.
 
-    Which are tied says the checkpoint, as far as its format does. And where the configuration says
-    that embedding and head are, all equal matrices with a row for every token of the vocabulary
-    are taken for such. Others may be equal by chance, as norms are that have not learnt yet.
+    The checkpoint says which weights are tied, if its format records it. And if the configuration
+    says that the embedding and the output head are tied, all equal matrices with a row for each
+    token of the vocabulary count as tied. Other weights may be equal by chance, as norms are before
+    training.
 
     Args:
-        source: what holds them.
-        paths: name in the model -> path in the source.
-        config: as in a ``config.json``; empty where there is none.
-        window: the memory to read through.
+        source: the checkpoint.
+        paths: path in the source, by name in the model.
+        config: contents of ``config.json``; empty if there is none.
+        window: the buffer to read through.
 
     Returns:
-        All names but the first of each value.
+        Of each group of tied and equal weights, all names but the first.
     """
     tie = config.get("tie_word_embeddings")
     if tie is False:
-        return set()  # who reads it will not tie them again
+        return set()  # whoever loads it does not tie them again
     tied = [{name, other} for name, other in source.tied.items() if {name, other} <= paths.keys()]
     rows = config.get("vocab_size") if tie is True else None
     infos = {name: source.tensors[path] for name, path in paths.items()}

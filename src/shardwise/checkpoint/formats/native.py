@@ -1,4 +1,4 @@
-"""Our own format among the others: as a source, and as what a source is written to."""
+"""The native format as a source, and written from a source of any format."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from shardwise.errors import CheckpointError
 
 
 class ShardwiseSource(BaseSource):
-    """A checkpoint of our own. Whatever is read of it is verified.
+    """A checkpoint in the native format. Everything that is read from it is verified.
 
     Args:
         where: its folder.
 
     Raises:
-        CheckpointError: there is none, or its manifest is damaged.
+        CheckpointError: there is no checkpoint, or its manifest is damaged.
     """
 
     def __init__(self, where: Path) -> None:
@@ -42,7 +42,7 @@ class ShardwiseSource(BaseSource):
         self._entries = {entry.path: entry for entry in self.manifest.tensors}
         self._reader = PieceReader(where, self.manifest)
         self.tensors: Mapping[StatePath, TensorInfo] = {
-            path: TensorInfo(entry.dtype, entry.shape) for path, entry in self._entries.items()
+            path: entry.info for path, entry in self._entries.items()
         }
         self.placements = {path: entry.placements for path, entry in self._entries.items()}
         self.about = _about(self.manifest)
@@ -70,15 +70,16 @@ def _about(manifest: Manifest) -> list[str]:
 
 
 def write_shardwise(folder: Path, source: Source, window: Window) -> None:
-    """Write everything that a source holds as a checkpoint of our own, as one rank would.
+    """Write everything that a source contains in the native format, as one rank would.
 
     Args:
         folder: an empty folder.
-        source: what to write.
-        window: how large the pieces may be.
+        source: the checkpoint to write.
+        window: the buffer to use; pieces are no larger than it.
 
     Raises:
-        CheckpointError: the source is damaged, or holds what our format has no place for.
+        CheckpointError: the source is damaged, or contains values that the format cannot store.
+        OSError: a file cannot be written.
     """
     file = shard_name(0, 1)
     boxes = {path: list(window.boxes(info)) for path, info in source.tensors.items()}

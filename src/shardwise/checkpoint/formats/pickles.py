@@ -1,9 +1,9 @@
-"""Pickles of strangers, read without running anything and within bounds.
+"""Reading hostile pickles without running anything, and within bounds.
 
-Python's own unpickler calls what the pickle names, and even with all names checked, a few hundred
-bytes can make it hash a tuple that holds itself a billion times over, or change a class for the
-whole process. This one makes plain values, and objects of its own. Every step takes a byte of the
-pickle at least, so the number of steps bounds time and memory.
+Python's unpickler calls what a pickle names. Even if all names are checked, a few hundred bytes can
+make it hash a tuple that contains itself a billion times over, or change a class for the whole
+process. This one makes plain values, and objects of its own. Every step takes at least one byte of
+the pickle, so the number of steps bounds time and memory.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any, NoReturn
 
 from shardwise.checkpoint.disk.strict import MAX_DEPTH, Collisions
 
-_BYTES_EACH = 3  # of the pickle, for each container; fewer in a row are padding
-_FEW = 4096
-_MOST_KEY = 64  # what a tuple that is a key may hold, tuples in it included
+_BYTES_EACH = 3  # bytes that the pickle must have for each container
+_FEW = 4096  # containers that it may have in addition
+_MOST_KEY = 64  # values that a key may contain, if it is a tuple
 _ATOMS = (str, bytes, bool, int, float, type(None))
 
 
 @dataclass(frozen=True)
 class Constructor:
-    """What stands for a class or function that a pickle names.
+    """Stands for a class or function that a pickle names.
 
     Attributes:
-        name: for messages.
-        make: given the arguments, what it makes. Whatever it raises means that the pickle is none
-            that can be read.
+        name: its name, for error messages.
+        make: called with the arguments in the pickle, returns the object. Whatever it raises means
+            that the pickle cannot be read.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Constructor:
 
 
 class PickledObject:
-    """An object of a pickle, as the values that it was made of: nothing of its class is run.
+    """An object in a pickle, as the values that it was made from; nothing of its class is run.
 
     Attributes:
-        kind: what it is an object of.
-        args: what it was made with.
-        state: what it was given then: a dict of its attributes, mostly.
+        kind: the class that it is an object of.
+        args: the arguments that it was made with.
+        state: the state that it was given then, mostly a dict of its attributes.
     """
 
     __slots__ = ("args", "kind", "state")
@@ -53,12 +53,12 @@ class PickledObject:
         self.state: Any = None
 
     def get(self, name: str) -> Any:
-        """An attribute; ``None`` if there is none."""
+        """An attribute; ``None`` if there is none of this name."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 def object_constructor(name: str, kind: Any) -> Constructor:
-    """What makes a :class:`PickledObject` of whatever arguments."""
+    """A constructor that makes a :class:`PickledObject` from any arguments."""
     return Constructor(name, lambda args: PickledObject(kind, args))
 
 
@@ -68,37 +68,38 @@ class PickleError(Exception):
 
 def load(
     data: bytes,
-    known: Callable[[str, str], Any],
+    find_class: Callable[[str, str], Any],
     most_steps: int,
-    persistent: Callable[[Any], Any] | None = None,
+    persistent_load: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The value that a pickle holds; no container in it is in itself, or nested too deeply.
+    """Read the value in a pickle. No container in it contains itself, or is nested too deeply.
 
     Args:
         data: the pickle.
-        known: what a module and a name stand for: a :class:`Constructor` or a plain value; ``None``
-            where they stand for nothing.
-        most_steps: of the pickle, each of which makes one value at most.
-        persistent: what is meant by what the pickle says of something outside of it.
+        find_class: called with a module and a name, returns what they stand for: a
+            :class:`Constructor` or a plain value; ``None`` if they stand for nothing.
+        most_steps: largest number of steps; each makes at most one value.
+        persistent_load: called with the pickle's description of something outside of it, returns
+            that.
 
     Raises:
         PickleError: it is damaged, names something else, or is too large.
-        CheckpointError: keys of a dict in it were made to be slow.
+        CheckpointError: the keys of a dict in it were chosen to make the dict slow.
     """
     try:
-        found = _Machine(data, known, persistent).run(most_steps)
+        found = _Machine(data, find_class, persistent_load).run(most_steps)
     except (IndexError, struct.error, UnicodeDecodeError):
-        raise PickleError("it is damaged or cut short") from None
+        raise PickleError("it is damaged or truncated") from None
     check_tree(found, len(data))
     return found
 
 
 def check_tree(value: Any, size: int) -> None:
-    """Check that a value can be walked: what is in it several times counts as often.
+    """Check that a value can be walked, counting what it contains several times as often.
 
     Args:
-        value: made of lists, tuples and dicts.
-        size: of the pickle that it comes from, in bytes.
+        value: nested lists, tuples and dicts.
+        size: size in bytes of the pickle that it comes from.
 
     Raises:
         PickleError: it is nested too deeply, or far larger than the pickle.
@@ -110,7 +111,7 @@ def check_tree(value: Any, size: int) -> None:
         for node in level:
             left -= len(node) if isinstance(node, dict | list | tuple) else 1
             if left < 0:
-                raise PickleError("it holds the same lists so often that it grows out of bounds")
+                raise PickleError("it contains the same lists so often that it grows too large")
             if isinstance(node, dict):
                 inner += node.keys()
                 inner += node.values()
@@ -119,30 +120,31 @@ def check_tree(value: Any, size: int) -> None:
         level = [node for node in inner if isinstance(node, dict | list | tuple)]
         if not level:
             return
-    raise PickleError(f"it is nested more than {MAX_DEPTH // 2} deep")
+    raise PickleError(f"it has more than {MAX_DEPTH // 2} levels of nesting")
 
 
 class _Machine:
-    """Does what a pickle says, step by step."""
+    """The stack machine that a pickle is a program of; one method for each kind of step."""
 
     def __init__(
         self,
         data: bytes,
-        known: Callable[[str, str], Any],
-        persistent: Callable[[Any], Any] | None,
+        find_class: Callable[[str, str], Any],
+        persistent_load: Callable[[Any], Any] | None,
     ) -> None:
         self.data = data
-        self.known = known
-        self.persistent = persistent
+        self.find_class = find_class
+        self.persistent_load = persistent_load
         self.at = 0
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # the stacks under the marks that are set
         self.memo: list[Any] = []
         self.containers = _FEW + len(data) // _BYTES_EACH
         self.collisions: dict[int, Collisions] = {}
-        self.held: list[Any] = []  # dicts with keys that can collide, so that their ids stay theirs
+        self.held: list[Any] = []  # dicts in ``collisions``, kept alive so that ids stay unique
 
     def run(self, most_steps: int) -> Any:
+        """Run the program to its end, and return the one value that is left on the stack."""
         data, steps = self.data, _STEPS
         for _ in range(most_steps):
             opcode = data[self.at]
@@ -162,7 +164,7 @@ class _Machine:
     def take(self, count: int) -> bytes:
         found = self.data[self.at : self.at + count]
         if len(found) < count:
-            raise PickleError("it is cut short")
+            raise PickleError("it is truncated")
         self.at += count
         return found
 
@@ -178,7 +180,7 @@ class _Machine:
     def line(self) -> str:
         end = self.data.find(b"\n", self.at, self.at + 512)
         if end < 0:
-            raise PickleError("a name in it has no end")
+            raise PickleError("a name in it does not end")
         return self.take(end + 1 - self.at)[:-1].decode("utf-8")
 
     # ---- values ----
@@ -200,7 +202,7 @@ class _Machine:
     def count_container(self) -> None:
         self.containers -= 1
         if self.containers < 0:
-            raise PickleError("it holds more lists than its size explains")
+            raise PickleError("it has more lists than its size explains")
 
     def push_tuple(self, count: int) -> None:
         if len(self.stack) < count:
@@ -234,7 +236,7 @@ class _Machine:
         elif index < len(self.memo):
             self.memo[index] = self.stack[-1]
         else:
-            raise PickleError("it leaves places in its memory out")
+            raise PickleError("it skips places in its memo")
 
     def get(self, index: int) -> None:
         self.push(self.memo[index])
@@ -260,7 +262,7 @@ class _Machine:
             into[key] = items[i + 1]
 
     def check_key(self, into: Any, key: Any) -> None:
-        """A key can be hashed, in little time, and is not one of many of the same hash."""
+        """Check that a key can be hashed quickly, and does not collide with many others."""
         left, nodes = _MOST_KEY, [key]
         while nodes:
             node = nodes.pop()
@@ -278,7 +280,7 @@ class _Machine:
     # ---- names and objects ----
 
     def find(self, module: str, name: str) -> None:
-        found = self.known(module, name)
+        found = self.find_class(module, name)
         if found is None:
             names = f"{module}.{name}"
             shown = names if names.isprintable() else repr(names)
@@ -288,10 +290,14 @@ class _Machine:
     def find_on_stack(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise PickleError("a name in it is no text")
+            raise PickleError("a name in it is not text")
         self.find(module, name)
 
     def make(self) -> None:
+        """Call a constructor with the arguments on top of the stack.
+
+        Constructors refuse arguments by raising; what they raise becomes a :class:`PickleError`.
+        """
         args, maker = self.stack.pop(), self.stack.pop()
         if not isinstance(maker, Constructor) or not isinstance(args, tuple):
             self.refuse("calls", maker)
@@ -307,20 +313,21 @@ class _Machine:
             OverflowError,
         ) as error:
             reason = " ".join(str(error).split())[:160]
-            raise PickleError(f"{maker.name} of other arguments ({reason})") from None
+            raise PickleError(f"it calls {maker.name} with wrong arguments ({reason})") from None
 
     def build(self) -> None:
+        """Give an object its state. A dict ignores it: the attributes of an ``OrderedDict``."""
         state, made = self.stack.pop(), self.stack[-1]
         if isinstance(made, dict):
-            return  # what an OrderedDict has beside its items
+            return
         if type(made) is not PickledObject or made.state is not None:
             self.refuse("changes", made)
         made.state = state
 
     def push_persistent(self) -> None:
-        if self.persistent is None:
-            raise PickleError("it says that something lies outside of it")
-        self.push(self.persistent(self.stack.pop()))
+        if self.persistent_load is None:
+            raise PickleError("it refers to something outside of it")
+        self.push(self.persistent_load(self.stack.pop()))
 
     def refuse(self, what: str, value: Any) -> NoReturn:
         name = value.name if isinstance(value, Constructor) else f"a {type(value).__name__}"

@@ -1,11 +1,9 @@
-"""Checkpoints of any format as one thing: tensors by name, plain values, and reading of boxes.
+"""Checkpoints of any format, read in one way: tensors by name, plain values, and boxes of tensors.
 
-Every format that can be read is a :class:`Source`. What is written is written from a source, a part
-of a tensor at a time, so that no more than a buffer of bounded size is ever in memory.
-
-Reading boxes of tensors whose parts lie in files, in any order of storage.
-
-For formats of others, which have no checksums; pieces of our own are read by :mod:`..disk.pieces`.
+Every format that can be read is a :class:`Source`. Whatever is written is written from a source, a
+part of a tensor at a time through a :class:`Window`, so that no more than a buffer of bounded size
+is ever in memory. Formats other than ours have no checksums: their tensors are extents of files,
+which an :class:`ExtentReader` reads. Pieces of our own format are read by :mod:`..disk.pieces`.
 """
 
 from __future__ import annotations
@@ -27,40 +25,39 @@ from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, narrow
 from shardwise.errors import CheckpointError
 
 MIB = 1 << 20
-#: Bytes that reading and writing may keep in memory, unless the caller says otherwise.
+#: Bytes that reading and writing may hold in memory by default.
 DEFAULT_BUFFER = 32 * MIB
 
 Progress = Callable[[int], None]
-"""Called with a number of bytes, when so many more have been moved."""
+"""Called with the number of bytes, each time that some have been moved."""
 
 
 Watch = Callable[[int], Progress]
-"""Called with the number of bytes that there are to move, before the first is."""
+"""Called once, with the number of bytes to move; returns what is called as they are moved."""
 
 
 def no_progress(moved: int) -> None:
-    """Nobody wants to know."""
+    """Ignore the progress."""
 
 
 def unwatched(total: int) -> Progress:
-    """Nobody is watching."""
+    """Watch nothing; see :data:`Watch`."""
     del total
     return no_progress
 
 
 class Source(Protocol):
-    """A checkpoint that is read. Close it, or use it in a ``with`` statement.
+    """A checkpoint that is open to be read. Close it, or use it in a ``with`` statement.
 
     Attributes:
-        where: its folder or file, for messages.
-        tensors: every tensor, by the keys that lead to it in the saved state:
-            ``("model", "layers.0.weight")``.
-        values: what is stored beside tensors, in the same way.
-        about: lines about the checkpoint, for people.
-        placements: how a tensor was cut, in words, where the format tells.
-        tied: names of the model's tensors that were another one, with the name of that one, where
-            the format tells.
-        config: the ``config.json`` of the model, where the format tells; else empty.
+        where: its folder or file, for error messages.
+        tensors: dtype and shape of every tensor, by path: ``("model", "layers.0.weight")``.
+        values: plain values stored beside the tensors, by path.
+        about: lines of text that describe the checkpoint.
+        placements: how each tensor was sharded, as text, if the format records it.
+        tied: for each tied tensor of the model, the name of the tensor that it is tied to, if the
+            format records it.
+        config: the model's ``config.json``, if the format records it; else empty.
     """
 
     @property
@@ -82,12 +79,12 @@ class Source(Protocol):
         """Read a part of a tensor.
 
         Args:
-            path: of the tensor.
-            box: which part, not empty.
-            into: of the box's sizes and the tensor's dtype, on the CPU, row after row.
+            path: path of the tensor.
+            box: the part to read, not empty.
+            into: a contiguous tensor on the CPU, with the sizes of the box and the tensor's dtype.
 
         Raises:
-            CheckpointError: what is stored is damaged.
+            CheckpointError: the checkpoint is damaged.
         """
 
     def close(self) -> None:
@@ -103,7 +100,7 @@ class Source(Protocol):
 
 
 class BaseSource(Closing):
-    """What sources have in common: they say nothing more, and close themselves."""
+    """The part of a :class:`Source` that most formats share: nothing is recorded beside tensors."""
 
     about: Sequence[str] = ()
     placements: Mapping[StatePath, str] = MappingProxyType({})
@@ -112,14 +109,14 @@ class BaseSource(Closing):
 
 
 class Window:
-    """Memory that parts of tensors pass through.
+    """A buffer that parts of tensors pass through.
 
     Args:
-        buffer: its bytes.
-        progress: told how many bytes have passed.
+        buffer: its size in bytes, at least 4096.
+        progress: called with the number of bytes, each time that some have passed.
 
     Raises:
-        ValueError: less than 4096.
+        ValueError: the buffer is too small.
     """
 
     def __init__(self, buffer: int = DEFAULT_BUFFER, progress: Progress = no_progress) -> None:
@@ -131,27 +128,27 @@ class Window:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes may be in memory."""
+        """Size of the buffer in bytes."""
         return self._bytes
 
     def parts(
         self, source: Source, path: StatePath, box: Box | None = None
     ) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Read a tensor, or a box of it, in parts, in the order of storage.
+        """Read a tensor, or a box of it, in parts, in row-major order.
 
         Yields:
-            The part's place in the tensor, and its elements, which the next part overwrites.
+            The box of a part in the tensor, and its elements, which the next part overwrites.
         """
         for part in self.boxes(source.tensors[path], box):
             yield part, self.read(source, path, part)
 
     def read(self, source: Source, path: StatePath, part: Box) -> torch.Tensor:
-        """Read one of the boxes that :meth:`boxes` gives; the next is read over it."""
+        """Read one of the boxes that :meth:`boxes` yields. The next read overwrites the result."""
         dtype = torch_dtype(source.tensors[path].dtype)
         nbytes = part.numel * dtype.itemsize
         if self._memory.nbytes < nbytes:
             self._memory = torch.empty(self._bytes, dtype=torch.uint8)
-        # A storage of its own, as large as the part: that is what torch.save saves.
+        # A storage of its own, as large as the part, since torch.save saves whole storages.
         into = torch.frombuffer(self._memory.numpy(), dtype=dtype, count=part.numel)
         into = into.view(part.sizes)
         source.read(path, part, into)
@@ -159,7 +156,7 @@ class Window:
         return into
 
     def boxes(self, info: TensorInfo, box: Box | None = None) -> Iterator[Box]:
-        """The parts that a tensor, or a box of it, is read in."""
+        """Cut a tensor, or a box of it, into parts that fit in the buffer, in row-major order."""
         box = full_box(info.shape) if box is None else box
         limit = max(1, _whole_rows(self._bytes // info.itemsize, box.sizes))
         for first in range(0, box.numel, limit):
@@ -168,13 +165,16 @@ class Window:
                 yield Box(offsets, inner.sizes)
 
     def chunks(self, source: Source, path: StatePath) -> Iterator[memoryview]:
-        """The bytes of a tensor, in order; each chunk is valid until the next is asked for."""
+        """Yield the bytes of a tensor, in order; each chunk is valid until the next one."""
         for _, part in self.parts(source, path):
             yield as_bytes(part)
 
 
 def _whole_rows(elements: int, sizes: Sequence[int]) -> int:
-    """As many elements as are whole rows, or rows of rows; ``elements`` if no row fits."""
+    """The number of elements, up to ``elements``, that fills complete rows, or groups of rows.
+
+    If not even one row fits, that is ``elements``.
+    """
     row = 1
     for size in reversed(sizes):
         if row * size > elements:
@@ -184,22 +184,22 @@ def _whole_rows(elements: int, sizes: Sequence[int]) -> int:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, not copied."""
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def model_tensors(source: Source) -> dict[str, StatePath]:
-    """The tensors of the model in a source: name in the model -> path.
+    """The tensors of the model in a source: path in the source, by name in the model.
 
     Raises:
-        CheckpointError: there are none, or two of one name.
+        CheckpointError: there are none, or two have the same name.
     """
     found: dict[str, StatePath] = {}
     for path in source.tensors:
         if path[0] == "model" and found.setdefault(dotted(path[1:]), path) != path:
-            raise CheckpointError(f"{source.where}: holds {dotted(path)} twice, expected it once")
+            raise CheckpointError(f"{source.where}: found {dotted(path)} twice, expected it once")
     if not found:
-        raise CheckpointError(f"{source.where}: holds no model, only {_sections(source)}")
+        raise CheckpointError(f"{source.where}: contains no model, only {_sections(source)}")
     return found
 
 
@@ -213,13 +213,13 @@ _MOST_SCRATCH = 4 * MIB
 
 @dataclass(frozen=True)
 class Extent:
-    """Where the elements of a box of a tensor lie.
+    """Where the elements of a box of a tensor are in a file.
 
     Attributes:
-        box: which part of the tensor.
-        file: the file.
-        start: the byte at which the first element of the box begins.
-        strides: in elements, within the box; row after row where ``None``.
+        box: which part of the tensor it is.
+        file: path of the file.
+        start: byte of the file at which the first element of the box begins.
+        strides: strides inside the box, in elements; row-major if ``None``.
     """
 
     box: Box
@@ -229,19 +229,24 @@ class Extent:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Elements from one index to the next, in each dimension."""
-        return row_major(self.box.sizes) if self.strides is None else self.strides
+        """The strides inside the box, in elements."""
+        return _row_major(self.box.sizes) if self.strides is None else self.strides
 
 
 class ExtentReader(Closing):
-    """Fetches boxes. Holds some open files, and one scratch buffer of at most 4 MiB."""
+    """A reader of boxes of tensors. It holds at most 64 open files and 4 MiB of scratch memory."""
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def read(self, extents: Sequence[Extent], box: Box, into: torch.Tensor) -> None:
-        """Fill ``into``, of the box's sizes, from the extents of a tensor.
+        """Read a box of a tensor from its extents.
+
+        Args:
+            extents: the extents that the tensor consists of.
+            box: the part of the tensor to read.
+            into: a tensor on the CPU with the sizes of the box.
 
         Raises:
             CheckpointError: a file cannot be read, or is shorter than expected.
@@ -253,12 +258,12 @@ class ExtentReader(Closing):
                 self._fetch(extent, common.relative_to(extent.box.offsets), target)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close all files."""
         while self._open:
             os.close(self._open.popitem()[1])
 
     def _fetch(self, extent: Extent, box: Box, into: torch.Tensor) -> None:
-        """Read a box, counted from the extent's first element."""
+        """Read a box whose offsets are relative to the extent."""
         steps, size = extent.steps, into.itemsize
         first = sum(a * step for a, step in zip(box.offsets, steps, strict=True)) * size
         reach = (sum((n - 1) * step for n, step in zip(box.sizes, steps, strict=True)) + 1) * size
@@ -271,7 +276,7 @@ class ExtentReader(Closing):
             self._read_bytes(extent, first, covered)
             into.copy_(covered.view(into.dtype).as_strided(box.sizes, steps))
         else:
-            # What lies between the elements of the box does not fit either: half at a time.
+            # Together with what is between its elements, the box does not fit: halve it.
             dim = max(range(len(steps)), key=lambda d: (box.sizes[d] - 1) * steps[d])
             for half in _halves(box, dim):
                 self._fetch(extent, half, narrow(into, half.relative_to(box.offsets)))
@@ -289,48 +294,38 @@ class ExtentReader(Closing):
         return self._open[file]
 
 
-def full_extent(info: TensorInfo, file: Path, start: int) -> Extent:
-    """A tensor that lies in one place, row after row."""
-    return Extent(full_box(info.shape), file, start)
-
-
-def check_extents(where: str, info: TensorInfo, extents: Sequence[Extent]) -> None:
-    """Check that boxes fill their tensor.
-
-    Raises:
-        CheckpointError: one lies outside, two overlap, or there is a gap.
-    """
-    boxes = [extent.box for extent in extents if extent.box.numel]
-    check_boxes(where, info, boxes)
-
-
 def check_boxes(where: str, info: TensorInfo, boxes: Sequence[Box]) -> None:
-    """Check that boxes, none empty, fill a tensor.
+    """Check that non-empty boxes cover a tensor without gaps or overlaps.
+
+    Args:
+        where: the file and the tensor, for error messages.
+        info: dtype and shape of the tensor.
+        boxes: the boxes, in any order.
 
     Raises:
-        CheckpointError: one lies outside, two overlap, or there is a gap.
+        CheckpointError: a box is outside the tensor, two overlap, or there is a gap.
     """
     for box in boxes:
         if not box.is_inside(info.shape):
             raise CheckpointError(
-                f"{where}: found a piece at {list(box.offsets)} of sizes {list(box.sizes)}, "
-                f"expected it inside the shape {list(info.shape)}"
+                f"{where}: found a piece at {list(box.offsets)} with sizes {list(box.sizes)}, "
+                f"expected one inside the shape {list(info.shape)}"
             )
     if not is_tiling(boxes, info.shape):
         raise CheckpointError(
             f"{where}: found gaps or overlaps between {len(boxes)} pieces, expected pieces that "
-            f"fill the shape {list(info.shape)} exactly"
+            f"cover the shape {list(info.shape)} exactly"
         )
 
 
-def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a tensor of these sizes stored row after row."""
+def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a tensor of these sizes in row-major order."""
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def _is_dense(sizes: Sequence[int], steps: Sequence[int]) -> bool:
-    """Whether a box lies row after row, without gaps."""
-    own = row_major(sizes)
+    """Whether a box is stored in row-major order without gaps."""
+    own = _row_major(sizes)
     return all(n == 1 or a == b for n, a, b in zip(sizes, steps, own, strict=True))
 
 

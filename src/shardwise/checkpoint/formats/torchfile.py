@@ -1,11 +1,11 @@
-"""Files of ``torch.save``: where their tensors lie, and writing tensors that do not fit in memory.
+"""Files of ``torch.save``, read without trusting them: where their tensors are, and as a source.
 
-Such a file is a zip archive: a pickle that says what there is, and one record, never compressed,
-for each memory that tensors are views of. :mod:`.archive` and :mod:`.pickles` read them; what
-torch's functions in the pickle would do is told here. Writing lets torch lay out the file with
-holes where the memory belongs, and fills the holes.
+Such a file is a zip archive. It contains a pickle that describes the saved object, and for each
+storage that tensors are views of one record, never compressed. :mod:`.archive` and :mod:`.pickles`
+read these; this file says what torch's functions named in the pickle would do. No code in the file
+is run. :mod:`.torchwrite` writes such files.
 
-A plain file of ``torch.save`` as a source: a state dict, or a dict of state dicts.
+Source: ``torch/serialization.py`` and ``torch/_utils.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 
 from shardwise.checkpoint.disk.boxes import Box, full_box
-from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dtype_name, torch_dtype
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.files import Links, open_file
 from shardwise.checkpoint.disk.strict import Collisions, check_number, check_shape, refuse
 from shardwise.checkpoint.formats.archive import Archive, Record
@@ -30,13 +30,13 @@ from shardwise.checkpoint.formats.source import BaseSource, Extent, ExtentReader
 from shardwise.errors import CheckpointError
 
 _PICKLE = "data.pkl"
-_MOST_PICKLE = 1 << 26  # bytes; of a tensor it has about 150
-_MOST_STEPS = 1 << 23  # of a tensor it takes about 40
+_MOST_PICKLE = 1 << 26  # bytes; a tensor takes about 150
+_MOST_STEPS = 1 << 23  # a tensor takes about 40
 _MAX_DIMS = 64
-_FREE, _TIMES = (
-    1 << 24,
-    64,
-)  # bytes of tensors that share elements: so many, and so often the file's
+# Tensors may share elements: their bytes may be this many times those of the file, and some more.
+_TIMES, _FREE = 64, 1 << 24
+# Keys under which training scripts save the state dict of a model.
+_MODEL = ("model", "state_dict", "model_state_dict")
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class StoredTensor:
 
     Attributes:
         info: its dtype and shape.
-        start: the byte of the file at which its first element lies.
-        end: the byte behind its last.
-        strides: in elements.
+        start: byte of the file at which its first element begins.
+        end: byte after its last element.
+        strides: its strides, in elements.
     """
 
     info: TensorInfo
@@ -58,11 +58,11 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A rank's part of a ``DTensor`` in a file.
+    """A rank's shard of a ``DTensor`` in a file.
 
     Attributes:
-        shape: of the whole.
-        local: what the rank had.
+        shape: shape of the full tensor.
+        local: the shard.
     """
 
     shape: tuple[int, ...]
@@ -70,17 +70,18 @@ class StoredShard:
 
 
 def read_tree(path: Path, start: int = 0, length: int | None = None) -> Any:
-    """What a file of ``torch.save`` holds, with a :class:`StoredTensor` for every tensor.
+    """Read a file of ``torch.save``, with a :class:`StoredTensor` in place of every tensor.
 
     No tensor is read, and no code in the file is run.
 
     Args:
-        path: the file.
-        start: the byte at which the archive begins, where it is a part of the file.
-        length: its bytes.
+        path: path of the file.
+        start: byte at which the archive begins, if it is a part of the file.
+        length: size of the archive in bytes; up to the end of the file if ``None``.
 
     Raises:
-        CheckpointError: it is none, is damaged, or holds more than weights and plain values.
+        CheckpointError: it is not such a file, is damaged, or contains more than tensors and plain
+            values.
     """
     handle, size = open_file(path, Links.FOLLOW)
     try:
@@ -99,17 +100,17 @@ def read_tree(path: Path, start: int = 0, length: int | None = None) -> Any:
         tree = load(data, names.find, _MOST_STEPS, names.storage)
     except PickleError as error:
         raise CheckpointError(
-            f"{path}: is no file of torch.save that can be read without running code from it "
+            f"{path}: is not a file of torch.save that can be read without running code from it "
             f"({error})"
         ) from None
     needed = sum(stored.info.nbytes for stored in stored_tensors(tree))
-    if needed > _FREE + _TIMES * length:  # elements that are there once, and read a million times
+    if needed > _FREE + _TIMES * length:  # elements stored once, and read a million times
         refuse(f"{path}, tensors", f"{needed:,} bytes in all", f"about the {length:,} of the file")
     return tree
 
 
 def stored_tensors(tree: Any) -> Iterator[StoredTensor]:
-    """The tensors in what :func:`read_tree` returns; one of several names comes several times."""
+    """Yield the tensors in what :func:`read_tree` returned; a shared one as often as it occurs."""
     if isinstance(tree, dict):
         for item in tree.values():
             yield from stored_tensors(item)
@@ -121,9 +122,13 @@ def stored_tensors(tree: Any) -> Iterator[StoredTensor]:
 
 
 def map_tensors(tree: Any, path: Path) -> Any:
-    """What :func:`read_tree` returned, with tensors in place of what was told of them.
+    """Replace every :class:`StoredTensor` in what :func:`read_tree` returned by a tensor.
 
-    They lie in the file until they are looked at; writing to them does not change it.
+    The tensors are views of the file, read when they are used. Writing to them does not change it.
+
+    Args:
+        tree: what :func:`read_tree` returned, or a part of it.
+        path: path of the file.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -135,24 +140,24 @@ def map_tensors(tree: Any, path: Path) -> Any:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
     finally:
         os.close(handle)
+    return _mapped(tree, memory)
 
-    def mapped(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: mapped(item) for key, item in node.items()}
-        if isinstance(node, list | tuple):
-            return type(node)(map(mapped, node))
-        if isinstance(node, StoredShard):
-            return mapped(node.local)
-        if not isinstance(node, StoredTensor):
-            return node
-        info, dtype = node.info, torch_dtype(node.info.dtype)
-        if not info.numel:
-            return torch.empty(info.shape, dtype=dtype)
-        count = (node.end - node.start) // info.itemsize
-        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=node.start)
-        return flat.as_strided(info.shape, node.strides)
 
-    return mapped(tree)
+def _mapped(tree: Any, memory: mmap.mmap) -> Any:
+    if isinstance(tree, dict):
+        return {key: _mapped(item, memory) for key, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_mapped(item, memory) for item in tree)
+    if isinstance(tree, StoredShard):
+        return _mapped(tree.local, memory)
+    if not isinstance(tree, StoredTensor):
+        return tree
+    info, dtype = tree.info, torch_dtype(tree.info.dtype)
+    if not info.numel:
+        return torch.empty(info.shape, dtype=dtype)
+    count = (tree.end - tree.start) // info.itemsize
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=tree.start)
+    return flat.as_strided(info.shape, tree.strides)
 
 
 def _check_byte_order(archive: Archive, path: Path) -> None:
@@ -160,17 +165,17 @@ def _check_byte_order(archive: Archive, path: Path) -> None:
         return
     order = archive.read("byteorder", most=16).decode("ascii", "replace")
     if order != sys.byteorder:
-        raise CheckpointError(f"{path}: found {order!r} endian numbers, expected {sys.byteorder}")
+        raise CheckpointError(f"{path}: found {order!r} byte order, expected {sys.byteorder!r}")
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """The memory that tensors are views of.
+    """A storage that tensors are views of.
 
     Attributes:
-        dtype: of its elements; ``None`` where it is of bytes.
-        first: the byte of the file at which it begins.
-        nbytes: its bytes.
+        dtype: dtype of its elements; ``None`` if it is untyped.
+        first: byte of the file at which it begins.
+        nbytes: its size in bytes.
     """
 
     dtype: torch.dtype | None
@@ -182,9 +187,9 @@ class _Names:
     """What the names in a pickle of ``torch.save`` stand for.
 
     Args:
-        records: of the archive.
-        start: the byte of the file at which the archive begins.
-        where: the file, for messages.
+        records: the records of the archive.
+        start: byte of the file at which the archive begins.
+        where: the file, for error messages.
     """
 
     def __init__(self, records: Mapping[str, Record], start: int, where: str) -> None:
@@ -201,7 +206,7 @@ class _Names:
         self._own = {key: Constructor(key[0], make) for key, make in own.items()}
 
     def find(self, module: str, name: str) -> Any:
-        """A :class:`.Constructor`, or a plain value; ``None`` if the name is none of them."""
+        """A :class:`.Constructor` or a plain value; ``None`` if the name is not known."""
         module = {"__builtin__": "builtins"}.get(module, module)
         found = self._own.get((name, module)) or _PLAIN.get((name, module))
         if found is not None:
@@ -210,21 +215,21 @@ class _Names:
             value = getattr(torch, name, None)
             if isinstance(value, torch.dtype):
                 return value
-        if module.startswith("torch.distributed."):  # how a DTensor was cut, and on which mesh
+        if module.startswith("torch.distributed."):  # placements and mesh of a DTensor
             return object_constructor(f"{module}.{name}", f"{module}.{name}")
         return None
 
     def storage(self, said: Any) -> _Storage:
-        """The memory that a pickle means."""
+        """The storage that a pickle refers to."""
         if not isinstance(said, tuple) or len(said) != 5 or said[0] != "storage":
-            raise PickleError("it says that something but the memory of a tensor is outside of it")
+            raise PickleError("it refers to something outside of it that is not a storage")
         _, kind, key, _, numel = said
         if (
             not isinstance(kind, Constructor)
             or kind.name not in _STORAGES
             or not isinstance(key, str)
         ):
-            raise PickleError("it has tensors of unknown memory")
+            raise PickleError("it has a storage of an unknown type")
         dtype = _STORAGES[kind.name]
         record = self._records.get(f"data/{key}")
         held = 0 if record is None else record.length
@@ -238,10 +243,10 @@ class _Names:
         return _Storage(dtype, self._start + record.first, needed)
 
     def _from_type(self, args: tuple[Any, ...]) -> Any:
-        """A tensor with attributes, or of a subclass, of which only ``DTensor`` is known."""
+        """A tensor with attributes, or of a subclass; the only subclass known is ``DTensor``."""
         make, kind, inner, state = args
         if not isinstance(make, Constructor) or not isinstance(inner, tuple):
-            raise PickleError("it makes a tensor by something that is no function")
+            raise PickleError("it makes a tensor with something that is not a function")
         made = make.make(inner)
         if not isinstance(made, _Shard):
             return _is_tensor(made)
@@ -267,7 +272,7 @@ class _Names:
     ) -> StoredTensor:
         where = self._where
         if not isinstance(storage, _Storage):
-            raise PickleError("it has a tensor without memory")
+            raise PickleError("it has a tensor without a storage")
         dtype = storage.dtype if dtype is None else dtype
         if not isinstance(dtype, torch.dtype):
             raise PickleError("it has a tensor without a dtype")
@@ -291,7 +296,7 @@ class _Names:
 
 
 class _Shard:
-    """A tensor of a subclass, before its parts are known: which, and of what shape."""
+    """A tensor of a subclass whose parts are not known yet, only the subclass and the shape."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.kind, _, self.shape = args[:3]
@@ -301,13 +306,13 @@ class _Shard:
 
 def _is_tensor(value: Any) -> StoredTensor | StoredShard:
     if not isinstance(value, StoredTensor | StoredShard):
-        raise PickleError("it has a parameter that is no tensor")
+        raise PickleError("it has a parameter that is not a tensor")
     return value
 
 
 def _shape(values: Any, where: str) -> tuple[int, ...]:
     if not isinstance(values, tuple) or len(values) > _MAX_DIMS:
-        refuse(where, values, f"a shape of {_MAX_DIMS} dimensions at most")
+        refuse(where, values, f"a shape of at most {_MAX_DIMS} dimensions")
     return tuple(check_number(value, f"{where}: shape or strides") for value in values)
 
 
@@ -319,22 +324,22 @@ def _size(args: tuple[Any, ...]) -> tuple[int, ...]:
 def _encoded(args: tuple[Any, ...]) -> bytes:
     text, encoding = args
     if encoding != "latin1":
-        raise ValueError("another encoding")
+        raise ValueError(f"found the encoding {encoding!r}, expected latin1")
     return cast(str, text).encode("latin-1")
 
 
 def _bytes(args: tuple[Any, ...]) -> bytes:
-    """Bytes of bytes alone: of a number Python would make as many as it says."""
+    """Bytes made from bytes; from a number, Python would make as many as it says."""
     (found,) = args or (b"",)
     if not isinstance(found, bytes):
-        raise TypeError("no bytes")
+        raise TypeError(f"found a {type(found).__name__}, expected bytes")
     return found
 
 
 def _set(args: tuple[Any, ...]) -> set[Any]:
     (items,) = args
     if not all(isinstance(item, str | int | float | bytes | bool | None) for item in items):
-        raise TypeError("items that are no plain values")
+        raise TypeError("found items that are not plain values")
     collisions = Collisions("a set in it")
     for item in items:
         collisions.check(item)
@@ -354,15 +359,15 @@ def _layout(args: tuple[Any, ...]) -> torch.layout:
     (name,) = args
     found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
     if not isinstance(found, torch.layout):
-        raise TypeError("no layout")
+        raise TypeError("found something else than the name of a layout")
     return found
 
 
 def _dict(args: tuple[Any, ...]) -> dict[Any, Any]:
-    """An empty dict, which items follow; or, of a ``Counter``, one that is there."""
+    """An empty dict, whose items follow in the pickle; or, for a ``Counter``, the dict given."""
     (found,) = args or ({},)
     if type(found) is not dict:
-        raise TypeError("no dict")
+        raise TypeError(f"found a {type(found).__name__}, expected a dict")
     return found
 
 
@@ -385,7 +390,7 @@ _STORAGES: Mapping[str, torch.dtype | None] = {
 
 
 def _no_object(args: tuple[Any, ...]) -> Any:
-    raise TypeError(f"found {len(args)} arguments, expected it by itself")
+    raise TypeError(f"found a call with {len(args)} arguments, expected only its name")
 
 
 _PLAIN: Mapping[tuple[str, str], Constructor] = {
@@ -409,17 +414,14 @@ _PLAIN: Mapping[tuple[str, str], Constructor] = {
 }
 
 
-_MODEL = ("model", "state_dict", "model_state_dict")
-
-
 class TorchSource(BaseSource):
-    """The model in a file of ``torch.save``: what it holds under ``model``, or else all of it.
+    """The model in a file of ``torch.save``: the contents of ``model``, or else the whole file.
 
     Args:
-        where: the file.
+        where: path of the file.
 
     Raises:
-        CheckpointError: it is none, or there is code in it, or no model.
+        CheckpointError: it is not such a file, contains code, or contains no model.
     """
 
     def __init__(self, where: Path) -> None:
@@ -431,7 +433,7 @@ class TorchSource(BaseSource):
         model = next((tree[key] for key in _MODEL if isinstance(tree.get(key), Mapping)), tree)
         self._stored = dict(_tensors(("model",), model, str(where)))
         if not self._stored:
-            raise CheckpointError(f"{where}: holds no tensors by name, expected a state dict")
+            raise CheckpointError(f"{where}: found no named tensors, expected a state dict")
         self.tensors: Mapping[StatePath, TensorInfo] = {
             path: stored.info for path, stored in self._stored.items()
         }
@@ -449,7 +451,7 @@ class TorchSource(BaseSource):
 
 
 def _tensors(path: StatePath, tree: Any, where: str) -> Iterator[tuple[StatePath, StoredTensor]]:
-    """The tensors of a state dict, by their keys; what else is in it is left out."""
+    """The tensors of a nested state dict, by path. Everything else in it is ignored."""
     if isinstance(tree, Mapping):
         for key, item in tree.items():
             if not isinstance(key, str) or not key.isprintable():
@@ -459,6 +461,6 @@ def _tensors(path: StatePath, tree: Any, where: str) -> Iterator[tuple[StatePath
         yield path, tree
     elif isinstance(tree, StoredShard):
         raise CheckpointError(
-            f"{where}: {'.'.join(map(str, path[1:]))} is a rank's part of a sharded tensor; "
+            f"{where}: {dotted(path[1:])} is a rank's shard of a tensor; "
             "consolidate the files of all ranks with python -m shardwise.checkpoint.consolidate"
         )

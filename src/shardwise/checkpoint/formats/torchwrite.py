@@ -1,13 +1,15 @@
-"""TODO."""
+"""Writing files of ``torch.save`` whose tensors do not fit in memory.
+
+Torch lays out the file with fake tensors, which leaves holes where their bytes belong. The holes
+are then filled a part of a tensor at a time, and the checksums of the archive are corrected.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
-import struct
-import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,62 +18,63 @@ import torch
 
 from shardwise._torch import dtensor
 from shardwise.checkpoint.disk.entries import TensorInfo, torch_dtype
+from shardwise.checkpoint.disk.safetensors import Chunks
+from shardwise.checkpoint.formats.archive import write_checksums
 from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree
-
-_LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of what follows it
-
-
-_CENTRAL = struct.Struct("<28xHHH12x")  # lengths of the name, what follows, and a comment
-
-
-_CENTRAL_CRC = 16
-
-
-_DESCRIPTOR = b"PK\x07\x08"
 
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Stands for a tensor in what :func:`write_tree` writes; same name, same memory.
+    """Stands for a tensor in a tree that :func:`write_tree` writes.
+
+    Placeholders with the same name become one tensor that shares its memory.
 
     Attributes:
-        name: under which its bytes are asked for.
-        info: its dtype and shape.
+        name: the name under which its bytes are asked for.
+        info: dtype and shape of the tensor.
     """
 
     name: str
     info: TensorInfo
 
 
-def write_tree(path: Path, tree: Any, windows: Callable[[str], Iterator[memoryview]]) -> None:
-    """Write what ``torch.save`` would, but the bytes of tensors come a few at a time.
+def write_tree(path: Path, tree: Any, chunks: Chunks) -> None:
+    """Write what ``torch.save`` would write, without holding the tensors in memory.
 
     Args:
-        path: the file to make.
-        tree: plain values, and a :class:`Placeholder` for every tensor.
-        windows: the bytes of a tensor, by its hole's name, in order.
+        path: path of the file, which must not exist.
+        tree: plain values, with a :class:`Placeholder` for every tensor.
+        chunks: called with the name of a placeholder, gives the bytes of its tensor in order.
+
+    Raises:
+        OSError: the file cannot be written.
     """
-    holes: dict[str, torch.Tensor] = {}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        save(_with_tensors(tree, holes), path)
+        save(_with_tensors(tree, {}), path)
     places = dict(_places(tree, read_tree(path)))
     sums: dict[int, int] = {}
     with path.open("r+b") as file:
         for name, stored in places.items():
             file.seek(stored.start)
             crc = 0
-            for window in windows(name):
-                file.write(window)
-                crc = zlib.crc32(window, crc)
-            assert file.tell() == stored.end, f"{name}: found other bytes than were announced"
+            for chunk in chunks(name):
+                file.write(chunk)
+                crc = zlib.crc32(chunk, crc)
+            assert file.tell() == stored.end, f"{name}: wrote another number of bytes than it has"
             sums[stored.start] = crc
-        _write_sums(file, sums)
+        write_checksums(file, sums)
         file.flush()
         os.fsync(file.fileno())
 
 
 def save(value: Any, file: Path | BinaryIO) -> None:
-    """``torch.save``, which says of a full disk that an assertion of its own failed.
+    """Write a value with ``torch.save``, and report a full disk as an ``OSError``.
+
+    Torch reports it as a failed assertion of its own.
+
+    Args:
+        value: what to write.
+        file: path of the file, or an open one.
 
     Raises:
         OSError: it cannot be written.
@@ -85,25 +88,25 @@ def save(value: Any, file: Path | BinaryIO) -> None:
         raise OSError(errno.EIO, message, name) from error
 
 
-def _with_tensors(value: Any, holes: dict[str, torch.Tensor]) -> Any:
-    """The tree with tensors that have no memory in place of holes."""
+def _with_tensors(value: Any, made: dict[str, torch.Tensor]) -> Any:
+    """The tree with fake tensors, which have no memory, in place of placeholders."""
     if isinstance(value, Placeholder):
-        if value.name not in holes:
+        if value.name not in made:
             with dtensor.fake_tensors():
-                holes[value.name] = torch.empty(
+                made[value.name] = torch.empty(
                     value.info.shape, dtype=torch_dtype(value.info.dtype)
                 )
-        return holes[value.name]
+        return made[value.name]
     if isinstance(value, dict):
-        return {key: _with_tensors(item, holes) for key, item in value.items()}
+        return {key: _with_tensors(item, made) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_with_tensors(item, holes) for item in value]
+        items = [_with_tensors(item, made) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value
 
 
 def _places(tree: Any, stored: Any) -> Iterator[tuple[str, StoredTensor]]:
-    """The name of every hole, and where the file has it."""
+    """The name of every placeholder, and where the file has its tensor."""
     if isinstance(tree, Placeholder):
         yield tree.name, stored
     elif isinstance(tree, dict):
@@ -112,24 +115,3 @@ def _places(tree: Any, stored: Any) -> Iterator[tuple[str, StoredTensor]]:
     elif isinstance(tree, list | tuple):
         for item, there in zip(tree, stored, strict=True):
             yield from _places(item, there)
-
-
-def _write_sums(file: BinaryIO, sums: Mapping[int, int]) -> None:
-    """Enter the checksums of filled holes, without which other zip programs refuse the file."""
-    with zipfile.ZipFile(file) as archive:
-        items = archive.infolist()
-        directory = archive.start_dir
-    for item in items:
-        file.seek(item.header_offset)
-        name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-        first = item.header_offset + _LOCAL_HEADER.size + name + extra
-        file.seek(directory)
-        name, extra, comment = _CENTRAL.unpack(file.read(_CENTRAL.size))
-        if first in sums:
-            crc = sums[first].to_bytes(4, "little")
-            file.seek(directory + _CENTRAL_CRC)
-            file.write(crc)
-            file.seek(first + item.file_size)
-            if file.read(4) == _DESCRIPTOR:
-                file.write(crc)
-        directory += _CENTRAL.size + name + extra + comment

@@ -1,4 +1,7 @@
-"""The files of all ranks of an XLA-style checkpoint, read as one: see :mod:`..ranks.xla`."""
+"""The files of all ranks of an XLA-style checkpoint, read as one checkpoint.
+
+See :mod:`..ranks.xla` for the format. Ranks' parts of a tensor become extents of the full tensor.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from shardwise.checkpoint.formats.source import (
     Extent,
     ExtentReader,
     Window,
-    check_extents,
+    check_boxes,
 )
 from shardwise.checkpoint.formats.torchfile import StoredShard, StoredTensor, read_tree
 from shardwise.checkpoint.formats.torchwrite import Placeholder
@@ -30,10 +33,10 @@ _MAX_RANKS = 10**6
 
 @dataclass(frozen=True)
 class Part:
-    """Where a rank's part of a tensor lies in the whole.
+    """Where a rank's part of a tensor is in the full tensor.
 
     Attributes:
-        shape: of the whole.
+        shape: shape of the full tensor.
         box: the part.
     """
 
@@ -46,13 +49,14 @@ class RankFile:
     """The file of one rank.
 
     Attributes:
-        path: the file.
-        rank: whose it is.
-        world_size: of how many.
-        tree: what is in it.
-        parts: by the name of a parameter, what the rank has of it.
-        optimizer_parts: the same for the optimizer's state, by the keys that lead to it.
-        alike: what the rank has of all parameters of a shape, and of sizes, where that is the same.
+        path: path of the file.
+        rank: the rank that wrote it.
+        world_size: number of ranks.
+        tree: its contents, with a :class:`.StoredTensor` for every tensor.
+        parts: the rank's part of each parameter, by name.
+        optimizer_parts: the rank's part of each tensor of the optimizer's state, by dotted path.
+        alike: the part that all parameters of one shape and local sizes have in common; ``None`` if
+            they differ.
     """
 
     path: Path
@@ -65,14 +69,14 @@ class RankFile:
 
 
 class RankFiles(BaseSource):
-    """The files of all ranks.
+    """The files of all ranks as a source.
 
     Args:
-        files: in any order.
+        files: paths of the files, in any order.
 
     Raises:
-        CheckpointError: one is missing, damaged, of another checkpoint, or there is code in it;
-            or the parts of a tensor do not make a whole.
+        CheckpointError: a file is missing, damaged, hostile, or of another checkpoint; or the parts
+            of a tensor do not cover it.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -80,7 +84,7 @@ class RankFiles(BaseSource):
         self._reader = ExtentReader()
         self._ranks = _in_order([read_rank_file(file) for file in files])
         self._extents: dict[StatePath, list[Extent]] = {}
-        self._holes: dict[str, Placeholder] = {}
+        self._placeholders: dict[str, Placeholder] = {}
         self.tensors: dict[StatePath, TensorInfo] = {}
         self.values: dict[StatePath, Any] = {}
         self.by_name: dict[str, StatePath] = {}
@@ -92,15 +96,15 @@ class RankFiles(BaseSource):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all full tensors."""
+        """Total bytes of all full tensors."""
         return sum(info.nbytes for info in self.tensors.values())
 
     def tree(self) -> dict[str, Any]:
-        """``{"model": ..., "optimizer": ...}`` with holes for the tensors."""
+        """``{"model": ..., "optimizer": ...}`` with a :class:`.Placeholder` for every tensor."""
         return self._tree
 
     def chunks(self, window: Window) -> Callable[[str], Iterator[memoryview]]:
-        """The bytes of a tensor, by the name of its hole."""
+        """The bytes of a tensor by the name of its placeholder, as :func:`.write_tree` takes it."""
         return lambda name: window.chunks(self, self.by_name[name])
 
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
@@ -112,13 +116,14 @@ class RankFiles(BaseSource):
         self._reader.close()
 
     def _merge(self, path: StatePath, found: list[Any]) -> Any:
-        """What all ranks have at one place, as one thing; the first's if it is no tensor."""
+        """Combine what all ranks have at one path; if it is not a tensor, take the first rank's."""
         first = found[0]
         if isinstance(first, dict):
             for rank, each in zip(self._ranks, found, strict=True):
                 if not isinstance(each, dict) or each.keys() != first.keys():
                     raise CheckpointError(
-                        f"{rank.path}: {dotted(path)} has other keys than in {self._ranks[0].path}"
+                        f"{rank.path}: found other keys in {dotted(path)} than in "
+                        f"{self._ranks[0].path}"
                     )
             for key in first:
                 if isinstance(key, str):
@@ -127,7 +132,7 @@ class RankFiles(BaseSource):
         if isinstance(first, list | tuple):
             if not all(isinstance(each, type(first)) and len(each) == len(first) for each in found):
                 raise CheckpointError(
-                    f"{self.where}: {dotted(path)} has other items on other ranks"
+                    f"{self.where}: {dotted(path)} differs in length between ranks"
                 )
             return type(first)(
                 self._merge((*path, i), list(items))
@@ -138,43 +143,49 @@ class RankFiles(BaseSource):
         return first
 
     def _join(self, path: StatePath, found: list[Any]) -> Placeholder:
-        """A tensor made of the parts of all ranks; tied tensors are one."""
+        """Combine the parts that all ranks have of a tensor; tied tensors get one placeholder."""
         name = dotted(path)
         for rank, each in zip(self._ranks, found, strict=True):
             if not isinstance(each, StoredTensor | StoredShard):
                 refuse(f"{rank.path}, {name}", type(each).__name__, "a tensor, as on other ranks")
         parts = [_part(rank, path, each) for rank, each in zip(self._ranks, found, strict=True)]
-        locals_ = [each.local if isinstance(each, StoredShard) else each for each in found]
-        if parts[0] is None:  # every rank has the whole of it
-            del locals_[1:]
-            parts = [Part(locals_[0].info.shape, full_box(locals_[0].info.shape))]
-        # A string, since thousands of numbers could be made to have one hash.
-        key = str([(each.start, each.info, p) for each, p in zip(locals_, parts, strict=True)])
-        if key in self._holes and locals_[0].info.numel:
-            return self._holes[key]
+        stored = [each.local if isinstance(each, StoredShard) else each for each in found]
+        if parts[0] is None:  # every rank has the full tensor
+            del stored[1:]
+            parts = [Part(stored[0].info.shape, full_box(stored[0].info.shape))]
+        # A string, because thousands of numbers could have the same hash.
+        key = str([(each.start, each.info, p) for each, p in zip(stored, parts, strict=True)])
+        if key in self._placeholders and stored[0].info.numel:
+            return self._placeholders[key]
         assert parts[0] is not None
-        info = TensorInfo(locals_[0].info.dtype, parts[0].shape)
+        info = TensorInfo(stored[0].info.dtype, parts[0].shape)
+        self._extents[path] = self._extents_of(name, info, parts, stored)
+        self.tensors[path] = info
+        if self.by_name.setdefault(name, path) != path:
+            raise CheckpointError(f"{self.where}: found {name} twice, expected it once")
+        self._placeholders[key] = Placeholder(name, info)
+        return self._placeholders[key]
+
+    def _extents_of(
+        self, name: str, info: TensorInfo, parts: list[Part | None], stored: list[StoredTensor]
+    ) -> list[Extent]:
+        """The extents that the parts of all ranks are; a part that several have comes once."""
         extents: dict[str, Extent] = {}
-        for rank, part, local in zip(self._ranks, parts, locals_, strict=False):
+        for rank, part, local in zip(self._ranks, parts, stored, strict=False):
             where = f"{rank.path}, {name}"
             if part is None or part.shape != info.shape:
                 refuse(where, part, f"a part of {list(info.shape)}, as on other ranks")
             if local.info != TensorInfo(info.dtype, part.box.sizes):
-                refuse(where, local.info, f"{info.dtype} of sizes {list(part.box.sizes)}")
+                refuse(where, local.info, f"{info.dtype} with sizes {list(part.box.sizes)}")
             extent = Extent(part.box, rank.path, local.start, local.strides)
             extents.setdefault(str(part.box), extent)
-        filled = [extent for extent in extents.values() if extent.box.numel]
-        check_extents(f"{self._ranks[0].path}, {name}", info, filled)
-        self.tensors[path] = info
-        if self.by_name.setdefault(name, path) != path:
-            raise CheckpointError(f"{self.where}: holds {name} twice, expected it once")
-        self._extents[path] = filled
-        self._holes[key] = Placeholder(name, info)
-        return self._holes[key]
+        found = [extent for extent in extents.values() if extent.box.numel]
+        check_boxes(f"{self._ranks[0].path}, {name}", info, [extent.box for extent in found])
+        return found
 
 
 def _part(rank: RankFile, path: StatePath, found: StoredTensor | StoredShard) -> Part | None:
-    """What a rank has of a tensor; ``None`` if that is the whole."""
+    """A rank's part of a tensor; ``None`` if the rank has the full tensor."""
     name = dotted(path[1:])
     if path[0] == "model":
         part = rank.parts.get(name)
@@ -183,7 +194,7 @@ def _part(rank: RankFile, path: StatePath, found: StoredTensor | StoredShard) ->
     if part is None and isinstance(found, StoredShard):
         refuse(
             f"{rank.path}, {dotted(path)}",
-            "a rank's part, and nothing that says where it lies in the whole",
+            "a rank's part, and nothing that says where it is in the full tensor",
             "shard_metadata of the same model, or a file of save_rank_checkpoint",
         )
     return part
@@ -192,10 +203,10 @@ def _part(rank: RankFile, path: StatePath, found: StoredTensor | StoredShard) ->
 def _like_parameter(
     rank: RankFile, path: StatePath, found: StoredTensor | StoredShard
 ) -> Part | None:
-    """The part that state of the optimizer is, where its parameter has the same shape.
+    """The part of an optimizer's state that is sharded like its parameter.
 
-    State is found by the parameter's name. Where there are numbers instead, as an optimizer's own
-    ``state_dict()`` has them, every parameter of this shape has to be cut in the same way.
+    The parameter is found by name. An optimizer's own ``state_dict()`` has numbers instead; then
+    all parameters of this shape have to be sharded in the same way.
     """
     local = found.local if isinstance(found, StoredShard) else found
     own = rank.parts.get(str(path[2])) if len(path) > 2 else None
@@ -211,7 +222,7 @@ def _cut(shape: Sequence[int], sizes: Sequence[int]) -> str:
 
 
 def _alike(parts: Mapping[str, Part]) -> dict[str, Part | None]:
-    """The part that all tensors of a shape and sizes are; ``None`` where they differ."""
+    """The part that all parameters of one shape and sizes have; ``None`` if they differ."""
     found: dict[str, Part | None] = {}
     for part in parts.values():
         cut = _cut(part.shape, part.box.sizes)
@@ -220,14 +231,17 @@ def _alike(parts: Mapping[str, Part]) -> dict[str, Part | None]:
 
 
 def read_rank_file(path: Path) -> RankFile:
-    """What the file of one rank says, with a :class:`.StoredTensor` for every tensor.
+    """Read the file of one rank, with a :class:`.StoredTensor` for every tensor.
+
+    Args:
+        path: path of the file.
 
     Raises:
-        CheckpointError: it is damaged, of another kind, or there is code in it.
+        CheckpointError: it is damaged, hostile, or not such a file.
     """
     tree = read_tree(path)
     if not isinstance(tree, dict) or not {"model", "shard_metadata"} <= tree.keys():
-        refuse(str(path), "other things", "a dict with model and shard_metadata")
+        refuse(str(path), "something else", "a dict with model and shard_metadata")
     fields = Fields(tree["shard_metadata"], f"{path}, shard_metadata")
     if fields.any("format") != FORMAT or fields.any("version") != VERSION:
         refuse(
@@ -262,10 +276,10 @@ def _parts(found: Any, where: str) -> dict[str, Part]:
 
 
 def _in_order(ranks: list[RankFile]) -> list[RankFile]:
-    """The files by rank, if they are all there, and all of one world.
+    """Sort the files by rank, and check that there is one of every rank of one world.
 
     Raises:
-        CheckpointError: they are not.
+        CheckpointError: there is not.
     """
     ranks = sorted(ranks, key=lambda rank: rank.rank)
     world_size = ranks[0].world_size
@@ -275,11 +289,11 @@ def _in_order(ranks: list[RankFile]) -> list[RankFile]:
         if rank.rank != expected:
             raise CheckpointError(
                 f"{rank.path}: found rank {rank.rank}, expected the file of rank {expected} of "
-                f"{world_size}; there has to be one file of each rank, and no others"
+                f"{world_size}; there must be exactly one file of each rank"
             )
     if len(ranks) != world_size:
         raise CheckpointError(
-            f"{ranks[0].path}: found files of {len(ranks)} ranks, expected {world_size}; that of "
-            f"rank {len(ranks)} is missing"
+            f"{ranks[0].path}: found files of {len(ranks)} ranks, expected {world_size}; the file "
+            f"of rank {len(ranks)} is missing"
         )
     return ranks

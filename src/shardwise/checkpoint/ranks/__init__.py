@@ -1,1 +1,1 @@
-"""What ranks do together: a model and its optimizer to the disk, and back onto any mesh."""
+"""What ranks do together: save a model and its optimizer, and load them on any mesh."""

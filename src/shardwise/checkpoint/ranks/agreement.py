@@ -1,6 +1,7 @@
-"""What ranks tell each other while they save or load: plans, results, and that something failed.
+"""How ranks agree while they save or load: they exchange plans and results, and fail together.
 
-Objects travel between the processes of one job only, by torch's own functions.
+If one rank fails, every rank raises the same error, which names it. Objects are sent between the
+processes of one job only, by torch's own functions, in a process group that training does not use.
 """
 
 from __future__ import annotations
@@ -19,6 +20,22 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+def group_for(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A process group of the same ranks on gloo, for checkpoints alone. All ranks must call this.
+
+    Args:
+        group: the ranks; the default process group if ``None``.
+
+    Returns:
+        The group, which is made once for each ``group``; ``None`` if there are no process groups.
+    """
+    return Peers(group).once(_own_group) if dist.is_initialized() else None
+
+
+def _own_group(peers: Peers) -> dist.ProcessGroup:
+    return new_group(peers.members, timeout=timedelta(seconds=peers.timeout), backend="gloo")
+
+
 @dataclass(frozen=True)
 class _Failure:
     """Why a rank could not do its part."""
@@ -27,48 +44,54 @@ class _Failure:
     reason: str
 
 
+class _Lost(_Failure):
+    """A rank that was lost, or that failed because it lost another one."""
+
+
 class Ranks:
-    """The ranks that save or load together; the first of them coordinates.
+    """The ranks that save or load together. The first of them coordinates.
 
     Args:
-        group: of the CPU, used by nobody else at the same time; ``None`` for a process alone.
+        group: a process group on the CPU that nothing else uses at the same time; ``None`` for a
+            single process.
 
     Attributes:
-        rank: of this process, among all.
-        size: how many there are.
+        rank: this process's rank in the group.
+        size: number of ranks in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
-        # What people know a rank by is its number in the whole job.
+        # Messages name a rank by its number in the job, which users know.
         self._names = [0] if group is None else dist.get_process_group_ranks(group)
 
     @property
     def coordinates(self) -> bool:
-        """Whether this is the rank that coordinates."""
+        """Whether this rank coordinates."""
         return self.rank == 0
 
     def together(
         self, doing: str, part: Callable[[], T], answer: Callable[[list[T]], list[R]]
     ) -> R:
-        """Every rank does its part; the first makes an answer for each rank from all of them.
+        """Let every rank do its part, and the first rank make an answer for each from all results.
 
-        If any rank fails, or is lost, every rank that is left raises the same. ``answer`` is not
-        called then.
+        If a rank fails or is lost, ``answer`` is not called, and every remaining rank raises the
+        same error.
 
         Args:
-            doing: what they do, for messages.
-            part: what each rank does.
-            answer: what the first rank does with the results, in the order of ranks.
+            doing: what the ranks do, for error messages.
+            part: called on every rank; returns its result.
+            answer: called on the first rank with the results in the order of ranks; returns an
+                answer for each rank.
 
         Returns:
             This rank's answer.
 
         Raises:
-            CheckpointError: a rank failed; the message says which and why. If a rank was lost, a
-                :class:`PeerLostError` is its cause, on every rank that is left.
+            CheckpointError: a rank failed; the message names it and says why. If a rank was lost,
+                the cause is a :class:`PeerLostError`, on every remaining rank.
         """
         mine, error = self._attempt(part)
         if self.coordinates:
@@ -89,20 +112,28 @@ class Ranks:
         return reply  # type: ignore[no-any-return]
 
     def all(self, doing: str, part: Callable[[], T]) -> T:
-        """Every rank does its part, and returns its own result if none failed.
+        """Let every rank do its part; each returns its own result if none failed.
+
+        Args:
+            doing: what the ranks do, for error messages.
+            part: called on every rank.
 
         Raises:
-            CheckpointError: a rank failed; the message says which and why.
+            CheckpointError: a rank failed; the message names it and says why.
         """
         done: list[T] = []
         self.together(doing, lambda: done.append(part()), lambda parts: [None] * len(parts))
         return done[0]
 
     def first(self, doing: str, part: Callable[[], T]) -> T:
-        """The first rank does something, and all return its result.
+        """Let the first rank do something, and return its result on every rank.
+
+        Args:
+            doing: what it does, for error messages.
+            part: called on the first rank.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: it failed; the message says why.
         """
         return self.together(doing, lambda: None, lambda parts: [part()] * len(parts))
 
@@ -122,7 +153,7 @@ class Ranks:
             if not isinstance(answers, _Failure):
                 return answers, None
             failures = [answers]
-        # One that was lost may be the consequence of what another failed by.
+        # A lost rank may be the consequence of another rank's failure, so failures come first.
         first = min(failures, key=lambda each: (isinstance(each, _Lost), each.rank))
         return [type(first)(first.rank, first.reason)] * self.size, error
 
@@ -135,7 +166,7 @@ class Ranks:
         except PeerLostError as error:
             if not self.coordinates:
                 raise self._lost(peer, error) from error
-            # It will be missed when it should say something; the others are to be answered first.
+            # The next receive reports the loss. First the other ranks need their answers.
 
     def _receive(self, peer: int) -> Any:
         found: list[Any] = [None]
@@ -161,10 +192,6 @@ class Ranks:
         )
 
 
-class _Lost(_Failure):
-    """A rank that was lost, or that failed because it lost another one."""
-
-
 def _reason(error: Exception) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
@@ -176,19 +203,3 @@ def _reason(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
-
-
-def group_for(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return a gloo group of the same ranks that training does not use. All ranks call this.
-
-    Args:
-        group: the process group of the training; ``None``: the default group.
-
-    Returns:
-        ``None`` if there are no process groups.
-    """
-    return Peers(group).once(_own_group) if dist.is_initialized() else None
-
-
-def _own_group(peers: Peers) -> dist.ProcessGroup:
-    return new_group(peers.members, timeout=timedelta(seconds=peers.timeout), backend="gloo")

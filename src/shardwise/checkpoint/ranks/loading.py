@@ -1,4 +1,7 @@
-"""What a rank does to load: check, read in place, and hand over."""
+"""Loading a training state onto any mesh.
+
+manifest -> memory -> plan (torch's planner) -> every rank reads its parts -> the model
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,50 @@ from shardwise.checkpoint.disk.values import leaves, unflatten
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.optimizer import destinations, load_optimizer_tree, parameter_names
 from shardwise.checkpoint.ranks.saving import wait_for_save
-from shardwise.checkpoint.ranks.state import check_tensor, local_of
+from shardwise.checkpoint.ranks.state import check_same_names, check_tensor, local_of
 from shardwise.checkpoint.storage import Reader
 from shardwise.errors import CheckpointError
 from shardwise.sharding.state_dict import sharded_state_dicts
+
+
+def load(
+    path: StrPath,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+    buffer: int = CHUNK,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint into a model, sharded as it is now. Every rank calls this.
+
+    The mesh, the strategy and the number of ranks may differ from those that saved it. Each rank
+    reads what it needs straight into its shards, and verifies the checksums of what it reads. No
+    code from the checkpoint is run, and no file outside its folder is opened.
+
+    If it raises, which it does on all ranks alike, the model may hold some of what was read.
+
+    Args:
+        path: the checkpoint.
+        model: the model, with memory, not on the meta device.
+        optimizer: an optimizer of the model's parameters; new, or with a state, which is replaced.
+        strict: whether the model must have exactly the names that were saved.
+        buffer: bytes that reading may hold beside the shards.
+        group: the ranks that load together; the default process group if ``None``.
+
+    Returns:
+        ``extra`` as it was saved, with its tensors on the CPU.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of another model or optimizer; the message
+            names the rank, the file and the tensor. Or a parameter is on the meta device.
+    """
+    wait_for_save()
+    ranks = Ranks(group_for(group))
+    return ranks.all(
+        f"loading {path}",
+        lambda: load_into(Path(path), model, optimizer, strict=strict, buffer=buffer),
+    )
 
 
 def load_into(
@@ -38,17 +81,17 @@ def load_into(
     strict: bool,
     buffer: int,
 ) -> dict[str, Any]:
-    """Load a checkpoint on this rank; no rank waits for another.
+    """Load a checkpoint on this rank. No rank waits for another.
 
     Args:
         path: the checkpoint.
-        model: with memory.
-        optimizer: over its parameters.
+        model: the model, with memory.
+        optimizer: an optimizer of its parameters.
         strict: whether the model must have exactly the names that were saved.
         buffer: bytes that reading may hold beside the shards.
 
     Returns:
-        ``extra``, as it was saved.
+        ``extra`` as it was saved.
 
     Raises:
         CheckpointError: it is damaged, or of another model or optimizer.
@@ -84,9 +127,9 @@ def load_into(
 
 
 def _is_filled_in_place(model: nn.Module, saved: Mapping[str, Any]) -> bool:
-    """Whether a state dict is nothing but the memory of the model's own tensors.
+    """Whether the values of a state dict are the model's own tensors, and share their memory.
 
-    Then what was read is where it belongs. Hooks may have put something else into it.
+    Then everything that was read is where it belongs. Hooks may have replaced values.
     """
     own = {
         (local.data_ptr(), local.shape)
@@ -100,7 +143,7 @@ def _is_filled_in_place(model: nn.Module, saved: Mapping[str, Any]) -> bool:
 
 
 def _model_tensors(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a state dict, by the names that they have in a manifest."""
+    """The tensors of a state dict, by their names in a manifest."""
     found = ((dotted(path), leaf) for path, leaf in leaves(("model",), saved))
     return {name: check_tensor(leaf, name) for name, leaf in found if isinstance(leaf, Tensor)}
 
@@ -113,18 +156,15 @@ def _check_names(
     strict: bool,
     where: str,
 ) -> None:
-    """The checkpoint is of this model.
+    """Check that the checkpoint is of this model.
 
     Raises:
         CheckpointError: names or shapes differ.
     """
     entries: dict[str, TensorEntry] = {entry.fqn: entry for entry in manifest.section("model")}
-    missing = [name for name in into if name not in entries]
-    unexpected = [name for name in entries if name not in into]
-    if strict and (missing or unexpected):
-        raise CheckpointError(
-            f"{where}: is of another model: {_some(missing, 'not in the checkpoint')}"
-            f"{'; ' if missing and unexpected else ''}{_some(unexpected, 'not in the model')}"
+    if strict:
+        check_same_names(
+            where, missing=into.keys() - entries.keys(), unexpected=entries.keys() - into.keys()
         )
     for name, tensor in into.items():
         if name in entries and entries[name].shape != tuple(tensor.shape):
@@ -134,16 +174,8 @@ def _check_names(
             )
 
 
-def _some(names: list[str], what: str) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    verb = "are" if len(names) > 1 else "is"
-    return f"{', '.join(names[:3])}{more} {verb} {what}"
-
-
 def _read(path: Path, manifest: Manifest, into: dict[str, Tensor], buffer: int) -> None:
-    """Fill tensors, each rank by itself: what it needs follows from the manifest alone."""
+    """Fill tensors on this rank alone: what it needs follows from the manifest."""
     reader = Reader(path, manifest, buffer=buffer)
     metadata = reader.read_metadata()
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -160,43 +192,3 @@ def _read_extra(path: Path, manifest: Manifest, buffer: int) -> dict[str, Any]:
     extra = unflatten(found, str(path)).get("extra", {})
     assert isinstance(extra, dict)
     return extra
-
-
-def load(
-    path: StrPath,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    strict: bool = True,
-    buffer: int = CHUNK,
-    group: dist.ProcessGroup | None = None,
-) -> dict[str, Any]:
-    """Load a checkpoint into a model, sharded as it is now. Every rank calls it.
-
-    The mesh, the strategy and the number of ranks may be others than those that saved. Each rank
-    reads what it needs, straight into its shards, and verifies the checksums of what it reads. No
-    code from the checkpoint is run, and no file outside of its folder is opened.
-
-    If it raises, on all ranks alike, the model may hold some of what was read.
-
-    Args:
-        path: the checkpoint.
-        model: with memory, not on the meta device.
-        optimizer: over the model's parameters; new, or with a state, which is replaced.
-        strict: whether the model must have exactly the names that were saved.
-        buffer: bytes that reading may hold beside the shards.
-        group: the ranks that load together; all of the default process group, if there is one.
-
-    Returns:
-        ``extra``, as it was saved; tensors on the CPU.
-
-    Raises:
-        CheckpointError: it is damaged, or of another model or optimizer; the message names the
-            rank, the file and the tensor. Or a parameter is on the meta device.
-    """
-    wait_for_save()
-    ranks = Ranks(group_for(group))
-    return ranks.all(
-        f"loading {path}",
-        lambda: load_into(Path(path), model, optimizer, strict=strict, buffer=buffer),
-    )

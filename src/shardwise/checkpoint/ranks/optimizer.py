@@ -1,8 +1,8 @@
 """An optimizer's state under the names of its parameters, and back onto any sharding.
 
-An optimizer numbers its parameters in the order in which it was given them. Names outlive that, and
-the mesh too. Nothing here makes an optimizer take a step to see what its state looks like: what was
-saved says so.
+An optimizer numbers its parameters in the order in which it was given them. Names outlive that
+order, and the mesh too. No optimizer takes a step here to see what its state looks like: the
+checkpoint says so.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from shardwise.errors import CheckpointError
 from shardwise.optim_names import keys_in_order, names_in_order, parameters_in_order
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
-_STEP = "step"  # a count, also where it has the shape of its parameter
+_STEP = "step"  # a count, even if it has the shape of its parameter
 
 
 def parameter_names(model: nn.Module, saved: Mapping[str, Any]) -> dict[Tensor, str]:
-    """What parameters are called in the model's state dict.
+    """The name of each parameter in the model's state dict.
 
     Args:
         model: the model.
         saved: its state dict.
 
     Returns:
-        Names by parameter; of a parameter that has several, the first.
+        Names by parameter; for a parameter with several names, the first.
     """
     names: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
@@ -44,14 +44,18 @@ def parameter_names(model: nn.Module, saved: Mapping[str, Any]) -> dict[Tensor, 
 
 
 def optimizer_tree(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """The state of an optimizer with names in place of numbers.
+    """The state of an optimizer, with names in place of numbers.
+
+    Args:
+        optimizer: the optimizer.
+        names: names by parameter.
 
     Returns:
         ``{"state": {name: {"exp_avg": ...}}, "param_groups": [{"params": [name], "lr": ...}]}``,
-        and what else the optimizer's own state dict has.
+        and anything else that the optimizer's own state dict has.
 
     Raises:
-        ValueError: the optimizer has a parameter that the model does not have.
+        ValueError: the optimizer has a parameter that is not one of the model's.
     """
     packed = optimizer.state_dict()
     by_number = dict(zip(keys_in_order(packed), names_in_order(optimizer, names), strict=True))
@@ -68,11 +72,16 @@ def optimizer_tree(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 def load_optimizer_tree(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tree: Mapping[str, Any]
 ) -> None:
-    """Give an optimizer a state that :func:`optimizer_tree` has told.
+    """Give an optimizer the state that :func:`optimizer_tree` returned.
+
+    Args:
+        optimizer: the optimizer.
+        names: names by parameter.
+        tree: the state.
 
     Raises:
-        CheckpointError: it is of other parameters.
-        ValueError: the optimizer's parameters are none of the model's.
+        CheckpointError: the state is of other parameters.
+        ValueError: the optimizer has a parameter that is not one of the model's.
     """
     packed = optimizer.state_dict()
     by_number = dict(zip(keys_in_order(packed), names_in_order(optimizer, names), strict=True))
@@ -84,8 +93,9 @@ def load_optimizer_tree(
         found = saved.get(frozenset(group))
         if found is None:
             raise CheckpointError(
-                f"optimizer: none of the {len(saved)} saved groups of parameters is the one of "
-                f"{len(group)} that begins with {group[0] if group else 'nothing'}"
+                f"optimizer: found no group among the {len(saved)} saved ones with the same "
+                f"{len(group)} parameters as the one that begins with "
+                f"{group[0] if group else 'nothing'}"
             )
         groups.append({**found, PARAMS: [numbers[name] for name in group]})
     state = {numbers.get(name, name): value for name, value in tree.get(STATE, {}).items()}
@@ -95,15 +105,20 @@ def load_optimizer_tree(
 def destinations(
     manifest: Manifest, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> dict[str, Tensor]:
-    """Memory for what was saved of an optimizer, sharded as its parameters are.
+    """Tensors to read the saved state of an optimizer into, sharded like its parameters.
 
-    State that the optimizer has already is reused; it is overwritten when it is read into.
+    State that the optimizer already has is reused, and overwritten when it is read into.
+
+    Args:
+        manifest: the checkpoint's manifest.
+        optimizer: the optimizer.
+        names: names by parameter.
 
     Returns:
-        By the fully qualified name in the manifest.
+        Tensors by the name of their entry in the manifest.
 
     Raises:
-        CheckpointError: it is of parameters that the optimizer does not have.
+        CheckpointError: the checkpoint has state of a parameter that the optimizer does not have.
     """
     mine = {name: param for param, name in names.items()}
     held = {id(param) for param in parameters_in_order(optimizer)}
@@ -136,7 +151,7 @@ def _made_for(param: Tensor, entry: TensorEntry) -> Tensor:
     if entry.path[-1] != _STEP and entry.shape == tuple(param.shape):
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
     if isinstance(param, DTensor) and entry.placements:
-        # A factor of the parameter's shape, say: cut as far as it has the same dimensions.
+        # For instance a factor of a factored moment: sharded on the dimensions that it shares.
         return empty_dtensor(
             *entry.shape,
             dtype=dtype,
@@ -154,11 +169,13 @@ def _fitting(placement: Placement, shape: tuple[int, ...]) -> Placement:
 def _groups_by_names(tree: Mapping[str, Any]) -> dict[frozenset[str], dict[str, Any]]:
     groups = tree.get(GROUPS)
     if not isinstance(groups, list):
-        raise CheckpointError("optimizer: param_groups are missing in the checkpoint")
+        raise CheckpointError("optimizer: found no param_groups in the checkpoint")
     found = {}
     for i, group in enumerate(groups):
         params = group.get(PARAMS) if isinstance(group, dict) else None
         if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
-            raise CheckpointError(f"optimizer.param_groups, group {i}: has no list of parameters")
+            raise CheckpointError(
+                f"optimizer.param_groups, group {i}: found no list of parameter names"
+            )
         found[frozenset(params)] = group
     return found

@@ -1,11 +1,9 @@
-"""The state to be saved, as tensors and values with names; and back.
+"""The state that a rank has to save: tensors and values by name, and facts about the model.
 
     {"model": {"a.weight": T}, "optimizer": {"state": {"a.weight": {"exp_avg": T}}}, "extra": ...}
 
-becomes tensors ``model.a.weight`` and ``optimizer.state.a.weight.exp_avg``, each with the path that
-leads to it, and values that are JSON.
-
-What a checkpoint tells of a model beside its tensors.
+becomes tensors named ``model.a.weight`` and ``optimizer.state.a.weight.exp_avg``, each with the
+path that leads to it, and values that JSON can hold.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +31,7 @@ from shardwise.checkpoint.disk.entries import (
 )
 from shardwise.checkpoint.disk.values import encode, leaves
 from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
+from shardwise.errors import CheckpointError
 from shardwise.sharding.state import groups_of
 from shardwise.sharding.state_dict import sharded_state_dicts
 
@@ -42,8 +41,8 @@ class State:
     """What a rank has to save.
 
     Attributes:
-        tensors: by name; the memory is the model's and the optimizer's own.
-        origins: of the same tensors.
+        tensors: tensors by name. They share the memory of the model and the optimizer.
+        origins: where each tensor is in the state, by name.
         values: everything else.
     """
 
@@ -54,9 +53,13 @@ class State:
     def add(self, section: str, tree: Mapping[str, Any]) -> None:
         """Add ``model``, ``optimizer`` or ``extra``.
 
+        Args:
+            section: which of these.
+            tree: nested dicts and lists of tensors and plain values.
+
         Raises:
-            TypeError: something in it can be saved neither as a tensor nor as a plain value.
-            ValueError: two things would have the same name, or a tensor is not there.
+            TypeError: something is neither a tensor that can be saved nor a plain value.
+            ValueError: two things have the same name, or a tensor is on the meta device.
         """
         for path, leaf in leaves((section,), tree):
             name = dotted(path)
@@ -70,20 +73,20 @@ class State:
                 if section == "extra" and isinstance(leaf, DTensor):
                     raise TypeError(f"{name}: is a DTensor, expected a plain tensor in extra")
             else:
-                encode(leaf, name)  # says so if it cannot be saved, before anything is written
-                # A copy, since it may be written when training has gone on.
+                encode(leaf, name)  # raises before anything is written, if it cannot be saved
+                # A copy, since it may be written after training has gone on.
                 self.values.append(Value(path, copy.deepcopy(leaf)))
 
 
 def check_tensor(tensor: Tensor, name: str) -> Tensor:
-    """Check that a tensor can be saved, or loaded into.
+    """Check that a tensor can be saved, or loaded into, and return it.
 
     Raises:
-        TypeError: it is sparse, of an unknown dtype, or a partial sum.
+        TypeError: it is sparse, quantized, of an unsupported dtype, or a partial sum.
         ValueError: it is on the meta device.
     """
     if tensor.device.type == "meta":
-        raise ValueError(f"{name}: is on the meta device; materialise it first")
+        raise ValueError(f"{name}: is on the meta device; materialize it first")
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"{name}: found layout {tensor.layout}, expected a dense tensor")
     try:
@@ -94,17 +97,43 @@ def check_tensor(tensor: Tensor, name: str) -> Tensor:
         raise TypeError(f"{name}: has placements {tensor.placements}, expected no partial sums")
     held = type(local_of(tensor))
     if held is not Tensor:
-        raise TypeError(f"{name}: found a {held.__name__}, expected plain tensors as shards")
+        raise TypeError(f"{name}: found {held.__name__} shards, expected plain tensors")
     return tensor
 
 
+def check_same_names(where: str, missing: Set[str], unexpected: Set[str]) -> None:
+    """Check that a checkpoint and a model have the same names.
+
+    Args:
+        where: the checkpoint, for the error message.
+        missing: names that only the model has.
+        unexpected: names that only the checkpoint has.
+
+    Raises:
+        CheckpointError: there are any.
+    """
+    differences = [
+        f"{_listed(names)} not in the {place}"
+        for names, place in ((missing, "checkpoint"), (unexpected, "model"))
+        if names
+    ]
+    if differences:
+        raise CheckpointError(f"{where}: is of another model: {'; '.join(differences)}")
+
+
+def _listed(names: Set[str]) -> str:
+    """The first names, how many more there are, and the verb that goes with them."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(sorted(names)[:3])}{more} {'is' if len(names) == 1 else 'are'}"
+
+
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """The local shard of a tensor, or the tensor itself if it is not a ``DTensor``; detached."""
     return dtensor.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def origin_of(tensor: Tensor, path: StatePath) -> Origin:
-    """How a tensor is sharded, in words."""
+    """Where a tensor is in the state, and how it is sharded."""
     if not isinstance(tensor, DTensor):
         return Origin(path)
     mesh = tensor.device_mesh
@@ -120,13 +149,13 @@ def _placement(placement: Placement) -> str:
 
 
 def facts_of(model: nn.Module) -> ModelFacts:
-    """How it is sharded, which of its tensors are one, and what transformers knows it by."""
+    """What to record about a model: its strategy, its tied tensors, and its ``config.json``."""
     tied = {name: names[0] for name, names in ties(model).items() if name != names[0]}
     return ModelFacts(strategy_of(model), tied, _config_of(model))
 
 
 def ties(model: nn.Module) -> dict[str, list[str]]:
-    """The names of every tensor that has several, by each of them, in the order of the model."""
+    """The names of each tensor that has several, by each of these names, in model order."""
     names: dict[int, list[str]] = {}
     for name, tensor in itertools.chain(
         model.named_parameters(remove_duplicate=False),
@@ -137,30 +166,30 @@ def ties(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    """The ``config.json`` of a model of transformers, or of what looks like one."""
+    """The ``config.json`` of a transformers model, or of anything that looks like one."""
     config = getattr(model, "config", None)
     try:
         said = json.loads(config.to_json_string())  # type: ignore[union-attr]
         json.dumps(said, allow_nan=False)
-    except Exception:  # whatever it is, a checkpoint does without
+    except Exception:  # not a transformers configuration: there is nothing to record
         return {}
     named = isinstance(said, dict) and isinstance(said.get("model_type"), str)
     return said if named else {}
 
 
 def strategy_of(model: nn.Module) -> str:
-    """``full``, ``grad-op``, ``hybrid``, ...: the names that the command line knows.
+    """The sharding strategy of a model, as the command line names it: ``full``, ``grad-op``, ...
 
-    ZeRO-1 holds parameters as ZeRO-2 does, ``grad-op``: it differs by what a step does with
-    gradients, of which the model knows nothing.
+    ZeRO-1 stores parameters as ``grad-op`` does. They differ in what a step does with gradients,
+    which the model does not know.
 
     Returns:
-        Empty, where Shardwise does not shard the model.
+        The name; empty if Shardwise does not shard the model.
     """
     groups = list(groups_of(model))
     if not groups:
         return ""
-    # Groups that end a forward may be kept; a model reshards if any of its groups does.
+    # Groups at the end of a forward may stay full; a model reshards if any of its groups does.
     frees = any(group.options.reshard_after_forward for group in groups)
     mesh = groups[0].mesh
     if not mesh.shards or mesh.shard.world_size == 1:
@@ -173,11 +202,16 @@ def strategy_of(model: nn.Module) -> str:
 def state_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
 ) -> State:
-    """What this rank has to save; the memory is still the model's and the optimizer's own.
+    """Collect what this rank has to save. Tensors share the memory of the model and the optimizer.
+
+    Args:
+        model: the model, sharded or not.
+        optimizer: an optimizer of its parameters.
+        extra: anything else; see :func:`.saving.save`.
 
     Raises:
-        TypeError: something is neither a tensor nor a plain value.
-        ValueError: something is on the meta device, or has the name of another.
+        TypeError: something is neither a tensor that can be saved nor a plain value.
+        ValueError: two things have the same name, or a tensor is on the meta device.
     """
     state = State()
     with sharded_state_dicts(model):

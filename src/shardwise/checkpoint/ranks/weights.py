@@ -1,6 +1,6 @@
-"""The weights of a model alone: from any format straight into shards, and out for Hugging Face.
+"""The weights of a model alone: loaded from any format, and saved for Hugging Face.
 
-A training that goes on needs more than weights: :mod:`shardwise.checkpoint` saves and loads it.
+A training that is to continue needs more than weights: see :mod:`.saving` and :mod:`.loading`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ from shardwise.checkpoint.formats.source import (
 )
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.saving import wait_for_save
-from shardwise.checkpoint.ranks.state import check_tensor
+from shardwise.checkpoint.ranks.state import check_same_names, check_tensor
 from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.errors import CheckpointError
 from shardwise.sharding.state_dict import sharded_state_dict
@@ -47,7 +47,7 @@ def load_weights(
     buffer: int = DEFAULT_BUFFER,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Load a model's weights, each rank its shards and no more. Every rank calls it.
+    """Load a model's weights. Each rank reads its shards and no more. Every rank calls this.
 
     Values are converted to the dtype of the parameter. A tied parameter is found under any of its
     names.
@@ -56,13 +56,13 @@ def load_weights(
         path: a folder of ``save_pretrained``, a safetensors file, a file of ``torch.save`` (which
             is read without running code from it), a checkpoint of ``torch.distributed.checkpoint``,
             or one of Shardwise.
-        model: sharded or not, with memory.
-        strict: whether the names have to be exactly the model's.
-        buffer: bytes that may be in memory beside the model.
-        group: the ranks that load together; all of the default process group, if there is one.
+        model: the model, sharded or not, with memory.
+        strict: whether the names must be exactly the model's.
+        buffer: bytes that reading may hold beside the model.
+        group: the ranks that load together; the default process group if ``None``.
 
     Raises:
-        CheckpointError: it is damaged or of another model, on all ranks alike.
+        CheckpointError: it is damaged or of another model; raised on all ranks alike.
     """
     wait_for_save()
     ranks = Ranks(group_for(group))
@@ -70,7 +70,11 @@ def load_weights(
 
 
 def _load(path: Path, model: nn.Module, *, strict: bool, buffer: int) -> None:
-    state = {name: each for name, each in sharded_state_dict(model).items() if _is_tensor(each)}
+    state = {
+        name: each
+        for name, each in sharded_state_dict(model).items()
+        if isinstance(each, torch.Tensor)
+    }
     ties = ties_of(model)
     window = Window(buffer)
     with open_source(path) as source, torch.no_grad():
@@ -79,36 +83,22 @@ def _load(path: Path, model: nn.Module, *, strict: bool, buffer: int) -> None:
             name: next((n for n in [name, *ties.get(name, ())] if n in names), None)
             for name in state
         }
-        _check_names(source.where, found, set(names), strict=strict)
+        if strict:
+            used = {stored_as for stored_as in found.values() if stored_as is not None}
+            check_same_names(
+                str(source.where),
+                missing={name for name, stored_as in found.items() if stored_as is None},
+                unexpected=names.keys() - found.keys() - used,
+            )
         for name, stored_as in found.items():
             if stored_as is not None:
                 _fill(state[name], name, source, window, names[stored_as])
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _check_names(
-    where: Path, found: Mapping[str, str | None], stored: set[str], *, strict: bool
-) -> None:
-    missing = [name for name, stored_as in found.items() if stored_as is None]
-    unexpected = sorted(stored - found.keys() - {name for name in found.values() if name})
-    if strict and (missing or unexpected):
-        raise CheckpointError(
-            f"{where}: is of another model: {len(missing)} parameters are missing in it"
-            f"{_first(missing)}, {len(unexpected)} are none of the model's{_first(unexpected)}"
-        )
-
-
-def _first(names: Sequence[str]) -> str:
-    return f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
-
-
 def _fill(
     tensor: torch.Tensor, name: str, source: Source, window: Window, path: tuple[str | int, ...]
 ) -> None:
-    """Read this rank's part of a tensor."""
+    """Read this rank's part of a tensor, converted to the tensor's dtype."""
     info = source.tensors[path]
     check_tensor(tensor, name)
     if info.shape != tuple(tensor.shape):
@@ -125,7 +115,7 @@ def _fill(
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """What this rank has of a tensor: which part, and its elements."""
+    """Yield this rank's parts of a tensor: the box of each, and its elements."""
     if not isinstance(tensor, DTensor):
         yield full_box(tuple(tensor.shape)), tensor
         return
@@ -142,21 +132,21 @@ def save_hf(
     buffer: int = DEFAULT_BUFFER,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save a model's weights as ``save_pretrained`` would save the unsharded model's.
+    """Save a model's weights as ``save_pretrained`` would save those of the unsharded model.
 
-    Every rank calls it. Nothing is gathered: each rank writes its shards to where they belong in
-    the files. The folder is complete, or not there. A tied parameter is saved once, under its first
-    name, as transformers does; ``config.json`` and the tokenizer are left to transformers.
+    Every rank calls this. Nothing is gathered: each rank writes its shards to their places in the
+    files. The folder is complete, or does not exist. A tied parameter is saved once, under its
+    first name, as transformers does. ``config.json`` and the tokenizer are left to transformers.
 
     Args:
-        path: the folder that is made; one that all ranks see.
-        model: sharded or not.
-        max_shard_size: bytes of a file, at most, unless a single tensor is larger.
-        buffer: bytes that may be in memory beside the model.
-        group: the ranks that save together; all of the default process group, if there is one.
+        path: the folder to make, on a file system that all ranks share.
+        model: the model, sharded or not.
+        max_shard_size: largest size of a file in bytes; a larger tensor gets a file of its own.
+        buffer: bytes that writing may hold beside the model.
+        group: the ranks that save together; the default process group if ``None``.
 
     Raises:
-        CheckpointError: it could not be written, or there is something of that name.
+        CheckpointError: it could not be written, or the path exists.
     """
     wait_for_save()
     ranks = Ranks(group_for(group))
@@ -180,7 +170,7 @@ def save_hf(
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a state dict, tied ones under their first name only."""
+    """The tensors of a state dict, with tied ones under their first name only."""
     ties = ties_of(model)
     for name, tensor in sharded_state_dict(model).items():
         if isinstance(tensor, torch.Tensor) and ties.get(name, [name])[0] == name:
@@ -192,7 +182,7 @@ def _info(tensor: torch.Tensor) -> TensorInfo:
 
 
 def _make_file(path: Path, file: HfFile) -> None:
-    """A file with a header, and room for the tensors."""
+    """Make a file with a header, and with room for the tensors."""
     header = make_header(in_order(file.tensors), PT_METADATA)
     with path.open("xb") as opened:
         opened.write(header)
@@ -202,7 +192,7 @@ def _make_file(path: Path, file: HfFile) -> None:
 def _write_parts(
     folder: Path, files: Sequence[HfFile], model: nn.Module, ranks: Ranks, window: Window
 ) -> None:
-    """Write what this rank has, and nobody else writes, and see it onto the disk."""
+    """Write what this rank has to write to the files, and wait until it is on the disk."""
     tensors = dict(_named(model))
     for file in files:
         ordered = in_order(file.tensors)
@@ -216,7 +206,7 @@ def _write_parts(
 
 
 def _writes(tensor: torch.Tensor, ranks: Ranks) -> bool:
-    """Whether it is for this rank to write what it has of a tensor: one of those that have it."""
+    """Whether this rank is the one to write its part, of all ranks that have the same part."""
     if not isinstance(tensor, DTensor):
         return ranks.coordinates
     coordinate = tensor.device_mesh.get_coordinate()
@@ -238,7 +228,11 @@ def _write_part(handle: int, start: int, tensor: torch.Tensor, window: Window) -
 
 
 def _runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where the elements of a box lie in the whole tensor: first element, and how many follow."""
+    """Where the elements of a box are in the full tensor, as runs of consecutive elements.
+
+    Yields:
+        Index of the first element of a run, and its length.
+    """
     outer = len(shape)
     run = 1
     while outer and run == _numel(shape[outer:]):

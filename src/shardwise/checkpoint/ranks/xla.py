@@ -1,11 +1,13 @@
-"""Checkpoints of one file a rank, the way of XLA's FSDP, and making them whole again.
+"""XLA-style checkpoints, one file per rank, and their consolidation into full state dicts.
 
     lm_rank-00000000-of-00000002.pth      {"model": ..., "shard_metadata": ..., "optimizer": ...}
     lm_rank-00000001-of-00000002.pth
 
-``shard_metadata`` says which part of each parameter the rank has; it is made of numbers, strings
-and lists. Without a process group, the parts of all ranks become full tensors again, of the model
-and of the optimizer. No code in a file is run.
+``shard_metadata`` says which part of each parameter the rank has, in numbers, strings and lists.
+Without a process group, the parts of all ranks become full tensors again, for the model and the
+optimizer. No code in a file is run.
+
+Source: ``torch_xla.distributed.fsdp.state_dict_utils``.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ SUFFIX = "_rank-*-of-*.pth"
 
 
 def rank_file(ckpt_prefix: str, rank: int, world_size: int) -> Path:
-    """The file of a rank: ``<prefix>_rank-00000000-of-00000002.pth``."""
+    """The path of a rank's file: ``<prefix>_rank-00000000-of-00000002.pth``."""
     return Path(f"{ckpt_prefix}_rank-{rank:08}-of-{world_size:08}.pth")
 
 
@@ -60,21 +62,22 @@ def save_rank_checkpoint(
     *,
     force: bool = False,
 ) -> Path:
-    """Save what this rank has of a model and its optimizer. Every rank calls it.
+    """Save what this rank has of a model and its optimizer. Every rank calls this.
 
-    The file holds plain tensors, and is complete or not there. Ranks do not wait for each other.
+    The file contains plain tensors, and is complete or does not exist. Ranks do not wait for each
+    other.
 
     Args:
-        ckpt_prefix: what the names of the files begin with.
+        ckpt_prefix: the beginning of the files' paths.
         model: the model.
-        optimizer: of its parameters.
-        force: replace a file that is there.
+        optimizer: an optimizer of its parameters.
+        force: replace an existing file.
 
     Returns:
-        This rank's file.
+        The path of this rank's file.
 
     Raises:
-        ValueError: the file is there already, or its folder is not.
+        ValueError: the file exists, or its folder does not.
     """
     path = rank_file(ckpt_prefix, own_rank(), world_size())
     model_state, metadata = sharded_state_dict(model), get_shard_metadata(model)
@@ -99,29 +102,30 @@ def load_rank_checkpoint(
         optimizer: an optimizer of its parameters, to load its state too.
 
     Raises:
-        CheckpointError: the file is missing, or of another model, mesh or number of ranks.
+        CheckpointError: the file is missing or damaged, or of another model, mesh or number of
+            ranks.
     """
     path = rank_file(ckpt_prefix, own_rank(), world_size())
     if not path.exists():
         raise CheckpointError(
-            f"{path}: is missing; on another number of ranks, consolidate the files first"
+            f"{path}: is missing; to load on another number of ranks, consolidate the files first"
         )
     file = read_rank_file(path)
     expected = get_shard_metadata(model)["shard_info"]
     _check_same_parts(file.tree["shard_metadata"]["shard_info"], expected, str(path))
     state = map_tensors({key: file.tree.get(key) for key in ("model", "optimizer")}, path)
     model_state = sharded_state_dict(model)
-    whole_state = {
-        name: _whole_of(each, model_state.get(name))
+    full_state = {
+        name: _wrapped_like(each, model_state.get(name))
         for name, each in _dict(state["model"], f"{path}, model").items()
     }
     with _refusing(path), sharded_state_dicts(model):
-        model.load_state_dict(whole_state)
+        model.load_state_dict(full_state)
     if optimizer is None:
         return
     if state["optimizer"] is None:
-        raise CheckpointError(f"{path}: holds no optimizer")
-    tree = _whole_optimizer(file, state["optimizer"], model_state)
+        raise CheckpointError(f"{path}: contains no optimizer; load it without one")
+    tree = _sharded_optimizer(file, state["optimizer"], model_state)
     with _refusing(path):
         load_optimizer_tree(optimizer, parameter_names(model, model_state), tree)
 
@@ -136,15 +140,15 @@ def _check_same_parts(found: Mapping[str, Any], expected: Mapping[str, Any], whe
     )
 
 
-def _whole_optimizer(file: RankFile, tree: Any, model_state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of the optimizer, with a ``DTensor`` for each part of one."""
+def _sharded_optimizer(file: RankFile, tree: Any, model_state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of the optimizer, with a ``DTensor`` for each shard."""
     where = f"{file.path}, optimizer"
     state: dict[str, Any] = {}
     for name, values in _dict(_dict(tree, where).get("state"), f"{where}, state").items():
         if name not in model_state:
             refuse(f"{where}, state", name, "the name of a parameter of the model")
         state[name] = {
-            key: _whole_of(
+            key: _wrapped_like(
                 value, model_state[name], file.optimizer_parts.get(f"state.{name}.{key}")
             )
             for key, value in _dict(values, f"{where}, {name}").items()
@@ -160,23 +164,23 @@ def _dict(value: Any, where: str) -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Say which file it was that a model or an optimizer could not load."""
+    """Name the file in errors of a model or an optimizer that cannot load it."""
     try:
         yield
     except MemoryError:
         raise
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except Exception as error:  # their own code, and hooks, meet values that they do not expect
+    except Exception as error:  # their own code and hooks may meet values they do not expect
         reason = printable(" ".join(str(error).split()))[:200]
         raise CheckpointError(
-            f"{path}: cannot be loaded ({type(error).__name__}: {reason}); expected what "
-            "save_rank_checkpoint saved of the same model and optimizer"
+            f"{path}: cannot be loaded ({type(error).__name__}: {reason}); expected a file that "
+            "save_rank_checkpoint saved for the same model and optimizer"
         ) from error
 
 
 def _locals(tree: Any) -> Any:
-    """A state dict with this rank's parts, each in memory of its own, in place of ``DTensor`` s."""
+    """A state dict with local shards in place of ``DTensor`` s, each in a storage of its own."""
     if isinstance(tree, dict):
         return {key: _locals(item) for key, item in tree.items()}
     if isinstance(tree, list | tuple):
@@ -188,10 +192,13 @@ def _locals(tree: Any) -> Any:
     return tree
 
 
-def _whole_of(local: Any, like: Any, part: Part | None = None) -> Any:
-    """What a rank has, in a ``DTensor`` that is cut as ``like``, a parameter, is.
+def _wrapped_like(local: Any, like: Any, part: Part | None = None) -> Any:
+    """Wrap a local shard in a ``DTensor`` that is sharded like a parameter.
 
-    State of an optimizer says by ``part`` that it is a part of anything.
+    Args:
+        local: the shard.
+        like: the parameter.
+        part: for state of an optimizer, the part of the full tensor that it is, if it is one.
     """
     if not isinstance(like, DTensor) or not isinstance(local, torch.Tensor):
         return local
@@ -203,8 +210,8 @@ def _whole_of(local: Any, like: Any, part: Part | None = None) -> Any:
     if local.shape != dtensor.local_of(like).shape:
         if part is not None:
             raise CheckpointError(
-                f"found a part of sizes {list(local.shape)}, expected "
-                f"{list(dtensor.local_of(like).shape)}, as the parameter has"
+                f"found a part with sizes {list(local.shape)}, expected "
+                f"{list(dtensor.local_of(like).shape)}, like the parameter"
             )
         return local
     spec = dtensor.with_dtype(dtensor.spec_of(like), local.dtype)
@@ -221,32 +228,32 @@ def consolidate_sharded_model_checkpoints(
     buffer: int = DEFAULT_BUFFER,
     watch: Watch = unwatched,
 ) -> tuple[Mapping[str, torch.Tensor], str | None]:
-    """Make full state dicts of the files of all ranks, without a process group.
+    """Make full state dicts from the files of all ranks, without a process group.
 
     Args:
-        ckpt_prefix: what the names of the files begin with.
-        ckpt_suffix: how they end: a pattern.
-        save_path: the file to make; ``<prefix>_consolidated.pth`` where it is empty. It holds the
-            state dict of the model under ``model``, and of the optimizer under ``optimizer`` if
-            the files have one.
-        save_model: whether to make it. If so, no more than ``buffer`` bytes are in memory, and
-            what is returned is read from the file when it is looked at.
-        force: replace a file that is there.
-        buffer: in bytes.
-        watch: told how many bytes there are, and then how many were moved.
+        ckpt_prefix: the beginning of the files' paths.
+        ckpt_suffix: the end of the files' paths, as a pattern.
+        save_path: the file to make; ``<prefix>_consolidated.pth`` if empty. It contains the model's
+            state dict under ``model``, and the optimizer's under ``optimizer`` if the files have
+            one.
+        save_model: whether to make the file. If so, no more than ``buffer`` bytes are in memory,
+            and the returned tensors are read from the file when they are used.
+        force: replace an existing file.
+        buffer: bytes that may be in memory.
+        watch: called with the number of bytes to move; returns what is called as they are moved.
 
     Returns:
-        The full state dict of the model, and the path of the file, or ``None``.
+        The full state dict of the model, and the path of the file or ``None``.
 
     Raises:
         CheckpointError: files are missing, damaged, or not of one checkpoint.
-        ValueError: the file is there already.
+        ValueError: the file to make exists.
     """
     target = Path(save_path or f"{ckpt_prefix}_consolidated.pth")
     found = sorted(map(Path, glob.glob(glob.escape(ckpt_prefix) + ckpt_suffix)))
     files = [file for file in found if file != target]
     if not files:
-        raise CheckpointError(f"{ckpt_prefix}{ckpt_suffix}: found no such files")
+        raise CheckpointError(f"{ckpt_prefix}{ckpt_suffix}: found no files that match")
     with RankFiles(files) as source:
         if not save_model:
             return _in_memory(source), None
@@ -258,7 +265,7 @@ def consolidate_sharded_model_checkpoints(
 
 
 def _in_memory(source: RankFiles) -> dict[str, torch.Tensor]:
-    """The full state dict of the model; it takes the memory of the model, no more."""
+    """The full state dict of the model, in the memory of the model and no more."""
     full: dict[str, torch.Tensor] = {}
     for name, path in source.by_name.items():
         if path[0] == "model":
