@@ -146,7 +146,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_checkpoint_of_a_model_alone_says_that_it_has_no_optimizer(tmp_path: Path) -> None:
     model, optimizer = make()
     checkpoint.save(tmp_path / "a", model)
-    with pytest.raises(CheckpointError, match="param_groups are missing in the checkpoint"):
+    with pytest.raises(CheckpointError, match="found no param_groups in the checkpoint"):
         checkpoint.load(tmp_path / "a", model, optimizer)
 
 

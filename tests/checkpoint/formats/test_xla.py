@@ -206,10 +206,10 @@ def _shape(state: dict[str, Any], **fields: Any) -> None:
         (lambda s: s["shard_metadata"].update(rank=0), "expected the file of rank 1"),
         (lambda s: s["shard_metadata"].update(world_size=2), "a world of 2 ranks"),
         (lambda s: s["shard_metadata"].update(world_size=10**9), "world_size"),
-        (lambda s: s["model"].pop("layers.0.weight"), "has other keys"),
+        (lambda s: s["model"].pop("layers.0.weight"), "found other keys"),
         (lambda s: s["model"].update({"layers.0.weight": 1}), "a tensor, as on other ranks"),
-        (lambda s: s["model"].update({"layers.0.weight": torch.ones(3, 7)}), "of sizes"),
-        (lambda s: s["model"].update({"layers.0.weight": torch.ones(2, 7).half()}), "of sizes"),
+        (lambda s: s["model"].update({"layers.0.weight": torch.ones(3, 7)}), "with sizes"),
+        (lambda s: s["model"].update({"layers.0.weight": torch.ones(2, 7).half()}), "with sizes"),
         (lambda s: _shape(s, shape=[50, 7]), "a part of"),
         (lambda s: _shape(s, shape=[2**62, 2**62]), "bytes of shape"),
         (lambda s: _shape(s, offsets=[0, 0]), "gaps or overlaps|fill"),
@@ -234,7 +234,7 @@ def test_files_that_do_not_belong_together_are_refused(
 
 def test_a_missing_rank_is_named(mine: Path) -> None:
     rank_file(f"{mine}/mlp", 2, 3).unlink()
-    with pytest.raises(CheckpointError, match="files of 2 ranks, expected 3; that of rank 2"):
+    with pytest.raises(CheckpointError, match="files of 2 ranks, expected 3; the file of rank 2"):
         consolidate_sharded_model_checkpoints(f"{mine}/mlp")
     rank_file(f"{mine}/mlp", 0, 3).unlink()
     with pytest.raises(CheckpointError, match="expected the file of rank 0"):
@@ -300,7 +300,7 @@ def _saved_alone(folder: Path) -> tuple[str, nn.Module, torch.optim.Optimizer]:
         (lambda s: s["optimizer"].pop("state"), "optimizer, state: found .NoneType"),
         (lambda s: s["optimizer"]["state"].update(x={}), "the name of a parameter"),
         (lambda s: s["optimizer"]["state"].update(weight=1), "expected a dict"),
-        (lambda s: s["optimizer"].pop("param_groups"), "param_groups are missing"),
+        (lambda s: s["optimizer"].pop("param_groups"), "found no param_groups"),
         (lambda s: s["optimizer"].update(param_groups=[{"params": [["weight"]]}]), "no list of"),
         (lambda s: s["optimizer"].update(param_groups=[]), "found no group among the 0 saved ones"),
     ],
@@ -333,5 +333,5 @@ def test_two_tensors_of_one_name_are_not_taken_for_one(tmp_path: Path) -> None:
     prefix, _, _ = _saved_alone(tmp_path)
     two = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
     _change(rank_file(prefix, 0, 1), lambda s: s.update(model=two))
-    with pytest.raises(CheckpointError, match=r"holds model\.a\.b twice"):
+    with pytest.raises(CheckpointError, match=r"found model\.a\.b twice"):
         consolidate_sharded_model_checkpoints(prefix)
