@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, full_box
 from shardwise.checkpoint.disk.entries import Manifest, Piece, TensorEntry, torch_dtype
 from shardwise.checkpoint.disk.files import Closing, open_file, read_exactly
-from shardwise.checkpoint.disk.safetensors import read_fields
+from shardwise.checkpoint.disk.safetensors import as_bytes, read_fields
 from shardwise.checkpoint.disk.strict import refuse
 from shardwise.errors import CheckpointError
 
@@ -253,7 +253,7 @@ def _as_stored_bytes(destination: Tensor, entry: TensorEntry) -> Tensor | None:
         and destination.dtype == torch_dtype(entry.dtype)
         and type(destination) is Tensor
     )
-    return destination.view(-1).view(torch.uint8) if fits else None
+    return as_bytes(destination) if fits else None
 
 
 def narrow(tensor: Tensor, box: Box) -> Tensor:

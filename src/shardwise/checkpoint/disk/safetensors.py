@@ -301,17 +301,25 @@ class _BlockChecksums:
         self._filled = 0
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, as a tensor that shares its memory.
+
+    One of a single element counts as contiguous with any strides, so ``view`` is not enough.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def _chunks(tensor: Tensor, limit: int) -> Iterator[memoryview]:
     """The bytes of a tensor in the order of its elements, at most ``limit`` at a time."""
     tensor = tensor.detach()
     lazy = tensor.is_conj() or tensor.is_neg()
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy:
-        data = tensor.view(-1).view(torch.uint8).numpy().data
+        data = as_bytes(tensor).numpy().data
         yield from (data[at : at + limit] for at in range(0, data.nbytes, limit))
         return
     for part in _small_parts(tensor):
         here = part.contiguous().cpu().resolve_conj().resolve_neg()
-        yield here.view(-1).view(torch.uint8).numpy().data
+        yield as_bytes(here).numpy().data
 
 
 def _small_parts(tensor: Tensor) -> Iterator[Tensor]:

@@ -22,6 +22,7 @@ from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, full_box, is_til
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
 from shardwise.checkpoint.disk.files import Closing, Links, open_file, read_exactly
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, narrow
+from shardwise.checkpoint.disk.safetensors import as_bytes
 from shardwise.errors import CheckpointError
 
 MIB = 1 << 20
@@ -167,7 +168,7 @@ class Window:
     def chunks(self, source: Source, path: StatePath) -> Iterator[memoryview]:
         """Yield the bytes of a tensor, in order; each chunk is valid until the next one."""
         for _, part in self.parts(source, path):
-            yield as_bytes(part)
+            yield as_bytes(part).numpy().data
 
 
 def _whole_rows(elements: int, sizes: Sequence[int]) -> int:
@@ -181,11 +182,6 @@ def _whole_rows(elements: int, sizes: Sequence[int]) -> int:
             break
         row *= max(1, size)
     return elements // row * row
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def model_tensors(source: Source) -> dict[str, StatePath]:
@@ -268,7 +264,7 @@ class ExtentReader(Closing):
         first = sum(a * step for a, step in zip(box.offsets, steps, strict=True)) * size
         reach = (sum((n - 1) * step for n, step in zip(box.sizes, steps, strict=True)) + 1) * size
         if _is_dense(box.sizes, steps) and into.is_contiguous():
-            self._read_bytes(extent, first, into.view(-1).view(torch.uint8))
+            self._read_bytes(extent, first, as_bytes(into))
         elif reach <= _MOST_SCRATCH:
             if self._scratch.nbytes < reach:
                 self._scratch = torch.empty(_MOST_SCRATCH, dtype=torch.uint8)

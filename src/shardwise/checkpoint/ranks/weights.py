@@ -21,14 +21,13 @@ from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.commit import written_beside
 from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.pieces import narrow
-from shardwise.checkpoint.disk.safetensors import PT_METADATA, in_order, make_header
+from shardwise.checkpoint.disk.safetensors import PT_METADATA, as_bytes, in_order, make_header
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.hf import DEFAULT_SHARD, HfFile, plan_files, write_index
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
     Source,
     Window,
-    as_bytes,
     model_tensors,
 )
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
@@ -221,7 +220,7 @@ def _write_part(handle: int, start: int, tensor: torch.Tensor, window: Window) -
     for box, local in _parts(tensor):
         for part in window.boxes(info, box):
             here = narrow(local.detach(), part.relative_to(box.offsets)).contiguous().cpu()
-            data = as_bytes(here)
+            data = as_bytes(here).numpy().data
             for first, count in _runs(part, info.shape):
                 run, data = data[: count * info.itemsize], data[count * info.itemsize :]
                 _write_all(handle, run, start + first * info.itemsize)
