@@ -108,6 +108,7 @@ def _fill(
         same = local.device.type == "cpu" and local.dtype == torch_dtype(info.dtype)
         if same and local.is_contiguous() and box.numel:
             source.read(path, box, local.detach())
+            local.view(-1)[:0].zero_()  # tells autograd of a write, since it does not see the read
             continue
         for part, elements in window.parts(source, path, box):
             narrow(local, part.relative_to(box.offsets)).copy_(elements)

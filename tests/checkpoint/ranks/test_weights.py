@@ -1,0 +1,120 @@
+"""Weights alone: loaded from any format into one process, and where shards are in a file."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from shardwise import checkpoint
+from shardwise.checkpoint import CheckpointError, load_weights, save_hf
+from shardwise.checkpoint.ranks.weights import _runs
+from tests.checkpoint.small import make, same, save_small
+from tests.checkpoint.tilings import QUICK, boxes_in, part_of, shapes
+
+
+@QUICK
+@given(shape=shapes, data=st.data())
+def test_runs_are_the_elements_of_a_box_in_the_full_tensor(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    box = data.draw(boxes_in(shape))
+    runs = list(_runs(box, shape))
+    found = [element for first, count in runs for element in range(first, first + count)]
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    assert found == part_of(tensor, box).flatten().tolist()
+    assert all(a + n < b for (a, n), (b, _) in itertools.pairwise(runs) if box.sizes == shape), (
+        "a full tensor is one run"
+    )
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "step"])
+def test_weights_are_loaded_from_any_format(tmp_path: Path, name: str) -> None:
+    if name == "step":
+        saved, _ = save_small(tmp_path / name)
+    else:
+        saved, _ = make()
+        state = {k: v for k, v in saved.state_dict().items() if isinstance(v, torch.Tensor)}
+        if name == "w.pt":
+            torch.save({"model": state}, tmp_path / name)
+        else:
+            save_file(state, tmp_path / name)
+    loaded, _ = make(seed=1)
+    assert not same(loaded, saved)
+    load_weights(tmp_path / name, loaded)
+    assert same(loaded, saved)
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "step"])
+def test_loading_between_forward_and_backward_is_seen_by_autograd(
+    tmp_path: Path, name: str
+) -> None:
+    """Bytes go straight into the parameter, which autograd does not see by itself."""
+    model = torch.nn.Linear(3, 2)
+    if name == "step":
+        checkpoint.save(tmp_path / name, model)
+    else:
+        save_file(model.state_dict(), tmp_path / name)
+    loss = model.weight.square().sum()
+    load_weights(tmp_path / name, model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_scalar_and_an_empty_parameter_are_loaded(tmp_path: Path) -> None:
+    def model(value: float) -> torch.nn.ParameterDict:
+        values = {"scale": torch.tensor(value), "none": torch.empty(0, 3), "one": torch.ones(1, 1)}
+        return torch.nn.ParameterDict({k: torch.nn.Parameter(v) for k, v in values.items()})
+
+    save_hf(tmp_path / "out", model(2.0))
+    loaded = model(0.0)
+    load_weights(tmp_path / "out", loaded)
+    assert loaded["scale"].item() == 2.0
+
+
+def test_tied_weights_are_saved_once_and_found_under_any_name(tmp_path: Path) -> None:
+    def tied() -> torch.nn.Module:
+        model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+        model["b"].weight = model["a"].weight
+        return model
+
+    model = tied()
+    save_hf(tmp_path / "out", model)
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {
+        "a.weight",
+        "a.bias",
+        "b.bias",
+    }
+    state = {k: v.clone() for k, v in model.state_dict().items() if k != "a.weight"}
+    save_file(state, tmp_path / "b.safetensors")
+    loaded = tied()
+    load_weights(tmp_path / "b.safetensors", loaded)
+    assert torch.equal(loaded["a"].weight, model["a"].weight)
+
+
+def test_another_model_is_named_by_what_differs(tmp_path: Path) -> None:
+    names = {f"layer{i}": torch.ones(1) for i in range(5)}
+    save_file(names, tmp_path / "w.safetensors")
+    model = torch.nn.ParameterDict({"other": torch.ones(1), "layer0": torch.ones(1)})
+    with pytest.raises(
+        CheckpointError,
+        match="of another model: other is not in the checkpoint; layer1, layer2, layer3 and 1 "
+        "more are not in the model",
+    ):
+        load_weights(tmp_path / "w.safetensors", model)
+    load_weights(tmp_path / "w.safetensors", model, strict=False)
+
+
+def test_saving_never_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="exists; give another name"):
+        save_hf(tmp_path / "out", torch.nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match=r"0\.weight: is on the meta device"):
+        save_hf(tmp_path / "meta", torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta")))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
