@@ -120,6 +120,27 @@ def check_missing_extra(env: Environment) -> None:
         sys.exit(f"expected one line, found:\n{said}")
 
 
+def check_completion(env: Environment) -> None:
+    """Shells can complete commands and options."""
+    line = str(env.bin / "shardwise")
+    shown = run(
+        "bash",
+        "-c",
+        f"{line} --show-completion bash; exit $?",
+        env={**os.environ, "SHELL": "/bin/bash"},
+    )
+    expect(shown, "complete", "shardwise")
+    completed = env.run(
+        "shardwise",
+        variables={
+            "_SHARDWISE_COMPLETE": "complete_bash",
+            "COMP_WORDS": "shardwise tr",
+            "COMP_CWORD": "1",
+        },
+    )
+    expect(completed, "train")
+
+
 def check_types(env: Environment) -> None:
     """A program that uses the library passes ``mypy --strict``, and a wrong one does not."""
     mypy = (
@@ -161,6 +182,7 @@ def main() -> None:
         timed("install the wheel", lambda: env.install(str(wheel)))
         timed("version and names", lambda: check_names(env))
         timed("a missing extra", lambda: check_missing_extra(env))
+        timed("shell completion", lambda: check_completion(env))
         timed("types", lambda: check_types(env))
         timed("a program", lambda: check_program(env))
         timed("install its extra", lambda: env.install(f"{wheel}[train]"))
