@@ -28,7 +28,8 @@ else:
 
     def _newer(home: Any, name: str) -> type:
         """The class ``name``, or an empty one of that name where torch 2.11 does not have it."""
-        return getattr(home, name, None) or type(name, (), {})
+        missing = {"__doc__": f"A stand-in for torch's {name}, which this torch does not have."}
+        return getattr(home, name, None) or type(name, (), missing)
 
     DataParallelMeshDims = _newer(_fully_shard, "DataParallelMeshDims")
     ShardPlacementResult = _newer(_fully_shard._fsdp_common, "ShardPlacementResult")
