@@ -48,6 +48,10 @@ class _Lost(_Failure):
     """A rank that was lost, or that failed because it lost another one."""
 
 
+class _Unreachable(_Lost):
+    """A rank that the coordinator found lost, so that it gets no answer."""
+
+
 class Ranks:
     """The ranks that save or load together. The first of them coordinates.
 
@@ -97,9 +101,9 @@ class Ranks:
         if self.coordinates:
             parts = [mine, *(self._receive(peer) for peer in range(1, self.size))]
             answers, error = self._answers(parts, answer, error)
-            lost = [each.rank for each in parts if isinstance(each, _Lost)]
+            gone = [each.rank for each in parts if isinstance(each, _Unreachable)]
             for peer in range(1, self.size):
-                if self._names[peer] not in lost:
+                if self._names[peer] not in gone:
                     self._send(answers[peer], peer)
             reply = answers[0]
         else:
@@ -178,7 +182,7 @@ class Ranks:
         except PeerLostError as error:
             if not self.coordinates:
                 raise self._lost(peer, error) from error
-            return _Lost(self._names[peer], f"was lost ({_first_line(error)})")
+            return _Unreachable(self._names[peer], f"was lost ({_first_line(error)})")
         return found[0]
 
     def _call(self, call: Callable[[], object], peer: int) -> None:
