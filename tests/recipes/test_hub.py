@@ -109,9 +109,8 @@ def shorter(seconds):
 time.sleep = shorter
 
 from huggingface_hub.utils import get_session
-from shardwise.recipes import connection
-from shardwise.recipes.text.documents import Source
-from shardwise.recipes.text.documents import find_documents
+from shardwise.recipes.text import documents
+from shardwise.recipes.text.documents import Source, find_documents
 from shardwise.recipes.text.data import Tokenizer
 
 def told(call):
@@ -131,12 +130,12 @@ found = {name: told(lambda: opened(name).holds_back) for name in sys.argv[1].spl
 found["tokenizer"] = told(lambda: Tokenizer("local/none").size)
 found["back"] = read("hf:local/back")
 found["waited"] = sum(pauses)
-connection.PATIENCE = 0.1
+documents.PATIENCE = 0.1
 found["gone"] = told(lambda: read("hf:local/gone"))
 try:
     get_session().get("http://127.0.0.1:1/")  # where nobody listens
 except Exception as error:
-    found["refused"] = connection.connection_lost(error)
+    found["refused"] = documents.connection_lost(error)
 json.dump(found, sys.stdout)
 """
 
