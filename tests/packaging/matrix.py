@@ -5,7 +5,7 @@
 Takes what interpreters it finds (given, on the PATH, of pyenv, or fetched by uv), says which are
 missing, and runs the tests of what depends most on either. Results stay in
 ``.venv-matrix/results``, so pairs can be tried one at a time; ``docs/torch-compatibility.md``
-shows the table of all of them.
+shows the table of all of them. Run it after a change of what it supports, and before a release.
 
 torch comes from the package index; set ``UV_TORCH_BACKEND=cpu`` for its much smaller CPU builds.
 """
@@ -63,7 +63,7 @@ def main() -> None:
             path = RESULTS / f"{version}-{torch}.json"
             path.write_text(json.dumps(result, indent=1) + "\n")
     table = _table()
-    PAGE.write_text(TABLE.sub(lambda _: table, PAGE.read_text()))
+    PAGE.write_text(TABLE.sub(lambda _: f"\n{table}\n", PAGE.read_text()))
     print(f"\n{table}\nlogs: {FOLDER}/*.log")
 
 
@@ -125,7 +125,7 @@ def _try(uv: Path, version: str, interpreter: str | None, torch: str) -> dict[st
         )
     shutil.rmtree(folder)
     last = log.read_text().splitlines()[-1]
-    summary = re.sub(r" in \d.*| \d+ warnings?|=", "", last).strip(" ,")
+    summary = re.sub(r" in \d.*|,? \d+ (?:deselected|warnings?)|=", "", last).strip(" ,")
     return {"summary": summary, "python": exact[0], "torch": exact[1]}
 
 
