@@ -47,10 +47,10 @@ class Formula:
     Attributes:
         shards: of parameters, gradients and optimizer state.
         unsharded: full parameters, in the dtype that computes: of the largest two consecutive
-            groups (one computes while its neighbour is gathered), or of all groups where they are
+            groups (one computes while its neighbor is gathered), or of all groups where they are
             kept from forward to backward.
         gradients: full gradients of the largest two consecutive groups (one is computed while its
-            neighbour's are reduced), in the dtype that computes.
+            neighbor's are reduced), in the dtype that computes.
         activations: the most that forward and backward hold beside parameters and their
             gradients, measured on the unsharded model.
     """

@@ -46,7 +46,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[float]) -> Spread:
-        """Summarise; one value has no spread."""
+        """Summarize; one value has no spread."""
         if not values[1:]:
             return cls(values[0], values[0], values[0])
         low, _, high = quantiles(values, n=4, method="inclusive")

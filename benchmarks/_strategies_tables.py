@@ -14,7 +14,7 @@ from _strategy_contenders import STRATEGIES
 ACCUMULATED = ("hybrid", "fsdp2-hybrid")
 
 COLUMNS = [
-    *("strategy", "step s", "quartiles s", "tokens/s", "utilisation"),
+    *("strategy", "step s", "quartiles s", "tokens/s", "utilization"),
     *("MB/step", "x FSDP2 full", "x FSDP2 hybrid", "memory MB"),
 ]
 
@@ -31,7 +31,7 @@ def seconds_by_round(case: dict[str, Any], name: str) -> list[float]:
     ]
 
 
-def utilisation(case: dict[str, Any], name: str) -> float:
+def utilization(case: dict[str, Any], name: str) -> float:
     """Return compute-only step time over a contender's: the median of the rounds' ratios."""
     return ratio(case, "floor", name)
 
@@ -65,7 +65,7 @@ def _row(case: dict[str, Any], name: str) -> list[str]:
         f"{median(seconds):.3f}",
         f"{low:.3f} to {high:.3f}",
         f"{case['ranks'] * case['tokens'] / median(seconds):.0f}",
-        f"{100 * utilisation(case, name):.0f} %" if "floor" in present else "",
+        f"{100 * utilization(case, name):.0f} %" if "floor" in present else "",
         f"{wire_bytes(case, name) / 1e6:.2f}",
         *(
             f"{ratio(case, name, peer):.2f}" if peer in present else ""
@@ -88,7 +88,7 @@ def _table(case: dict[str, Any]) -> Table:
         notes=[
             f"losses: {'DIFFERENT: ' + wrong if wrong else 'OK, equal to four decimals'} (DiLoCo "
             "and compute only: the first)",
-            f"{rounds} rounds; utilisation: step of compute only over this step; MB: sent by the "
+            f"{rounds} rounds; utilization: step of compute only over this step; MB: sent by the "
             "busier host, as its interface counts; memory: highest PSS of a rank",
         ],
     )

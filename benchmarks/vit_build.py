@@ -5,7 +5,7 @@
 The model is built as ``shardwise train vit`` builds it: on the meta device, sharded group by group,
 and given its values layer by layer. What may be held is a formula, in building (the shards of the
 parameters, and the largest layer whole) and in a step (shards of parameters, gradients and
-optimizer state, the root and the largest two neighbours unsharded, their full gradients, and
+optimizer state, the root and the largest two neighbors unsharded, their full gradients, and
 activations). A rank's PSS counts a page that k ranks share as 1/k. The exit code is 1 where a peak
 is over 5 % above its formula.
 """

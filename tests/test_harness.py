@@ -108,10 +108,10 @@ def test_warnings_are_errors_on_ranks_too() -> None:
 
 
 def _environment(rank: int, world_size: int) -> tuple[str | None, str | None, bool]:
-    return os.environ.get("COLOUR"), os.environ.get("HOME"), dist.is_initialized()
+    return os.environ.get("COLOR"), os.environ.get("HOME"), dist.is_initialized()
 
 
 def test_environment_and_backend_are_the_callers(ranks: Ranks) -> None:
-    assert ranks(_environment, 1, backend=None, env={"COLOUR": "green", "HOME": None}) == [
+    assert ranks(_environment, 1, backend=None, env={"COLOR": "green", "HOME": None}) == [
         ("green", None, False)
     ]

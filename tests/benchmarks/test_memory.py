@@ -50,7 +50,7 @@ def test_formula_on_paper() -> None:
     shard = 4 * 10 + 2 * 10 + 2 + 3 * 10  # rank 0: half of the rows, rounded up
     zero3 = formula(groups, 2, 3, torch.float32, activations=1000)
     assert zero3.shards == shard * 4 * 4, "parameter, gradient, two states; 4 bytes each"
-    assert zero3.unsharded == (70 + 43) * 4, "the largest two neighbours"
+    assert zero3.unsharded == (70 + 43) * 4, "the largest two neighbors"
     assert zero3.gradients == (70 + 43) * 4
     assert zero3.total == zero3.shards + 2 * (70 + 43) * 4 + 1000
 

@@ -72,7 +72,7 @@ def test_table_shares_an_exchange_out_over_a_round(document: dict[str, Any]) -> 
     (table,) = strategies_tables(changed)
     rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
     apart, hybrid = rows["DiLoCo, int8"], rows["HYBRID_SHARD"]
-    assert (apart["step s"], apart["utilisation"], apart["MB/step"]) == ("0.400", "25 %", "3.00")
+    assert (apart["step s"], apart["utilization"], apart["MB/step"]) == ("0.400", "25 %", "3.00")
     assert (hybrid["x FSDP2 hybrid"], hybrid["tokens/s"]) == ("0.55", "116")
     assert "an exchange 1.000 s and 5.00 MB, shared by H = 5 steps" in "".join(table.notes)
 

@@ -23,7 +23,7 @@ Shard = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore")  # what others warn of is theirs
 
 STEPS = 3
-WIDTH, HIDDEN = 64, 128  # 8192 values: torchao quantises the state of 4096 and more, on each rank
+WIDTH, HIDDEN = 64, 128  # 8192 values: torchao quantizes the state of 4096 and more, on each rank
 
 
 class Mlp(nn.Module):

@@ -85,7 +85,7 @@ def _lora(rank: int, world_size: int, folder: Path) -> None:
             assert param.grad is None, name
             assert torch.equal(full(param), frozen[name]), f"{name} is frozen"
         elif "lora_B" in name:
-            assert full(param).abs().max() > 0, f"{name} has learnt nothing"
+            assert full(param).abs().max() > 0, f"{name} has learned nothing"
 
     # Of a group with a frozen base and adapters, adapters are reduced; of a frozen group, nothing.
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -189,7 +189,7 @@ def test_all_ranks_get_rank_0s_parameters_and_buffers(ranks: Ranks) -> None:
     ranks(_rank_0s_values, 2)
 
 
-def test_models_on_the_meta_device_are_materialised_unit_by_unit(ranks: Ranks) -> None:
+def test_models_on_the_meta_device_are_materialized_unit_by_unit(ranks: Ranks) -> None:
     ranks(_from_meta, 2)
 
 

@@ -194,7 +194,7 @@ def test_torchrun_over_hosts_trains_the_same(jobs: Jobs, folder: Path, undisturb
     assert ended.left == []
 
 
-def test_pictures_over_hosts_are_learnt_as_on_one(jobs: Jobs, folder: Path) -> None:
+def test_pictures_over_hosts_are_learned_as_on_one(jobs: Jobs, folder: Path) -> None:
     here = small_mnist(folder, "here", weight_decay=0.01, clip_grad=0.0)
     run_ranks(train, 2, here)
     ended = jobs["digits"].result()

@@ -39,8 +39,8 @@ def test_every_host_has_a_line_of_its_own(
         assert shlex.split(line) == [*words, "--node-rank", str(rank), "--rdzv", "a:29500"]
     code, again, _ = output(monkeypatch, capsys, "--hosts", "a, b", *options[2:])
     assert (code, again) == (0, out)
-    for spelt in ("2001:db8::1,b", "[2001:db8::1],b"):
-        code, again, _ = output(monkeypatch, capsys, "--hosts", spelt, "--", "train", "lm")
+    for spelled in ("2001:db8::1,b", "[2001:db8::1],b"):
+        code, again, _ = output(monkeypatch, capsys, "--hosts", spelled, "--", "train", "lm")
         assert code == 0
         assert shlex.split(again.splitlines()[1])[-1] == "[2001:db8::1]:29400"
     code, out, _ = output(monkeypatch, capsys, "--nnodes", "1:3", *options)

@@ -1,4 +1,4 @@
-"""A model built on the meta device, sharded, and materialised shard by shard is the same model."""
+"""A model built on the meta device, sharded, and materialized shard by shard is the same model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Ranks = Callable[..., list[Any]]
 NAMES = ["mlp", "conv", "shared", "llama", "llama-tied"]
 
 
-def _initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
+def _initializer(model: nn.Module) -> Callable[[nn.Module], object]:
     """What gives a module its initial values: its model's own rules, or its own."""
     if isinstance(model, PreTrainedModel):
         return model._init_weights
@@ -48,7 +48,7 @@ def _on_meta_device(name: str, strategy: str, world_size: int) -> nn.Module:
     )
 
 
-def _train_materialised(
+def _train_materialized(
     rank: int, world_size: int, strategy: str, names: list[str]
 ) -> list[tuple[dict[str, Tensor], dict[str, Tensor], History, History]]:
     outcomes = []
@@ -57,7 +57,7 @@ def _train_materialised(
         with naming(case):
             model = _on_meta_device(name, strategy, world_size)
             torch.manual_seed(5)
-            materialize(model, init=_initialiser(model))
+            materialize(model, init=_initializer(model))
             parameters, buffers = whole_parameters(model), dict(model.named_buffers())
             twin = make_sharded(case, world_size)
             twin.load_state_dict(model.state_dict())
@@ -73,16 +73,16 @@ def _train_materialised(
     ("strategy", "world_size"),
     [("full-shard", 1), ("full-shard", 2), ("full-shard", 3), ("no-shard", 2), ("hybrid", 4)],
 )
-def test_materialised_equals_unsharded_initialisation_and_trains_alike(
+def test_materialized_equals_unsharded_initialization_and_trains_alike(
     ranks: Ranks, strategy: str, world_size: int
 ) -> None:
-    per_rank = ranks(_train_materialised, world_size, strategy, NAMES)
+    per_rank = ranks(_train_materialized, world_size, strategy, NAMES)
 
     for index, name in enumerate(NAMES):
         expected = make_model(name)
         torch.manual_seed(5)
         with torch.no_grad():
-            expected.apply(_initialiser(expected))
+            expected.apply(_initializer(expected))
         for outcomes in per_rank:
             parameters, buffers, history, twin = outcomes[index]
             _assert_equal(parameters, dict(expected.named_parameters()), name)

@@ -12,19 +12,19 @@ from shardwise.recipes.core.config import SgdConfig
 from shardwise.recipes.vision.config import ImagenetConfig
 from tests.recipes.small import train_config
 
-COLOURS = {"grass": (40, 160, 60), "rust": (170, 80, 40), "sea": (30, 90, 180)}
+COLORS = {"grass": (40, 160, 60), "rust": (170, 80, 40), "sea": (30, 90, 180)}
 
 
 def write_snapshots(folder: Path, training: int = 26, validation: int = 5) -> Path:
-    """Noisy pictures of three colours, of several shapes and kinds of files."""
+    """Noisy images of three colors, of several shapes and kinds of files."""
     draw = np.random.default_rng(0)
     for part, count in (("train", training), ("val", validation)):
-        for name, colour in COLOURS.items():
+        for name, color in COLORS.items():
             place = folder / part / name
             place.mkdir(parents=True)
             for number in range(count):
                 shape = (int(draw.integers(36, 60)), int(draw.integers(36, 60)), 3)
-                pixels = np.clip(draw.normal(colour, 50, shape), 0, 255).astype(np.uint8)
+                pixels = np.clip(draw.normal(color, 50, shape), 0, 255).astype(np.uint8)
                 image = Image.fromarray(pixels)
                 if number == 1:
                     image.convert("P").save(place / f"{number}.png")  # a palette, not RGB

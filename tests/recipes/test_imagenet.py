@@ -22,7 +22,7 @@ from shardwise.recipes.vision.files import Lookup, find_images
 from shardwise.recipes.vision.images import Augment, FolderImages, center_box, random_box
 from tests.recipes.running import run_from_guide, train
 from tests.recipes.small import losses
-from tests.recipes.snapshots import COLOURS, small_imagenet, write_snapshots
+from tests.recipes.snapshots import COLORS, small_imagenet, write_snapshots
 
 Ranks = Callable[..., list[Any]]
 
@@ -93,7 +93,7 @@ def test_a_run_goes_on_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path
 def test_a_picture_is_found_by_its_index(tmp_path: Path) -> None:
     training, validation = find_images(write_snapshots(tmp_path, training=3, validation=2))
     assert (len(training), len(validation)) == (9, 6)
-    assert training.classes == validation.classes == tuple(COLOURS)
+    assert training.classes == validation.classes == tuple(COLORS)
     found = [Lookup(training).at(index) for index in range(9)]
     assert [number for _, number in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert found[4][0] == tmp_path / "train" / "rust" / "1.png"
@@ -141,7 +141,7 @@ def test_images_are_read_when_needed_and_cropped_by_their_key(tmp_path: Path) ->
     assert torch.equal(same[0], same[1])
 
 
-def test_pixels_are_normalised_by_imagenets_mean_and_deviation(tmp_path: Path) -> None:
+def test_pixels_are_normalized_by_imagenets_mean_and_deviation(tmp_path: Path) -> None:
     for part in ("train", "val"):
         for name in ("black", "white"):
             (tmp_path / part / name).mkdir(parents=True)

@@ -77,7 +77,7 @@ def test_all_strategies_learn_the_same(ranks: Ranks, tmp_path: Path) -> None:
             assert found == pytest.approx(norm, rel=1e-6), name
 
 
-def test_the_world_and_the_mesh_do_not_change_what_is_learnt(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_world_and_the_mesh_do_not_change_what_is_learned(ranks: Ranks, tmp_path: Path) -> None:
     # 8 sequences a step, however they are dealt out.
     model = str(write_model(tmp_path, attention_dropout=0.0))
 
@@ -468,7 +468,7 @@ def test_settings_that_transformers_refuses_are_named(ranks: Ranks, tmp_path: Pa
 
 
 def test_other_models_of_transformers_train_too(ranks: Ranks, tmp_path: Path) -> None:
-    # Tied embeddings; biases, and positions that are learnt.
+    # Tied embeddings; biases, and positions that are learned.
     others = {"qwen3": {"tie_word_embeddings": True, "head_dim": 8}, "gpt_neox": {}}
     configs = []
     for model_type, settings in others.items():

@@ -163,7 +163,7 @@ def test_a_run_that_was_stopped_in_an_epoch_goes_on_as_if_nothing_had_been(
     same_weights(part, whole)
 
     # On one rank, with as many images per step: the same ones. Batch norm sees them in one part
-    # instead of two, so what is learnt is another.
+    # instead of two, so what is learned is another.
     capfd.readouterr()
     assert ranks(train, 1, elsewhere) == [["finished"]]
     assert "warning" not in capfd.readouterr().out

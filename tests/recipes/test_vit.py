@@ -344,7 +344,7 @@ def test_the_peak_is_told_by_what_is_kept_and_in_which_dtype() -> None:
     assert whole.unsharded == 4 * (every.numel + every.padding)
 
 
-# -- what is learnt --------------------------------------------------------------------------------
+# -- what is learned -------------------------------------------------------------------------------
 
 
 def small_vit(folder: Path, name: str = "run", **changes: Any) -> VitConfig:

@@ -54,7 +54,7 @@ def _clamp(head: nn.Module, _: Any) -> None:
 
 
 class Tied(nn.Module):
-    """An embedding that renormalises itself, and a head that is tied to it."""
+    """An embedding that renormalizes itself, and a head that is tied to it."""
 
     def __init__(self, max_norm: float | None = 0.7) -> None:
         super().__init__()

@@ -166,7 +166,7 @@ def _from_meta(rank: int, world_size: int) -> None:
     assert torch.equal(other.blocks[0].weight.full_tensor(), net.blocks[0].weight.full_tensor())
 
 
-def test_a_model_from_the_meta_device_is_materialised_on_the_device() -> None:
+def test_a_model_from_the_meta_device_is_materialized_on_the_device() -> None:
     _on_devices(_from_meta)
 
 

@@ -106,7 +106,7 @@ def _from_meta(rank: int, world_size: int) -> None:
     assert_same_gradients(sharded, whole)
 
 
-def test_materialising(threads: Ranks) -> None:
+def test_materializing(threads: Ranks) -> None:
     threads(_from_meta, 2)
 
 

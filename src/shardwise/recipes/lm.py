@@ -143,7 +143,7 @@ def sample_tokens(
         prompt: at least one token.
         count: tokens to draw.
         vocab_size: tokens from here up are never drawn.
-        temperature: 0 takes the likeliest token; 1 draws as the model has learnt.
+        temperature: 0 takes the likeliest token; 1 draws as the model has learned.
         window: the most tokens that the model looks back at, as in training; where they are
             full, the older half is forgotten.
         seed: of the drawing.

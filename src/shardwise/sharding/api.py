@@ -149,13 +149,15 @@ def fully_shard(
         param: form_of(param) or ShardedParam(param, fqn, places[param], offload)
         for param, (fqn, _) in found.items()
     }
-    groups = [
-        ParamGroup(
-            params := [
-                GroupParam(forms[param], owners)
-                for param, (_, owners) in found.items()
-                if places[param].mesh == its_mesh
-            ],
+
+    def group_over(its_mesh: DataMesh) -> ParamGroup:
+        params = [
+            GroupParam(forms[param], owners)
+            for param, (_, owners) in found.items()
+            if places[param].mesh == its_mesh
+        ]
+        return ParamGroup(
+            params,
             tops,
             its_mesh,
             Precision(mp_policy),
@@ -163,9 +165,8 @@ def fully_shard(
             bool(sizes[its_mesh]),
             PostForwardShards(params, smaller[its_mesh]) if its_mesh in smaller else None,
         )
-        for its_mesh in used
-    ]
 
+    groups = [group_over(its_mesh) for its_mesh in used]
     for param, (fqn, owners) in found.items():
         mark_taken(param, forms[param])
         note_group(owners, fqn, classes)

@@ -188,9 +188,9 @@ def _load(folder: Path, part: str) -> IdxSet:
     if sides != [SIDE, SIDE]:
         found = f"{images_file} with images of {sides[0]} x {sides[1]}"
         raise OptionError(_OPTION, found, f"{SIDE} x {SIDE}")
-    (labelled,), labels = _read(labels_file, 1)
-    if count != labelled:
-        found = f"{count} images in {images_file.name} and {labelled} labels in"
+    (labeled,), labels = _read(labels_file, 1)
+    if count != labeled:
+        found = f"{count} images in {images_file.name} and {labeled} labels in"
         raise OptionError(_OPTION, f"{found} {labels_file.name}", "as many of both")
     if count == 0:
         raise OptionError(_OPTION, f"no images in {images_file}", "one or more")
