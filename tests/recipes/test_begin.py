@@ -1,15 +1,25 @@
-"""A job that is started again: it goes on with what it has begun, and with nothing else."""
+"""Whether a run may begin or go on: jobs that start again, hosts that agree, what is installed."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shardwise.launch.errors import UserError
 from shardwise.launch.world import JOB, PARENT_PID
-from shardwise.recipes.core.begin import decided
-from shardwise.recipes.core.config import Existing, OutputConfig
+from shardwise.recipes.core.begin import (
+    check_alike,
+    check_extras,
+    compared,
+    decided,
+    newest_step,
+    require_installed,
+)
+from shardwise.recipes.core.checkpointing import Checkpoints
+from shardwise.recipes.core.config import Existing, OptionError, OutputConfig
 from shardwise.recipes.core.journal import RunRecord
 from shardwise.recipes.core.rundir import RunDir
 
@@ -84,3 +94,79 @@ def test_what_no_job_began_belongs_to_no_job(
     save(files)
     assert files.read()["sessions"][0]["job"] is None
     assert after_restart(files, Existing.OVERWRITE) is Existing.OVERWRITE
+
+
+# -- the newest checkpoint -------------------------------------------------------------------------
+
+
+def test_there_must_be_a_checkpoint_to_resume(tmp_path: Path) -> None:
+    files = RunDir(tmp_path)
+    message = "--resume: found no complete checkpoint in .*/checkpoints, expected one; or use --ov"
+    with pytest.raises(OptionError, match=message):
+        newest_step(Checkpoints(files.checkpoints), files)
+
+
+# -- several hosts ---------------------------------------------------------------------------------
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    """What a host says about its run; changes are of the settings, or ``model`` and ``data``."""
+    own = {name: changes.pop(name) for name in ("recipe", "model", "data") if name in changes}
+    settings = {"seed": 0, "train": {"batch_size": 4, "out": "a", "betas": [0.9, 0.95]}}
+    model, data = {"settings": {"layers": 2}}, {"name": "here", "fingerprint": "1234"}
+    return {
+        "recipe": "lm",
+        "config": {**settings, **changes},
+        "model": model,
+        "data": data,
+        **own,
+    }
+
+
+def test_hosts_may_keep_their_files_in_different_places() -> None:
+    there = {"name": "/mnt/there", "fingerprint": "1234"}
+    check_alike([facts(), facts(out="b", data=there, tokenizer="/mnt/there", existing="resume")])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 1}, "--seed: found 1 on host 2, expected 0, as on host 0"),
+        ({"batch_size": 8}, "--batch-size: found 8 on host 2, expected 4, as on host 0"),
+        ({"betas": [0.5, 0.9]}, "--beta1 and --beta2: found .* on host 2"),
+        ({"recipe": "mnist"}, "train: found mnist on host 2, expected lm, as on host 0"),
+        ({"model": {"settings": {"layers": 3}}}, "--model: found settings with checksum "),
+        ({"data": {"fingerprint": "5678"}}, "--data: found data with fingerprint 5678 on host 2"),
+    ],
+)
+def test_a_host_that_was_started_otherwise_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        check_alike([facts(), facts(), facts(**changes)])
+
+
+def test_the_order_of_a_models_settings_does_not_matter() -> None:
+    one = facts(model={"settings": {"layers": 2, "heads": 4}})
+    other = facts(model={"settings": {"heads": 4, "layers": 2}})
+    assert compared(one) == compared(other)
+
+
+# -- optional packages -----------------------------------------------------------------------------
+
+
+def test_packages_that_are_missing_are_named_with_what_installs_them() -> None:
+    require_installed("training", ["json", "os"], "train")
+    message = (
+        "training needs no_such_package and nor_this, which the extra 'train' installs: pip "
+        r"install '\.\[train\]' in a clone of Shardwise, or pip install no_such_package nor_this "
+    )
+    with pytest.raises(UserError, match=message):
+        require_installed("training", ["json", "no_such_package", "nor_this"], "train")
+
+
+def test_tensorboard_is_needed_only_where_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name[0] in "tP" else 1)
+    check_extras(["json"], tensorboard=False)
+    with pytest.raises(UserError, match="training needs tensorboard, which"):
+        check_extras(["json"], tensorboard=True)
+    with pytest.raises(UserError, match="pip install pillow anywhere"):
+        check_extras(["PIL"], tensorboard=False)
