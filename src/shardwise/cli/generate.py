@@ -70,7 +70,8 @@ class Options(Generic[C]):
         """Return the configuration that the options of a command line ask for.
 
         Args:
-            given: values by the names of parameters, None where not given.
+            given: values by the names of parameters in the order of the command line, None where
+                not given.
             default: what the others are; None: as in :attr:`default`.
 
         Raises:
@@ -157,7 +158,8 @@ def with_options(
             source = context.get_parameter_source(name)
             return source is None or source.name == "DEFAULT"
 
-        act({name: None if is_default(name) else value for name, value in values.items()})
+        # In the order of the command line, which decides between two names of one setting.
+        act({name: None if is_default(name) else values[name] for name in context.params})
 
     own = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     command.__doc__ = help_text
@@ -285,10 +287,15 @@ def _value_of(setting: _Setting, given: Mapping[str, Any]) -> Any:
             for part, default in zip(parts, setting.default, strict=True)
         )
     names = _names_of(setting)
-    said = {name: v for name in names if (v := given[_parameter_name(name)]) is not None}
-    value = next(iter(said.values()), None)
+    by_parameter = {_parameter_name(name): name for name in names}
+    said = [
+        (by_parameter[parameter], value)
+        for parameter, value in given.items()
+        if parameter in by_parameter and value is not None
+    ]
+    name, value = said[-1] if said else (None, None)  # the last one counts, as of one option
     if setting.kind is bool and said:
-        return (told.name or "").partition("/")[2] not in said
+        return (told.name or "").partition("/")[2] != name
     if get_origin(setting.kind) is not tuple:
         return value
     more = given[_ARGUMENTS] or () if told.takes_arguments else ()
