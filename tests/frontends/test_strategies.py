@@ -77,6 +77,7 @@ def test_a_mesh_is_read_by_dimension_names() -> None:
         ("dp_shard", "dp_shard=N, N a number from 1"),
         ("dp_shard=0", "dp_shard=N, N a number from 1"),
         ("dp_shard=x", "dp_shard=N, N a number from 1"),
+        ("dp_shard=" + "9" * 5000, "dp_shard=N, N a number from 1"),
         ("dp_shard=2,dp_shard=2", "each dimension once"),
     ],
 )

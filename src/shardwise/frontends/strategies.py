@@ -36,6 +36,7 @@ REPLICATE = "dp_replicate"
 SHARD = "dp_shard"
 DATA, TENSOR = "dp", "tp"
 MOST_RANKS = 4_096  # of a mesh that need not exist
+_MOST_DIGITS = 18  # of the size of a dimension
 
 _ORDER = (REPLICATE, DATA, SHARD, TENSOR)
 
@@ -183,7 +184,8 @@ def parse_mesh(text: str, names: Collection[str] = (REPLICATE, SHARD)) -> dict[s
             raise MeshError(f"{name!r} in {text!r}", f"one of {', '.join(names)}")
         if name in sizes:
             raise MeshError(f"{name} twice in {text!r}", "each dimension once")
-        if not equals or not size.isdecimal() or not int(size):
+        # Python reads 4,300 digits at most, and raises a ValueError of its own beyond them.
+        if not equals or not size.isdecimal() or len(size) > _MOST_DIGITS or not int(size):
             raise MeshError(f"{part.strip()!r} in {text!r}", f"{name}=N, N a number from 1")
         sizes[name] = int(size)
     return sizes
