@@ -126,9 +126,10 @@ def run(job: Job, launch: LaunchConfig) -> None:
 def _dry_run(job: Job, launch: LaunchConfig, nodes: Nodes | None) -> None:
     expected = "none with --dry-run: say --world-size, and --replicas for hybrid strategies"
     require(nodes is None, "--nnodes", launch.nnodes, expected)
-    size = launch.world_size if launch.world_size is not None else launch.nproc
-    size = 1 if size is None else size
-    require(size >= 1, "--world-size", size, "1 or more")
+    option, size = "--world-size", launch.world_size
+    if size is None:
+        option, size = "--nproc", 1 if launch.nproc is None else launch.nproc
+    require(size >= 1, option, size, "1 or more")
     job.show_dry_run(World(0, size, 0, size))
 
 

@@ -454,7 +454,7 @@ class VitConfig(ImageFolderConfig):
         settings = dict(find_settings(self.model, _presets()))
         kind = settings["model_type"]
         require(kind == "vit", "--model", f"{self.model} of type {kind}", "one of type vit")
-        if self.image_size == _NOT_SQUARE:
+        if self.image_size == _NOT_SQUARE and not isinstance(settings.get("image_size", 224), int):
             found = f"{self.model}, whose images are not square"
             raise OptionError("--model", found, "square ones, or --image-size")
         asked = {
