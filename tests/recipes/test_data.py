@@ -1,4 +1,4 @@
-"""Which text comes when: decided by the seed and the position, by nothing else."""
+"""Which text comes when: decided by the seed and the position; and what a run records of it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.position import permute
 from shardwise.recipes.text.data import (
     SEPARATOR,
+    VOCAB_SIZE,
+    Bytes,
     ByteStream,
     Document,
     Sequences,
     decode,
     load_text,
+    load_vocabulary,
 )
 
 
@@ -198,3 +201,44 @@ def test_ranks_share_the_same_examples_whatever_the_world(tmp_path: Path, world_
     ]
     assert np.array_equal(np.concatenate(parts), whole)
     assert len(np.unique(whole, axis=0)) == 8
+
+
+# -- what a run records ----------------------------------------------------------------------------
+
+
+def test_a_fingerprint_tells_other_data_from_the_same_data_elsewhere(tmp_path: Path) -> None:
+    def fingerprint(*documents: Document) -> str:
+        return ByteStream(documents).fingerprint()
+
+    one, two = Document(tmp_path / "one", 0, 5), Document(tmp_path / "two", 0, 5)
+    moved = Document(tmp_path / "elsewhere" / "one", 0, 5)
+    assert fingerprint(one, two) == fingerprint(moved, two)
+    longer, later = Document(tmp_path / "one", 0, 6), Document(tmp_path / "one", 1, 5)
+    others = [(one, two), (two, one), (one,), (longer, two), (later, two)]
+    assert len({fingerprint(*each) for each in others}) == len(others)
+
+
+def test_what_is_recorded_counts_all_tokens_once(tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"{number:02}.txt").write_bytes(b"x" * 100)
+    data = load_text([str(tmp_path)], 16)
+    facts = data.facts()
+    assert facts["files"] == 20
+    assert (facts["training_tokens"], facts["validation_tokens"]) == (19 * 101, 101)
+    assert facts["summary"] == f"{tmp_path}, {19 * 101} tokens in 20 files"
+    assert facts["fingerprint"] == data.fingerprint()
+
+
+def test_bytes_are_the_vocabulary_unless_a_tokenizer_is_named() -> None:
+    vocabulary = load_vocabulary(None)
+    assert isinstance(vocabulary, Bytes)
+    assert vocabulary.decode(vocabulary.encode("naïve\n")) == "naïve\n"
+    assert max(vocabulary.encode("\U0010ffff")) < vocabulary.separator == vocabulary.used
+    assert vocabulary.separator < vocabulary.size == VOCAB_SIZE
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_named_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("no JSON")
+    with pytest.raises(OptionError, match=r"--tokenizer: found .* cannot be loaded") as error:
+        load_vocabulary(str(tmp_path))
+    assert "\n" not in str(error.value)
