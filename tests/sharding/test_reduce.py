@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from types import SimpleNamespace
 from typing import cast
 
@@ -26,6 +27,17 @@ def test_the_transport_averages_where_nothing_can_overflow() -> None:
 
 def test_a_factor_of_the_user_divides_the_sum() -> None:
     assert Scaling.of(torch.float32, 8, 3.0) == Scaling(1.0, Reduce.SUM, 3.0)
+
+
+def test_a_divide_factor_is_read_again_for_every_reduction() -> None:
+    # Programs divide by the number of tokens in a batch, which they may keep in a tensor.
+    factor = torch.tensor(16.0)
+    assert Scaling.of(torch.float16, 2, factor).after == 4.0  # type: ignore[arg-type]
+    freed = weakref.ref(factor)
+    factor.fill_(64.0)
+    assert Scaling.of(torch.float16, 2, factor).after == 8.0  # type: ignore[arg-type]
+    del factor
+    assert freed() is None
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64, 1000])

@@ -9,7 +9,6 @@ A reduction runs while the backward of the next groups computes, in three steps:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -38,7 +37,6 @@ class Scaling:
     after: float
 
     @classmethod
-    @functools.cache
     def of(
         cls,
         dtype: torch.dtype,
@@ -101,8 +99,11 @@ class Reduction:
         self._pending_all_reduce = pending_all_reduce
         factor, op = options.gradient_divide_factor, options.reduce_op
         dtypes = [precision.reduce_dtype(param.dtype) for param in params]
-        world_size = mesh.world_size
-        self._scalings = [Scaling.of(dtype, world_size, factor, op) for dtype in dtypes]
+        # Not cached beyond this: programs set another factor in every step, or change one in place.
+        scalings = {
+            dtype: Scaling.of(dtype, mesh.world_size, factor, op) for dtype in dict.fromkeys(dtypes)
+        }
+        self._scalings = [scalings[dtype] for dtype in dtypes]
         self._is_over_replicate = False
         self._hooked = {param.form for param in self._params}
         self._works: list[Work] = []
