@@ -301,3 +301,24 @@ def test_mistakes_about_runs(
     write_run(Path("run"), mesh, model=model)
     assert call(monkeypatch, *arguments.split()) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("run.json", "RUN: run/run.json: is not valid JSON"),
+        ("config.json", "RUN: found run/config.json, no JSON"),
+    ],
+)
+def test_a_damaged_run_is_a_mistake_about_run(
+    monkeypatch: Patch, capsys: Capture, tmp_path: Path, file: str, message: str
+) -> None:
+    """Not about ``--out`` or ``--model``, which nobody gave."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("run.json", "config.json"):
+        (folder / name).write_text("{}")
+    (folder / file).write_text("{")
+    assert call(monkeypatch, "run") == 2
+    assert message in capsys.readouterr().err

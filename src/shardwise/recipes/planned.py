@@ -68,11 +68,11 @@ class Subject:
         """
         if not files.run_json.is_file():
             raise UserError(f"RUN: found no run in {files.root}, expected a folder with run.json")
-        record = files.read()
+        record = files.read("RUN")
         if record.get("recipe") == "mnist":
             build: Callable[[], Planned] = _convnet
         elif files.model_config.is_file():
-            build = partial(_build, find_settings(str(files.model_config), {}))
+            build = partial(_build, find_settings(str(files.model_config), {}, "RUN"))
         else:
             raise UserError(f"RUN: found no {files.model_config}, expected the model's settings")
         settings = flatten(record.get("config", {}))

@@ -500,12 +500,15 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def find_settings(model: str, presets: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def find_settings(
+    model: str, presets: Mapping[str, dict[str, Any]], option: str = "--model"
+) -> dict[str, Any]:
     """Return the settings of a preset, or of a ``config.json`` of ``transformers``.
 
     Args:
         model: a preset's name, the path of a config file, or of a folder that holds one.
         presets: settings by name.
+        option: what named the model, for errors.
 
     Raises:
         OptionError: it is neither, or the file is no model configuration.
@@ -518,12 +521,12 @@ def find_settings(model: str, presets: Mapping[str, dict[str, Any]]) -> dict[str
         names = ", ".join(presets)
         near = difflib.get_close_matches(model, presets, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise OptionError("--model", model, f"{names}, or the path of a config.json{hint}")
+        raise OptionError(option, model, f"{names}, or the path of a config.json{hint}")
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
         check_depth(settings, "it")
     except (OSError, ValueError, RecursionError, CheckpointError) as error:
-        raise OptionError("--model", f"{file}, no JSON ({error})", "a config.json") from None
+        raise OptionError(option, f"{file}, no JSON ({error})", "a config.json") from None
     if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
-        raise OptionError("--model", f'{file} without "model_type"', "a config.json")
+        raise OptionError(option, f'{file} without "model_type"', "a config.json")
     return settings

@@ -264,8 +264,11 @@ class RunDir:
         names = (f".{file.name}" for file in self._files)
         return path == self.lock or path.name.startswith(tuple(names))
 
-    def read(self) -> dict[str, Any]:
+    def read(self, option: str = "--out") -> dict[str, Any]:
         """Return the content of ``run.json``, with its types checked.
+
+        Args:
+            option: what named the folder, for errors.
 
         Raises:
             UserError: it cannot be read; the message names the line or the field.
@@ -273,7 +276,7 @@ class RunDir:
         try:
             return _checked_record(parse(_bytes_of(self.run_json), str(self.run_json)), self)
         except CheckpointError as error:
-            raise UserError(f"--out: {error}") from None
+            raise UserError(f"{option}: {error}") from None
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Replace ``run.json`` atomically."""
