@@ -65,6 +65,18 @@ def test_a_second_run_takes_the_next_number_and_says_so(
     assert before == tuple(Path(f"runs/lm-{n}/run.json").read_bytes() for n in (2, 3))
 
 
+@pytest.mark.parametrize("words", ["-- train lm", "train -- lm"])
+def test_ranks_get_the_folder_behind_the_name_of_the_recipe(
+    monkeypatch: pytest.MonkeyPatch, started: list[list[str]], words: str
+) -> None:
+    make_run("runs/lm")
+    monkeypatch.setattr(sys, "argv", ["shardwise", *words.split(), "--steps", "3"])
+    with pytest.raises(SystemExit):
+        main.app()
+    expected = [*words.split(), "--out", "runs/lm-2", "--steps", "3"]
+    assert started[0][-len(expected) :] == expected
+
+
 def test_a_folder_that_the_user_names_is_never_another_one(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, started: list[list[str]]
 ) -> None:

@@ -194,7 +194,8 @@ def _command_of(job: Job) -> Callable[[int], list[str]]:
     """
     words = sys.argv[1:]
     if job.chosen is not None:  # behind ``train RECIPE``: whatever follows a -- is no option
-        words = [*words[:2], "--out", str(job.chosen), *words[2:]]
+        at = next(i for i, word in enumerate(words) if word not in ("--", "train")) + 1
+        words = [*words[:at], "--out", str(job.chosen), *words[at:]]
     # -P: the current folder is the user's, not a place to import from.
     return lambda attempt: [sys.executable, "-P", "-m", "shardwise", *words]
 
