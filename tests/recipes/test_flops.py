@@ -69,5 +69,8 @@ def test_microbatches_follow_from_the_tokens_of_a_step(tmp_path: Path) -> None:
         train = with_microbatches(config, world).train
         assert (train.batch_size, train.accumulate) == (size, microbatches), f"{world} ranks"
         assert train.examples_per_step(world) == 24
+    train = dataclasses.replace(config.train, batch_size=10**30)
+    vast = dataclasses.replace(config, train=train)
+    assert with_microbatches(vast, 1).train.accumulate == 1, "at once, however large the limit"
     with pytest.raises(OptionError, match=r"found 384, expected a multiple of 80.* such as 400"):
         with_microbatches(config, 5)

@@ -367,7 +367,7 @@ def with_microbatches(config: LmConfig, world_size: int) -> LmConfig:
         f"such as {near}",
     )
     each = tokens // smallest
-    size = max(n for n in range(1, config.train.batch_size + 1) if each % n == 0)
+    size = max(n for n in range(1, min(config.train.batch_size, each) + 1) if each % n == 0)
     train = replace(config.train, batch_size=size, accumulate=each // size)
     return replace(config, train=train)
 
