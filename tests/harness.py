@@ -325,8 +325,9 @@ def _rank_main(job: _Job, pipe: Connection) -> None:
             result, error = _call(job), None
             report = packing.dumps((result, error))
         except Exception:
-            pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))
-            _flush()
+            error = traceback.format_exc()
+            _flush()  # first: who receives the error reads the output next
+            pipe.send_bytes(pickle.dumps((None, error)))
             os._exit(1)  # no orderly end: a peer may be waiting for us in a collective
         pipe.send_bytes(report)
         may_leave.wait()

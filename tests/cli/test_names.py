@@ -141,7 +141,10 @@ def test_a_name_needs_room_for_what_stands_beside_it_while_it_is_made(
     command = "convert" if more else "consolidate"
     words = ["checkpoint", command, "good.safetensors", "x" * 250, *more.split()]
     told = refused(monkeypatch, capsys, words)
-    assert told == "error: found a name of 250 bytes for what is made, expected 5 fewer\n"
+    assert (
+        told
+        == "error: found a name of 250 bytes for the file or folder to make, expected 5 fewer\n"
+    )
     monkeypatch.setattr(sys, "argv", ["shardwise", *words[:3], "x" * 245, *more.split()])
     with pytest.raises(SystemExit) as ended:
         main.app()
