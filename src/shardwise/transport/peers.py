@@ -222,13 +222,16 @@ class Peers:
         )
 
     @contextlib.contextmanager
-    def collective(self, doing: str) -> Iterator[None]:
+    def collective(
+        self, doing: str, find_lost: Callable[[], Sequence[int]] = tuple
+    ) -> Iterator[None]:
         """Report a peer that is lost during a call of ``torch.distributed``.
 
         Put nothing else inside: an error is recognized by what the backend says.
 
         Args:
             doing: what the call does, such as ``"the sum of validation losses"``.
+            find_lost: finds the lost peers, as ranks in the group, once the call has failed.
 
         Raises:
             PeerLostError: in place of the backend's error.
@@ -241,7 +244,7 @@ class Peers:
             how = how_lost(error)
             if how is None:
                 raise
-            raise self.lost(doing, how=how, error=error) from error
+            raise self.lost(doing, find_lost(), how, error) from error
 
     # -- waiting ------------------------------------------------------------------------------
 
@@ -295,15 +298,8 @@ class Peers:
         watch.wait(
             lambda seconds: bool(concurrent.futures.wait([future], seconds).done), lambda: ranks
         )
-        try:
+        with self.collective(doing, lambda: self.departed(ranks)):
             return future.result()
-        except ShardwiseError:
-            raise
-        except RuntimeError as error:
-            how = how_lost(error)
-            if how is None:
-                raise
-            raise self.lost(doing, self.departed(ranks), how, error) from error
 
     def gather_objects(self, mine: T, doing: str) -> list[T]:
         """Gather an object from every rank. All ranks call it.
