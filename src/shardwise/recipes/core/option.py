@@ -12,7 +12,7 @@ another configuration contributes the options of that one.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,18 @@ class Group:
 def option(text: str, panel: str | None = None, **settings: Any) -> dict[str, Option]:
     """Return the metadata of a field that is an option; see :class:`Option`."""
     return {OPTION: Option(help=text, panel=panel, **settings)}
+
+
+def model_option(presets: Iterable[str]) -> dict[str, Option]:
+    """Return the metadata of the field that names the model of a recipe: a preset or a file."""
+    names = tuple(presets)
+    return option(
+        f"{', '.join(names)}, or the path of a config.json of transformers.",
+        MODEL,
+        metavar="NAME",
+        reads=Reads.NAME,
+        completions=names,
+    )
 
 
 def option_name(name: str) -> str:

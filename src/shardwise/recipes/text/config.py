@@ -21,7 +21,15 @@ from shardwise.recipes.core.config import (
     require,
     resolve_sharding,
 )
-from shardwise.recipes.core.option import BY_MODEL, MODEL, SAMPLE, TRAINING, Reads, option
+from shardwise.recipes.core.option import (
+    BY_MODEL,
+    MODEL,
+    SAMPLE,
+    TRAINING,
+    Reads,
+    model_option,
+    option,
+)
 from shardwise.recipes.core.position import Span
 from shardwise.recipes.core.rundir import RunDir, check_same, check_same_model
 from shardwise.recipes.text.data import TextData, load_text
@@ -118,15 +126,7 @@ FOR_CONFIG_FILES = Defaults(steps=1000, batch_size=4, seq_length=256, lr=4e-4)
 class LmConfig:
     """A training of a language model."""
 
-    model: str = field(
-        metadata=option(
-            f"{', '.join(PRESETS)}, or the path of a config.json of transformers.",
-            MODEL,
-            metavar="NAME",
-            reads=Reads.NAME,
-            completions=tuple(PRESETS),
-        )
-    )
+    model: str = field(metadata=model_option(PRESETS))
     data: tuple[str, ...] = field(
         default=(),
         metadata=option(

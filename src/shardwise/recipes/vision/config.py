@@ -22,7 +22,14 @@ from shardwise.recipes.core.config import (
     require,
     resolve_sharding,
 )
-from shardwise.recipes.core.option import BY_MODEL, MODEL, SHARDING, TRAINING, Reads, option
+from shardwise.recipes.core.option import (
+    BY_MODEL,
+    MODEL,
+    SHARDING,
+    TRAINING,
+    model_option,
+    option,
+)
 from shardwise.recipes.core.position import Span
 from shardwise.recipes.core.rundir import RunDir, check_same, check_same_model
 from shardwise.recipes.vision.files import IdxSet, ImageFolder, find_images, load_mnist
@@ -312,13 +319,7 @@ class ImagenetConfig(ImageFolderConfig):
 
     model: str = field(
         default="resnet50",
-        metadata=option(
-            f"{', '.join(RESNETS)}, or the path of a config.json of transformers.",
-            MODEL,
-            metavar="NAME",
-            reads=Reads.NAME,
-            completions=tuple(RESNETS),
-        ),
+        metadata=model_option(RESNETS),
     )
     train: TrainConfig = field(
         default=TrainConfig(
@@ -392,13 +393,7 @@ class VitConfig(ImageFolderConfig):
 
     model: str = field(
         default="vit-tiny",
-        metadata=option(
-            f"{', '.join(VIT_PRESETS)}, or the path of a config.json of transformers.",
-            MODEL,
-            metavar="NAME",
-            reads=Reads.NAME,
-            completions=tuple(VIT_PRESETS),
-        ),
+        metadata=model_option(VIT_PRESETS),
     )
     layers: int | None = field(
         default=None, metadata=option("Number of blocks.", MODEL, shown=BY_MODEL)
