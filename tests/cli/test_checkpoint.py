@@ -352,13 +352,3 @@ def test_help_has_an_example(shell: Shell, command: str) -> None:
     shown = shell(command, "--help")
     assert "Example" in shown
     assert f"shardwise checkpoint {command} " in shown
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("4096", 4096), ("8MiB", 8 << 20), ("1.5GB", 1_500_000_000), ("2k", 2000), ("3 gib", 3 << 30)],
-)
-def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
-    from shardwise.cli.sizes import read_size
-
-    assert read_size(text) == size

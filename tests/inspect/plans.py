@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.inspect.planning import Planned, plan
+from shardwise.inspect.api import Planned, plan
 from shardwise.inspect.report import Report
 from tests.sharding.nets import Block, Net
 

@@ -11,8 +11,7 @@ import typer
 from typer import Argument, Option
 
 from shardwise.cli import checkpoint_show as show
-from shardwise.cli.names import read_path
-from shardwise.cli.sizes import read_size
+from shardwise.cli.values import read_path, read_size
 from shardwise.errors import CheckpointError
 from shardwise.launch.errors import UserError
 

@@ -24,8 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.inspect.folding import Row, add_rows, fold
-from shardwise.inspect.words import counted, shape_in_words
+from shardwise.inspect.words import Row, add_rows, counted, fold, shape_in_words
 from shardwise.units import brief_size
 
 if TYPE_CHECKING:

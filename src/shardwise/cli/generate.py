@@ -24,7 +24,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_t
 
 import typer
 
-from shardwise.cli.names import read_name, read_path
+from shardwise.cli.values import read_name, read_path
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.option import BY_MODEL, GROUP, OPTION, Group, Option, Reads, option_name
 

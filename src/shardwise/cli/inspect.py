@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from shardwise.cli.names import read_name, read_path
+from shardwise.cli.values import read_name, read_path
 from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.launch.errors import UserError
 from shardwise.recipes.core.config import OptionError, require
@@ -188,7 +188,7 @@ def _page(report: Report) -> str:
 
 
 def _with_values(report: Report) -> Report:
-    from shardwise.inspect.planning import with_counted_values
+    from shardwise.inspect.api import with_counted_values
 
     return with_counted_values(report)
 

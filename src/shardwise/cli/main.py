@@ -11,7 +11,7 @@ import typer
 
 from shardwise import __version__
 from shardwise.cli import checkpoint, hosts, inspect, train
-from shardwise.cli.errors import UsageError, describe
+from shardwise.cli.values import UsageError, describe
 from shardwise.launch.errors import UserError
 from shardwise.units import printable
 

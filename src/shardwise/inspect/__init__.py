@@ -1,8 +1,8 @@
 """The layout of a model over the ranks of a mesh: which rank holds what.
 
-The package itself is callable: ``shardwise.inspect(model)``. ``read.py`` makes the report of a
-running job, ``planning.py`` that of a job that has not run. The report (``report.py``) is a value
-made of ``grid.py`` and ``tiling.py``; ``text.py``, ``page.py`` and ``picture.py`` show it.
+The package itself is callable: ``shardwise.inspect(model)``. ``api.py`` has the ways to make a
+report, and ``read.py`` reads the layouts. The report (``report.py``) is a value made of ``grid.py``
+and ``tiling.py``; ``text.py``, ``page.py`` and ``picture.py`` show it.
 """
 
 import sys

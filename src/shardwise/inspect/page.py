@@ -11,11 +11,10 @@ from functools import cache
 from importlib import resources
 from itertools import groupby
 
-from shardwise.inspect.folding import Row
 from shardwise.inspect.picture import STYLE, draw_mesh, draw_parameter, escape
 from shardwise.inspect.report import ParameterReport, Report, folded
 from shardwise.inspect.text import TOTALS, block_rows, rank_rows
-from shardwise.inspect.words import counted, dimension_name, shape_in_words
+from shardwise.inspect.words import Row, counted, dimension_name, shape_in_words
 from shardwise.units import brief_size
 
 

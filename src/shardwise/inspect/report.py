@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from shardwise.inspect.folding import Row, fold
 from shardwise.inspect.grid import Grid
 from shardwise.inspect.tiling import Block, Tiling
-from shardwise.inspect.words import counted, holders_in_words, shape_in_words
+from shardwise.inspect.words import Row, counted, fold, holders_in_words, shape_in_words
 from shardwise.units import brief_size
 
 JSON_VERSION = 1  # raised when a field is removed or changes its meaning

@@ -14,7 +14,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.inspect.folding import Row, add_rows
 from shardwise.inspect.report import (
     MOST_VALUES,
     ParameterReport,
@@ -25,6 +24,8 @@ from shardwise.inspect.report import (
 )
 from shardwise.inspect.tiling import Block
 from shardwise.inspect.words import (
+    Row,
+    add_rows,
     counted,
     dimension_name,
     holders_in_words,

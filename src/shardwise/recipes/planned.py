@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
     from transformers import PreTrainedModel
 
-    from shardwise.inspect.planning import Planned
+    from shardwise.inspect.api import Planned
     from shardwise.inspect.report import Report
 
 
@@ -106,7 +106,7 @@ def make_plan(subject: Subject, wanted: WantedMesh) -> Report:
     Raises:
         OptionError: the model cannot be built, or the mesh does not fit it.
     """
-    from shardwise.inspect.planning import plan
+    from shardwise.inspect.api import plan
 
     planned = subject.build()
     size = wanted.tensor_parallel
@@ -131,7 +131,7 @@ def _build(settings: dict[str, Any]) -> Planned:
 
 
 def _vision_transformer(settings: dict[str, Any]) -> Planned:
-    from shardwise.inspect.planning import Planned
+    from shardwise.inspect.api import Planned
     from shardwise.recipes.core.model import decoder_layers
     from shardwise.recipes.vit import build, placement
 
@@ -142,7 +142,7 @@ def _vision_transformer(settings: dict[str, Any]) -> Planned:
 def _residual_net(settings: dict[str, Any]) -> Planned:
     import torch
 
-    from shardwise.inspect.planning import Planned
+    from shardwise.inspect.api import Planned
     from shardwise.recipes.core.model import build_classifier
     from shardwise.wrap import repeated_blocks
 
@@ -158,7 +158,7 @@ def _classes(settings: dict[str, Any]) -> int:
 def _convnet() -> Planned:
     import torch
 
-    from shardwise.inspect.planning import Planned
+    from shardwise.inspect.api import Planned
     from shardwise.recipes.mnist import build_convnet
 
     with torch.device("meta"):
@@ -180,7 +180,7 @@ def _language_preset(settings: dict[str, Any]) -> Planned:
 def _language_model(
     settings: dict[str, Any], vocab_size: int | None = None, separator: int | None = None
 ) -> Planned:
-    from shardwise.inspect.planning import Planned
+    from shardwise.inspect.api import Planned
     from shardwise.recipes.core.model import build, decoder_layers
 
     model = build(settings, vocab_size, separator)

@@ -12,10 +12,9 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from shardwise.frontends.strategies import SHARD, ShardingPlan, WantedMesh
-from shardwise.inspect.folding import fold
-from shardwise.inspect.planning import Planned, plan
+from shardwise.inspect.api import Planned, plan
 from shardwise.inspect.report import GroupReport, Report
-from shardwise.inspect.words import counted, ranks_in_words
+from shardwise.inspect.words import counted, fold, ranks_in_words
 from shardwise.recipes.core.config import (
     AdamWConfig,
     Precision,

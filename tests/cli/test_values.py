@@ -1,4 +1,4 @@
-"""Paths and names on a command line: none empty, too long or of nobody, each mistake one line."""
+"""Names, paths and sizes on a command line are read as people write them; mistakes are one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from shardwise.cli import main
 from shardwise.cli import run as cli_run
-from shardwise.cli.names import read_name, read_path
+from shardwise.cli.values import read_name, read_path, read_size
 from shardwise.launch.network import parse_endpoint
 
 Capture = pytest.CaptureFixture[str]
@@ -132,6 +132,14 @@ def test_a_home_folder_stands_for_its_sign_wherever_the_shell_leaves_it(
     assert len(read_name("é" * 127)) == 127
     with pytest.raises(typer.BadParameter, match="with 128 characters"):
         read_name("é" * 128)  # two bytes each
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("8MiB", 8 << 20), ("1.5GB", 1_500_000_000), ("2k", 2000), ("3 gib", 3 << 30)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    assert read_size(text) == size
 
 
 @pytest.mark.parametrize("more", ["--to dcp", ""])

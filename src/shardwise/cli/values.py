@@ -1,0 +1,115 @@
+"""Read the values of a command line: names, paths and sizes; describe one that cannot be read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import typer
+
+_MAX_NAME, _MAX_PATH = 255, 4095  # bytes, of Linux: of a file's name, and of a path
+
+
+def read_path(text: str | Path) -> Path:
+    """Read a path, with the home folder in place of ``~`` or ``~user``.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    return Path(read_name(os.fspath(text)))
+
+
+def read_name(text: str) -> str:
+    """Read a name that may be a path, with ``~`` as in a path.
+
+    Raises:
+        typer.BadParameter: it is empty, or no file could have that name.
+    """
+    if not text:
+        raise typer.BadParameter("found nothing, expected a name or a path")
+    if "\0" in text:
+        raise typer.BadParameter(f"found {_brief(text)}, expected a name without null characters")
+    expanded = os.path.expanduser(text)
+    if text.startswith("~") and expanded == text:
+        user = text.partition("/")[0]
+        expected = f"a user of this host behind ~ (or ./{user}, if that is a file's name)"
+        raise typer.BadParameter(f"found {_brief(text)}, expected {expected}")
+    longest = max(len(os.fsencode(name)) for name in expanded.split("/"))
+    if longest > _MAX_NAME or len(os.fsencode(expanded)) > _MAX_PATH:
+        found = f"{_brief(text)} with {len(text):,} characters"
+        expected = f"names of {_MAX_NAME} bytes at most in a path of {_MAX_PATH:,}"
+        raise typer.BadParameter(f"found {found}, expected {expected}")
+    return expanded
+
+
+def _brief(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def read_size(text: str | int) -> int:
+    """Read a size in bytes: ``8MiB``, ``1.5GB``, ``4096``.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    match = _SIZE.fullmatch(str(text).strip())
+    unit = match[2].lower().removesuffix("b") if match else "?"
+    factor = {**_UNITS, **_BINARY}.get(unit)
+    if match is None or factor is None:
+        raise typer.BadParameter(f"found {text!r}, expected a size such as 8MiB or 1.5GB")
+    return int(float(match[1]) * factor)
+
+
+#: The root of all mistakes on a command line. Typer brings it along, without a public name.
+UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
+
+# What the parsers of different versions of typer say of a value -> what they expected.
+_EXPECTED = (
+    (re.compile(r"valid (integer|int)\b"), "a whole number"),
+    (re.compile(r"valid (number|float)\b"), "a number"),
+    (re.compile(r"not one of (?P<choices>.*?)\.?$"), "one of {choices}"),
+)
+
+
+def describe(error: typer.BadParameter, arguments: Sequence[str]) -> str:
+    """Describe an error in one line.
+
+    Args:
+        error: what typer raised.
+        arguments: the command line, without the program.
+    """
+    message = " ".join(error.format_message().split())
+    param = getattr(error, "param", None)
+    options: Sequence[str] = getattr(param, "opts", ())
+    own = " ".join(str(error.message).split())
+    if options and own.startswith("found "):  # of a parser of ours, which cannot know the option
+        is_option = options[0].startswith("-")
+        return f"{options[0] if is_option else getattr(param, 'metavar', None)}: {own}"
+    found = _value_of(options, arguments)
+    if found is None:
+        found = os.environ.get(getattr(error.param, "envvar", None) or "") if options else None
+    if found is None:
+        return message
+    for pattern, expected in _EXPECTED:
+        match = pattern.search(message)
+        if match:
+            return f"{options[0]}: found {found!r}, expected {expected.format(**match.groupdict())}"
+    return f"{options[0]}: found {found!r}: {message}"
+
+
+def _value_of(options: Sequence[str], arguments: Sequence[str]) -> str | None:
+    """Return the last value of an option, from ``--option value`` or ``--option=value``."""
+    value = None
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, inline = argument.partition("=")
+        if name in options:
+            value = inline if equals else following
+    return value
