@@ -31,6 +31,8 @@ from _options import TRANSPORTS, positive_int
 from _report import document, machine, machine_line, save, wide_console
 from _vit_build_tables import too_high, vit_build_tables
 from _worlds import World as Processes
+from shardwise.frontends.strategies import SHARD, WantedMesh
+from shardwise.inspect.api import Blueprint, plan
 from shardwise.launch.world import World
 from shardwise.recipes.core.config import (
     AdamWConfig,
@@ -41,7 +43,7 @@ from shardwise.recipes.core.config import (
     TransportName,
     resolve_sharding,
 )
-from shardwise.recipes.core.dry_run import STORED, Blueprint, Outlook
+from shardwise.recipes.core.dry_run import STORED, Outlook
 from shardwise.recipes.core.model import checkpoint_layers, decoder_layers, initialize
 from shardwise.recipes.core.optim import make_adamw
 from shardwise.recipes.core.training import place_for
@@ -210,7 +212,8 @@ def predict(case: VitCase) -> dict[str, Any]:
     """The formulas, in bytes."""
     model = case.on_meta()
     units = decoder_layers(model) if case.nested else []
-    report = Blueprint(case.model, model, units, placement).plan(case.ranks)
+    blueprint = Blueprint(case.model, model, units, placement=placement)
+    report = plan(blueprint, WantedMesh((SHARD,), (case.ranks,)))
     outlook = Outlook(report, resolve_sharding(case.sharding, case.ranks), case.sharding)
     layer = max(
         sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()

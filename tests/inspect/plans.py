@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.inspect.api import Planned, plan
+from shardwise.inspect.api import Blueprint, plan
 from shardwise.inspect.report import Report
 from tests.sharding.nets import Block, Net
 
@@ -32,8 +32,8 @@ def planned_report(mesh: str, make: Callable[[], nn.Module] = Net) -> Report:
     with torch.device("meta"):
         model = make()
     blocks = list(getattr(model, "blocks", ()))
-    wanted = WantedMesh.parse(mesh)
-    return plan(Planned(model, blocks, styles_of(model)), wanted, make.__name__)
+    blueprint = Blueprint(make.__name__, model, blocks, styles_of(model))
+    return plan(blueprint, WantedMesh.parse(mesh))
 
 
 def styles_of(model: nn.Module) -> dict[str, ParallelStyle]:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 import shardwise
 from shardwise import fully_shard
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.inspect.api import Planned, plan, with_counted_values
+from shardwise.inspect.api import Blueprint, plan, with_counted_values
 from shardwise.inspect.tiling import take
 from tests.inspect.plans import Wide, planned_report, styles_of
 from tests.sharding.nets import Net
@@ -49,12 +49,12 @@ def test_a_plan_is_what_ranks_report(
 def test_a_plan_leaves_the_model_as_it_is() -> None:
     with torch.device("meta"):
         model = Net()
-    planned = Planned(model, list(model.blocks), styles_of(model))
+    blueprint = Blueprint("net", model, list(model.blocks), styles_of(model))
     before = {name: id(param) for name, param in model.named_parameters()}
-    first = plan(planned, WantedMesh.parse("dp=2,tp=2"), "net")
+    first = plan(blueprint, WantedMesh.parse("dp=2,tp=2"))
     assert {name: id(param) for name, param in model.named_parameters()} == before
     assert type(model) is Net
-    assert plan(planned, WantedMesh.parse("dp=2,tp=2"), "net") == first
+    assert plan(blueprint, WantedMesh.parse("dp=2,tp=2")) == first
     assert {each.name for each in first.groups} == {"blocks.0", "blocks.1", "blocks.2", ""}
 
 
@@ -66,7 +66,7 @@ def test_a_plan_leaves_no_process_group() -> None:
 def test_a_plan_allocates_no_parameters() -> None:
     with torch.device("meta"):
         model = nn.Linear(1 << 20, 1 << 20)
-    report = plan(Planned(model, ()), WantedMesh.parse("dp=1024"), "large")
+    report = plan(Blueprint("large", model, ()), WantedMesh.parse("dp=1024"))
     assert report.nbytes == 4 * ((1 << 40) + (1 << 20))
     assert report.totals[1023].parameters == report.nbytes // 1024
 
@@ -87,8 +87,10 @@ def test_tied_parameters_stay_tied_under_tensor_parallelism() -> None:
 def test_a_placement_function_decides_what_is_sharded() -> None:
     with torch.device("meta"):
         model = nn.Linear(6, 4)
-    planned = Planned(model, (), placement=lambda p: Shard(1) if p.ndim == 2 else None)
-    report = plan(planned, WantedMesh.parse("dp=3"), "columns")
+    blueprint = Blueprint(
+        "columns", model, (), placement=lambda p: Shard(1) if p.ndim == 2 else None
+    )
+    report = plan(blueprint, WantedMesh.parse("dp=3"))
     assert [each.cut_dim for each in report.parameters] == [1, 0]
 
 

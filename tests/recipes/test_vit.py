@@ -26,7 +26,9 @@ from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
 
 from shardwise import fully_shard
 from shardwise.cli.main import app
-from shardwise.frontends.strategies import Strategy
+from shardwise.frontends.strategies import SHARD, Strategy, WantedMesh
+from shardwise.inspect.api import Blueprint, plan
+from shardwise.inspect.report import Report
 from shardwise.launch.world import World
 from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.config import (
@@ -40,7 +42,7 @@ from shardwise.recipes.core.config import (
     TransportName,
     resolve_sharding,
 )
-from shardwise.recipes.core.dry_run import ADAMW, STORED, Blueprint, Outlook, show
+from shardwise.recipes.core.dry_run import ADAMW, STORED, Outlook, show
 from shardwise.recipes.core.model import decoder_layers, initialize
 from shardwise.recipes.core.optim import make_adamw
 from shardwise.recipes.core.parallelize import shard_bytes
@@ -95,8 +97,11 @@ def _whole(settings: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-def _blueprint(model: PreTrainedModel, nested: bool = True) -> Blueprint:
-    return Blueprint("vit", model, decoder_layers(model) if nested else [], placement)
+def _planned(model: PreTrainedModel, ranks: int, nested: bool = True) -> Report:
+    blocks = decoder_layers(model) if nested else []
+    return plan(
+        Blueprint("vit", model, blocks, placement=placement), WantedMesh((SHARD,), (ranks,))
+    )
 
 
 def _built(model: PreTrainedModel, config: ShardingConfig, place: Place) -> None:
@@ -144,7 +149,7 @@ def test_what_is_built_over_one_two_and_four_ranks_is_the_model_built_whole(rank
     planned = {
         replicas: [
             total.parameters
-            for total in _blueprint(build(UNEVEN, CLASSES), nested).plan(4 // replicas).totals
+            for total in _planned(build(UNEVEN, CLASSES), 4 // replicas, nested).totals
         ]
         for replicas, nested in NESTED.items()
     }
@@ -223,7 +228,7 @@ def test_a_rank_holds_its_shards_and_a_layer_while_building_and_two_blocks_in_a_
     ranks: Ranks,
 ) -> None:
     config = ShardingConfig(transport=TransportName.C10D)
-    report = _blueprint(build(WIDE, CLASSES)).plan(4)
+    report = _planned(build(WIDE, CLASSES), 4)
     outlook = Outlook(report, resolve_sharding(config, 4), config)
     for found, allowed in ranks(_measure, 4, outlook):
         assert found["build"] < allowed["build"] + EXTRA < allowed["whole"] / 1.5
@@ -239,7 +244,7 @@ def _told(world_size: int, nested: bool = True, **changes: Any) -> tuple[Outlook
     config = ShardingConfig(**changes)
     model = build(VIT_PRESETS["vit-10b"].settings(), 1000)
     plan = resolve_sharding(config, world_size)
-    outlook = Outlook(_blueprint(model, nested).plan(plan.shape[-1]), plan, config)
+    outlook = Outlook(_planned(model, plan.shape[-1], nested), plan, config)
     text = io.StringIO()
     show(outlook, Console(file=text, width=200))
     return outlook, text.getvalue()

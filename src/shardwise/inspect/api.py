@@ -109,10 +109,11 @@ def inspect(
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A model and how to shard it.
+class Blueprint:
+    """A model without memory, and how to shard it.
 
     Attributes:
+        name: what reports call the model.
         model: the model, on the meta device. It is not modified.
         blocks: the modules that become groups of their own; the rest of the model is one group.
         tensor_parallel: torch's parallel styles by module name, for a mesh with a ``tp`` dimension.
@@ -120,6 +121,7 @@ class Planned:
         placement: the ``shard_placement_fn`` of ``fully_shard``; ``None`` for its default.
     """
 
+    name: str
     model: nn.Module
     blocks: Sequence[nn.Module]
     tensor_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)
@@ -127,29 +129,29 @@ class Planned:
     placement: Callable[[nn.Parameter], Shard | None] | None = None
 
 
-def plan(planned: Planned, wanted: WantedMesh, name: str) -> Report:
-    """Shard a model over a mesh that need not exist, and report which rank would hold what.
+def plan(blueprint: Blueprint, wanted: WantedMesh) -> Report:
+    """Report which rank of a mesh, which need not exist, would hold what of a model.
 
     Raises:
         RuntimeError: this process has a default process group.
         ValueError: the model cannot be sharded like this.
     """
     copies: dict[int, Any] = {}
-    model = copy.deepcopy(planned.model, copies)
+    model = copy.deepcopy(blueprint.model, copies)
     with c10d.fake_world(wanted.size):
         mesh = init_device_mesh("cpu", wanted.shape, mesh_dim_names=wanted.names)
         if TENSOR in wanted.names:
-            _apply_tensor_parallelism(model, mesh[TENSOR], planned.tensor_parallel)
+            _apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
         if wanted.data_parallel:
             data = mesh[wanted.data_parallel]
-            for module in (*(copies[id(block)] for block in planned.blocks), model):
+            for module in (*(copies[id(block)] for block in blueprint.blocks), model):
                 fully_shard(
                     module,
                     mesh=data,
                     transport="collectives",
-                    shard_placement_fn=planned.placement,
+                    shard_placement_fn=blueprint.placement,
                 )
-        return read(model, mesh, name)
+        return read(model, mesh, blueprint.name)
 
 
 def _apply_tensor_parallelism(

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from shardwise import checkpoint_module
+from shardwise.inspect.api import Blueprint
 from shardwise.recipes.core.config import SgdConfig
-from shardwise.recipes.core.dry_run import Blueprint
 from shardwise.recipes.core.model import build_classifier, config_json, initialize
 from shardwise.recipes.core.optim import make_sgd
 from shardwise.recipes.core.parallelize import shard

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from shardwise import FSDPModule
+from shardwise.inspect.api import Blueprint
 from shardwise.recipes.core.config import AdamWConfig
-from shardwise.recipes.core.dry_run import Blueprint
 from shardwise.recipes.core.model import (
     build,
     checkpoint_layers,

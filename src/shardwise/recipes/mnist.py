@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from shardwise import checkpoint_module
+from shardwise.inspect.api import Blueprint
 from shardwise.recipes.core.config import AdamWConfig
-from shardwise.recipes.core.dry_run import Blueprint
 from shardwise.recipes.core.optim import make_adamw, warmup_cosine
 from shardwise.recipes.core.parallelize import shard
 from shardwise.recipes.core.task import Place, Task

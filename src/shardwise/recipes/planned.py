@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
     from transformers import PreTrainedModel
 
-    from shardwise.inspect.api import Planned
+    from shardwise.inspect.api import Blueprint
     from shardwise.inspect.report import Report
 
 
@@ -38,13 +38,11 @@ class Subject:
     """A model to plan for.
 
     Attributes:
-        name: the name to show.
         build: builds the model on the meta device. Imports torch and transformers.
         mesh: the mesh that it was trained on; ``None`` if it was not.
     """
 
-    name: str
-    build: Callable[[], Planned]
+    build: Callable[[], Blueprint]
     mesh: WantedMesh | None = None
 
     @classmethod
@@ -56,8 +54,8 @@ class Subject:
         """
         settings = find_settings(model, PLANNED)
         if model in PRESETS:  # as `train lm` builds it
-            return cls(model, partial(_language_preset, settings))
-        return cls(model, partial(_build, settings))
+            return cls(partial(_language_preset, model, settings))
+        return cls(partial(_build, model, settings))
 
     @classmethod
     def of_run(cls, files: RunDir) -> Subject:
@@ -69,17 +67,17 @@ class Subject:
         if not files.run_json.is_file():
             raise UserError(f"RUN: found no run in {files.root}, expected a folder with run.json")
         record = files.read("RUN")
+        name = f"{record.get('model', {}).get('name', 'model')} of {files.root}"
         if record.get("recipe") == "mnist":
-            build: Callable[[], Planned] = _convnet
+            build: Callable[[], Blueprint] = partial(_convnet, name)
         elif files.model_config.is_file():
-            build = partial(_build, find_settings(str(files.model_config), {}, "RUN"))
+            build = partial(_build, name, find_settings(str(files.model_config), {}, "RUN"))
         else:
             raise UserError(f"RUN: found no {files.model_config}, expected the model's settings")
         settings = flatten(record.get("config", {}))
         if not settings.get("nested", True):
             build = partial(_as_one_group, build)
-        name = record.get("model", {}).get("name", "model")
-        return cls(f"{name} of {files.root}", build, _mesh_of(files, record, settings))
+        return cls(build, _mesh_of(files, record, settings))
 
 
 def _mesh_of(files: RunDir, record: Mapping[str, Any], settings: Mapping[str, Any]) -> WantedMesh:
@@ -108,85 +106,89 @@ def make_plan(subject: Subject, wanted: WantedMesh) -> Report:
     """
     from shardwise.inspect.api import plan
 
-    planned = subject.build()
+    blueprint = subject.build()
     size = wanted.tensor_parallel
-    for what, count in planned.heads.items():
+    for what, count in blueprint.heads.items():
         require(count % size == 0, "--mesh", str(wanted), f"a tp that divides the {count} {what}")
     require(
-        size == 1 or bool(planned.tensor_parallel),
+        size == 1 or bool(blueprint.tensor_parallel),
         "--mesh",
-        f"{wanted} for {subject.name}, which has no tensor parallel plan",
+        f"{wanted} for {blueprint.name}, which has no tensor parallel plan",
         "data parallel dimensions only",
     )
-    return plan(planned, wanted, subject.name)
+    return plan(blueprint, wanted)
 
 
-def _build(settings: dict[str, Any]) -> Planned:
+def _build(name: str, settings: dict[str, Any]) -> Blueprint:
     match settings["model_type"]:
         case "vit":
-            return _vision_transformer(settings)
+            return _vision_transformer(name, settings)
         case "resnet":
-            return _residual_net(settings)
-    return _language_model(settings)
+            return _residual_net(name, settings)
+    return _language_model(name, settings)
 
 
-def _vision_transformer(settings: dict[str, Any]) -> Planned:
-    from shardwise.inspect.api import Planned
+def _vision_transformer(name: str, settings: dict[str, Any]) -> Blueprint:
+    from shardwise.inspect.api import Blueprint
     from shardwise.recipes.core.model import decoder_layers
     from shardwise.recipes.vit import build, placement
 
     model = build(settings, _classes(settings))
-    return Planned(model=model, blocks=decoder_layers(model), placement=placement)
+    return Blueprint(name, model, decoder_layers(model), placement=placement)
 
 
-def _residual_net(settings: dict[str, Any]) -> Planned:
+def _residual_net(name: str, settings: dict[str, Any]) -> Blueprint:
     import torch
 
-    from shardwise.inspect.api import Planned
+    from shardwise.inspect.api import Blueprint
     from shardwise.recipes.core.model import build_classifier
     from shardwise.wrap import repeated_blocks
 
     with torch.device("meta"):
         model = build_classifier(settings, _classes(settings))
-    return Planned(model=model, blocks=repeated_blocks(model))
+    return Blueprint(name, model, repeated_blocks(model))
 
 
 def _classes(settings: dict[str, Any]) -> int:
     return len(settings.get("id2label", ())) or FAKE_CLASSES
 
 
-def _convnet() -> Planned:
+def _convnet(name: str) -> Blueprint:
     import torch
 
-    from shardwise.inspect.api import Planned
+    from shardwise.inspect.api import Blueprint
     from shardwise.recipes.mnist import build_convnet
 
     with torch.device("meta"):
         model = build_convnet()
-    return Planned(model=model, blocks=list(model)[:-1])
+    return Blueprint(name, model, list(model)[:-1])
 
 
-def _as_one_group(build: Callable[[], Planned]) -> Planned:
+def _as_one_group(build: Callable[[], Blueprint]) -> Blueprint:
     return dataclasses.replace(build(), blocks=())
 
 
-def _language_preset(settings: dict[str, Any]) -> Planned:
+def _language_preset(name: str, settings: dict[str, Any]) -> Blueprint:
     """A causal language model with the vocabulary of ``train lm``'s default tokenizer."""
     from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE
 
-    return _language_model(settings, VOCAB_SIZE, SEPARATOR)
+    return _language_model(name, settings, VOCAB_SIZE, SEPARATOR)
 
 
 def _language_model(
-    settings: dict[str, Any], vocab_size: int | None = None, separator: int | None = None
-) -> Planned:
-    from shardwise.inspect.api import Planned
+    name: str,
+    settings: dict[str, Any],
+    vocab_size: int | None = None,
+    separator: int | None = None,
+) -> Blueprint:
+    from shardwise.inspect.api import Blueprint
     from shardwise.recipes.core.model import build, decoder_layers
 
     model = build(settings, vocab_size, separator)
-    return Planned(
-        model=model,
-        blocks=list(decoder_layers(model)),
+    return Blueprint(
+        name,
+        model,
+        decoder_layers(model),
         tensor_parallel=dict(_styles(model)),
         heads=dict(_heads(model.config)),
     )

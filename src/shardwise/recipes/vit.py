@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from shardwise import FSDPModule, materialize
 from shardwise.checkpoint import load_weights
+from shardwise.inspect.api import Blueprint
 from shardwise.recipes.core.config import AdamWConfig, ShardingConfig
-from shardwise.recipes.core.dry_run import Blueprint
 from shardwise.recipes.core.model import (
     build_classifier,
     checkpoint_layers,
@@ -71,7 +71,7 @@ def _load_sharded(inputs: VitInputs, place: Place, file: Path) -> PreTrainedMode
 def blueprint(config: VitConfig) -> Blueprint:
     """Return the model without memory, and how it is sharded; it has ImageNet's 1000 classes."""
     model = build(config.settings(), FAKE_CLASSES)
-    return Blueprint(config.model, model, units_of(model, config), placement)
+    return Blueprint(config.model, model, units_of(model, config), placement=placement)
 
 
 def build(settings: dict[str, Any], classes: int) -> PreTrainedModel:

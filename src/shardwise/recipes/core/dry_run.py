@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from torch.distributed.tensor import Shard
 
 from shardwise.frontends.strategies import SHARD, ShardingPlan, WantedMesh
-from shardwise.inspect.api import Planned, plan
+from shardwise.inspect.api import Blueprint, plan
 from shardwise.inspect.report import GroupReport, Report
 from shardwise.inspect.words import counted, fold, ranks_in_words
 from shardwise.recipes.core.config import (
@@ -26,28 +24,6 @@ from shardwise.recipes.core.config import (
 
 STORED = 4  # bytes per element of parameters, gradients and optimizer state at rest: fp32
 ITEMSIZE: Mapping[Precision, int] = {Precision.FP32: 4, Precision.BF16: 2}
-
-
-@dataclass(frozen=True)
-class Blueprint:
-    """A model without memory, and how it will be sharded.
-
-    Attributes:
-        name: what the model is called.
-        model: on the meta device.
-        units: the modules that become groups of their own, inner ones first; the rest is one group.
-        placement: the dimension that a parameter is sharded along; None: the first.
-    """
-
-    name: str
-    model: nn.Module
-    units: Sequence[nn.Module]
-    placement: Callable[[nn.Parameter], Shard | None] | None = None
-
-    def plan(self, ranks: int) -> Report:
-        """Plan the layout of the model, sharded over so many ranks."""
-        planned = Planned(self.model, self.units, placement=self.placement)
-        return plan(planned, WantedMesh((SHARD,), (ranks,)), self.name)
 
 
 @dataclass(frozen=True)
@@ -100,9 +76,9 @@ class Outlook:
     @classmethod
     def of(cls, blueprint: Blueprint, config: TrainConfig, world_size: int) -> Outlook:
         """Return what a training would hold in a world of this size."""
-        plan = resolve_sharding(config.sharding, world_size)
-        report = blueprint.plan(plan.shape[-1])
-        return cls(report, plan, config.sharding, AtRest.of(config))
+        sharding = resolve_sharding(config.sharding, world_size)
+        report = plan(blueprint, WantedMesh((SHARD,), sharding.shape[-1:]))
+        return cls(report, sharding, config.sharding, AtRest.of(config))
 
     def at_rest(self, rank: int) -> int:
         """Return the bytes of the rank's parameters, gradients and optimizer state."""

@@ -17,7 +17,7 @@ from shardwise.recipes.core.config import TrainConfig
 from shardwise.recipes.core.position import Span
 
 if TYPE_CHECKING:
-    from shardwise.recipes.core.dry_run import Blueprint
+    from shardwise.inspect.api import Blueprint
     from shardwise.recipes.core.task import Place, Task
 
 #: Builds model, optimizer and data on one rank. All ranks call it at the same time.
