@@ -33,12 +33,11 @@ from shardwise import checkpoint, clip_grad_norm_
 from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
 from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
 from shardwise.launch.world import World as Ranks
+from shardwise.recipes.core.build import make_adamw, set_lr, shard, warmup_cosine
 from shardwise.recipes.core.config import AdamWConfig, ShardingConfig, TransportName
 from shardwise.recipes.core.model import build, decoder_layers, initialize, next_token_loss
-from shardwise.recipes.core.optim import make_adamw, set_lr, warmup_cosine
-from shardwise.recipes.core.parallelize import shard
 from shardwise.recipes.core.progress import make_display
-from shardwise.recipes.core.task import Place
+from shardwise.recipes.core.recipe import Place
 from shardwise.recipes.text.config import PRESETS
 from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE, Sequences, load_text
 

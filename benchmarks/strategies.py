@@ -36,7 +36,7 @@ from _strategies_picture import draw
 from _strategies_tables import ACCUMULATED, strategies_tables
 from _strategy_contenders import STRATEGIES, Apart
 from _worlds import World, stop_server
-from shardwise.recipes.core.rank import keep_freed_memory
+from shardwise.recipes.core.training import keep_freed_memory
 from step_time import StepWorker, transposed
 
 _FIRST_PORT = 29500

@@ -34,6 +34,7 @@ from _worlds import World as Processes
 from shardwise.frontends.strategies import SHARD, WantedMesh
 from shardwise.inspect.api import Blueprint, plan
 from shardwise.launch.world import World
+from shardwise.recipes.core.build import make_adamw
 from shardwise.recipes.core.config import (
     AdamWConfig,
     OutputConfig,
@@ -45,9 +46,8 @@ from shardwise.recipes.core.config import (
 )
 from shardwise.recipes.core.dry_run import STORED, Outlook
 from shardwise.recipes.core.model import checkpoint_layers, decoder_layers, initialize
-from shardwise.recipes.core.optim import make_adamw
 from shardwise.recipes.core.training import place_for
-from shardwise.recipes.vision.presets import VIT_PRESETS
+from shardwise.recipes.vision.config import VIT_PRESETS
 from shardwise.recipes.vision.task import classification_loss
 from shardwise.recipes.vit import build, placement, shard_model
 

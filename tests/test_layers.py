@@ -38,7 +38,7 @@ INNER_LAYERS = {
         ["core"],
         ["text", "vision"],
         ["lm", "mnist", "imagenet", "vit"],
-        ["table", "planned"],
+        ["catalog"],
         ["__init__"],
     ],
     "checkpoint": [

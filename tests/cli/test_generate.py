@@ -14,9 +14,9 @@ import typer
 
 from shardwise.cli import main
 from shardwise.cli.generate import Options, with_options
+from shardwise.recipes.catalog import RECIPES
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.option import GROUP, Group, Reads, option
-from shardwise.recipes.table import RECIPES
 
 
 class Shape(enum.Enum):

@@ -13,12 +13,12 @@ import torch
 from shardwise.launch.errors import Stopped
 from shardwise.launch.rank import StopSignals
 from shardwise.launch.world import World
+from shardwise.recipes.catalog import RECIPES
 from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.checkpointing import SaveError
 from shardwise.recipes.core.loop import DivergedError
 from shardwise.recipes.core.recipe import Inputs, RecipeConfig
 from shardwise.recipes.core.training import place_for, train_connected
-from shardwise.recipes.table import RECIPES
 
 
 def train(rank: int, world_size: int, *configs: RecipeConfig) -> list[str]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import checkpoint
-from shardwise.checkpoint import storage
+from shardwise.checkpoint import CheckpointError, storage
 from shardwise.checkpoint.disk import commit
 from shardwise.checkpoint.disk.commit import steps
 from shardwise.errors import lost_peer_behind
@@ -25,8 +25,8 @@ from shardwise.frontends.strategies import REPLICATE, SHARD
 from shardwise.launch.errors import UserError
 from shardwise.launch.world import World
 from shardwise.recipes.core.begin import newest_step
-from shardwise.recipes.core.checkpointing import Checkpoints, SaveError
-from shardwise.recipes.core.config import Existing
+from shardwise.recipes.core.checkpointing import Checkpoints, SaveError, on_rank_zero
+from shardwise.recipes.core.config import Existing, OptionError
 from shardwise.recipes.core.position import Position
 from shardwise.recipes.core.replicas import ReplicaCheckpoints
 from shardwise.recipes.core.rundir import RunDir
@@ -212,3 +212,49 @@ def test_what_a_killed_save_left_is_not_in_the_way_where_there_are_no_locks(
         "step-00000001/manifest.json",
         "step-00000001/shard-00000-of-00001.safetensors",
     ]
+
+
+def _look(rank: int, world_size: int, folder: Path) -> list[str]:
+    def see() -> list[str]:
+        assert rank == 0, "the others are told"
+        return ["step-00000001"]
+
+    return on_rank_zero("looking", see)
+
+
+def test_what_rank_0_sees_all_ranks_return(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(_look, 3, tmp_path) == [["step-00000001"]] * 3
+
+
+def _fail(rank: int, world_size: int, folder: Path) -> list[tuple[type, int, str]]:
+    def refuse() -> None:
+        raise OptionError("--resume", "no run", "a run")
+
+    def refuse_otherwise() -> None:
+        raise SaveError("a full disk")
+
+    def read() -> str:
+        return (folder / "missing").read_text()
+
+    told = []
+    for act in (refuse, refuse_otherwise, read):
+        with pytest.raises(UserError) as caught:
+            on_rank_zero("looking", act)
+        told.append((type(caught.value), caught.value.exit_code, str(caught.value)))
+    with pytest.raises(CheckpointError, match="looking: rank 0: ZeroDivisionError"):
+        on_rank_zero("looking", lambda: 1 // 0)
+    dist.barrier()  # nobody is left behind
+    return told
+
+
+def test_what_rank_0_raises_all_ranks_raise(ranks: Ranks, tmp_path: Path) -> None:
+    by_rank = ranks(_fail, 3, tmp_path)
+    texts = [
+        (2, "--resume: found no run, expected a run"),
+        (1, "a full disk"),
+        (2, f"looking: {tmp_path / 'missing'}: No such file or directory"),
+    ]
+    assert [each[1:] for each in by_rank[0]] == texts
+    assert [kind for kind, *_ in by_rank[0]] == [OptionError, SaveError, UserError]
+    for told in by_rank[1:]:
+        assert told == [(UserError, *each) for each in texts]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shardwise.cli.main import app
+from shardwise.recipes.catalog import RECIPES
 from shardwise.recipes.core.config import (
     AdamWConfig,
     DilocoConfig,
@@ -19,7 +20,6 @@ from shardwise.recipes.core.config import (
     TrainConfig,
 )
 from shardwise.recipes.core.dry_run import AtRest, Outlook
-from shardwise.recipes.table import RECIPES
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

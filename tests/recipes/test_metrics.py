@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from shardwise.launch.errors import UserError
+from shardwise.recipes.core.build import warmup_cosine
 from shardwise.recipes.core.config import AdamWConfig
 from shardwise.recipes.core.journal import (
     MAX_LINE,
@@ -21,7 +22,6 @@ from shardwise.recipes.core.journal import (
     clock,
     read_metrics,
 )
-from shardwise.recipes.core.optim import warmup_cosine
 from shardwise.recipes.core.plot import plot_loss, smooth
 from shardwise.recipes.core.progress import Bar, Lines, Silence, brief, make_display
 from shardwise.units import printable

@@ -18,9 +18,9 @@ from torch import nn
 from shardwise.frontends.strategies import Strategy
 from shardwise.launch.world import World
 from shardwise.recipes.core.begin import check_folder
+from shardwise.recipes.core.build import RunningStatistics
 from shardwise.recipes.core.config import Existing, OptionError, Precision
 from shardwise.recipes.core.journal import read_metrics
-from shardwise.recipes.core.parallelize import RunningStatistics
 from shardwise.recipes.vision.config import MnistConfig
 from shardwise.recipes.vision.images import TrainingImages
 from tests.recipes.digits import small_mnist, write_digits

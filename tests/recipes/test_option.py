@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.recipes.catalog import RECIPES
 from shardwise.recipes.core.config import DilocoConfig, TrainConfig
 from shardwise.recipes.core.option import (
     DILOCO,
@@ -25,7 +26,6 @@ from shardwise.recipes.core.option import (
     option,
     option_name,
 )
-from shardwise.recipes.table import RECIPES
 
 
 def options(config: Any) -> Iterator[tuple[str, Option]]:

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from shardwise.recipes.catalog import RECIPES
 from shardwise.recipes.core.config import OptionError, as_json, check_train, flatten
 from shardwise.recipes.core.recipe import Recipe
-from shardwise.recipes.table import RECIPES
 
 
 def leaves(values: dict[str, object]) -> int:

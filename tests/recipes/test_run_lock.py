@@ -16,8 +16,8 @@ from shardwise.launch.rank import StopSignals
 from shardwise.launch.world import PARENT_PID, World
 from shardwise.recipes.core import rundir, training
 from shardwise.recipes.core.config import OptionError
+from shardwise.recipes.core.recipe import Task
 from shardwise.recipes.core.rundir import RunDir, locked
-from shardwise.recipes.core.task import Task
 from tests.recipes.small import small_config
 
 

@@ -31,6 +31,7 @@ from shardwise.inspect.api import Blueprint, plan
 from shardwise.inspect.report import Report
 from shardwise.launch.world import World
 from shardwise.recipes.core.begin import check_folder
+from shardwise.recipes.core.build import make_adamw, shard_bytes
 from shardwise.recipes.core.config import (
     AdamWConfig,
     Existing,
@@ -44,12 +45,9 @@ from shardwise.recipes.core.config import (
 )
 from shardwise.recipes.core.dry_run import ADAMW, STORED, Outlook, show
 from shardwise.recipes.core.model import decoder_layers, initialize
-from shardwise.recipes.core.optim import make_adamw
-from shardwise.recipes.core.parallelize import shard_bytes
-from shardwise.recipes.core.task import Place
+from shardwise.recipes.core.recipe import Place
 from shardwise.recipes.core.training import place_for
-from shardwise.recipes.vision.config import VitConfig
-from shardwise.recipes.vision.presets import VIT_PRESETS
+from shardwise.recipes.vision.config import VIT_PRESETS, VitConfig
 from shardwise.recipes.vision.task import classification_loss
 from shardwise.recipes.vit import build, placement, shard_model
 from tests.checkpoint.ranks.test_memory import MIB, extra_memory

@@ -14,9 +14,9 @@ from typer import Argument, Option
 from shardwise.cli.values import read_name, read_path
 from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.launch.errors import UserError
+from shardwise.recipes.catalog import PLANNED, Subject, make_plan
 from shardwise.recipes.core.config import OptionError, require
 from shardwise.recipes.core.rundir import RunDir
-from shardwise.recipes.planned import PLANNED, Subject, make_plan
 from shardwise.units import brief_size
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import typer
 
 from shardwise.cli.generate import Options, with_options
 from shardwise.cli.run import LaunchConfig, run
+from shardwise.recipes.catalog import RECIPES
 from shardwise.recipes.core.job import Folder, Job
 from shardwise.recipes.core.recipe import Recipe, RecipeConfig
-from shardwise.recipes.table import RECIPES
 
 _LM = """
 [bold]Examples[/bold]

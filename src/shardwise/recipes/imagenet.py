@@ -10,11 +10,10 @@ from transformers import PreTrainedModel
 
 from shardwise import checkpoint_module
 from shardwise.inspect.api import Blueprint
+from shardwise.recipes.core.build import make_sgd, shard
 from shardwise.recipes.core.config import SgdConfig
 from shardwise.recipes.core.model import build_classifier, config_json, initialize
-from shardwise.recipes.core.optim import make_sgd
-from shardwise.recipes.core.parallelize import shard
-from shardwise.recipes.core.task import Place, Task
+from shardwise.recipes.core.recipe import Place, Task
 from shardwise.recipes.vision.config import FAKE_CLASSES, ImagenetConfig, ImagenetInputs
 from shardwise.recipes.vision.task import Classifier, ImageData, load_plain, vision_task
 from shardwise.wrap import repeated_blocks

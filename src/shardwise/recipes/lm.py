@@ -15,8 +15,10 @@ from torch import nn
 
 from shardwise import FSDPModule
 from shardwise.inspect.api import Blueprint
+from shardwise.recipes.core.build import kept_between_forwards, make_adamw, shard, warmup_cosine
 from shardwise.recipes.core.config import AdamWConfig
 from shardwise.recipes.core.model import (
+    Utilization,
     build,
     checkpoint_layers,
     config_json,
@@ -24,15 +26,12 @@ from shardwise.recipes.core.model import (
     initialize,
     next_token_loss,
 )
-from shardwise.recipes.core.optim import make_adamw, warmup_cosine
-from shardwise.recipes.core.parallelize import kept_between_forwards, shard
+from shardwise.recipes.core.recipe import Place, Task, no_more
 from shardwise.recipes.core.replicas import replicas_of
 from shardwise.recipes.core.rundir import write_text
-from shardwise.recipes.core.task import Place, Task, no_more
 from shardwise.recipes.text.batches import ValidationLoss, open_data
 from shardwise.recipes.text.config import LmConfig, LmInputs
 from shardwise.recipes.text.data import Vocabulary, load_vocabulary
-from shardwise.recipes.text.flops import Utilization
 from shardwise.units import printable
 
 

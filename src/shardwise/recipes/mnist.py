@@ -18,10 +18,9 @@ from torch import nn
 
 from shardwise import checkpoint_module
 from shardwise.inspect.api import Blueprint
+from shardwise.recipes.core.build import make_adamw, shard, warmup_cosine
 from shardwise.recipes.core.config import AdamWConfig
-from shardwise.recipes.core.optim import make_adamw, warmup_cosine
-from shardwise.recipes.core.parallelize import shard
-from shardwise.recipes.core.task import Place, Task
+from shardwise.recipes.core.recipe import Place, Task
 from shardwise.recipes.vision.config import MnistConfig, MnistInputs
 from shardwise.recipes.vision.files import CLASSES, SIDE, IdxSet
 from shardwise.recipes.vision.images import Batch

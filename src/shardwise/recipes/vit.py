@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from shardwise import FSDPModule, materialize
 from shardwise.checkpoint import load_weights
 from shardwise.inspect.api import Blueprint
+from shardwise.recipes.core.build import make_adamw, shard, warmup_cosine
 from shardwise.recipes.core.config import AdamWConfig, ShardingConfig
 from shardwise.recipes.core.model import (
     build_classifier,
@@ -30,9 +31,7 @@ from shardwise.recipes.core.model import (
     decoder_layers,
     initialize,
 )
-from shardwise.recipes.core.optim import make_adamw, warmup_cosine
-from shardwise.recipes.core.parallelize import shard
-from shardwise.recipes.core.task import Place, Task
+from shardwise.recipes.core.recipe import Place, Task
 from shardwise.recipes.vision.config import FAKE_CLASSES, VitConfig, VitInputs
 from shardwise.recipes.vision.task import Classifier, ImageData, vision_task
 

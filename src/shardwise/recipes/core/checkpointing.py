@@ -6,9 +6,9 @@ checkpoints/step-00000040/    model, optimizer, and in `extra`: position, random
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shardwise.checkpoint.disk.commit import damage, delete, delete_partial, step_folder, steps
 from shardwise.checkpoint.disk.manifest import Manifest, read_manifest
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from shardwise.checkpoint import Handle
     from shardwise.checkpoint.ranks.agreement import Ranks
+
+T = TypeVar("T")
 
 # Where DiLoCo keeps the outer state; it hides that from those who look at the inner one's.
 DILOCO = "diloco"
@@ -322,3 +324,49 @@ def _set_random_state(extra: dict[str, Any], path: Path) -> None:
         raise CheckpointError(
             f"{path}: extra.{_RANDOM}.{own} holds no random states ({error!r})"
         ) from None
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """A ``UserError`` on its way to other ranks."""
+
+    text: str
+    exit_code: int
+
+
+def on_rank_zero(doing: str, act: Callable[[], T]) -> T:
+    """Call a function on rank 0, and return its result on every rank.
+
+    No two ranks see the same disk: one looks earlier, another through a cache. So where the disk
+    decides what ranks do together (save, load, start over, delete), rank 0 looks and tells the
+    others. Every rank calls this, while no checkpoint is being saved in the background.
+
+    Args:
+        doing: what is done, for messages: ``"looking for checkpoints in runs/lm"``.
+        act: what rank 0 does; what it returns is small, and pickled.
+
+    Raises:
+        UserError: ``act`` raised one, or an ``OSError``; on every rank alike.
+        CheckpointError: ``act`` raised anything else, or a rank was lost.
+    """
+    from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+
+    refused: list[UserError] = []
+
+    def part() -> T | _Refusal:
+        try:
+            return act()
+        except UserError as error:
+            refused.append(error)
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            refused.append(UserError(f"{doing}: {where}{error.strerror or error}"))
+            refused[0].__cause__ = error
+        return _Refusal(str(refused[0]), refused[0].exit_code)
+
+    found = Ranks(group_for(None)).first(doing, part)
+    if not isinstance(found, _Refusal):
+        return found
+    error = refused[0] if refused else UserError(found.text)
+    error.exit_code = found.exit_code
+    raise error

@@ -1,6 +1,6 @@
 """The training loop that every recipe shares.
 
-A recipe hands in a :class:`~shardwise.recipes.core.task.Task`: model, optimizer, schedule, data,
+A recipe hands in a :class:`~shardwise.recipes.core.recipe.Task`: model, optimizer, schedule, data,
 loss. Accumulation, clipping, metrics, checkpoints, progress and stopping are done here, alike for
 all.
 
@@ -30,12 +30,12 @@ from torch.distributed.tensor import DTensor
 from shardwise import clip_grad_norm_
 from shardwise.launch.errors import Stopped, UserError, signal_name
 from shardwise.launch.rank import StopSignals
+from shardwise.recipes.core.build import set_lr
 from shardwise.recipes.core.checkpointing import Checkpoints, SaveError
 from shardwise.recipes.core.config import TrainConfig
 from shardwise.recipes.core.journal import Journal, StepMetrics
-from shardwise.recipes.core.optim import set_lr
 from shardwise.recipes.core.position import Position, Span
-from shardwise.recipes.core.task import Place, Task
+from shardwise.recipes.core.recipe import Place, Task
 from shardwise.transport.peers import Peers
 
 RECENT = 20  # steps over which speed is averaged

@@ -1,9 +1,10 @@
-"""Models of ``transformers``, built on the meta device and initialized shard by shard."""
+"""Models of ``transformers``: built without memory, initialized shard by shard, and their FLOPs."""
 
 from __future__ import annotations
 
 import json
 import textwrap
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -126,3 +127,99 @@ def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """
     logits = model(input_ids=tokens[:, :-1]).logits
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+#: Part of the name that CUDA gives a device -> operations a second in bf16, dense, of one device.
+#: From the makers' data sheets; where a sheet has numbers with sparsity, half of them. The first
+#: that fits counts: longer names stand first.
+PEAKS = (
+    ("B200", 2250e12),  # nvidia.com: HGX B200 (4.5 PFLOPS with sparsity)
+    ("GH200", 989.4e12),  # nvidia.com: GH200 Grace Hopper Superchip data sheet
+    ("H200 NVL", 835.5e12),  # nvidia.com: H200 data sheet (1,671 with sparsity)
+    ("H200", 989.4e12),  # nvidia.com: H200 data sheet, SXM (1,979 with sparsity)
+    ("H100 NVL", 835.5e12),  # nvidia.com: H100 data sheet, NVL (1,671 with sparsity)
+    ("H100 PCIe", 756.5e12),  # nvidia.com: H100 PCIe product brief (1,513 with sparsity)
+    ("H100", 989.4e12),  # nvidia.com: H100 data sheet, SXM (1,979 with sparsity)
+    ("A100", 312e12),  # nvidia.com: A100 data sheet
+    ("A40", 149.7e12),  # nvidia.com: A40 data sheet
+    ("A10G", 70e12),  # aws.amazon.com: EC2 G5 (140 with sparsity)
+    ("A10", 125e12),  # nvidia.com: A10 data sheet
+    ("L40S", 362.05e12),  # nvidia.com: L40S data sheet (733 with sparsity)
+    ("L4", 121e12),  # nvidia.com: L4 data sheet (242 with sparsity)
+    ("MI300X", 1307.4e12),  # amd.com: Instinct MI300X data sheet
+    ("MI250X", 383e12),  # amd.com: Instinct MI250X data sheet, both dies
+)
+
+
+def known_peak(name: str) -> float | None:
+    """Return the bf16 peak FLOP/s of a device by its name; None: not in the table."""
+    words = name.split()
+    for key, peak in PEAKS:
+        parts = key.split()
+        # Word by word, so that no "A10" is found in "A100"; CUDA joins some with hyphens.
+        if all(any(word.split("-")[0] == part for word in words) for part in parts):
+            return peak
+    return None
+
+
+def flops_per_token(model: PreTrainedModel, seq_length: int) -> float:
+    """Return the FLOPs of forward and backward for one token.
+
+    Six for every parameter that is multiplied with, and 12 x layers x width x length for the
+    products of attention. The embedding is looked up in, not multiplied with, unless it is the
+    head as well.
+
+    Args:
+        model: sharded or not.
+        seq_length: tokens of a sequence.
+    """
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, torch.Tensor)
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    tied = head is not None and head.weight is embedding
+    parameters = sum(p.numel() for p in model.parameters())
+    multiplied = parameters - (0 if tied else embedding.nelement())
+    config = model.config.get_text_config()
+    attention = 12 * config.num_hidden_layers * config.hidden_size * seq_length
+    return float(6 * multiplied + attention)
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """Model FLOPs utilization (MFU), as PaLM defines it (Chowdhery et al. 2022, appendix B).
+
+    The operations that the model needs for forward and backward, over those that the devices could
+    have done in the time. Activations that are computed again do not count as needed.
+
+    Attributes:
+        per_token: operations for forward and backward of a token.
+        device: what the device is called.
+        peak: operations a second that one device could do; None: not known.
+        given: whether the user said so.
+    """
+
+    per_token: float
+    device: str
+    peak: float | None
+    given: bool
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, seq_length: int, device: torch.device, given: float | None
+    ) -> Utilization:
+        """Return the numbers of a model on a device; ``given`` overrides the table."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        per_token = flops_per_token(model, seq_length)
+        return cls(per_token, name, given or known_peak(name), given is not None)
+
+    def peak_tokens_per_s(self, devices: int) -> float | None:
+        """Return the speed at an MFU of 1 on so many devices."""
+        return None if self.peak is None else devices * self.peak / self.per_token
+
+    def __str__(self) -> str:
+        needed = f"{self.per_token / 1e9:.3g} GFLOP per token, forward and backward"
+        if self.peak is None:
+            where = "CPUs" if self.device == "cpu" else self.device
+            return f"{needed}; MFU needs --peak-flops on {where}"
+        source = "as --peak-flops says" if self.given else f"{self.device} in bf16"
+        return f"{needed}; MFU of {self.peak / 1e12:,.4g} TFLOP/s per rank, {source}"

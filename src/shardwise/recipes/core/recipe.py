@@ -1,24 +1,37 @@
-"""What a recipe is: a configuration, what it refers to once it is checked, and what builds a task.
+"""What a recipe is: a configuration, what it refers to once it is checked, and a task to train.
 
-config.check(world)      -> inputs       no torch: mistakes are reported at once
-recipe.assemble()(inputs, place) -> task     on every rank, with torch
+    config.check(world)                -> Inputs    without torch: mistakes are reported at once
+    recipe.assemble()(inputs, place)   -> Task      on every rank, with torch
+    recipe.blueprint(config)           -> Blueprint the model alone, for ``--dry-run``
+
+The training loop (``loop.py``) knows nothing of a recipe but its :class:`Task`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
 
+from shardwise.frontends.strategies import ShardingPlan
 from shardwise.launch.world import World
+from shardwise.recipes.core.checkpointing import Resumable
 from shardwise.recipes.core.config import TrainConfig
-from shardwise.recipes.core.position import Span
+from shardwise.recipes.core.position import Position, Span
+from shardwise.recipes.core.progress import Display
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwise import FSDPModule
     from shardwise.inspect.api import Blueprint
-    from shardwise.recipes.core.task import Place, Task
+    from shardwise.recipes.core.replicas import Replicas
+
 
 #: Builds model, optimizer and data on one rank. All ranks call it at the same time.
 Assemble: TypeAlias = "Callable[[Any, Place], Task]"
@@ -91,3 +104,99 @@ class Recipe:
         """Return the model of a configuration, without memory, and how it would be sharded."""
         blueprint: Blueprint = import_module(self.module).blueprint(config)
         return blueprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank trains.
+
+    Attributes:
+        world: this rank among all.
+        device: where it computes.
+        plan: how the model is sharded.
+        mesh: over which ranks.
+        display: where lines and progress are shown.
+    """
+
+    world: World
+    device: torch.device
+    plan: ShardingPlan
+    mesh: DeviceMesh
+    display: Display
+
+
+#: The learning rate of a step, by the position that the step leads to.
+Schedule: TypeAlias = Callable[[Position], float]
+
+
+class Data(Protocol):
+    """Training examples in an order that does not depend on the world."""
+
+    def batch(self, position: int, count: int) -> Any:
+        """Return examples ``position`` .. ``position + count``, on this rank's device."""
+
+
+def nothing() -> None:
+    """Do nothing, as most recipes after a step and at the end of training."""
+
+
+def no_more(checkpoint: Path, results: Mapping[str, float]) -> Mapping[str, float]:
+    """Return the results as they are."""
+    del checkpoint
+    return results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What to train. Every rank has one, and calls its functions at the same time.
+
+    Attributes:
+        title: above the loss curve.
+        model_name: for the first line.
+        model: after ``fully_shard``.
+        model_config: its ``config.json`` as ``transformers`` reads it; None: it is not theirs.
+        optimizer: over the model's shards.
+        schedule: the learning rate of a step, by the position that the step leads to.
+        data: where batches come from.
+        loss: maps model and batch to a scalar, the mean over the batch.
+        evaluate: evaluates the model on validation data; one of the values may be
+            ``validation_loss``, which the curve shows.
+        unit: what speed counts: ``tokens``, ``images``.
+        units_per_example: units in an example.
+        peak_units_per_s: the speed at an MFU of 1; None: not known.
+        position: data that save a position of their own; None: the number of examples is enough.
+        example: what an example is called, for the first lines: ``sequences x 128 tokens``.
+        loss_unit: ``nats per token``.
+        introduction: more of the first lines, each a label and a text.
+        after_step: makes equal on all ranks what is not sharded.
+        close: called after the last batch, or when training failed: stops reading ahead.
+        replicas: the replicas, if they train apart.
+        finish: called with the last checkpoint and the last evaluation; returns the results to
+            record.
+    """
+
+    title: str
+    model_name: str
+    model: FSDPModule
+    model_config: str | None = None
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    data: Data
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    evaluate: Callable[[], dict[str, float]]
+    unit: str
+    units_per_example: int = 1
+    peak_units_per_s: float | None = None
+    position: Resumable | None = None
+    example: str
+    loss_unit: str
+    introduction: Sequence[tuple[str, str]] = ()
+    after_step: Callable[[], None] = nothing
+    close: Callable[[], None] = nothing
+    replicas: Replicas | None = None
+    finish: Callable[[Path, Mapping[str, float]], Mapping[str, float]] = no_more
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, typed as a module."""
+        return cast("nn.Module", self.model)

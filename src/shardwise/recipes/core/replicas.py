@@ -24,10 +24,9 @@ from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.diloco import DiLoCo
 from shardwise.errors import CheckpointError
 from shardwise.frontends.strategies import REPLICATE, SHARD
-from shardwise.recipes.core.checkpointing import Checkpoints, Resumable, SaveError
+from shardwise.recipes.core.checkpointing import Checkpoints, Resumable, SaveError, on_rank_zero
 from shardwise.recipes.core.config import DilocoConfig
 from shardwise.recipes.core.position import Position
-from shardwise.recipes.core.rank import on_rank_zero
 from shardwise.recipes.core.rundir import REPLICAS
 from shardwise.transport.peers import Peers
 

@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from shardwise.launch.world import World
+from shardwise.recipes.core.build import kept_between_forwards
 from shardwise.recipes.core.checkpointing import Resumable
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.model import next_token_loss
-from shardwise.recipes.core.parallelize import kept_between_forwards
 from shardwise.recipes.core.progress import brief
-from shardwise.recipes.core.task import Data, nothing
+from shardwise.recipes.core.recipe import Data, nothing
 from shardwise.recipes.text.config import LmConfig
 from shardwise.recipes.text.data import (
     VALIDATION_SHARE,

@@ -1,4 +1,7 @@
-"""The configurations of ``shardwise train mnist``, ``imagenet`` and ``vit``. No torch here."""
+"""The configurations of ``shardwise train mnist``, ``imagenet`` and ``vit``, and their models.
+
+No torch here: the command line asks.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,10 @@ from shardwise.recipes.core.config import (
     require,
     resolve_sharding,
 )
-from shardwise.recipes.core.option import (
-    BY_MODEL,
-    MODEL,
-    SHARDING,
-    TRAINING,
-    model_option,
-    option,
-)
+from shardwise.recipes.core.option import BY_MODEL, MODEL, SHARDING, TRAINING, model_option, option
 from shardwise.recipes.core.position import Span
 from shardwise.recipes.core.rundir import RunDir, check_same, check_same_model
 from shardwise.recipes.vision.files import IdxSet, ImageFolder, find_images, load_mnist
-from shardwise.recipes.vision.presets import RESNETS, VIT_PRESETS
 
 # --fake-data stands in for ImageNet, with few images to evaluate on: nobody waits for noise.
 FAKE_TRAINING, FAKE_VALIDATION, FAKE_CLASSES = 1_281_167, 256, 1000
@@ -71,6 +66,27 @@ class VisionConfig:
         self.check_world(world)
 
 
+class VisionInputs:
+    """What the checked configurations of all trainings on images have in common."""
+
+    config: VisionConfig
+
+    @property
+    def train(self) -> TrainConfig:
+        """What does not depend on model and data."""
+        return self.config.train
+
+    @property
+    def span(self) -> Span:
+        """How long the training is."""
+        return Span.of(self.train, self.training_images)
+
+    @property
+    def training_images(self) -> int:
+        """Number of images to train on."""
+        raise NotImplementedError
+
+
 # -- MNIST -----------------------------------------------------------------------------------------
 
 
@@ -79,8 +95,7 @@ class MnistConfig(VisionConfig):
     """A training of a convolutional network on MNIST."""
 
     data_dir: Path | None = field(
-        default=None,
-        metadata=option("Folder with MNIST's four IDX files.", MODEL, metavar="PATH"),
+        default=None, metadata=option("Folder with MNIST's four IDX files.", MODEL, metavar="PATH")
     )
     train: TrainConfig = field(
         default=TrainConfig(
@@ -119,7 +134,7 @@ class MnistConfig(VisionConfig):
 
 
 @dataclass(frozen=True)
-class MnistInputs:
+class MnistInputs(VisionInputs):
     """A checked configuration, and its data.
 
     Attributes:
@@ -135,14 +150,9 @@ class MnistInputs:
     test: IdxSet
 
     @property
-    def train(self) -> TrainConfig:
-        """What does not depend on model and data."""
-        return self.config.train
-
-    @property
-    def span(self) -> Span:
-        """How long the training is."""
-        return Span.of(self.train, len(self.training))
+    def training_images(self) -> int:
+        """Number of images to train on."""
+        return len(self.training)
 
     def facts(self) -> dict[str, Any]:
         """Return config, model and data for ``run.json``: what is the same in every session."""
@@ -181,8 +191,7 @@ class ImageFolderConfig(VisionConfig):
         default=224, metadata=option("Height and width of the model's input, in pixels.", MODEL)
     )
     threads: int = field(
-        default=4,
-        metadata=option("Threads that decode images, per rank.", MODEL, name="--workers"),
+        default=4, metadata=option("Threads that decode images, per rank.", MODEL, name="--workers")
     )
 
     def check_dry_run(self, world: World) -> None:
@@ -231,7 +240,7 @@ class ImageFolderConfig(VisionConfig):
 
 
 @dataclass(frozen=True)
-class ImageFolderInputs:
+class ImageFolderInputs(VisionInputs):
     """A checked configuration, and what it refers to.
 
     Attributes:
@@ -249,14 +258,9 @@ class ImageFolderInputs:
     folders: Folders | None
 
     @property
-    def train(self) -> TrainConfig:
-        """What does not depend on model and data."""
-        return self.config.train
-
-    @property
-    def span(self) -> Span:
-        """How long the training is."""
-        return Span.of(self.train, len(self.folders[0]) if self.folders else FAKE_TRAINING)
+    def training_images(self) -> int:
+        """Number of images to train on."""
+        return len(self.folders[0]) if self.folders else FAKE_TRAINING
 
     @property
     def classes(self) -> list[str]:
@@ -287,9 +291,7 @@ class ImageFolderInputs:
         now = self.facts()
         # First, since the default of --image-size may go with the model.
         check_same_model(
-            _without_size(before.get("model", {})),
-            _without_size(now["model"]),
-            self.model_options,
+            _without_size(before.get("model", {})), _without_size(now["model"]), self.model_options
         )
         check_same(before.get("config", {}), now["config"], {"image_size": "--image-size"})
         _check_same_images(before, now)
@@ -313,14 +315,35 @@ def _check_same_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> Non
 # -- residual networks -----------------------------------------------------------------------------
 
 
+def _resnet(
+    layer: str, depths: list[int], hidden: list[int], embedding: int = 64
+) -> dict[str, Any]:
+    return {
+        "model_type": "resnet",
+        "layer_type": layer,
+        "depths": depths,
+        "hidden_sizes": hidden,
+        "embedding_size": embedding,
+    }
+
+
+_NARROW, _WIDE = [64, 128, 256, 512], [256, 512, 1024, 2048]
+
+RESNETS = {
+    "resnet18": _resnet("basic", [2, 2, 2, 2], _NARROW),
+    "resnet34": _resnet("basic", [3, 4, 6, 3], _NARROW),
+    "resnet50": _resnet("bottleneck", [3, 4, 6, 3], _WIDE),
+    "resnet101": _resnet("bottleneck", [3, 4, 23, 3], _WIDE),
+    "resnet152": _resnet("bottleneck", [3, 8, 36, 3], _WIDE),
+    "tiny": _resnet("basic", [1, 1], [16, 32], embedding=16),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImagenetConfig(ImageFolderConfig):
     """A training of a residual network; the defaults are ImageNet's published schedule."""
 
-    model: str = field(
-        default="resnet50",
-        metadata=model_option(RESNETS),
-    )
+    model: str = field(default="resnet50", metadata=model_option(RESNETS))
     train: TrainConfig = field(
         default=TrainConfig(
             epochs=100,
@@ -388,13 +411,65 @@ class ImagenetInputs(ImageFolderInputs):
 
 
 @dataclass(frozen=True, kw_only=True)
+class VitPreset:
+    """The shape of a Vision Transformer.
+
+    Attributes:
+        hidden: width of the residual stream.
+        layers: number of blocks.
+        heads: attention heads.
+        intermediate: width inside the blocks' MLPs; by default four times ``hidden``.
+        patch: edge of a patch, in pixels.
+        image: edge of an image, in pixels.
+        batch_size: images per rank, by default.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int | None = None
+    patch: int = 16
+    image: int = 224
+    batch_size: int = 32
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings, as in a ``config.json`` of ``transformers``."""
+        return {
+            "model_type": "vit",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate or 4 * self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "patch_size": self.patch,
+            "image_size": self.image,
+            "layer_norm_eps": 1e-6,
+        }
+
+
+# The sizes up to vit-huge are those of Dosovitskiy et al. and Touvron et al.; vit-1b and vit-2b are
+# g and G of Zhai et al., "Scaling Vision Transformers"; vit-10b has the shape of PyTorch/XLA's
+# 10-billion-parameter example of FSDP.
+VIT_PRESETS = {
+    "vit-tiny": VitPreset(hidden=192, layers=12, heads=3),  # 5.7 M parameters
+    "vit-small": VitPreset(hidden=384, layers=12, heads=6),  # 22 M
+    "vit-base": VitPreset(hidden=768, layers=12, heads=12),  # 87 M
+    "vit-large": VitPreset(hidden=1024, layers=24, heads=16),  # 304 M
+    "vit-huge": VitPreset(hidden=1280, layers=32, heads=16, patch=14),  # 632 M
+    "vit-1b": VitPreset(  # 1.01 billion
+        hidden=1408, layers=40, heads=16, intermediate=6144, patch=14
+    ),
+    "vit-2b": VitPreset(  # 1.84 billion
+        hidden=1664, layers=48, heads=16, intermediate=8192, patch=14
+    ),
+    "vit-10b": VitPreset(hidden=5120, layers=32, heads=32, patch=14, batch_size=8),  # 10.1 billion
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class VitConfig(ImageFolderConfig):
     """A training of a Vision Transformer."""
 
-    model: str = field(
-        default="vit-tiny",
-        metadata=model_option(VIT_PRESETS),
-    )
+    model: str = field(default="vit-tiny", metadata=model_option(VIT_PRESETS))
     layers: int | None = field(
         default=None, metadata=option("Number of blocks.", MODEL, shown=BY_MODEL)
     )

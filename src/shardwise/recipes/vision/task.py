@@ -17,14 +17,11 @@ from shardwise import FSDPModule
 from shardwise.checkpoint.tools.consolidate import consolidate
 from shardwise.errors import CheckpointError
 from shardwise.launch.world import World
-from shardwise.recipes.core.checkpointing import SaveError
-from shardwise.recipes.core.optim import Schedule
-from shardwise.recipes.core.parallelize import RunningStatistics, kept_between_forwards
+from shardwise.recipes.core.build import RunningStatistics, kept_between_forwards
+from shardwise.recipes.core.checkpointing import SaveError, on_rank_zero
 from shardwise.recipes.core.plot import plot_confusion
-from shardwise.recipes.core.rank import on_rank_zero
-from shardwise.recipes.core.recipe import Inputs
+from shardwise.recipes.core.recipe import Inputs, Place, Schedule, Task
 from shardwise.recipes.core.rundir import RunDir
-from shardwise.recipes.core.task import Place, Task
 from shardwise.recipes.vision.config import FAKE_TRAINING, FAKE_VALIDATION, ImageFolderInputs
 from shardwise.recipes.vision.images import (
     Augment,

@@ -1,4 +1,7 @@
-"""The models of ``shardwise inspect``: presets, config files and runs."""
+"""What the command line can name: the recipes of ``train``, and the models of ``inspect``.
+
+No torch here: what builds a model or a task is imported when it is needed.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,16 @@ from typing import TYPE_CHECKING, Any
 from shardwise.frontends.strategies import REPLICATE, MeshError, Strategy, WantedMesh
 from shardwise.launch.errors import UserError
 from shardwise.recipes.core.config import find_settings, flatten, require
+from shardwise.recipes.core.recipe import Recipe
 from shardwise.recipes.core.rundir import RunDir
-from shardwise.recipes.text.config import PRESETS
-from shardwise.recipes.vision.config import FAKE_CLASSES
-from shardwise.recipes.vision.presets import VIT_PRESETS
+from shardwise.recipes.text.config import PRESETS, LmConfig
+from shardwise.recipes.vision.config import (
+    FAKE_CLASSES,
+    VIT_PRESETS,
+    ImagenetConfig,
+    MnistConfig,
+    VitConfig,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -23,6 +32,27 @@ if TYPE_CHECKING:
 
     from shardwise.inspect.api import Blueprint
     from shardwise.inspect.report import Report
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            name="lm",
+            config=LmConfig.for_model("llama-tiny"),
+            config_for=LmConfig.for_model,
+            module="shardwise.recipes.lm",
+        ),
+        Recipe(name="mnist", config=MnistConfig(), module="shardwise.recipes.mnist"),
+        Recipe(name="imagenet", config=ImagenetConfig(), module="shardwise.recipes.imagenet"),
+        Recipe(
+            name="vit",
+            config=VitConfig.for_model("vit-tiny"),
+            config_for=VitConfig.for_model,
+            module="shardwise.recipes.vit",
+        ),
+    )
+}
 
 
 #: The presets of language models and Vision Transformers, as settings of a ``config.json``.

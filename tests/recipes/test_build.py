@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.recipes.core.build import count, make_adamw, make_sgd, set_lr, warmup_cosine
 from shardwise.recipes.core.config import AdamWConfig, SgdConfig
-from shardwise.recipes.core.optim import count, make_adamw, make_sgd, set_lr, warmup_cosine
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from shardwise.recipes.core.rank import VARIABLES
+from shardwise.recipes.core.training import VARIABLES
 
 # Takes and frees 60 MiB in pieces, as a step does, and prints the page faults of the later steps.
 _STEPS = """
 import resource, sys
-from shardwise.recipes.core.rank import keep_freed_memory
+from shardwise.recipes.core.training import keep_freed_memory
 print(keep_freed_memory() if sys.argv[1] == "keep" else None)
 def step():
     pieces = [bytearray(size << 20) for size in (1, 4, 5, 20, 30)]
@@ -50,7 +50,7 @@ def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
 
 @pytest.mark.parametrize("name", VARIABLES)
 def test_what_the_user_has_set_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.recipes.core.rank import keep_freed_memory
+    from shardwise.recipes.core.training import keep_freed_memory
 
     monkeypatch.setenv(name, "")
     assert keep_freed_memory() is False

@@ -10,10 +10,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.recipes.core.config import OptionError
-from shardwise.recipes.core.model import build, next_token_loss
+from shardwise.recipes.core.model import (
+    Utilization,
+    build,
+    flops_per_token,
+    known_peak,
+    next_token_loss,
+)
 from shardwise.recipes.text.config import with_microbatches
 from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE
-from shardwise.recipes.text.flops import Utilization, flops_per_token, known_peak
 from tests.recipes.small import MODEL, small_config
 
 
