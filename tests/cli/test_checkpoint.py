@@ -295,7 +295,7 @@ def test_ctrl_c_is_one_line_too(
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shardwise.checkpoint.tools.consolidate.write_single", interrupted)
+    monkeypatch.setattr("shardwise.checkpoint.tools.convert.write_single", interrupted)
     save_file({"a": torch.ones(3)}, "good.safetensors")
     assert shell.refused("consolidate", "good.safetensors", "out.safetensors", code=130) == (
         "error: stopped\n"

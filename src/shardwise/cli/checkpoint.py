@@ -190,7 +190,7 @@ def consolidate(
 
     safetensors, torch.load and from_pretrained read them. Needs no process group.
     """
-    from shardwise.checkpoint.tools.consolidate import consolidate as run
+    from shardwise.checkpoint.tools.convert import consolidate as run
 
     with _reporting_errors(), show.progress("consolidating") as watch:
         run(

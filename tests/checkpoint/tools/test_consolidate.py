@@ -24,8 +24,7 @@ from shardwise.checkpoint.formats.hf import INDEX
 from shardwise.checkpoint.formats.source import LEAST_BUFFER
 from shardwise.checkpoint.formats.torchfile import read_tree
 from shardwise.checkpoint.formats.torchwrite import Placeholder, write_tree
-from shardwise.checkpoint.tools.consolidate import consolidate
-from shardwise.checkpoint.tools.convert import convert
+from shardwise.checkpoint.tools.convert import consolidate, convert
 from shardwise.errors import CheckpointError
 from tests.checkpoint.meshes import Setup, build, expected, fill, give_state, wrong
 from tests.harness import run_ranks
@@ -244,7 +243,7 @@ def test_a_full_disk_leaves_what_was_there(saved: Path, tmp_path: Path) -> None:
 _MEASURE = """
 import resource, shutil, sys
 from pathlib import Path
-from shardwise.checkpoint.tools.consolidate import consolidate
+from shardwise.checkpoint.tools.convert import consolidate
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.checkpoint.tools.diff import differences
 from shardwise.checkpoint.formats.detect import Format, open_source

@@ -27,8 +27,7 @@ from shardwise.checkpoint.formats.source import (
     ExtentReader,
     Window,
 )
-from shardwise.checkpoint.tools.consolidate import consolidate
-from shardwise.checkpoint.tools.convert import convert
+from shardwise.checkpoint.tools.convert import consolidate, convert
 from shardwise.checkpoint.tools.diff import Difference, differences
 from shardwise.errors import CheckpointError
 from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong

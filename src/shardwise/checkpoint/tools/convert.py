@@ -1,21 +1,109 @@
-"""Convert a checkpoint to another format in parts of tensors, without a process group."""
+"""Write a checkpoint in another form, in parts of tensors and without a process group.
+
+:func:`consolidate` writes full tensors to plain files that other programs can read; :func:`convert`
+writes a checkpoint of another format. Both read all formats except one file per rank, which
+:mod:`shardwise.checkpoint.consolidate` reads.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 from shardwise.checkpoint.disk.commit import check_destination, written_beside
+from shardwise.checkpoint.disk.entries import dotted
+from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.formats.dcp import write_dcp
-from shardwise.checkpoint.formats.detect import Format, find_checkpoint, open_source
-from shardwise.checkpoint.formats.hf import DEFAULT_SHARD, write_hf
+from shardwise.checkpoint.formats.detect import TORCH_SUFFIXES, Format, find_checkpoint, open_source
+from shardwise.checkpoint.formats.hf import DEFAULT_SHARD, write_hf, write_single
 from shardwise.checkpoint.formats.native import write_shardwise
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
+    Source,
     Watch,
     Window,
     model_tensors,
     unwatched,
 )
+from shardwise.checkpoint.formats.torchwrite import Placeholder, write_tree
+
+# Extensions of files, such as .txt, .ckpt or .h5, but not version numbers, as in lm-0.1b.
+_FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w*")
+
+
+def consolidate(
+    source: Path,
+    destination: Path,
+    *,
+    everything: bool = False,
+    force: bool = False,
+    buffer: int = DEFAULT_BUFFER,
+    max_shard_size: int | None = None,
+    watch: Watch = unwatched,
+) -> None:
+    """Write the full tensors of a checkpoint, which may be many times larger than memory.
+
+    The name of the destination determines the format:
+
+    - ``.safetensors``: one file with the model;
+    - ``.pt``, ``.pth``, ``.bin``: a ``torch.save`` file with the model's state dict;
+    - a name without an extension: a folder of safetensors files with an index, as written by
+      ``save_pretrained``.
+
+    Args:
+        source: the checkpoint, of any format.
+        destination: the file or folder to write. It is complete or does not exist.
+        everything: write ``{"model": ..., "optimizer": ..., "extra": ...}`` into a ``torch.save``
+            file, as far as the checkpoint has them.
+        force: replace an existing destination.
+        buffer: bytes of memory to use.
+        max_shard_size: bytes of a file in a folder; ``None`` for 50 GB.
+        watch: called with the number of bytes to write; the function that it returns is called with
+            the bytes of each part that was written.
+
+    Raises:
+        CheckpointError: the source is damaged, or contains no model.
+        ValueError: the destination exists, or options cannot be combined.
+        OSError: writing failed, for example because the disk is full. There is no destination then.
+    """
+    to_torch = destination.suffix in TORCH_SUFFIXES
+    to_folder = not to_torch and destination.suffix != ".safetensors"
+    if to_folder and _FILE_SUFFIX.fullmatch(destination.suffix):
+        raise ValueError(
+            f"found a destination {destination.suffix}, expected .safetensors, "
+            f"{', '.join(TORCH_SUFFIXES)}, or the name of a folder, without an extension"
+        )
+    if everything and not to_torch:
+        raise ValueError("--everything requires a torch.save file: .pt, .pth or .bin")
+    if max_shard_size is not None and not to_folder:
+        raise ValueError("--max-shard-size requires a folder, not a single file")
+    source = find_checkpoint(source)
+    check_destination(destination, source, force=force)
+    with open_source(source) as opened:
+        paths = opened.tensors if everything else model_tensors(opened).values()
+        window = Window(buffer, watch(sum(opened.tensors[path].nbytes for path in paths)))
+        with written_beside(destination, source, force=force) as partial:
+            if to_torch:
+                _write_torch(partial, opened, window, everything=everything)
+            elif to_folder:
+                partial.mkdir()
+                write_hf(partial, opened, window, max_shard_size or DEFAULT_SHARD)
+            else:
+                write_single(partial, opened, window)
+
+
+def _write_torch(file: Path, source: Source, window: Window, *, everything: bool) -> None:
+    """Write a ``torch.save`` file, and sync it to disk."""
+    holes = {path: Placeholder(dotted(path), info) for path, info in source.tensors.items()}
+    tree: Any
+    if everything:
+        tree = unflatten([*source.values.items(), *holes.items()], str(source.where))
+    else:
+        tree = {dotted(path[1:]): hole for path, hole in holes.items() if path[0] == "model"}
+        tree |= {dotted(path[1:]): v for path, v in source.values.items() if path[0] == "model"}
+    paths = {hole.name: path for path, hole in holes.items()}
+    write_tree(file, tree, lambda name: window.chunks(source, paths[name]))
 
 
 def convert(

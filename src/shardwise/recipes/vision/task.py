@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardwise import FSDPModule
-from shardwise.checkpoint.tools.consolidate import consolidate
+from shardwise.checkpoint.tools.convert import consolidate
 from shardwise.errors import CheckpointError
 from shardwise.launch.world import World
 from shardwise.recipes.core.build import RunningStatistics, kept_between_forwards
