@@ -22,7 +22,7 @@ def test_a_hook_is_inside_a_backward_with_a_number() -> None:
     assert [inside for inside, _ in seen] == [True, True]
     assert seen[0][1] != seen[1][1], "each backward has its own number"
     assert not autograd.in_backward()
-    assert autograd.backward_id() == -1
+    assert autograd.backward_id() is None
 
 
 def test_a_callback_runs_when_the_backward_is_over() -> None:

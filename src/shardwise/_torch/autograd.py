@@ -28,14 +28,15 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+def backward_id() -> int | None:
+    """Return a number that identifies the backward that this thread is in; ``None`` outside."""
+    found: int = torch._C._current_graph_task_id()
+    return None if found == -1 else found
+
+
 def in_backward() -> bool:
     """Whether this thread is inside a backward (activation checkpointing recomputes there)."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def backward_id() -> int:
-    """Return a number that identifies the backward that this thread is in; -1 outside."""
-    return int(torch._C._current_graph_task_id())
+    return backward_id() is not None
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

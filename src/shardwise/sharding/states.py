@@ -96,7 +96,7 @@ class Pass:
     def __init__(self, makes: int) -> None:
         self.makes = makes
         self.node: weakref.ref[torch.autograd.graph.Node] | None = None
-        self._ended_in = -1
+        self._ended_in: int | None = None
 
     def end_backward(self) -> None:
         """Note that the backward of this pass is over."""
