@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.diloco import members, state
 from shardwise.diloco.average import Average, codec_of
 from shardwise.diloco.fragment import Fragment, Pending, assign_to_fragments, local_of
-from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat
+from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat, check_streaming
 from shardwise.errors import PeerLostError
 from shardwise.optim_names import names_in_order
 from shardwise.sharding.module import FSDPModule
@@ -146,7 +146,7 @@ class DiLoCo(AroundOptimizer):
         super().__init__(inner)
         self._outer = outer or OuterSGD()
         self._streaming = streaming or Streaming()
-        self._streaming.check(every)
+        check_streaming(self._streaming, every)
         self._every = every
         self._wire = WireFormat(wire)
         self._codec = codec_of(self._wire)

@@ -90,27 +90,6 @@ class Streaming:
         if not 0 <= self.alpha < 1:
             raise _out_of_range("alpha", self.alpha, "0 to 1, without 1")
 
-    def check(self, every: int) -> None:
-        """Check the settings against the length of a round.
-
-        Args:
-            every: inner steps per round.
-
-        Raises:
-            ValueError: they contradict each other.
-        """
-        if not every >= 1:
-            raise _out_of_range("every", every, "1 or more inner steps")
-        if not self.fragments <= every:
-            expected = f"at most {every}, the inner steps of a round: one exchange starts per step"
-            raise _out_of_range("fragments", self.fragments, expected)
-        if not self.overlap < every:
-            expected = (
-                f"less than {every}, the inner steps of a round: the exchange of a fragment ends "
-                "before its next one starts"
-            )
-            raise _out_of_range("overlap", self.overlap, expected)
-
     def due(self, fragment: int, steps: int, every: int) -> bool:
         """Whether the exchange of a fragment starts after ``steps`` inner steps.
 
@@ -125,6 +104,29 @@ class Streaming:
             ``True`` if the exchange begins now.
         """
         return (steps + fragment * every // self.fragments) % every == 0
+
+
+def check_streaming(streaming: Streaming, every: int) -> None:
+    """Check the settings against the length of a round.
+
+    Args:
+        streaming: the settings.
+        every: inner steps per round.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    if not every >= 1:
+        raise _out_of_range("every", every, "1 or more inner steps")
+    if not streaming.fragments <= every:
+        expected = f"at most {every}, the inner steps of a round: one exchange starts per step"
+        raise _out_of_range("fragments", streaming.fragments, expected)
+    if not streaming.overlap < every:
+        expected = (
+            f"less than {every}, the inner steps of a round: the exchange of a fragment ends "
+            "before its next one starts"
+        )
+        raise _out_of_range("overlap", streaming.overlap, expected)
 
 
 def _out_of_range(name: str, found: object, expected: str) -> ValueError:

@@ -32,6 +32,7 @@ from shardwise.frontends.state_dict import (
     as_shard,
     cut,
     exported,
+    role_under,
     sharded_params,
     state_dict_settings,
     wrappers_in,
@@ -69,7 +70,7 @@ class OptimSavingModule(SavingModule):
         """
         settings = SavingModule.get_state_dict_type(model)
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        role = wrappers_in(model)[0].role_under(settings.optim_state_dict_config)
+        role = role_under(settings.optim_state_dict_config, wrappers_in(model)[0].settings.mesh)
         return save_by_name(model, optim, state, settings, role)
 
     @staticmethod
@@ -134,7 +135,7 @@ class OptimSavingModule(SavingModule):
         """
         config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         settings = state_dict_settings(StateDictType.FULL_STATE_DICT, None, config)
-        role = wrappers_in(model)[0].role_under(config)
+        role = role_under(config, wrappers_in(model)[0].settings.mesh)
         return save_by_name(model, optim, optim.state_dict(), settings, role)
 
     @staticmethod

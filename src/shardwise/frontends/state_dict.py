@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -167,11 +168,11 @@ class SavingModule(TransparentModule, HasStateDictKinds):
                 if key[len(prefix) :] in dtypes:
                     state[key] = state[key].to(dtypes[key[len(prefix) :]])
         params = {f"{prefix}{name}": param for name, param in self._own_params().items()}
-        role = self.role_under(settings.state_dict_config)
+        role = role_under(settings.state_dict_config, self.settings.mesh)
         convert_saved(state, keys, params, settings, role)
         return state
 
-    def before_load(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
+    def _before_load(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
         """Shard values that are about to be loaded as this unit's parameters are sharded.
 
         Args:
@@ -206,27 +207,26 @@ class SavingModule(TransparentModule, HasStateDictKinds):
         """The dtypes to save buffers in, for those that were cast."""
         return {}
 
-    def role_under(self, config: object) -> Role:
-        """The role of this rank when full tensors are saved with this configuration.
-
-        Args:
-            config: a ``StateDictConfig`` or an ``OptimStateDictConfig``.
-
-        Returns:
-            What this rank does.
-        """
-        only_first = isinstance(config, FullStateDictConfig | FullOptimStateDictConfig) and (
-            config.rank0_only
-        )
-        first = int(self.settings.mesh.mesh.flatten()[0])
-        return Role.TAKES_PART if only_first and dist.get_rank() != first else Role.SAVES
-
 
 class Role(enum.Enum):
     """What a rank does while a state dict is saved."""
 
     SAVES = enum.auto()
     TAKES_PART = enum.auto()  # in gathering full tensors that another rank saves
+
+
+def role_under(config: object, mesh: DeviceMesh) -> Role:
+    """The role of this rank when full tensors are saved with a configuration.
+
+    Args:
+        config: a ``StateDictConfig`` or an ``OptimStateDictConfig``.
+        mesh: the ranks that save together.
+    """
+    only_first = isinstance(config, FullStateDictConfig | FullOptimStateDictConfig) and (
+        config.rank0_only
+    )
+    first = int(mesh.mesh.flatten()[0])
+    return Role.TAKES_PART if only_first and dist.get_rank() != first else Role.SAVES
 
 
 @contextmanager

@@ -101,7 +101,7 @@ class TransparentModule(nn.Module):
         """
         yield from _outside_wrappers(self.get_wrapped(), "", set())
 
-    def before_load(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
+    def _before_load(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
         """Prepare values that are about to be loaded into the wrapped module, in place.
 
         Args:
@@ -137,7 +137,7 @@ def _enter_names(
     error_msgs: list[str],
 ) -> None:
     """Give values that are about to be loaded their names inside the wrapper."""
-    module.before_load(state_dict, prefix, error_msgs)
+    module._before_load(state_dict, prefix, error_msgs)
     for key in list(state_dict):
         if key.startswith(prefix):
             state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.disk.strict import check_depth
-from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat
+from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat, check_streaming
 from shardwise.errors import CheckpointError
 from shardwise.frontends.strategies import (
     REPLICATE,
@@ -398,7 +398,7 @@ def _check_diloco(config: TrainConfig) -> None:
     overlap, expected = diloco.overlap, f"0 or more, less than {steps} steps"
     require(0 <= overlap < steps, "--diloco-overlap", overlap, expected)
     try:
-        diloco.streaming.check(steps)
+        check_streaming(diloco.streaming, steps)
     except ValueError as error:
         raise OptionError("--local-steps", steps, str(error)) from None
 
