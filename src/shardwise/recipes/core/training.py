@@ -40,14 +40,6 @@ from shardwise.recipes.core.replicas import ReplicaCheckpoints
 from shardwise.recipes.core.rundir import RunDir, locked, write_text
 from shardwise.transport.peers import Peers
 
-# Of mallopt(3): numbers of the two settings, and the largest value that the first one takes.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_MOST_IN_HEAP = 32 * 1024 * 1024
-_NEVER = 2**31 - 1
-
-#: Whoever has set one of these wants something else.
-VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-
 
 @dataclass(frozen=True)
 class _Run:
@@ -88,60 +80,10 @@ def train(inputs: Inputs, assemble: Assemble, world: World, signals: StopSignals
         device = choose_device(inputs.train.device, world)
         if device.type == "cpu":
             keep_freed_memory()
-        with connected(world, backend_for(device), inputs.train.peer_timeout):
+        # Small messages use gloo, whatever the device.
+        backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        with connected(world, backends, inputs.train.peer_timeout):
             train_connected(inputs, assemble, place_for(inputs.train, world, device), signals)
-
-
-def choose_device(wanted: Device, world: World) -> torch.device:
-    """Return the device of this rank, made current.
-
-    ``auto`` takes GPUs where every rank of this host can have one of its own, else CPUs.
-
-    Raises:
-        OptionError: GPUs are asked for and there are too few.
-    """
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    enough = found >= world.local_size
-    if wanted is Device.CPU or (wanted is Device.AUTO and not enough):
-        return torch.device("cpu")
-    if not enough:
-        raise OptionError(
-            "--device",
-            f"cuda with {found} {'GPU' if found == 1 else 'GPUs'}",
-            f"a GPU for each of the {world.local_size} ranks of this host, or --device cpu",
-        )
-    device = torch.device("cuda", world.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def backend_for(device: torch.device) -> str:
-    """Return the backends of the default process group; small messages always use gloo."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-
-
-def keep_freed_memory() -> bool:
-    """Have this process keep freed memory, except for allocations above 32 MiB.
-
-    At the end of a step nearly all memory is freed: activations, full gradients. glibc then returns
-    the top of its heap to the kernel, which has to clear and map each page again for the next step.
-    Measured on 2 ranks with 2 cores, a Llama with 5 million parameters, 1,024 tokens per rank and
-    step: 16,000 page faults per step and 4 to 9 % of its CPU time, against 190 faults. A process
-    that trains reaches its peak in every step, so nobody gains from what it returns. glibc's own
-    variables do the same for other programs (https://man7.org/linux/man-pages/man3/mallopt.3.html).
-
-    Returns:
-        Whether it does now: not where the C library is another, or the user has set one of
-        ``VARIABLES``.
-    """
-    if any(name in os.environ for name in VARIABLES):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    # Setting either ends glibc's own adjustments, so both are needed.
-    return bool(mallopt(_MMAP_THRESHOLD, _MOST_IN_HEAP)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))
 
 
 def train_connected(inputs: Inputs, assemble: Assemble, place: Place, signals: StopSignals) -> None:
@@ -339,3 +281,62 @@ def _how_to_resume() -> str:
         return "To go on:\n  " + journal.command_line(sys.argv[1:])
     arguments = [a for a in sys.argv[1:] if a not in ("--overwrite", "--resume")]
     return "To go on:\n  " + journal.command_line([*arguments, "--resume"])
+
+
+# -- the device and the memory of this rank --------------------------------------------------------
+
+
+def choose_device(wanted: Device, world: World) -> torch.device:
+    """Return the device of this rank, made current.
+
+    ``auto`` takes GPUs where every rank of this host can have one of its own, else CPUs.
+
+    Raises:
+        OptionError: GPUs are asked for and there are too few.
+    """
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    enough = found >= world.local_size
+    if wanted is Device.CPU or (wanted is Device.AUTO and not enough):
+        return torch.device("cpu")
+    if not enough:
+        raise OptionError(
+            "--device",
+            f"cuda with {found} {'GPU' if found == 1 else 'GPUs'}",
+            f"a GPU for each of the {world.local_size} ranks of this host, or --device cpu",
+        )
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+# Of mallopt(3): numbers of the two settings, and the largest value that the first one takes.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_MOST_IN_HEAP = 32 * 1024 * 1024
+_NEVER = 2**31 - 1
+
+#: Whoever has set one of these wants something else.
+VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def keep_freed_memory() -> bool:
+    """Have this process keep freed memory, except for allocations above 32 MiB.
+
+    At the end of a step nearly all memory is freed: activations, full gradients. glibc then returns
+    the top of its heap to the kernel, which has to clear and map each page again for the next step.
+    Measured on 2 ranks with 2 cores, a Llama with 5 million parameters, 1,024 tokens per rank and
+    step: 16,000 page faults per step and 4 to 9 % of its CPU time, against 190 faults. A process
+    that trains reaches its peak in every step, so nobody gains from what it returns. glibc's own
+    variables do the same for other programs (https://man7.org/linux/man-pages/man3/mallopt.3.html).
+
+    Returns:
+        Whether it does now: not where the C library is another, or the user has set one of
+        ``VARIABLES``.
+    """
+    if any(name in os.environ for name in VARIABLES):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    # Setting either ends glibc's own adjustments, so both are needed.
+    return bool(mallopt(_MMAP_THRESHOLD, _MOST_IN_HEAP)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))
