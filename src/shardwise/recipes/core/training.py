@@ -77,7 +77,7 @@ def train(inputs: Inputs, assemble: Assemble, world: World, signals: StopSignals
             if not launched_here():
                 held.enter_context(locked(RunDir(inputs.train.output.out)))
                 check_folder(inputs)
-        device = choose_device(inputs.train.device, world)
+        device = _choose_device(inputs.train.device, world)
         if device.type == "cpu":
             keep_freed_memory()
         # Small messages use gloo, whatever the device.
@@ -286,7 +286,7 @@ def _how_to_resume() -> str:
 # -- the device and the memory of this rank --------------------------------------------------------
 
 
-def choose_device(wanted: Device, world: World) -> torch.device:
+def _choose_device(wanted: Device, world: World) -> torch.device:
     """Return the device of this rank, made current.
 
     ``auto`` takes GPUs where every rank of this host can have one of its own, else CPUs.
