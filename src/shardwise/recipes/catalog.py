@@ -184,14 +184,9 @@ def _classes(settings: dict[str, Any]) -> int:
 
 
 def _convnet(name: str) -> Blueprint:
-    import torch
+    from shardwise.recipes.mnist import blueprint
 
-    from shardwise.inspect.api import Blueprint
-    from shardwise.recipes.mnist import build_convnet
-
-    with torch.device("meta"):
-        model = build_convnet()
-    return Blueprint(name, model, list(model)[:-1])
+    return dataclasses.replace(blueprint(MnistConfig(nested=True)), name=name)
 
 
 def _as_one_group(build: Callable[[], Blueprint]) -> Blueprint:
