@@ -21,7 +21,6 @@ from shardwise.launch.world import World
 from shardwise.recipes.core.checkpointing import Resumable
 from shardwise.recipes.core.config import TrainConfig
 from shardwise.recipes.core.position import Position, Span
-from shardwise.recipes.core.progress import Display
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from shardwise import FSDPModule
     from shardwise.inspect.api import Blueprint
+    from shardwise.recipes.core.progress import Display  # imports rich's progress bars
     from shardwise.recipes.core.replicas import Replicas
 
 
