@@ -136,6 +136,23 @@ def test_a_partial_folder_has_a_lock_before_another_process_can_clean(
     writing.abandon()
 
 
+@pytest.mark.parametrize("moment", ["_is_ours", "_rename_away"])
+def test_a_leftover_that_disappears_while_it_is_cleaned_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Another process deletes a checkpoint without its lock, if its publisher still holds that."""
+    (tmp_path / ".deleted-00000000.partial").mkdir()
+    next_step = getattr(commit, moment)
+
+    def after_it_is_deleted(partial: Path) -> object:
+        partial.rmdir()
+        return next_step(partial)
+
+    monkeypatch.setattr(commit, moment, after_it_is_deleted)
+    commit.clean(tmp_path)
+    assert names(tmp_path) == []
+
+
 def test_a_lock_that_nobody_lets_go_of_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -304,8 +304,11 @@ def clean(root: Path) -> None:
                     lock = held.enter_context(_locked(path))
                 except OSError:  # not ours to open, or just deleted
                     continue
-                if lock is _Lock.HELD and _is_ours(path):
-                    doomed.append(_rename_away(path))
+                # A process that deletes a checkpoint just published cannot lock it: its publisher
+                # may still hold the lock. So the folder can disappear here at any time.
+                with contextlib.suppress(FileNotFoundError):
+                    if lock is _Lock.HELD and _is_ours(path):
+                        doomed.append(_rename_away(path))
         for path in doomed:
             remove(path)
 
