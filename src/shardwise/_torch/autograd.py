@@ -99,7 +99,10 @@ def set_grad_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return a number that grows when ``tensor`` is modified; -1 if that is not counted."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # a tensor of inference mode
+        return -1
 
 
 def version_with_local(tensor: torch.Tensor) -> int:

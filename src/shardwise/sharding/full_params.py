@@ -101,7 +101,12 @@ class FullParams:
             param.make_full(buffer)
         for param, buffer in zip(owned, self._owned.tensors, strict=True):
             param.make_full(buffer)
+        self._buffers = [
+            buffers for buffers in (self._owned, self._gathered, self._staging) if buffers.tensors
+        ]
         self._freed = self._direct + owned
+        #: Whether a gather does anything at all: not if all parameters are aliased.
+        self._moves = bool(self._freed or self._extended)
         #: The storages whose memory :meth:`free` frees.
         self.storages = frozenset(
             storage
@@ -112,7 +117,10 @@ class FullParams:
     @property
     def is_outdated(self) -> bool:
         """Whether an aliased full parameter no longer shares memory with its shard."""
-        return any(not param.shares_memory for param in self._aliased)
+        for param in self._aliased:  # noqa: SIM110 (asked at every unshard)
+            if not param.shares_memory:
+                return True
+        return False
 
     def start(self, label: Label, source: PostForwardShards | None = None) -> None:
         """Allocate memory, and start the all-gather. Shards must not change until :meth:`finish`.
@@ -121,11 +129,15 @@ class FullParams:
             label: the label of the group.
             source: the post-forward shards to gather instead of the shards, if there are any.
         """
-        self._source = source
         self._is_allocated = True
-        self._owned.allocate()
-        self._gathered.allocate()
-        self._staging.allocate()
+        if self._moves:
+            with autograd.no_grad():
+                self._start(label, source)
+
+    def _start(self, label: Label, source: PostForwardShards | None) -> None:
+        self._source = source
+        for each in self._buffers:
+            each.allocate()
         for param in self._copied:  # now, since later writes belong to the next gather
             param.full_data.copy_(param.local, non_blocking=True)
         gathered = self._direct + self._staged
@@ -152,6 +164,11 @@ class FullParams:
         Raises:
             PeerLostError: a peer died or stalled.
         """
+        if self._moves:
+            with autograd.no_grad():
+                self._finish()
+
+    def _finish(self) -> None:
         while self._works:
             self._works.pop().wait()
         for param, chunks in zip(self._staged, self._staging.tensors, strict=True):
@@ -178,8 +195,8 @@ class FullParams:
             param.seal()
         for param in self._aliased:
             param.take_back_data()
-        self._gathered.free()
-        self._owned.free()
+        for each in self._buffers:
+            each.free()
         for extension in self._extended:
             extension.free()
 

@@ -139,16 +139,16 @@ class ParamGroup:
         else:
             return
         self._take_over_from_ties()
-        with autograd.no_grad():
-            if self._memory is None:
-                check_home(self.params, self._offload.home)
+        if self._memory is None:
+            check_home(self.params, self._offload.home)
+            with autograd.no_grad():
                 self._memory = FullParams(
                     self.params, self.mesh, self._precision, self.post_forward
                 )
-            if source is None:
-                self._gathered = self._versions()
-            self._memory.start(self.label, source)
-            self._move(GroupState.UNSHARDING)  # unless start() raised
+        if source is None:
+            self._gathered = self._versions()
+        self._memory.start(self.label, source)
+        self._move(GroupState.UNSHARDING)  # unless start() raised
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather. Afterwards the modules hold full parameters.
@@ -160,8 +160,7 @@ class ParamGroup:
             return
         assert self._memory is not None
         try:
-            with autograd.no_grad():
-                self._memory.finish()
+            self._memory.finish()
         except BaseException:
             # The memory stays: messages in flight may still be written to it.
             self._use_sharded()

@@ -60,6 +60,7 @@ class GroupParam:
         self._is_filled = False
         self._address: int | None = None
         self._memory: torch.Tensor | None = None
+        self._memory_address = 0
         self._is_sealed = False
         # Whether there was no gradient when the backward of the group began.
         self._grad_is_new = False
@@ -157,7 +158,7 @@ class GroupParam:
         if origin is not None:
             full = dtensor.wrap_local(full, dtensor.with_dtype(origin, full.dtype))
         self._accumulate_grad_of_former_full()
-        self._memory = full
+        self._memory, self._memory_address = full, dtensor.plain(full).data_ptr()
         self.full = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
         self._is_sealed = self._is_filled = False
         self.note_gathered()
@@ -215,7 +216,7 @@ class GroupParam:
         """Whether the full parameter still has the memory of the shard."""
         if self._memory is None:
             return True
-        return self.local.data_ptr() == dtensor.plain(self._memory).data_ptr()
+        return self.local.data_ptr() == self._memory_address
 
     def take_back_data(self) -> None:
         """Copy the data that a module gave to an aliased full parameter, and alias it again.
@@ -313,7 +314,10 @@ class GroupParam:
     @property
     def is_replaced(self) -> bool:
         """Whether a module holds something other than the full parameter."""
-        return any(not owner.holds(self.full) for owner in self.owners)
+        for owner in self.owners:  # noqa: SIM110 (asked at every reshard)
+            if not owner.holds(self.full):
+                return True
+        return False
 
     def register(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` into the modules."""

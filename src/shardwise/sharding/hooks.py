@@ -238,16 +238,18 @@ def mark_inputs(
     begun = group.passes.begin(group.makes)
     inputs = [
         autograd.wait_in_graph(tensor)
-        for tensor in tensors_in((args, kwargs))
+        for tensor in tensors_in((args, kwargs) if kwargs else args)
         if tensor.requires_grad
     ]
     if not inputs:
         return args, kwargs
     marked = iter(_EndOfBackward.apply(state, group, begun, *inputs))  # type: ignore[no-untyped-call]
-    new_args, new_kwargs = map_tensors(
-        lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs)
-    )
-    return new_args, new_kwargs
+
+    def next_marked(tensor: torch.Tensor) -> torch.Tensor:
+        return next(marked) if tensor.requires_grad else tensor
+
+    args = map_tensors(next_marked, args)
+    return args, map_tensors(next_marked, kwargs) if kwargs else kwargs
 
 
 def mark_outputs(state: FSDPState, output: Any) -> None:

@@ -91,6 +91,7 @@ class ShardedParam:
         origin: the spec of the original parameter, if that was a ``DTensor``.
         layout: how this rank's part of the original is cut.
         owners: the modules, of all groups, that hold the parameter.
+        is_tied: whether several groups have the parameter, each with its part of the gradient.
         users: a :class:`GroupParam` for each group that has the parameter.
         steps: the number of optimizer steps on the parameter so far.
         summoned: the full parameter that the user holds inside ``summon_full_params``, if any.
@@ -102,7 +103,7 @@ class ShardedParam:
         self.mesh = place.mesh
         self.owners: list[ParamOwner] = []
         self.users: list[Any] = []
-        self._groups = 0
+        self.is_tied = False
         self.steps = 0
         # Whether the gradient of a tied parameter comes from the running backward alone.
         self._grad_is_new = False
@@ -145,14 +146,9 @@ class ShardedParam:
         """This rank's shard."""
         return dtensor.local_of(self.parameter)
 
-    @property
-    def is_tied(self) -> bool:
-        """Whether several groups have the parameter, each with its part of the gradient."""
-        return self._groups > 1
-
     def add_owners(self, owners: Sequence[ParamOwner]) -> None:
         """Add the modules of one more group that hold the parameter, and register it there."""
-        self._groups += 1
+        self.is_tied = bool(self.owners)
         self.owners += owners
         for owner in owners:
             owner.register(self.parameter)

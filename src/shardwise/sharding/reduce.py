@@ -176,7 +176,7 @@ class Reduction:
             if scaling.before != 1.0:
                 grad = grad.to(dtype) / scaling.before
             if transport.world_size == 1 or param.layout.dim is None:
-                shard = grad.to(dtype).reshape(-1)
+                shard = (grad if grad.dtype == dtype else grad.to(dtype)).reshape(-1)
                 if out is not None:
                     shard = out.copy_(shard)
                 if transport.world_size > 1:
@@ -237,7 +237,9 @@ class Reduction:
             shard = self._shards.pop(0)
             if scaling.after != 1.0:
                 shard /= scaling.after
-            param.form.add_grad(shard if self._keep_dtype else shard.to(param.dtype))
+            if not self._keep_dtype and shard.dtype != param.dtype:
+                shard = shard.to(param.dtype)
+            param.form.add_grad(shard)
             if param.form in self._hooked:
                 param.form.run_hooks()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,19 +15,25 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested tuples, lists, dicts, dataclasses and packed sequences, in order."""
+    found: list[torch.Tensor] = []
+    _add_tensors(tree, found)
+    return found
+
+
+def _add_tensors(tree: Any, found: list[torch.Tensor]) -> None:
     if isinstance(tree, torch.Tensor):
-        yield tree
+        found.append(tree)
     elif isinstance(tree, dict):
         for value in tree.values():
-            yield from tensors_in(value)
+            _add_tensors(value, found)
     elif isinstance(tree, tuple | list):
         for value in tree:
-            yield from tensors_in(value)
+            _add_tensors(value, found)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
-            yield from tensors_in(getattr(tree, field.name))
+            _add_tensors(getattr(tree, field.name), found)
 
 
 # The number of objects of users' own classes that are searched in one output.
@@ -122,7 +129,7 @@ def _map_dict(fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[Any, Any]) 
 
 def _map_sequence(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     new = [map_tensors(fn, value) for value in tree]
-    if all(a is b for a, b in zip(new, tree, strict=True)):
+    if all(map(operator.is_, new, tree)):
         return tree
     if hasattr(tree, "_fields"):  # a named tuple
         return type(tree)(*new)
