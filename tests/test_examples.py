@@ -7,7 +7,6 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
+from tests.programs import start_program
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -58,17 +58,13 @@ def test_the_minimal_example_is_short_and_learns_under_torchrun() -> None:
     assert len(example.read_text().splitlines()) < 40
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", *torchrun, str(example)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = start_program(["-W", "ignore", *torchrun, str(example)], folder=EXAMPLES)
+    out, err = command.communicate(timeout=120)
 
-    assert result.returncode == 0, result.stderr
+    assert command.returncode == 0, err
     for rank in range(2):
-        assert f"rank {rank} of 2 holds 8,352 of 16,704 parameters" in result.stdout
-    losses = _losses(result.stdout)
+        assert f"rank {rank} of 2 holds 8,352 of 16,704 parameters" in out
+    losses = _losses(out)
     assert len(losses) == 6
     assert losses[-1] < 0.5 * losses[0]
 

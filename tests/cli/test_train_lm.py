@@ -1,7 +1,7 @@
 """``shardwise train lm`` as its user sees it: processes, output, files, signals.
 
-Every start of the command imports torch and transformers in each process, which takes seconds: so
-there are few of them, and several tests look at the same run.
+A real start of the command imports torch and transformers in each process, which takes seconds: so
+there is one, at which most tests look. The others are forked; see :mod:`tests.programs`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from shardwise.cli.main import app
 from shardwise.recipes.core.checkpointing import Checkpoints
 from shardwise.recipes.core.journal import read_metrics
 from shardwise.units import printable
+from tests.programs import Program, start_program
 from tests.recipes.small import write_model, write_text
 
 WAIT = 180.0  # seconds that anything may take on a busy machine
@@ -35,18 +36,16 @@ OPTIONS = (  # noqa: SIM905 (as one types it)
 ).split()
 
 
-def start(folder: Path, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def start(folder: Path, *more: str, launcher: tuple[str, ...] = ()) -> Program:
     """Start the command in a folder with a model and a text."""
+    words = [*launcher, "-m", "shardwise", "train", "lm", *OPTIONS, *more]
+    return start_program(words, folder=folder, env=environment())
+
+
+def environment() -> dict[str, str]:
+    """The environment of a user's shell."""
     names = ("RANK", "WORLD_SIZE", "SHARDWISE_TRANSPORT")
-    env = {k: v for k, v in os.environ.items() if k not in names}
-    return subprocess.Popen(
-        [sys.executable, *launcher, "-m", "shardwise", "train", "lm", *OPTIONS, *more],
-        cwd=folder,
-        env={**env, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return {**{k: v for k, v in os.environ.items() if k not in names}, "OMP_NUM_THREADS": "1"}
 
 
 @dataclass
@@ -59,18 +58,28 @@ class Ended:
     err: str
 
     @classmethod
-    def of(cls, folder: Path, process: subprocess.Popen[str]) -> Ended:
+    def of(cls, folder: Path, process: Program) -> Ended:
         out, err = process.communicate(timeout=WAIT)
-        return cls(folder, process.returncode, out, err)
+        return cls(folder, process.wait(), out, err)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """A run that nothing disturbed."""
+    """A run that nothing disturbed, in processes that start as a user's do."""
     folder = tmp_path_factory.mktemp("whole")
     write_model(folder)
     write_text(folder)
-    return Ended.of(folder, start(folder, "--nproc", "2", "--out", "run", "--tensorboard"))
+    more = ("--nproc", "2", "--out", "run", "--tensorboard")
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "train", "lm", *OPTIONS, *more],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+        check=False,
+    )
+    return Ended(folder, done.returncode, done.stdout, done.stderr)
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -202,7 +211,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def wait_for_step(process: subprocess.Popen[str], step: int) -> Iterator[str]:
+def wait_for_step(process: Program, step: int) -> Iterator[str]:
     """Read lines until a step has been shown."""
     assert process.stdout is not None
     for line in process.stdout:
@@ -212,7 +221,7 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> Iterator[str]:
     raise AssertionError(f"the command ended before step {step}: {process.communicate()[1]}")
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def ranks_of(process: Program) -> list[psutil.Process]:
     return sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
 
 

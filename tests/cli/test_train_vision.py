@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.programs import start_program
 from tests.recipes.digits import write_digits
 
 
-def shardwise(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a folder."""
+def shardwise(folder: Path, *arguments: str) -> tuple[int | None, str, str]:
+    """Run the command in a folder; return its exit code and what it printed."""
     names = ("RANK", "WORLD_SIZE", "SHARDWISE_TRANSPORT")
     env = {k: v for k, v in os.environ.items() if k not in names}
-    return subprocess.run(
-        [sys.executable, "-m", "shardwise", *arguments],
-        cwd=folder,
-        env={**env, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    env["OMP_NUM_THREADS"] = "1"
+    command = start_program(["-m", "shardwise", *arguments], folder=folder, env=env)
+    out, err = command.communicate(timeout=180)
+    return command.returncode, out, err
 
 
 def test_a_training_on_digits_from_start_to_end(tmp_path: Path) -> None:
     write_digits(tmp_path / "mnist")
     command = "train mnist --data-dir mnist --nproc 2 --batch-size 16 --device cpu --epochs 4"
-    ended = shardwise(tmp_path, *command.split())
-    assert (ended.returncode, ended.stderr) == (0, "")
-    lines = ended.stdout.splitlines()
+    code, out, err = shardwise(tmp_path, *command.split())
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
     told = dict(line.split(maxsplit=1) for line in lines)
     assert told["data"] == "MNIST: 203 images to train on, 45 for validation; 10 classes"
     assert told["step"] == "16 images x 2 ranks = 32 images; 4 epochs, 26 steps"
@@ -42,11 +36,11 @@ def test_a_training_on_digits_from_start_to_end(tmp_path: Path) -> None:
     assert told["reloaded"].startswith("accuracy ")
     for name in ("model.safetensors", "confusion.png", "loss.png", "run.json"):
         assert (tmp_path / "runs" / "mnist" / name).is_file(), name
-        assert name == "run.json" or f"runs/mnist/{name}" in ended.stdout
+        assert name == "run.json" or f"runs/mnist/{name}" in out
 
-    again = shardwise(tmp_path, *command.split(), "--resume")
-    assert (again.returncode, again.stderr) == (0, "")
-    assert again.stdout == (
+    code, again, err = shardwise(tmp_path, *command.split(), "--resume")
+    assert (code, err) == (0, "")
+    assert again == (
         "Nothing to do: the run in runs/mnist is at epoch 4.10 of 4 (step 26). "
         "To go on, say --resume with more --epochs.\n"
     )

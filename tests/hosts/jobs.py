@@ -14,7 +14,7 @@ from typing import Self
 import psutil
 
 from benchmarks._hosts import Host
-from tests.hosts.network import start
+from tests.hosts.network import left_on, start
 
 WAIT = 200.0  # seconds that anything may take on a busy machine
 
@@ -97,18 +97,9 @@ class Job:
         second = self.commands[1].wait(timeout=WAIT)
         closed = time.monotonic() - began
         first = self.commands[0].wait(timeout=WAIT)
-        left = self._left()
+        left = left_on(*self.hosts)
         told = [self._told(rank) for rank in range(2)]
         return Ended([first, second], self._file(0, "out").read_text(), told, left, named, closed)
-
-    def _left(self) -> list[str]:
-        """Return what still runs on the hosts, once children of killed ranks had time to end."""
-        deadline = time.monotonic() + 2.0
-        while True:
-            running = [pid for host in self.hosts for pid in host.running()]
-            if not running or time.monotonic() > deadline:
-                return [_command_line(pid) for pid in running]
-            time.sleep(0.02)
 
     def _wait_until(self, happens: Callable[[], bool], what: str) -> None:
         """Wait until a condition holds, which must be before host 0 ends."""
@@ -124,13 +115,6 @@ class Job:
 
     def _file(self, rank: int, suffix: str) -> Path:
         return self._folder / f"{self._name}-{rank}.{suffix}"
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return " ".join(psutil.Process(pid).cmdline())
-    except psutil.NoSuchProcess:
-        return f"process {pid}, which has ended since"
 
 
 #: Disturbs host 1; returns what undoes it as far as that can be.

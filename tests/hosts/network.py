@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
-import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+import psutil
 import pytest
 
 from benchmarks._hosts import Host, HostsError, two_hosts
+from tests.programs import Program, start_program
 
 _ROOT = Path(__file__).parents[2]
 
@@ -36,7 +39,7 @@ def start(
     folder: Path = _ROOT,
     out: int | IO[str] = subprocess.PIPE,
     err: int | IO[str] = subprocess.PIPE,
-) -> subprocess.Popen[str]:
+) -> Program:
     """Start ``python -m module`` on a host.
 
     Args:
@@ -51,8 +54,9 @@ def start(
     env = env or {}
     first = filter(None, [env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")])
     paths = [*first, str(_ROOT / "src"), str(_ROOT)]
-    return subprocess.Popen(
-        host.wrap([sys.executable, "-m", module, *arguments], folder),
+    return start_program(
+        ["-m", module, *arguments],
+        folder=folder,
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -60,10 +64,34 @@ def start(
             **env,
             "PYTHONPATH": os.pathsep.join(paths),
         },
-        stdout=out,
-        stderr=err,
-        text=True,
+        out=out,
+        err=err,
+        enter=functools.partial(_enter, host),
     )
+
+
+def _enter(host: Host) -> None:
+    """Move this process to a host, with all processors."""
+    every = os.sched_getaffinity(0)
+    host.enter()
+    os.sched_setaffinity(0, every)
+
+
+def left_on(*hosts: Host) -> list[str]:
+    """What still runs on hosts, once children of killed processes had time to end."""
+    deadline = time.monotonic() + 2.0
+    while True:
+        running = [pid for host in hosts for pid in host.running()]
+        if not running or time.monotonic() > deadline:
+            return [_command_line(pid) for pid in running]
+        time.sleep(0.02)
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return f"process {pid}: {' '.join(psutil.Process(pid).cmdline())}"
+    except psutil.NoSuchProcess:
+        return f"process {pid}, which has ended since"
 
 
 def run_over(

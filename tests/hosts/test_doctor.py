@@ -7,7 +7,6 @@ not hide each other.
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import textwrap
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import pytest
 from benchmarks._hosts import Host, run, two_hosts
 from shardwise.doctor.diagnose import CHECKS
 from tests.hosts.network import needs_hosts, start
+from tests.programs import Program
 
 pytestmark = needs_hosts
 
@@ -62,7 +62,7 @@ class Guest:
     rdzv: str = f"10.77.0.1:{PORT}"
     env: dict[str, str] | None = None
 
-    def begin(self, timeout: float) -> subprocess.Popen[str]:
+    def begin(self, timeout: float) -> Program:
         options = f"--nnodes {self.nnodes} --node-rank {self.rank} --rdzv {self.rdzv}"
         more = f"--nproc {self.nproc} --timeout {timeout} --least-gbit 0.2"
         arguments = ["doctor", *options.split(), *more.split()]

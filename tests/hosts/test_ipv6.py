@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from benchmarks._hosts import Host, run, two_hosts
 from tests.hosts.network import needs_hosts, start
+from tests.programs import Program
 
 pytestmark = needs_hosts
 
@@ -55,7 +55,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield pair
 
 
-def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
+def ended(*processes: Program) -> list[tuple[int, str, str]]:
     """Return exit code, standard output and standard error of each."""
     said = [process.communicate(timeout=WAIT) for process in processes]
     return [(p.returncode, *each) for p, each in zip(processes, said, strict=True)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from benchmarks._hosts import Host, two_hosts
 from shardwise.recipes.core.journal import read_metrics
 from tests.hosts.network import needs_hosts, start
+from tests.programs import Program
 from tests.recipes.corpora import texts, write_jsonl
 from tests.recipes.small import losses, small_config, write_model
 
@@ -87,7 +87,7 @@ def hosts() -> Iterator[Pair]:
         yield pair
 
 
-def wait_for(condition: Callable[[], object], job: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], object], job: Program) -> None:
     """Wait until a condition holds, which must be before host 0 ends."""
     deadline = time.monotonic() + WAIT
     while not condition():
@@ -96,7 +96,7 @@ def wait_for(condition: Callable[[], object], job: subprocess.Popen[str]) -> Non
         time.sleep(0.02)
 
 
-def kill(command: subprocess.Popen[str]) -> None:
+def kill(command: Program) -> None:
     """Kill a launcher and its ranks, as when a host is lost."""
     parent = psutil.Process(command.pid)
     for process in [*parent.children(recursive=True), parent]:
@@ -111,7 +111,7 @@ def test_a_host_joins_is_lost_and_comes_back(hosts: Pair, tmp_path: Path) -> Non
     script.write_text(RANK)
     (tmp_path / "job.py").write_text(JOB)
 
-    def come(place: int, rank: str, lr: str = "0.1") -> subprocess.Popen[str]:
+    def come(place: int, rank: str, lr: str = "0.1") -> Program:
         env = {"PYTHONPATH": str(tmp_path)}
         return start(hosts[place], "job", str(script), str(seen), rank, lr, env=env)
 

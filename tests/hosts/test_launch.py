@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from benchmarks._hosts import Host, two_hosts
-from tests.hosts.network import needs_hosts, start
+from tests.hosts.network import left_on, needs_hosts, start
 
 pytestmark = needs_hosts
 
@@ -69,7 +69,7 @@ class Job:
     """A job of one rank on each host; the second attempt ends as soon as it has started."""
 
     def __init__(self, hosts: Pair, folder: Path, *ranks: int, timeout: float = WAIT) -> None:
-        self.folder = folder
+        self.hosts, self.folder = hosts, folder
         (folder / "rank.py").write_text(RANK)
         (folder / "job.py").write_text(JOB)
         (folder / "seen").mkdir()
@@ -99,18 +99,17 @@ class Job:
         return [parent, *parent.children(recursive=True)]
 
     def end(self) -> list[tuple[int, str]]:
-        """Return exit code and stderr of every launcher; none of their ranks may be left."""
+        """Return exit code and stderr of every launcher; nothing may be left on the hosts."""
+        ended = self.results()
+        assert not left_on(*self.hosts), "ranks outlived their launcher"
+        return ended
+
+    def results(self) -> list[tuple[int, str]]:
+        """Return exit code and stderr of every launcher."""
         ended = []
         for parent in self.parents:
             _, err = parent.communicate(timeout=WAIT)
-            ended.append((parent.returncode, err))
-        running = [
-            p.pid
-            for p in psutil.process_iter(["cmdline", "status"])
-            if str(self.folder / "rank.py") in (p.info["cmdline"] or [])
-            and p.info["status"] != psutil.STATUS_ZOMBIE
-        ]
-        assert not running, "ranks outlived their launcher"
+            ended.append((parent.wait(), err))
         return ended
 
 
@@ -171,7 +170,7 @@ def test_hosts_that_do_not_fit_together_are_refused(hosts: Pair, tmp_path: Path)
     job = Job(hosts, folders[0], 0, 1)
     job.wait_for(*FIRST)
     late = Job(hosts, folders[1], 1)
-    [(code, err)] = late.end()
+    [(code, err)] = late.results()
     assert code == 2
     assert "has started without this host" in err
     (job.folder / "seen" / "end-0").touch()

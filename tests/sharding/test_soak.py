@@ -1,4 +1,4 @@
-"""Two thousand steps leave nothing behind."""
+"""A thousand steps leave nothing behind."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from tests.harness import run_ranks
 from tests.sharding.nets import Net, batches, loss_of, sharded_net
 
 WARM_UP = 300
+EVERY = 50  # steps from one look to the next
 
 # Memory to lay out in is taken once more where a peer is late for the first time.
 SLACK = 4
 
 # What the allocator may keep and give back between two looks; a leak of one small tensor per step
 # would be more, with the Python object around it.
-GROWTH = 1_000_000
+GROWTH = 500_000
 
 
 def _sizes(root: object) -> dict[str, int]:
@@ -87,11 +88,11 @@ def _soak(
 
     for number in range(steps):
         step(number)
-        if number >= WARM_UP and number % 100 == 0:
+        if number >= WARM_UP and number % EVERY == 0:
             rss.append(process.memory_info().rss)
             gc.collect()
             blocks.append(sys.getallocatedblocks())
-        if number in (WARM_UP, steps - 100):
+        if number in (WARM_UP, steps - EVERY):
             sizes.append(_sizes(root))
 
     # A step makes no cycle that holds a tensor until the collector comes by.
@@ -119,7 +120,7 @@ def _soak(
 
 @pytest.fixture(
     scope="module",
-    params=[("auto", 2000, ()), ("c10d", 1000, ("_under_way", "_calls", "_kinds"))],
+    params=[("auto", 1000, ()), ("c10d", 700, ("_under_way", "_calls", "_kinds"))],
     ids=["auto", "c10d"],
 )
 def soaked(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
@@ -129,7 +130,7 @@ def soaked(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 def test_resident_memory_is_constant(soaked: list[dict[str, Any]]) -> None:
     for rank, seen in enumerate(soaked):
-        early, late = seen["rss"][:5], seen["rss"][-5:]
+        early, late = seen["rss"][:4], seen["rss"][-4:]
         growth = min(late) - max(early)
         assert growth <= GROWTH, f"rank {rank} grew by {growth} bytes: {seen['rss']}"
 
@@ -137,8 +138,9 @@ def test_resident_memory_is_constant(soaked: list[dict[str, Any]]) -> None:
 def test_no_objects_pile_up(soaked: list[dict[str, Any]]) -> None:
     for rank, seen in enumerate(soaked):
         blocks = seen["blocks"][3:]  # behind the first look at all lists
+        steps = EVERY * (len(blocks) - 1)
         growth = blocks[-1] - blocks[0]
-        assert growth < 20 * len(blocks), f"rank {rank}: {growth} more of Python's blocks: {blocks}"
+        assert growth < steps / 2, f"rank {rank}: {growth} more blocks in {steps} steps: {blocks}"
 
 
 def test_no_list_grows(soaked: list[dict[str, Any]]) -> None:
