@@ -101,19 +101,20 @@ class Noting(nn.Module):
 def test_parameters_are_registered_and_found() -> None:
     module, new = nn.Linear(1, 1), nn.Parameter(torch.zeros(1, 1))
     old = module.weight
-    assert fsdp.parameter_of(module, "weight") is old
-    assert fsdp.holds_parameter(module, "weight", old)
-    fsdp.register_parameter(module, "weight", new)
+    owner = fsdp.ParamOwner(module, "weight")
+    assert owner.registered is old
+    assert owner.holds(old)
+    owner.register(new)
     assert module.weight is new
-    assert not fsdp.holds_parameter(module, "weight", old)
-    assert not fsdp.holds_parameter(module, "nothing", old)
+    assert not owner.holds(old)
+    assert not fsdp.ParamOwner(module, "nothing").holds(old)
     assert list(module.state_dict()) == ["weight", "bias"], "the order stays"
 
 
 def test_a_module_with_its_own_assignment_is_asked() -> None:
     module = Noting()
     module.__dict__["assigned"].clear()
-    fsdp.register_parameter(module, "weight", nn.Parameter(torch.zeros(1)))
+    fsdp.ParamOwner(module, "weight").register(nn.Parameter(torch.zeros(1)))
     assert module.__dict__["assigned"] == ["weight"]
 
 

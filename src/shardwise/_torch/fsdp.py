@@ -6,6 +6,7 @@ Tried on torch 2.11, 2.12 and 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -127,22 +128,28 @@ def is_scripted(module: nn.Module) -> bool:
     return isinstance(module, RecursiveScriptModule)
 
 
-def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register ``parameter`` as ``name``, without ``__setattr__``'s checks where possible."""
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[name] = parameter
-    else:
-        setattr(module, name, parameter)
+@dataclass(frozen=True)
+class ParamOwner:
+    """A module and the name under which it holds a parameter."""
 
+    module: nn.Module
+    name: str
 
-def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
-    """Return the parameter now registered as ``name``."""
-    return cast(nn.Parameter, module._parameters[name])
+    @property
+    def registered(self) -> nn.Parameter:
+        """The parameter that the module holds now."""
+        return cast(nn.Parameter, self.module._parameters[self.name])
 
+    def holds(self, parameter: nn.Parameter | None) -> bool:
+        """Whether the module holds ``parameter`` now."""
+        return self.module._parameters.get(self.name) is parameter
 
-def holds_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> bool:
-    """Whether ``parameter`` is the one registered as ``name``."""
-    return module._parameters.get(name) is parameter
+    def register(self, parameter: nn.Parameter) -> None:
+        """Put ``parameter`` into the module, without ``__setattr__``'s checks where possible."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.name] = parameter
+        else:
+            setattr(self.module, self.name, parameter)
 
 
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -53,10 +53,11 @@ def materialize_unit(
             _reset(each, name, device)
         _check_materialized(each, name)
         for own, old in before.items():
-            new = fsdp.parameter_of(each, own)
+            owner = fsdp.ParamOwner(each, own)
+            new = owner.registered
             if new is not old and old.is_meta:
                 fsdp.swap_tensors(old, new)  # so that other holders of the old one have the new one
-                fsdp.register_parameter(each, own, old)
+                owner.register(old)
 
 
 def _reset(module: nn.Module, name: str, device: torch.device) -> None:

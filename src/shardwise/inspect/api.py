@@ -158,14 +158,14 @@ def _apply_tensor_parallelism(
     model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]
 ) -> None:
     """Apply the styles, and keep tied parameters tied."""
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    owners: dict[nn.Parameter, list[fsdp.ParamOwner]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(parameter, []).append((module, name))
+            owners.setdefault(parameter, []).append(fsdp.ParamOwner(module, name))
     parallelize_module(model, mesh, dict(styles))
-    for (first, name), *others in owners.values():
-        for module, other in others:
-            fsdp.register_parameter(module, other, fsdp.parameter_of(first, name))
+    for first, *others in owners.values():
+        for other in others:
+            other.register(first.registered)
 
 
 def with_counted_values(report: Report) -> Report:

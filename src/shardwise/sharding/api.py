@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from shardwise._torch import dtensor, fsdp
-from shardwise._torch.fsdp import DataParallelMeshDims, ShardPlacementResult
+from shardwise._torch.fsdp import DataParallelMeshDims, ParamOwner, ShardPlacementResult
 from shardwise.errors import MisuseError
 from shardwise.sharding import hooks
 from shardwise.sharding.extension import check_extension
@@ -24,7 +24,7 @@ from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh, check_beside, default_mesh
 from shardwise.sharding.module import FSDPModule, become_fsdp_module, fsdp_class_of
-from shardwise.sharding.param import ParamOwner, ShardedParam
+from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.placement import Place, can_shard
 from shardwise.sharding.policy import Offload, Precision
 from shardwise.sharding.state import FSDPState, state_of

@@ -28,9 +28,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import autograd, dtensor
+from shardwise._torch.fsdp import ParamOwner
 from shardwise.errors import MisuseError
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.param import ParamOwner, ShardedParam, copy_owners
+from shardwise.sharding.param import ShardedParam, copy_owners
 
 # More writes than a parameter will ever see.
 _SEALED = 1_000_000_000

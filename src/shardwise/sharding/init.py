@@ -76,7 +76,7 @@ def materialize(
                 visit.module.reset_parameters()  # type: ignore[operator]
             for name, form in visit.sharded.items():
                 visits_left[form] -= 1
-                fsdp.register_parameter(visit.module, name, form.parameter)
+                fsdp.ParamOwner(visit.module, name).register(form.parameter)
                 if visits_left[form] == 0:
                     form.materialize(full.pop(form))
     for state in states:
@@ -122,11 +122,12 @@ def _make_full(visit: _Visit, full: dict[ShardedParam, nn.Parameter], device: to
     for name, form in visit.sharded.items():
         if form not in full:
             full[form] = form.empty_full(device)
-        fsdp.register_parameter(module, name, full[form])
+        fsdp.ParamOwner(module, name).register(full[form])
     for name in visit.plain:
-        old = fsdp.parameter_of(module, name)
+        owner = fsdp.ParamOwner(module, name)
+        old = owner.registered
         new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
-        fsdp.register_parameter(module, name, new)
+        owner.register(new)
     for name in visit.buffers:
         buffers = fsdp.buffers_of(module)
         old_buffer = buffers[name]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,33 +16,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardwise._torch import autograd, dtensor, fsdp
+from shardwise._torch import autograd, dtensor
+from shardwise._torch.fsdp import ParamOwner
 from shardwise.sharding.placement import Place
 from shardwise.sharding.policy import Offload
 
 #: The key under which the memo of a deepcopy holds the modules that are being copied.
 COPIED = "shardwise: the modules being copied"
-
-
-@dataclass(frozen=True)
-class ParamOwner:
-    """A module and the name under which it holds a parameter."""
-
-    module: nn.Module
-    name: str
-
-    @property
-    def registered(self) -> nn.Parameter:
-        """The parameter that the module holds now."""
-        return fsdp.parameter_of(self.module, self.name)
-
-    def holds(self, parameter: nn.Parameter | None) -> bool:
-        """Whether the module holds ``parameter`` now."""
-        return fsdp.holds_parameter(self.module, self.name, parameter)
-
-    def register(self, parameter: nn.Parameter) -> None:
-        """Put ``parameter`` into the module."""
-        fsdp.register_parameter(self.module, self.name, parameter)
 
 
 class _Steps:
