@@ -70,7 +70,8 @@ class Place:
                 return None
             if self.steps:
                 client.report_training()
-            ending, self.ending = self.ending, None
+            if self.ending is not None:  # or the test might set it before it is cleared
+                ending, self.ending = self.ending, None
             if order is Order.SAVE_AND_STOP and self.steps:
                 ending = ending or SAVED
         return client.end(ending or FAILED, self.gone.is_set)
