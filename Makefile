@@ -11,8 +11,8 @@ TITAN  := tests/ecosystem/torchtitan.txt
 
 # What you add to a command: make train ARGS="--steps 50", make test ARGS="-k layout"
 ARGS ?=
-# Tests at a time. Most wait as often as they compute, so two suit two processors.
-WORKERS ?= 2
+# Tests at a time. Most wait a third of their time, so three suit two processors.
+WORKERS ?= 3
 
 .PHONY: help train test docs wheel matrix fuzz ecosystem check format bench clean
 .DEFAULT_GOAL := help

@@ -135,7 +135,7 @@ MEASUREMENTS = (
     ),
     Measurement(
         "Overhead per group, nothing to move: 1 rank",
-        "2026-11-21-overhead.json",
+        "2026-11-22-overhead.json",
         {"ranks": 1},
         _overhead,
         "µs",

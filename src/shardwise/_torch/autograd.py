@@ -77,7 +77,8 @@ def wait_in_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 def grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """Return the hooks registered with ``register_hook``, in order."""
-    return list((getattr(parameter, "_backward_hooks", None) or {}).values())
+    hooks = getattr(parameter, "_backward_hooks", None)
+    return list(hooks.values()) if hooks else []
 
 
 def has_post_accumulate_hooks(parameter: torch.Tensor) -> bool:
@@ -88,8 +89,9 @@ def has_post_accumulate_hooks(parameter: torch.Tensor) -> bool:
 def run_post_accumulate_hooks(parameter: torch.Tensor) -> None:
     """Run the hooks registered with ``register_post_accumulate_grad_hook``."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    for hook in (hooks or {}).values():
-        hook(parameter)
+    if hooks:
+        for hook in hooks.values():
+            hook(parameter)
 
 
 def set_grad_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:

@@ -114,11 +114,10 @@ def outlive_parameters(state: FSDPState, output: Any) -> Any:
     Raises:
         MisuseError: a view is inside an object of a user's class, where it cannot be replaced.
     """
-    freed = frozenset[int]().union(
-        *(group.full_storages for group in state.groups if group.frees_after_forward)
-    )
-    if not freed:
+    freeing = [group.full_storages for group in state.groups if group.frees_after_forward]
+    if not any(freeing):
         return output
+    freed = frozenset[int]().union(*freeing)
     # An object may hold a parameter itself, whose memory comes back. A view's would not.
     fulls = {id(param.full) for group in state.groups for param in group.params}
 

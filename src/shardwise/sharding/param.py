@@ -201,12 +201,14 @@ class ShardedParam:
         """Add a reduced gradient to the gradient of the parameter.
 
         Args:
-            shard: 1-D, at least as many elements as this rank's shard; the rest is padding. If its
-                dtype is not the parameter's, the gradient of the parameter gets that dtype, too.
+            shard: the gradient of this rank's shard: of its shape, or 1-D with at least as many
+                elements, of which the rest is padding. If its dtype is not the parameter's, the
+                gradient of the parameter gets that dtype, too.
         """
         own = self.local
-        local = (shard if shard.numel() == own.numel() else shard[: own.numel()]).view(own.shape)
-        local = self._through_hooks(local)
+        local = shard if shard.shape == own.shape else shard[: own.numel()].view(own.shape)
+        if autograd.grad_hooks(self.parameter):
+            local = self._through_hooks(local)
         grad = self.parameter.grad
         if grad is None:
             self._grad_is_new = self.is_tied
@@ -226,11 +228,8 @@ class ShardedParam:
         Raises:
             TypeError: a hook did not return a gradient with the placements of its argument.
         """
-        hooks = autograd.grad_hooks(self.parameter)
-        if not hooks:
-            return local
         grad: torch.Tensor = dtensor.wrap_local(local, dtensor.with_dtype(self.spec, local.dtype))
-        for hook in hooks:
+        for hook in autograd.grad_hooks(self.parameter):
             made = hook(grad)
             if made is None:
                 continue

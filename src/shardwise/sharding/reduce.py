@@ -167,6 +167,7 @@ class Reduction:
         self, grads: list[torch.Tensor], dtypes: list[torch.dtype]
     ) -> list[torch.Tensor]:
         transport = self._mesh.scatter
+        is_alone = transport.world_size == 1 and self._mesh.replicate is None
         outs_of = self._places_for_shards(dtypes, grads[0].device)
         shards: list[torch.Tensor] = []
         cut: dict[Reduce, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -175,7 +176,9 @@ class Reduction:
             grad, out = grads.pop(0), outs_of.pop(0)
             if scaling.before != 1.0:
                 grad = grad.to(dtype) / scaling.before
-            if transport.world_size == 1 or param.layout.dim is None:
+            if is_alone and out is None:
+                shard = (grad if grad.dtype == dtype else grad.to(dtype)).contiguous()
+            elif transport.world_size == 1 or param.layout.dim is None:
                 shard = (grad if grad.dtype == dtype else grad.to(dtype)).reshape(-1)
                 if out is not None:
                     shard = out.copy_(shard)
