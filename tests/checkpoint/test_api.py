@@ -152,8 +152,9 @@ def test_a_checkpoint_of_a_model_alone_says_that_it_has_no_optimizer(tmp_path: P
 
 def test_a_model_on_the_meta_device_is_told_what_to_do(tmp_path: Path) -> None:
     save_small(tmp_path / "a")
+    kind = type(make()[0])
     with torch.device("meta"):
-        model = type(make()[0])()
+        model = kind()
     with pytest.raises(CheckpointError, match="is on the meta device; materialize it first"):
         checkpoint.load(tmp_path / "a", model)
 
