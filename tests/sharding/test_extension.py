@@ -339,6 +339,39 @@ def test_an_error_in_a_subclass_leaves_a_model_that_trains_on(ranks: Ranks, firs
     ranks(_fails, 2, first)
 
 
+class Unaddressed(Halved):
+    """Makes full tensors of a subclass without a memory address."""
+
+    def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        made = super().fsdp_post_all_gather(*args, **kwargs)
+        return made and (made[0].as_subclass(Secretive), made[1])
+
+
+class Secretive(torch.Tensor):
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.data_ptr:
+            raise NotImplementedError("a tensor without an address")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _has_no_address(rank: int, world_size: int) -> None:
+    whole = seeded(lambda: Twin(Halved, 4))
+    net = fully_shard(seeded(lambda: Half(Unaddressed, 4)))
+    for step in range(2):
+        x = batches(world_size, step)
+        loss_of(net, x[rank]).backward()
+        average_backward(whole, x)
+        assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_full_tensor_needs_no_address(ranks: Ranks, world_size: int) -> None:
+    ranks(_has_no_address, world_size)
+
+
 # -- what is refused ---------------------------------------------------------------------------
 
 

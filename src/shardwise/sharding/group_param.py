@@ -61,6 +61,7 @@ class GroupParam:
         self._is_filled = False
         self._address: int | None = None
         self._memory: torch.Tensor | None = None
+        # Of plain memory only: what a subclass makes may have no address.
         self._memory_address = 0
         self._is_sealed = False
         # Whether there was no gradient when the backward of the group began.
@@ -151,6 +152,7 @@ class GroupParam:
         full.set_(storage, offset, self.layout.shape, self.layout.strides)
         if size == 0:
             storage.resize_(0)
+        self._memory_address = memory.data_ptr()
         self.adopt_full(full)
 
     def adopt_full(self, full: torch.Tensor) -> None:
@@ -159,7 +161,7 @@ class GroupParam:
         if origin is not None:
             full = dtensor.wrap_local(full, dtensor.with_dtype(origin, full.dtype))
         self._accumulate_grad_of_former_full()
-        self._memory, self._memory_address = full, dtensor.plain(full).data_ptr()
+        self._memory = full
         self.full = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
         self._is_sealed = self._is_filled = False
         self.note_gathered()
