@@ -31,6 +31,8 @@ from tests.threads import run_threads
 Ranks = Callable[..., list[Any]]
 T = TypeVar("T")
 U = TypeVar("U")
+#: How many ranks train, and over which transport.
+World = tuple[int, str]
 
 
 EXACT: dict[str, Any] = {"rtol": None}
@@ -85,10 +87,9 @@ def _tolerance(case: Case, world_size: int) -> dict[str, Any]:
     return TOLERANCES[reduce_dtype]
 
 
-def _assert_equal_reference(
-    ranks: Ranks, cases: list[Case], world_size: int, transport: str
-) -> None:
-    histories = _trained(ranks, world_size, transport)
+def _assert_equal_reference(ranks: Ranks, cases: list[Case], world: World) -> None:
+    world_size = world[0]
+    histories = _trained(ranks, *world)
     differences = []
     for case in cases:
         reference = reference_training(case, world_size)
@@ -175,43 +176,48 @@ CASES: dict[str, dict[Callable[[int], list[Case]], list[int]]] = {
 
 def _worlds(of: Callable[[int], list[Case]]) -> pytest.MarkDecorator:
     """Run a test in every world that its cases are trained in."""
-    worlds = [(size, name) for name, tests in CASES.items() for size in tests.get(of, [])]
-    return pytest.mark.parametrize(("world_size", "transport"), worlds)
+    return _in([(size, name) for name, tests in CASES.items() for size in tests.get(of, [])])
+
+
+def _in(worlds: list[World]) -> pytest.MarkDecorator:
+    """Run a test in worlds: all tests of one world after each other, so that it is made once."""
+    ids = [f"{size}-{transport}" for size, transport in worlds]
+    return pytest.mark.parametrize("world", worlds, ids=ids, scope="module")
 
 
 @_worlds(_of_every_strategy)
-def test_every_strategy(ranks: Ranks, world_size: int, transport: str) -> None:
-    _assert_equal_reference(ranks, _of_every_strategy(world_size), world_size, transport)
+def test_every_strategy(ranks: Ranks, world: World) -> None:
+    _assert_equal_reference(ranks, _of_every_strategy(world[0]), world)
 
 
 @_worlds(_of_every_model)
-def test_every_model(ranks: Ranks, world_size: int, transport: str) -> None:
-    _assert_equal_reference(ranks, _of_every_model(world_size), world_size, transport)
+def test_every_model(ranks: Ranks, world: World) -> None:
+    _assert_equal_reference(ranks, _of_every_model(world[0]), world)
 
 
 @_worlds(_of_every_precision)
-def test_every_precision(ranks: Ranks, world_size: int, transport: str) -> None:
-    _assert_equal_reference(ranks, _of_every_precision(world_size), world_size, transport)
+def test_every_precision(ranks: Ranks, world: World) -> None:
+    _assert_equal_reference(ranks, _of_every_precision(world[0]), world)
 
 
 @_worlds(_of_accumulation)
-def test_accumulation(ranks: Ranks, world_size: int, transport: str) -> None:
-    _assert_equal_reference(ranks, _of_accumulation(world_size), world_size, transport)
+def test_accumulation(ranks: Ranks, world: World) -> None:
+    _assert_equal_reference(ranks, _of_accumulation(world[0]), world)
 
 
 @_worlds(_of_clipping)
-def test_gradient_clipping(ranks: Ranks, world_size: int, transport: str) -> None:
-    cases = _of_clipping(world_size)
+def test_gradient_clipping(ranks: Ranks, world: World) -> None:
+    cases = _of_clipping(world[0])
     for case in cases:
-        norms = reference_training(case, world_size).norms
+        norms = reference_training(case, world[0]).norms
         assert any(norm > 0.05 for norm in norms), f"{case}: nothing to clip"
 
-    _assert_equal_reference(ranks, cases, world_size, transport)
+    _assert_equal_reference(ranks, cases, world)
 
 
-@pytest.mark.parametrize("transport", ["c10d", "collectives"])
-def test_all_strategies_agree_bit_for_bit_over_two_ranks(ranks: Ranks, transport: str) -> None:
-    histories = _trained(ranks, 2, transport)
+@_in([(2, "c10d"), (2, "collectives")])
+def test_all_strategies_agree_bit_for_bit_over_two_ranks(ranks: Ranks, world: World) -> None:
+    histories = _trained(ranks, *world)
     for case in _of_every_strategy(2):
         first = histories[dataclasses.replace(case, strategy="full-shard")]
         assert_same_history(histories[case], first, **EXACT)

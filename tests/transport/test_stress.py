@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(not futex.is_available(), reason="needs Linux on
 
 # A mesh of one dimension is the world; of two, its rows and columns have streams of their own.
 SHAPES: list[tuple[int, ...]] = [(2,), (3,), (2, 2), (4, 2)]
-ROUNDS = {(2,): 1200, (3,): 800, (2, 2): 600, (4, 2): 250}
+ROUNDS = {(2,): 800, (3,): 500, (2, 2): 400, (4, 2): 150}
 
 
 # -- no difference -----------------------------------------------------------------------------
