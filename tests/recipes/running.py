@@ -7,13 +7,16 @@ import io
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from matplotlib.figure import Figure
 
 from shardwise.launch.errors import Stopped
 from shardwise.launch.rank import StopSignals
 from shardwise.launch.world import World
 from shardwise.recipes.catalog import RECIPES
+from shardwise.recipes.core import plot
 from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.checkpointing import SaveError
 from shardwise.recipes.core.loop import DivergedError
@@ -42,10 +45,19 @@ def train_one(rank: int, world_size: int, config: RecipeConfig) -> str:
 
 
 def train_here(inputs: Inputs, world: World, signals: StopSignals | None = None) -> None:
-    """Train on this rank of the harness, on its CPU."""
+    """Train on this rank of the harness, on its CPU, with charts of a few dots.
+
+    Real ones take longer than a small training. ``tests/cli`` looks at them.
+    """
     place = place_for(inputs.train, world, torch.device("cpu"))
     assemble = RECIPES[inputs.recipe].assemble()
-    train_connected(inputs, assemble, place, signals or StopSignals())
+    with mock.patch.object(plot, "_save", _save_small):
+        train_connected(inputs, assemble, place, signals or StopSignals())
+
+
+def _save_small(figure: Figure, path: Path) -> None:
+    figure.set_layout_engine("none")
+    figure.savefig(path, dpi=5, format="png")
 
 
 def run_from_guide(number: int, replace: dict[str, str]) -> tuple[str, dict[str, Any]]:
