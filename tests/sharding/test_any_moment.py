@@ -7,6 +7,7 @@ late would show.
 
 from __future__ import annotations
 
+import copy
 import resource
 import time
 from collections.abc import Callable
@@ -808,6 +809,52 @@ def _writes_to_both(rank: int, world_size: int) -> None:
 
 def test_writes_to_a_shard_and_to_its_full_parameter_at_once_raise(threads: Ranks) -> None:
     threads(_writes_to_both, 2)
+
+
+def _write_since_forward(rank: int, world_size: int, reshard: bool, name: str, when: str) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    whole = copy.deepcopy(net)
+    for layer in net:
+        fully_shard(layer, reshard_after_forward=reshard)
+    fully_shard(net, reshard_after_forward=reshard)
+    x = torch.ones(2, 4)
+    ended = []
+    for model in (net, whole):
+        held = getattr(model[1], name)  # as an optimizer holds it: the shard
+
+        def write(*_: object, held: nn.Parameter = held) -> None:
+            with torch.no_grad():
+                held.mul_(2)
+
+        loss = model(x).sum()
+        if when == "before another forward":
+            write()
+            model(x)
+        elif when == "in a hook of the next layer":
+            loss.register_hook(write)
+        else:
+            write()
+        try:
+            loss.backward()
+            ended.append("")
+        except RuntimeError as error:
+            ended.append(str(error).split(":")[0])
+    assert ended[0] == ended[1]
+    assert bool(ended[0]) == (name == "weight")  # whose value backward needs
+    if not ended[0]:
+        assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize(
+    "when", ["at once", "before another forward", "in a hook of the next layer"]
+)
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_on_one_rank_backward_notices_what_was_written_since_forward_as_without_sharding(
+    threads: Ranks, reshard: bool, name: str, when: str
+) -> None:
+    """There the full parameter is the shard, and so loses the value that backward needs."""
+    threads(_write_since_forward, 1, reshard, name, when)
 
 
 # -- too few addresses -------------------------------------------------------------------------

@@ -122,6 +122,11 @@ class FullParams:
                 return True
         return False
 
+    def follow_shards(self) -> None:
+        """Let autograd see what was written to shards that full parameters are aliased to."""
+        for param in self._aliased:
+            param.follow_shard()
+
     def start(self, label: Label, source: PostForwardShards | None = None) -> None:
         """Allocate memory, and start the all-gather. Shards must not change until :meth:`finish`.
 

@@ -124,6 +124,8 @@ class ParamGroup:
         Raises:
             RuntimeError: the parameters are summoned, or on the meta device.
         """
+        if self._memory is not None:
+            self._memory.follow_shards()
         if self._state is GroupState.SUMMONED:
             raise RuntimeError(
                 f"rank {dist.get_rank()}: the parameters of group {self.fqn!r} are inside "

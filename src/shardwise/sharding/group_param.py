@@ -221,6 +221,16 @@ class GroupParam:
             return True
         return self.local.data_ptr() == self._memory_address
 
+    def follow_shard(self) -> None:
+        """Let autograd see writes to the shard as writes to the aliased full parameter.
+
+        A backward that needs the value of before then raises, as without sharding.
+        """
+        version = self.shard_version
+        if version != self._shard_version and self.full is not None:
+            self._shard_version = version
+            autograd.set_version(self.full, autograd.version_of(self.full) + 1)
+
     def take_back_data(self) -> None:
         """Copy the data that a module gave to an aliased full parameter, and alias it again.
 
