@@ -45,11 +45,16 @@ from shardwise.recipes.core.config import (
     resolve_sharding,
 )
 from shardwise.recipes.core.dry_run import STORED, Outlook
-from shardwise.recipes.core.model import checkpoint_layers, decoder_layers, initialize
+from shardwise.recipes.core.model import (
+    build_classifier,
+    checkpoint_layers,
+    decoder_layers,
+    initialize,
+)
 from shardwise.recipes.core.training import place_for
 from shardwise.recipes.vision.config import VIT_PRESETS
 from shardwise.recipes.vision.task import classification_loss
-from shardwise.recipes.vit import build, placement, shard_model
+from shardwise.recipes.vit import placement, shard_model
 
 CLASSES = 1000
 STEPS = 2  # the first makes the optimizer's state
@@ -104,7 +109,7 @@ class VitCase:
     def on_meta(self) -> Any:
         """The model without memory."""
         settings = VIT_PRESETS[self.model].settings()
-        return build({**settings, "num_hidden_layers": self.layers}, CLASSES)
+        return build_classifier({**settings, "num_hidden_layers": self.layers}, CLASSES)
 
     def batch_of(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Pictures and labels, of random numbers."""

@@ -39,8 +39,6 @@ from typing import IO, Any, NoReturn
 
 from tests.harness import start_server
 
-_ROOT = Path(__file__).parents[1]
-
 
 class Program:
     """A running program, with what tests use of :class:`subprocess.Popen`.
@@ -125,6 +123,16 @@ class Program:
 def _rest(deadline: float) -> float | None:
     """The seconds until a deadline; ``None`` if there is none."""
     return None if deadline == math.inf else max(deadline - time.monotonic(), 0.0)
+
+
+def shell_environment(*without: str) -> dict[str, str]:
+    """The environment of a user's shell: this one, without a world, and with one thread a process.
+
+    Args:
+        without: more variables to leave out.
+    """
+    names = {"RANK", "WORLD_SIZE", "SHARDWISE_TRANSPORT", *without}
+    return {**{k: v for k, v in os.environ.items() if k not in names}, "OMP_NUM_THREADS": "1"}
 
 
 def start_program(
@@ -276,7 +284,6 @@ def _become(words: list[str], env: dict[str, str], cwd: str | None) -> NoReturn:
         _forget_helpers()
         gc.unfreeze()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        words = list(words)
         paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
         sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
         for path in paths:  # what interpreters import from there as they start

@@ -13,13 +13,7 @@ from shardwise.cli import run as cli_run
 from shardwise.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
 
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SHARDWISE_TRANSPORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("no_world")
 
 
 @pytest.fixture

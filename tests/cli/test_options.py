@@ -23,13 +23,7 @@ from shardwise.recipes.core.job import Job
 from shardwise.recipes.core.rundir import RunDir, locked
 
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def _no_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SHARDWISE_TRANSPORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("no_world")
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -7,7 +7,6 @@ there is one, at which most tests look. The others are forked; see :mod:`tests.p
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from shardwise.cli.main import app
 from shardwise.recipes.core.checkpointing import Checkpoints
 from shardwise.recipes.core.journal import read_metrics
 from shardwise.units import printable
-from tests.programs import Program, start_program
+from tests.programs import Program, shell_environment, start_program
 from tests.recipes.small import write_model, write_text
 
 WAIT = 180.0  # seconds that anything may take on a busy machine
@@ -39,13 +38,7 @@ OPTIONS = (  # noqa: SIM905 (as one types it)
 def start(folder: Path, *more: str, launcher: tuple[str, ...] = ()) -> Program:
     """Start the command in a folder with a model and a text."""
     words = [*launcher, "-m", "shardwise", "train", "lm", *OPTIONS, *more]
-    return start_program(words, folder=folder, env=environment())
-
-
-def environment() -> dict[str, str]:
-    """The environment of a user's shell."""
-    names = ("RANK", "WORLD_SIZE", "SHARDWISE_TRANSPORT")
-    return {**{k: v for k, v in os.environ.items() if k not in names}, "OMP_NUM_THREADS": "1"}
+    return start_program(words, folder=folder, env=shell_environment())
 
 
 @dataclass
@@ -73,7 +66,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     done = subprocess.run(
         [sys.executable, "-m", "shardwise", "train", "lm", *OPTIONS, *more],
         cwd=folder,
-        env=environment(),
+        env=shell_environment(),
         capture_output=True,
         text=True,
         timeout=WAIT,

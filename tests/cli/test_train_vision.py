@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from tests.programs import start_program
+from tests.programs import shell_environment, start_program
 from tests.recipes.digits import write_digits
 
 
 def shardwise(folder: Path, *arguments: str) -> tuple[int | None, str, str]:
     """Run the command in a folder; return its exit code and what it printed."""
-    names = ("RANK", "WORLD_SIZE", "SHARDWISE_TRANSPORT")
-    env = {k: v for k, v in os.environ.items() if k not in names}
-    env["OMP_NUM_THREADS"] = "1"
-    command = start_program(["-m", "shardwise", *arguments], folder=folder, env=env)
+    words = ["-m", "shardwise", *arguments]
+    command = start_program(words, folder=folder, env=shell_environment())
     out, err = command.communicate(timeout=180)
     return command.returncode, out, err
 

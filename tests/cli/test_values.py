@@ -59,18 +59,14 @@ BAD = {
 
 
 @pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    for name in ("RANK", "WORLD_SIZE", "SHARDWISE_TRANSPORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-
+def here(monkeypatch: pytest.MonkeyPatch, no_world: Path) -> Path:
     def started(*arguments: object, **options: object) -> int:
         raise AssertionError("processes were started")
 
     monkeypatch.setattr(cli_run, "run_here", started)
     Path("words.txt").write_text("shard gather reduce " * 2000)
     save_file({"a": torch.ones(3)}, "good.safetensors")
-    return tmp_path
+    return no_world
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import random
 import re
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.recipes.core.journal import read_metrics
+from tests.programs import shell_environment
 from tests.recipes.corpora import texts, write_hub_folder, write_jsonl, write_tokenizer
 from tests.recipes.hub import Hub
 from tests.recipes.small import write_model
@@ -42,12 +42,10 @@ def hub() -> Iterator[Hub]:
 
 def run(hub: Hub, folder: Path, *arguments: str) -> str:
     """Run Python with this hub; what it printed."""
-    names = ("RANK", "WORLD_SIZE", "SHARDWISE_TRANSPORT", "HF_TOKEN")
-    env = {k: v for k, v in os.environ.items() if k not in names}
     ended = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={**env, **hub.environment(folder / "home"), "OMP_NUM_THREADS": "1"},
+        env={**shell_environment("HF_TOKEN"), **hub.environment(folder / "home")},
         capture_output=True,
         text=True,
         timeout=WAIT,

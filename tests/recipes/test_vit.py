@@ -44,12 +44,12 @@ from shardwise.recipes.core.config import (
     resolve_sharding,
 )
 from shardwise.recipes.core.dry_run import ADAMW, STORED, Outlook, show
-from shardwise.recipes.core.model import decoder_layers, initialize
+from shardwise.recipes.core.model import build_classifier, decoder_layers, initialize
 from shardwise.recipes.core.recipe import Place
 from shardwise.recipes.core.training import place_for
 from shardwise.recipes.vision.config import VIT_PRESETS, VitConfig
 from shardwise.recipes.vision.task import classification_loss
-from shardwise.recipes.vit import build, placement, shard_model
+from shardwise.recipes.vit import placement, shard_model
 from tests.checkpoint.ranks.test_memory import MIB, extra_memory
 from tests.recipes.running import train
 from tests.recipes.small import losses, train_config
@@ -88,7 +88,7 @@ on_linux = pytest.mark.skipif(
 
 def _whole(settings: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     """The parameters of the model that one process builds whole, by its own rules."""
-    model = build(settings, CLASSES).to_empty(device="cpu")
+    model = build_classifier(settings, CLASSES).to_empty(device="cpu")
     torch.manual_seed(seed)
     with torch.no_grad():
         model.apply(model._init_weights)
@@ -131,7 +131,7 @@ def _build_on_meshes(rank: int, world_size: int, planned: Mapping[int, list[int]
         strategy = Strategy.FULL_SHARD if replicas == 1 else Strategy.HYBRID_SHARD
         config = ShardingConfig(strategy=strategy, replicas=replicas)
         plan = resolve_sharding(config, world_size)
-        model = build(UNEVEN, CLASSES)
+        model = build_classifier(UNEVEN, CLASSES)
         units = decoder_layers(model) if nested else []
         shard_model(model, units, config, _place(config, rank, world_size))
         initialize(model, 3)
@@ -147,7 +147,7 @@ def test_what_is_built_over_one_two_and_four_ranks_is_the_model_built_whole(rank
     planned = {
         replicas: [
             total.parameters
-            for total in _planned(build(UNEVEN, CLASSES), 4 // replicas, nested).totals
+            for total in _planned(build_classifier(UNEVEN, CLASSES), 4 // replicas, nested).totals
         ]
         for replicas, nested in NESTED.items()
     }
@@ -156,7 +156,7 @@ def test_what_is_built_over_one_two_and_four_ranks_is_the_model_built_whole(rank
 
 def test_presets_have_the_sizes_that_they_are_called_by() -> None:
     sizes = {
-        name: sum(p.numel() for p in build(preset.settings(), 1000).parameters())
+        name: sum(p.numel() for p in build_classifier(preset.settings(), 1000).parameters())
         for name, preset in VIT_PRESETS.items()
     }
     # As published, for 1000 classes.
@@ -173,7 +173,7 @@ def test_presets_have_the_sizes_that_they_are_called_by() -> None:
 
 def test_settings_that_transformers_refuses_are_named() -> None:
     with pytest.raises(OptionError, match="--model: found settings that transformers cannot use"):
-        build({**UNEVEN, "hidden_size": "wide"}, CLASSES)
+        build_classifier({**UNEVEN, "hidden_size": "wide"}, CLASSES)
 
 
 # -- what is held ----------------------------------------------------------------------------------
@@ -198,11 +198,11 @@ def _measure(rank: int, world_size: int, outlook: Outlook) -> tuple[dict[str, in
         optimizer.step()
         optimizer.zero_grad()
 
-    small = build(UNEVEN, CLASSES)  # imports, connections and threads are not counted
+    small = build_classifier(UNEVEN, CLASSES)  # imports, connections and threads are not counted
     _built(small, config, place)
     step(small, make_adamw(small, AdamWConfig(lr=1e-3)))
     gc.collect()
-    model = build(WIDE, CLASSES)
+    model = build_classifier(WIDE, CLASSES)
     layer = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
     at_rest = outlook.at_rest(rank)
     found = {
@@ -226,7 +226,7 @@ def test_a_rank_holds_its_shards_and_a_layer_while_building_and_two_blocks_in_a_
     ranks: Ranks,
 ) -> None:
     config = ShardingConfig(transport=TransportName.C10D)
-    report = _planned(build(WIDE, CLASSES), 4)
+    report = _planned(build_classifier(WIDE, CLASSES), 4)
     outlook = Outlook(report, resolve_sharding(config, 4), config)
     for found, allowed in ranks(_measure, 4, outlook):
         assert found["build"] < allowed["build"] + EXTRA < allowed["whole"] / 1.5
@@ -240,7 +240,7 @@ def test_a_rank_holds_its_shards_and_a_layer_while_building_and_two_blocks_in_a_
 
 def _told(world_size: int, nested: bool = True, **changes: Any) -> tuple[Outlook, str]:
     config = ShardingConfig(**changes)
-    model = build(VIT_PRESETS["vit-10b"].settings(), 1000)
+    model = build_classifier(VIT_PRESETS["vit-10b"].settings(), 1000)
     plan = resolve_sharding(config, world_size)
     outlook = Outlook(_planned(model, plan.shape[-1], nested), plan, config)
     text = io.StringIO()
@@ -290,7 +290,7 @@ def _sharded_for(rank: int, world_size: int, of: list[int]) -> dict[int, int]:
     for each in of:
         dist.init_process_group("fake", rank=each, world_size=128, store=FakeStore())
         mesh = init_device_mesh("cpu", (128,))
-        model = build(VIT_PRESETS["vit-10b"].settings(), 1000)
+        model = build_classifier(VIT_PRESETS["vit-10b"].settings(), 1000)
         for module in (*decoder_layers(model), model):
             fully_shard(module, mesh=mesh, shard_placement_fn=placement, transport="collectives")
         held[each] = shard_bytes(model) // STORED

@@ -153,6 +153,26 @@ def assert_same_gradients(sharded: nn.Module, whole: nn.Module) -> None:
         torch.testing.assert_close(grad, wanted, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def assert_accumulates(
+    net: nn.Module, rank: int, world_size: int, between: Callable[[], object]
+) -> None:
+    """Two backwards of a :class:`Net`, with something in between, give the sum of their gradients.
+
+    Args:
+        net: the sharded net.
+        rank: this one.
+        world_size: the number of ranks.
+        between: called between the backwards.
+    """
+    whole, x = seeded(Net), batches(world_size)
+    loss_of(net, x[rank]).backward()
+    between()
+    loss_of(net, x[rank]).backward()
+    for _ in range(2):
+        average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
 def assert_same_values(sharded: nn.Module, whole: nn.Module) -> None:
     """Compare every parameter of a sharded model with its twin's, by name."""
     expected = dict(whole.named_parameters())

@@ -16,6 +16,7 @@ from shardwise.transport.select import select_transport
 from tests.sharding.nets import (
     WIDTH,
     Net,
+    assert_accumulates,
     assert_same_gradients,
     average_backward,
     batches,
@@ -295,16 +296,14 @@ def test_a_separate_group_to_reduce_in_can_be_switched_on_and_off(
 
 
 def _switched_while_accumulating(rank: int, world_size: int) -> None:
-    net, whole = sharded_net(), seeded(Net)
-    x = batches(world_size)
+    net = sharded_net()
+
+    def switch() -> None:
+        net.set_separate_reduce_scatter_group()
+        net.set_requires_gradient_sync(True)
+
     net.set_requires_gradient_sync(False)
-    loss_of(net, x[rank]).backward()
-    net.set_separate_reduce_scatter_group()
-    net.set_requires_gradient_sync(True)
-    loss_of(net, x[rank]).backward()
-    for _ in range(2):
-        average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    assert_accumulates(net, rank, world_size, switch)
 
 
 def test_gradients_not_yet_reduced_survive_a_change_of_transport(threads: Ranks) -> None:

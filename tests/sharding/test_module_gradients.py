@@ -13,6 +13,7 @@ from shardwise import MixedPrecisionPolicy, fully_shard
 from tests.sharding.nets import (
     WIDTH,
     Net,
+    assert_accumulates,
     assert_same_gradients,
     average_backward,
     batches,
@@ -107,15 +108,9 @@ def test_reduce_scatter_now_and_all_reduce_later(
 
 
 def _sync_includes_all_reduce(rank: int, world_size: int) -> None:
-    net, whole = sharded_net(mesh=hybrid_mesh(world_size)), seeded(Net)
-    x = batches(world_size)
+    net = sharded_net(mesh=hybrid_mesh(world_size))
     net.set_requires_all_reduce(False)
-    loss_of(net, x[rank]).backward()
-    net.set_requires_gradient_sync(True)
-    loss_of(net, x[rank]).backward()
-    for _ in range(2):
-        average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    assert_accumulates(net, rank, world_size, lambda: net.set_requires_gradient_sync(True))
 
 
 def test_gradient_sync_switches_both_collectives(threads: Ranks) -> None:
@@ -172,18 +167,12 @@ def test_a_factor_of_the_users_takes_the_place_of_the_world_size(
 
 
 def _divides_in_two_dimensions(rank: int, world_size: int) -> None:
-    net, whole = sharded_net(mesh=hybrid_mesh(world_size)), seeded(Net)
-    x = batches(world_size)
+    net = sharded_net(mesh=hybrid_mesh(world_size))
     for module in sharded_modules(net):
         with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
             module.set_reduce_scatter_divide_factor(world_size)
         module.set_requires_all_reduce(False)
-    loss_of(net, x[rank]).backward()
-    net.set_requires_all_reduce(True)
-    loss_of(net, x[rank]).backward()
-    for _ in range(2):
-        average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    assert_accumulates(net, rank, world_size, lambda: net.set_requires_all_reduce(True))
 
 
 def test_the_older_name_of_the_factor_still_works_but_warns(threads: Ranks) -> None:

@@ -109,13 +109,10 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def version_with_local(tensor: torch.Tensor) -> int:
     """Return a number that grows when ``tensor``, or the local tensor in it, is modified."""
-    if not isinstance(tensor, DTensor):
-        return version_of(tensor)
-    local = dtensor.local_of(tensor)
-    try:
-        return tensor._version + local._version
-    except RuntimeError:
-        return version_of(tensor) + version_of(local)
+    version = version_of(tensor)
+    if isinstance(tensor, DTensor):
+        version += version_of(dtensor.local_of(tensor))
+    return version
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:

@@ -160,22 +160,19 @@ def _build(name: str, settings: dict[str, Any]) -> Blueprint:
 
 def _vision_transformer(name: str, settings: dict[str, Any]) -> Blueprint:
     from shardwise.inspect.api import Blueprint
-    from shardwise.recipes.core.model import decoder_layers
-    from shardwise.recipes.vit import build, placement
+    from shardwise.recipes.core.model import build_classifier, decoder_layers
+    from shardwise.recipes.vit import placement
 
-    model = build(settings, _classes(settings))
+    model = build_classifier(settings, _classes(settings))
     return Blueprint(name, model, decoder_layers(model), placement=placement)
 
 
 def _residual_net(name: str, settings: dict[str, Any]) -> Blueprint:
-    import torch
-
     from shardwise.inspect.api import Blueprint
     from shardwise.recipes.core.model import build_classifier
     from shardwise.wrap import repeated_blocks
 
-    with torch.device("meta"):
-        model = build_classifier(settings, _classes(settings))
+    model = build_classifier(settings, _classes(settings))
     return Blueprint(name, model, repeated_blocks(model))
 
 

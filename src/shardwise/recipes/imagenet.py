@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
-
-import torch
-from transformers import PreTrainedModel
 
 from shardwise import checkpoint_module
 from shardwise.inspect.api import Blueprint
@@ -23,7 +19,8 @@ def assemble(inputs: ImagenetInputs, place: Place) -> Task:
     """Build model, optimizer and data on one rank."""
     config, train = inputs.config, inputs.train
     assert isinstance(train.optimizer, SgdConfig)
-    model = _build(inputs.settings, len(inputs.classes))
+    classes = len(inputs.classes)
+    model = build_classifier(inputs.settings, classes)
     blocks = repeated_blocks(model)
     if train.sharding.activation_checkpointing:
         for block in blocks:
@@ -32,7 +29,7 @@ def assemble(inputs: ImagenetInputs, place: Place) -> Task:
     initialize(model, train.seed)
     data = ImageData.of(inputs)
     per_epoch = len(data.training)
-    build = functools.partial(build_classifier, inputs.settings, len(inputs.classes))
+    build = functools.partial(build_classifier, inputs.settings, classes, device="cpu")
     classifier = Classifier(
         name=config.model,
         model=sharded,
@@ -47,10 +44,5 @@ def assemble(inputs: ImagenetInputs, place: Place) -> Task:
 
 def blueprint(config: ImagenetConfig) -> Blueprint:
     """Return the network without memory, and how it is sharded; it has ImageNet's 1000 classes."""
-    model = _build(config.settings(), FAKE_CLASSES)
+    model = build_classifier(config.settings(), FAKE_CLASSES)
     return Blueprint(config.model, model, repeated_blocks(model))
-
-
-def _build(settings: dict[str, Any], classes: int) -> PreTrainedModel:
-    with torch.device("meta"):
-        return build_classifier(settings, classes)

@@ -12,9 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
@@ -40,7 +38,7 @@ def assemble(inputs: VitInputs, place: Place) -> Task:
     """Build model, optimizer and data on one rank."""
     config, train = inputs.config, inputs.train
     assert isinstance(train.optimizer, AdamWConfig)
-    model = build(inputs.settings, len(inputs.classes))
+    model = build_classifier(inputs.settings, len(inputs.classes))
     sharded = shard_model(model, units_of(model, config), train.sharding, place)
     initialize(model, train.seed)
     per_step = train.examples_per_step(place.world.size)
@@ -60,7 +58,7 @@ def assemble(inputs: VitInputs, place: Place) -> Task:
 
 def _load_sharded(inputs: VitInputs, place: Place, file: Path) -> PreTrainedModel:
     """Load the model from a safetensors file into new shards: no rank has room for all of it."""
-    model = build(inputs.settings, len(inputs.classes))
+    model = build_classifier(inputs.settings, len(inputs.classes))
     shard_model(model, units_of(model, inputs.config), inputs.train.sharding, place)
     materialize(model, init=lambda module: None)  # memory only: the values come from the file
     load_weights(file, model)
@@ -69,22 +67,8 @@ def _load_sharded(inputs: VitInputs, place: Place, file: Path) -> PreTrainedMode
 
 def blueprint(config: VitConfig) -> Blueprint:
     """Return the model without memory, and how it is sharded; it has ImageNet's 1000 classes."""
-    model = build(config.settings(), FAKE_CLASSES)
+    model = build_classifier(config.settings(), FAKE_CLASSES)
     return Blueprint(config.model, model, units_of(model, config), placement=placement)
-
-
-def build(settings: dict[str, Any], classes: int) -> PreTrainedModel:
-    """Build the model on the meta device.
-
-    Args:
-        settings: as in a ``config.json`` of ``transformers``.
-        classes: rows of the classifier, whatever the settings say.
-
-    Raises:
-        OptionError: ``transformers`` cannot make an image classifier from the settings.
-    """
-    with torch.device("meta"):
-        return build_classifier(settings, classes)
 
 
 def units_of(model: PreTrainedModel, config: VitConfig) -> list[nn.Module]:
@@ -111,7 +95,7 @@ def shard_model(
     """Shard a model that is on the meta device; it gets no memory yet.
 
     Args:
-        model: as :func:`build` made it.
+        model: as :func:`.build_classifier` made it.
         units: the modules that become groups of their own.
         config: dtypes, activation checkpointing, transport.
         place: over which ranks, by which strategy.

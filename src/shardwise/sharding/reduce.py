@@ -176,10 +176,11 @@ class Reduction:
             grad, out = grads.pop(0), outs_of.pop(0)
             if scaling.before != 1.0:
                 grad = grad.to(dtype) / scaling.before
-            if is_alone and out is None:
-                shard = (grad if grad.dtype == dtype else grad.to(dtype)).contiguous()
-            elif transport.world_size == 1 or param.layout.dim is None:
-                shard = (grad if grad.dtype == dtype else grad.to(dtype)).reshape(-1)
+            if transport.world_size == 1 or param.layout.dim is None:
+                if grad.dtype != dtype:
+                    grad = grad.to(dtype)
+                # Nothing is sent by a rank that is alone, so nothing has to be 1-D.
+                shard = grad.contiguous() if is_alone and out is None else grad.reshape(-1)
                 if out is not None:
                     shard = out.copy_(shard)
                 if transport.world_size > 1:

@@ -43,19 +43,23 @@ def build(
         return _from_settings(AutoModelForCausalLM, {**settings, **own}, "causal language model")
 
 
-def build_classifier(settings: dict[str, Any], classes: int) -> PreTrainedModel:
-    """Build an image classifier on the default device.
+def build_classifier(
+    settings: dict[str, Any], classes: int, device: str = "meta"
+) -> PreTrainedModel:
+    """Build an image classifier.
 
     Args:
         settings: as in a ``config.json`` of ``transformers``.
         classes: number of classes, whatever the settings say.
+        device: where its tensors are.
 
     Raises:
         OptionError: ``transformers`` cannot make an image classifier of the settings.
     """
     own = {"num_labels": classes}
     rest = {k: v for k, v in settings.items() if k not in ("id2label", "label2id")}
-    return _from_settings(AutoModelForImageClassification, {**rest, **own}, "image classifier")
+    with torch.device(device):
+        return _from_settings(AutoModelForImageClassification, {**rest, **own}, "image classifier")
 
 
 def _from_settings(family: Any, settings: dict[str, Any], kind: str) -> PreTrainedModel:
