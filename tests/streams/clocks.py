@@ -3,9 +3,9 @@
 Every *timeline* (a thread of the host, or a stream of the device) counts what happens on it. Its
 clock holds, for each timeline, how much of it is known to be over. Waiting joins clocks:
 
-    host       launch A          launch B                          host.clock    = {host: 2}
-    compute       A (compute: 1)                                   compute.clock = {host: 1, compute: 1}
-    side                            wait for compute, then B       side.clock    = {..., side: 1}
+    host       launch A          launch B                      host.clock = {host: 2}
+    compute       A (compute: 1)                               compute.clock = {host: 1, compute: 1}
+    side                            wait for compute, then B   side.clock = {compute: 1, side: 1}
 
 Two accesses to the same memory are ordered if the timeline of the later one knows of the earlier
 one. If it does not, they race.

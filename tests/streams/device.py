@@ -177,7 +177,7 @@ class Device:
 
     @property
     def host(self) -> Timeline:
-        """The thread of the host that runs now. Autograd's threads are part of the one they serve."""
+        """The thread of the host that runs now. Autograd's threads count as the main one."""
         return self._threads.get(threading.get_ident(), self._main)
 
     @contextmanager
@@ -415,12 +415,19 @@ def _device_of(block: Block) -> torch.device:
 #: Operations that touch no memory, although their schemas do not say so.
 _NO_ACCESS = frozenset(
     f"aten::{name}"
-    for name in ["set_", "is_pinned", "resize_", "_resize_output_", "is_same_size", "record_stream", "_unsafe_view", "_reshape_alias", "lift_fresh", "sym_size", "sym_numel", "sym_stride", "sym_storage_offset"]
+    for name in (
+        *("set_", "resize_", "_resize_output_", "record_stream", "is_pinned", "is_same_size"),
+        *("_unsafe_view", "_reshape_alias", "lift_fresh"),
+        *("sym_size", "sym_numel", "sym_stride", "sym_storage_offset"),
+    )
 )
 #: Operations that only allocate.
 _EMPTY = frozenset(
     f"aten::{name}"
-    for name in ["empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"]
+    for name in (
+        *("empty", "empty_like", "empty_strided", "empty_permuted"),
+        *("new_empty", "new_empty_strided"),
+    )
 )
 _PLAIN = (torch.Tensor, FakeTensor, torch.nn.Parameter)
 

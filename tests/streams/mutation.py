@@ -1,0 +1,225 @@
+"""Take one wait, event, kept reference or allocation out of the runtime, and put it back.
+
+:func:`places` finds them in the source. :func:`without` compiles the module without one of them and
+puts the new code into the functions that exist, so that everything else stays as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import enum
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import shardwise
+from tests.streams.device import Event, Stream, current_device
+
+SOURCE = Path(shardwise.__file__).parent
+
+
+class What(enum.Enum):
+    """What is taken out."""
+
+    WAIT = "wait"
+    EVENT = "event"
+    REFERENCE = "reference"
+    ALLOCATION = "allocation"
+
+
+_WAITS = frozenset({"wait", "wait_event", "wait_stream", "synchronize"})
+_ALLOCATIONS = frozenset(
+    {"empty", "empty_like", "zeros", "zeros_like", "new_empty", "new_zeros"}
+    | {"clone", "cat", "resize_", "allocate", "flat_rows"}
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One of these in the source.
+
+    Attributes:
+        file: the file, from the package.
+        function: the qualified name of the function or method that contains it.
+        what: which it is.
+        text: its source, in one line.
+        number: 1 for the first of the same text in the function.
+    """
+
+    file: str
+    function: str
+    what: What
+    text: str
+    number: int = 1
+
+    def __str__(self) -> str:
+        again = f" ({self.number})" if self.number > 1 else ""
+        return f"{self.file} {self.function}: {self.text}{again}"
+
+
+def places(file: str) -> list[Place]:
+    """All that can be taken out of a file, in the order of the source."""
+    tree, source = _parsed(file)
+    return [place for place, _ in _found(file, tree, source)]
+
+
+@contextmanager
+def without(place: Place) -> Iterator[None]:
+    """Run the runtime without what is at ``place``."""
+    original, source = _parsed(place.file)
+    tree = copy.deepcopy(original)
+    node = next(node for found, node in _found(place.file, tree, source) if found == place)
+    changed = ast.fix_missing_locations(_Change(node, place.what).visit(tree))
+    name = "shardwise." + place.file.removesuffix(".py").replace("/", ".")
+    module = importlib.import_module(name)
+    code = compile(changed, str(SOURCE / place.file), "exec")
+    function = _function(module, place.function)
+    before = function.__code__
+    module.__dict__.update(_elsewhere=_elsewhere, _never_recorded=Event)
+    function.__code__ = _code_of(code, place.function)
+    try:
+        yield
+    finally:
+        function.__code__ = before
+        del module.__dict__["_elsewhere"], module.__dict__["_never_recorded"]
+
+
+@functools.cache
+def _parsed(file: str) -> tuple[ast.Module, str]:
+    source = (SOURCE / file).read_text()
+    return ast.parse(source), source
+
+
+def _found(file: str, tree: ast.Module, source: str) -> list[tuple[Place, ast.AST]]:
+    """The places in a file, and their nodes."""
+    found: list[tuple[Place, ast.AST]] = []
+    counts: dict[tuple[str, str], int] = {}
+    for function, definition in _functions(tree):
+        for node in ast.walk(definition):
+            what = _kind(node, definition)
+            if what is None:
+                continue
+            text = " ".join((ast.get_source_segment(source, node) or "").split())
+            if isinstance(node, ast.arg):
+                text = f"{node.arg}={node.arg}"
+            number = counts[function, text] = counts.get((function, text), 0) + 1
+            found.append((Place(file, function, what, text, number), node))
+    return found
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """The functions of a module and the methods of its classes, by qualified name."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef):
+            for each in node.body:
+                if isinstance(each, ast.FunctionDef):
+                    yield f"{node.name}.{each.name}", each
+
+
+def _kind(node: ast.AST, definition: ast.FunctionDef) -> What | None:
+    if isinstance(node, ast.arg):
+        return What.REFERENCE if _holds(node, definition) else None
+    if not isinstance(node, ast.Call):
+        return None
+    function = node.func
+    if isinstance(function, ast.Name):
+        if function.id == "wait":
+            return What.WAIT
+        return What.ALLOCATION if function.id in _ALLOCATIONS else None
+    if not isinstance(function, ast.Attribute):
+        return None
+    if function.attr in _WAITS:
+        return What.WAIT
+    if function.attr == "record_event":
+        return What.EVENT
+    if function.attr == "append" and ast.unparse(function.value) == "self._alive":
+        return What.REFERENCE
+    if function.attr in _ALLOCATIONS and not _frees(node):
+        return What.ALLOCATION
+    return None
+
+
+def _frees(node: ast.Call) -> bool:
+    """Whether a call is ``resize_(0)``."""
+    return any(isinstance(each, ast.Constant) and each.value == 0 for each in node.args)
+
+
+def _holds(node: ast.arg, definition: ast.FunctionDef) -> bool:
+    """Whether an argument of an inner function only holds what its default names."""
+    for inner in ast.walk(definition):
+        if isinstance(inner, ast.FunctionDef) and inner is not definition:
+            arguments = inner.args.args
+            for argument, default in zip(
+                arguments[len(arguments) - len(inner.args.defaults) :],
+                inner.args.defaults,
+                strict=True,
+            ):
+                if argument is node and isinstance(default, ast.Name) and default.id == node.arg:
+                    return True
+    return False
+
+
+class _Change(ast.NodeTransformer):
+    """Changes one node."""
+
+    def __init__(self, node: ast.AST, what: What) -> None:
+        self._node = node
+        self._what = what
+
+    def visit_arguments(self, node: ast.arguments) -> ast.AST:
+        if self._node in node.args:
+            position = node.args.index(self._node) - len(node.args)  # type: ignore[arg-type]
+            node.defaults[position] = ast.Constant(None)
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if node is not self._node:
+            return self.generic_visit(node)
+        match self._what:
+            case What.WAIT | What.REFERENCE:
+                # What it is called on may have been taken from somewhere.
+                return (
+                    node.func.value if isinstance(node.func, ast.Attribute) else ast.Constant(None)
+                )
+            case What.EVENT:
+                return ast.Call(ast.Name("_never_recorded", ast.Load()), [], [])
+            case What.ALLOCATION:
+                nothing = ast.arguments([], [], None, [], [], None, [])
+                return ast.Call(ast.Name("_elsewhere", ast.Load()), [ast.Lambda(nothing, node)], [])
+
+
+def _elsewhere(allocate: Callable[[], Any]) -> Any:
+    """Allocate on a stream that waits for nobody."""
+    found = [each for each in current_device().streams if each.name == "elsewhere"]
+    with found[0] if found else Stream(name="elsewhere"):
+        return allocate()
+
+
+def _function(module: types.ModuleType, name: str) -> types.FunctionType:
+    """The function of a qualified name, inside whatever wraps it."""
+    found: Any = module
+    for part in name.split("."):
+        found = inspect.getattr_static(found, part)
+    while not isinstance(found, types.FunctionType) or hasattr(found, "__wrapped__"):
+        found = found.fget if isinstance(found, property) else found.__wrapped__
+    return found
+
+
+def _code_of(code: types.CodeType, name: str) -> types.CodeType:
+    """The code of a function, in that of its module."""
+    for part in name.split("."):
+        code = next(
+            each
+            for each in code.co_consts
+            if isinstance(each, types.CodeType) and each.co_name == part
+        )
+    return code

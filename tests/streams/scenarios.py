@@ -1,0 +1,985 @@
+"""What is run on the modeled device: ordinary trainings, on the unmodified runtime.
+
+A scenario is a function of a :class:`Run`. :data:`SCENARIOS` lists them by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise import fully_shard
+from shardwise.checkpoint.ranks import saving, state
+from shardwise.diloco import DiLoCo, Streaming
+from shardwise.transport import select
+from shardwise.transport.collectives import NcclTransport
+from tests.streams.device import NAME, Device, Pageable, Stream, modeled
+from tests.streams.process_group import world
+
+WIDTH = 64
+
+
+@dataclass
+class Run:
+    """One run of a scenario.
+
+    Attributes:
+        device: the model.
+        mesh: over the ranks of the world.
+        steps: called after every training step, with its number.
+    """
+
+    device: Device
+    mesh: DeviceMesh
+    after_step: list[Callable[[int], None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A scenario by name.
+
+    Attributes:
+        run: runs it.
+        shape: of the mesh: ``(shard,)`` or ``(replicate, shard)``.
+        rank: the rank to be.
+        pageable: how copies to pageable memory behave.
+    """
+
+    run: Callable[[Run], None]
+    shape: tuple[int, ...] = (2,)
+    rank: int = 0
+    pageable: Pageable = Pageable.BLOCKS
+
+
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(**options: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
+    """List a function as a scenario, under its name."""
+
+    def listed(function: Callable[[Run], None]) -> Callable[[Run], None]:
+        SCENARIOS[function.__name__] = Scenario(function, **options)
+        return function
+
+    return listed
+
+
+def play(name: str, after_step: Sequence[Callable[[Device, int], None]] = ()) -> Device:
+    """Run a scenario, and return the device with what it has noted."""
+    found = SCENARIOS[name]
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        # Which transport a device gets is decided by its name. This one is to get NCCL's.
+        stack.enter_context(
+            mock.patch.object(select, "c10d_transport", lambda group, device: NcclTransport(group))
+        )
+        mesh = stack.enter_context(world(found.shape, found.rank))
+        device = stack.enter_context(modeled(Device(found.pageable)))
+        hooks = [lambda step, hook=hook: hook(device, step) for hook in after_step]
+        found.run(Run(device, mesh, hooks))
+    return device
+
+
+# -- models -------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int = WIDTH, inner: int | None = None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner or width)
+        self.down = nn.Linear(inner or width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x.to(self.norm.weight.dtype)).to(x.dtype)
+        out: torch.Tensor = x + self.down(self.up(normed).relu())
+        return out
+
+
+class Net(nn.Module):
+    """A stack of blocks, and a head.
+
+    Args:
+        depth: the number of blocks.
+        inner: the inner width of the blocks.
+        call: calls a block.
+    """
+
+    def __init__(
+        self,
+        depth: int = 3,
+        inner: int | None = None,
+        call: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(inner=inner) for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 10)
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) if self.call is None else self.call(block, x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def make(run: Run, **options: Any) -> Any:
+    """Make a net on the device."""
+    with torch.device(NAME):
+        return Net(**options)
+
+
+def shard(run: Run, net: Any = None, **options: Any) -> Any:
+    """Shard a net by blocks."""
+    net = make(run) if net is None else net
+    for block in net.blocks:
+        fully_shard(block, mesh=run.mesh, **options)
+    fully_shard(net, mesh=run.mesh, **options)
+    return net
+
+
+def units(net: Any) -> list[Any]:
+    """The modules that were sharded."""
+    return [*net.blocks, net]
+
+
+def batch() -> torch.Tensor:
+    """A batch on the device."""
+    return torch.randn(8, WIDTH, device=NAME)
+
+
+def loss_of(net: nn.Module) -> torch.Tensor:
+    """The loss of a forward."""
+    out: torch.Tensor = net(batch())
+    return out.float().square().mean()
+
+
+def train(
+    run: Run,
+    net: Any,
+    *,
+    steps: int = 3,
+    optimizer: Callable[..., Any] | None = None,
+    backward: Callable[[Any], None] | None = None,
+) -> Any:
+    """Train for some steps."""
+    opt = (optimizer or torch.optim.AdamW)(net.parameters(), lr=0.1)
+    for step in range(steps):
+        if backward is None:
+            loss_of(net).backward()
+        else:
+            backward(net)
+        opt.step()
+        opt.zero_grad()
+        for hook in run.after_step:
+            hook(step)
+    return opt
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
+PINNED = CPUOffloadPolicy(pin_memory=True)
+UNPINNED = CPUOffloadPolicy(pin_memory=False)
+
+# -- strategies ---------------------------------------------------------------------------------
+
+
+@scenario()
+def zero3(run: Run) -> None:
+    train(run, shard(run))
+
+
+@scenario()
+def zero2(run: Run) -> None:
+    train(run, shard(run, reshard_after_forward=False))
+
+
+@scenario(shape=(1,))
+def one_rank(run: Run) -> None:
+    train(run, shard(run))
+
+
+@scenario(shape=(1,))
+def one_rank_mixed(run: Run) -> None:
+    train(run, shard(run, mp_policy=BF16))
+
+
+@scenario(shape=(2, 1))
+def no_shard(run: Run) -> None:
+    train(run, shard(run, reshard_after_forward=False))
+
+
+@scenario(shape=(2, 2))
+def hybrid(run: Run) -> None:
+    train(run, shard(run))
+
+
+@scenario(shape=(2, 2))
+def hybrid_zero2(run: Run) -> None:
+    train(run, shard(run, reshard_after_forward=False))
+
+
+@scenario(shape=(2, 2))
+def hybrid_mixed(run: Run) -> None:
+    train(run, shard(run, mp_policy=BF16))
+
+
+@scenario()
+def mixed(run: Run) -> None:
+    train(run, shard(run, mp_policy=BF16))
+
+
+@scenario()
+def half(run: Run) -> None:
+    train(run, shard(run, mp_policy=FP16))
+
+
+@scenario(shape=(4,))
+def integer_reshard(run: Run) -> None:
+    train(run, shard(run, reshard_after_forward=2))
+
+
+@scenario()
+def plain_collectives(run: Run) -> None:
+    train(run, shard(run, transport="collectives"))
+
+
+@scenario()
+def plain_collectives_mixed(run: Run) -> None:
+    """Some parameters have another dtype, so everything is gathered as bytes."""
+    net = make(run)
+    for block in net.blocks:
+        block.norm.to(torch.bfloat16)
+    train(run, shard(run, net, transport="collectives"))
+
+
+# -- where shards are ---------------------------------------------------------------------------
+
+
+@scenario()
+def offload_pinned(run: Run) -> None:
+    train(run, shard(run, offload_policy=PINNED))
+
+
+@scenario()
+def offload_unpinned(run: Run) -> None:
+    train(run, shard(run, offload_policy=UNPINNED))
+
+
+@scenario()
+def offload_mixed(run: Run) -> None:
+    train(run, shard(run, offload_policy=PINNED, mp_policy=BF16))
+
+
+@scenario(shape=(2, 2))
+def offload_hybrid(run: Run) -> None:
+    train(run, shard(run, offload_policy=PINNED))
+
+
+@scenario(shape=(1,))
+def offload_one_rank(run: Run) -> None:
+    train(run, shard(run, offload_policy=PINNED))
+
+
+@scenario()
+def offload_accumulate(run: Run) -> None:
+    """Every backward is reduced, and added to the gradient on the host."""
+
+    def backward(net: Any) -> None:
+        for _ in range(2):
+            loss_of(net).backward()
+
+    train(run, shard(run, offload_policy=PINNED), backward=backward)
+
+
+@scenario()
+def offload_tied(run: Run) -> None:
+    """Two groups add to one gradient on the host."""
+    net = make(run)
+    net.blocks[1].up.weight = net.blocks[0].up.weight
+    train(run, shard(run, net, offload_policy=PINNED))
+
+
+@scenario()
+def optimizer_in_backward_offloaded(run: Run) -> None:
+    optimizer_in_backward(run, offload_policy=PINNED)
+
+
+@scenario()
+def optimizer_in_backward(run: Run, **options: Any) -> None:
+    net = shard(run, **options)
+    for parameter in net.parameters():
+        opt = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+
+        def step(_: torch.Tensor, opt: torch.optim.Optimizer = opt) -> None:
+            opt.step()
+            opt.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    for step_number in range(3):
+        loss_of(net).backward()
+        for hook in run.after_step:
+            hook(step_number)
+
+
+# -- when things happen -------------------------------------------------------------------------
+
+
+def _prefetching(net: Any) -> Any:
+    for before, after in itertools.pairwise(net.blocks):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+    return net
+
+
+@scenario()
+def prefetch(run: Run) -> None:
+    train(run, _prefetching(shard(run)))
+
+
+@scenario()
+def prefetch_mixed(run: Run) -> None:
+    train(run, _prefetching(shard(run, mp_policy=BF16)))
+
+
+@scenario()
+def unshard_ahead(run: Run) -> None:
+    net = shard(run)
+
+    def backward(net: Any) -> None:
+        handles = [unit.unshard(async_op=True) for unit in units(net)]
+        for handle in handles[:2]:
+            handle.wait()
+        loss_of(net).backward()
+
+    train(run, net, backward=backward)
+
+
+@scenario()
+def accumulate(run: Run) -> None:
+    def backward(net: Any) -> None:
+        net.set_requires_gradient_sync(False)
+        loss_of(net).backward()
+        net.set_requires_gradient_sync(True)
+        loss_of(net).backward()
+
+    train(run, shard(run), backward=backward)
+    train(run, shard(run, mp_policy=BF16), backward=backward, steps=2)
+
+
+@scenario()
+def zero1(run: Run) -> None:
+    """Full parameters and gradients stay until the last microbatch."""
+
+    def backward(net: Any) -> None:
+        for last in (False, True):
+            net.set_requires_gradient_sync(last)
+            net.set_is_last_backward(last)
+            net.set_reshard_after_backward(last)
+            loss_of(net).backward()
+
+    train(run, shard(run, reshard_after_forward=False), backward=backward)
+
+
+@scenario(shape=(2, 2))
+def hybrid_accumulate(run: Run) -> None:
+    """The first microbatch is reduced over the shard dimension only."""
+
+    def backward(net: Any) -> None:
+        net.set_requires_all_reduce(False)
+        loss_of(net).backward()
+        net.set_requires_all_reduce(True)
+        loss_of(net).backward()
+
+    train(run, shard(run), backward=backward)
+
+
+@scenario()
+def post_optimizer_event(run: Run) -> None:
+    net = shard(run)
+    side = Stream(name="optimizer")
+    opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        loss_of(net).backward()
+        side.wait_stream(run.device.current)
+        with side:
+            opt.step()
+            opt.zero_grad(set_to_none=False)
+        net.set_post_optim_event(side.record_event())
+        for hook in run.after_step:
+            hook(step)
+
+
+@scenario()
+def many_input_buffers(run: Run) -> None:
+    net = shard(run)
+    net.set_reduce_scatter_max_input_buffers(3)
+    train(run, net)
+
+
+@scenario()
+def unused_params(run: Run) -> None:
+    net = shard(run)
+    for unit in units(net):
+        unit.set_reduce_scatter_unused_params(True)
+    net.call = lambda block, x: x if block is net.blocks[1] else block(x)
+    train(run, net)
+
+
+@scenario()
+def forward_on_side_stream(run: Run) -> None:
+    """Autograd runs backward on the stream of forward, whichever stream calls it."""
+    net = shard(run)
+    side = Stream(name="forward")
+
+    def backward(net: Any) -> None:
+        side.wait_stream(run.device.current)
+        with side:
+            loss = loss_of(net)
+        run.device.current.wait_stream(side)
+        loss.backward()
+
+    train(run, net, backward=backward)
+
+
+@scenario(shape=(2, 2))
+def forward_on_side_stream_hybrid(run: Run) -> None:
+    forward_on_side_stream(run)
+
+
+@scenario()
+def forward_on_side_stream_offloaded(run: Run) -> None:
+    net = shard(run, offload_policy=PINNED)
+    side = Stream(name="forward")
+
+    def backward(net: Any) -> None:
+        side.wait_stream(run.device.current)
+        with side:
+            loss = loss_of(net)
+        run.device.current.wait_stream(side)
+        loss.backward()
+
+    train(run, net, backward=backward)
+
+
+@scenario()
+def step_on_side_stream(run: Run) -> None:
+    """All of training on a stream that is not the default one."""
+    side = Stream(name="training")
+    side.wait_stream(run.device.current)
+    with side:
+        train(run, shard(run))
+
+
+@scenario()
+def evaluate_between(run: Run) -> None:
+    net = shard(run)
+
+    def backward(net: Any) -> None:
+        loss_of(net).backward()
+        with torch.no_grad():
+            net(batch())
+
+    train(run, net, backward=backward)
+    net.eval()
+    with torch.inference_mode():
+        net(batch())
+    train(run, net, steps=2)
+
+
+@scenario()
+def summon(run: Run) -> None:
+    net = shard(run)
+    opt = train(run, net, steps=1)
+    for unit in units(net):
+        for parameter in unit.parameters():
+            parameter.full_tensor()
+    net.state_dict()
+    opt.state_dict()
+    train(run, net, steps=2)
+
+
+@scenario()
+def clip(run: Run) -> None:
+    def backward(net: Any) -> None:
+        loss_of(net).backward()
+        shardwise.clip_grad_norm_(net.parameters(), 1.0)
+
+    train(run, shard(run), backward=backward)
+
+
+@scenario()
+def all_reduce_hook(run: Run) -> None:
+    net = shard(run)
+    for unit in units(net):
+        unit.set_all_reduce_hook(lambda grads: grads.mul_(2))
+    train(run, net)
+
+
+@scenario()
+def all_reduce_hook_on_side_stream(run: Run) -> None:
+    net = shard(run)
+    side = Stream(name="hook")
+
+    def hook(grads: torch.Tensor) -> None:
+        before = run.device.current
+        side.wait_stream(before)
+        with side:
+            grads.mul_(2)
+        before.wait_stream(side)
+
+    for unit in units(net):
+        unit.set_all_reduce_hook(hook)
+    train(run, net)
+
+
+# -- custom collectives -------------------------------------------------------------------------
+
+
+class _Comm:
+    def __init__(self, asynchronous: bool) -> None:
+        self._asynchronous = asynchronous
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Comm):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        asynchronous = async_op or self._asynchronous
+        return dist.all_gather_single(  # type: ignore[attr-defined]
+            output_tensor, input_tensor, group=group, async_op=asynchronous
+        )
+
+
+class _ReduceScatter(_Comm):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        asynchronous = async_op or self._asynchronous
+        return dist.reduce_scatter_single(  # type: ignore[attr-defined]
+            output_tensor, input_tensor, op=op, group=group, async_op=asynchronous
+        )
+
+
+def _customize(net: Any, *, asynchronous: bool = False) -> Any:
+    for unit in units(net):
+        unit.set_custom_all_gather(_AllGather(asynchronous))
+        unit.set_custom_reduce_scatter(_ReduceScatter(asynchronous))
+    return net
+
+
+@scenario()
+def custom(run: Run) -> None:
+    train(run, _customize(shard(run)))
+
+
+@scenario()
+def custom_asynchronous(run: Run) -> None:
+    """The custom collective runs on a stream of the backend and returns a work."""
+    train(run, _customize(shard(run), asynchronous=True))
+
+
+@scenario()
+def custom_mixed(run: Run) -> None:
+    train(run, _customize(shard(run, mp_policy=BF16)))
+
+
+@scenario(shape=(2, 2))
+def custom_hybrid(run: Run) -> None:
+    train(run, _customize(shard(run)))
+
+
+@scenario()
+def custom_prefetch(run: Run) -> None:
+    train(run, _prefetching(_customize(shard(run))))
+
+
+@scenario()
+def custom_offload(run: Run) -> None:
+    train(run, _customize(shard(run, offload_policy=PINNED)))
+
+
+# -- kinds of parameters ------------------------------------------------------------------------
+
+
+@scenario()
+def staged(run: Run) -> None:
+    """Some parameters are cut along their second dimension."""
+    train(run, shard(run, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None))
+
+
+@scenario(shape=(4,))
+def staged_integer_reshard(run: Run) -> None:
+    by_columns: Any = lambda p: Shard(1) if p.dim() == 2 else None  # noqa: E731
+    train(run, shard(run, reshard_after_forward=2, shard_placement_fn=by_columns))
+
+
+@scenario(shape=(4,))
+def uneven(run: Run) -> None:
+    train(run, shard(run, make(run, inner=63)))
+
+
+@scenario(shape=(4,), rank=3)
+def uneven_last_rank(run: Run) -> None:
+    train(run, shard(run, make(run, inner=63), mp_policy=BF16))
+
+
+@scenario()
+def large(run: Run) -> None:
+    """Parameters large enough for a collective of their own."""
+    train(run, shard(run, make(run, inner=1024)))
+
+
+@scenario()
+def large_mixed(run: Run) -> None:
+    train(run, shard(run, make(run, inner=1024), mp_policy=BF16))
+
+
+@scenario()
+def large_uneven(run: Run) -> None:
+    train(run, shard(run, make(run, inner=1023)))
+
+
+@scenario()
+def large_offload(run: Run) -> None:
+    train(run, shard(run, make(run, inner=1024), offload_policy=PINNED))
+
+
+class _Scaled(nn.Module):
+    """A block and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = Block()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inside(x) * self.scale
+        return out
+
+
+@scenario()
+def scalars(run: Run) -> None:
+    """Scalars are held by every rank, and all-reduced."""
+    net = make(run)
+    with torch.device(NAME):
+        net.blocks = nn.ModuleList(_Scaled() for _ in range(3))
+    train(run, shard(run, net))
+    with torch.device(NAME):
+        net = Net()
+        net.blocks = nn.ModuleList(_Scaled() for _ in range(3))
+    train(run, shard(run, net, mp_policy=BF16))
+
+
+@scenario()
+def tied(run: Run) -> None:
+    net = make(run)
+    net.blocks[2].up.weight = net.blocks[0].up.weight
+    train(run, shard(run, net))
+
+
+class Sent(torch.Tensor):
+    """A float32 tensor that is gathered as bfloat16."""
+
+    _kept: ClassVar = frozenset(
+        getattr(torch.ops.aten, name)
+        for name in (
+            *("detach", "alias", "slice", "view", "as_strided", "split"),
+            *("clone", "copy_", "_to_copy"),
+        )
+    )
+
+    @staticmethod
+    def __new__(cls: type[Sent], inner: torch.Tensor) -> Sent:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        assert isinstance(made, Sent)
+        return made
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        def unwrap(tree: Any) -> Any:
+            return torch.utils._pytree.tree_map_only(Sent, lambda each: each.inner, tree)
+
+        out = func(*unwrap(args), **unwrap(kwargs or {}))
+        if func._schema.name.endswith("_"):
+            return args[0]
+        if func.overloadpacket not in cls._kept:
+            return out
+        return torch.utils._pytree.tree_map_only(torch.Tensor, cls, out)
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+        return (self.inner.bfloat16(),), None
+
+    def fsdp_post_all_gather(
+        self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        (data,) = gathered
+        if out is not None:
+            out.copy_(data.to(dtype))
+            return None
+        full = data.to(dtype)
+        return full, (full,)
+
+
+@scenario()
+def subclass(run: Run) -> None:
+    net = make(run)
+    for block in net.blocks:
+        block.up.weight = nn.Parameter(Sent(block.up.weight.detach()))
+    train(run, shard(run, net), optimizer=torch.optim.SGD)
+
+
+# -- activation checkpointing -------------------------------------------------------------------
+
+
+@scenario()
+def activation_checkpointing(run: Run) -> None:
+    net = make(run, call=lambda block, x: checkpoint(block, x, use_reentrant=False))
+    train(run, shard(run, net))
+
+
+@scenario()
+def activation_checkpointing_reentrant(run: Run) -> None:
+    net = make(run, call=lambda block, x: checkpoint(block, x, use_reentrant=True))
+    net = shard(run, net)
+
+    def backward(net: Any) -> None:
+        net(batch().requires_grad_()).square().mean().backward()
+
+    train(run, net, backward=backward)
+
+
+# -- failures -----------------------------------------------------------------------------------
+
+
+class _FaultError(Exception):
+    """What a scenario raises."""
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    try:
+        yield
+    except _FaultError:
+        return
+    raise AssertionError("nothing was raised")
+
+
+@scenario()
+def forward_raises(run: Run) -> None:
+    def call(block: Any, x: torch.Tensor) -> torch.Tensor:
+        if fails and block is net.blocks[1]:
+            raise _FaultError
+        out: torch.Tensor = block(x)
+        return out
+
+    net = make(run, call=call)
+    shard(run, net)
+    net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1], net.blocks[2]])
+    fails = False
+    train(run, net, steps=1)
+    fails = True
+    with _failing():
+        loss_of(net)
+    fails = False
+    train(run, net, steps=2)
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise _FaultError
+
+
+def _backward_raises(run: Run, **options: Any) -> None:
+    def call(block: Any, x: torch.Tensor) -> torch.Tensor:
+        if fails and block is net.blocks[1]:
+            x = _Raise.apply(x)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = block(x)
+        return out
+
+    net = make(run, call=call)
+    shard(run, net, **options)
+    fails = False
+    train(run, net, steps=1)
+    fails = True
+    with _failing():
+        loss_of(net).backward()
+    fails = False
+    train(run, net, steps=2)
+
+
+@scenario()
+def backward_raises(run: Run) -> None:
+    """A gather and a reduction are under way, and nobody waits for them."""
+    _backward_raises(run)
+
+
+@scenario()
+def backward_raises_offloaded(run: Run) -> None:
+    _backward_raises(run, offload_policy=PINNED)
+
+
+@scenario()
+def backward_raises_staged(run: Run) -> None:
+    _backward_raises(run, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+
+
+# -- around a training --------------------------------------------------------------------------
+
+
+@scenario()
+def made_again(run: Run) -> None:
+    """Models are freed while their last reductions are new, and others are made in their memory."""
+    for _ in range(3):
+        net = shard(run)
+        loss_of(net).backward()
+        del net
+
+
+@scenario()
+def wrapper(run: Run) -> None:
+    """Training by ``FullyShardedDataParallel``."""
+    net = make(run)
+    model = shardwise.FullyShardedDataParallel(
+        net,
+        device_mesh=run.mesh,
+        forward_prefetch=True,
+        auto_wrap_policy=shardwise.wrap.ModuleWrapPolicy([Block]),
+        use_orig_params=True,
+    )
+    train(run, model)
+    with shardwise.FullyShardedDataParallel.summon_full_params(model):
+        pass
+    model.clip_grad_norm_(1.0)
+    train(run, model, steps=2)
+
+
+@scenario(shape=(2, 2))
+def diloco(run: Run) -> None:
+    _diloco(run, Streaming())
+
+
+@scenario(shape=(2, 2))
+def diloco_streaming(run: Run) -> None:
+    _diloco(run, Streaming(fragments=2, overlap=1))
+
+
+def _diloco(run: Run, streaming: Streaming) -> None:
+    net = make(run)
+    for module in (*net.blocks, net):
+        fully_shard(module, mesh=run.mesh["shard"])
+    inner = torch.optim.AdamW(net.parameters(), lr=0.1)
+    optimizer = DiLoCo(
+        net,
+        inner,
+        every=2,
+        group=run.mesh["replicate"].get_group(),
+        streaming=streaming,
+        error_feedback=True,
+    )
+    for step in range(6):
+        loss_of(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for hook in run.after_step:
+            hook(step)
+
+
+# -- checkpoints --------------------------------------------------------------------------------
+
+
+@contextmanager
+def _read_when(ready: threading.Event, run: Run) -> Iterator[None]:
+    """Let a save only read what it would write, in its thread, once ``ready`` is set.
+
+    One rank writes no checkpoint, and fake tensors have no bytes.
+    """
+
+    def read(self: Any, get: Callable[[], Any]) -> None:
+        ready.wait()
+        tensors = [state.local_of(each) for each in get().tensors.values()]
+        with run.device.host_thread("host, saving", since):
+            run.device.access(run.device.host, "the writer", tensors, [])
+
+    since = run.device.host.clock
+    start = threading.Thread.start
+
+    def start_here(thread: threading.Thread) -> None:
+        nonlocal since
+        since = run.device.host.clock.copy()
+        start(thread)
+
+    with ExitStack() as stack:
+        patch = mock.patch.object
+        stack.enter_context(patch(saving, "group_for", lambda group: None))
+        stack.enter_context(patch(state, "check_tensor", lambda tensor, name: tensor))
+        stack.enter_context(patch(saving.Saving, "run", read))
+        stack.enter_context(patch(threading.Thread, "start", start_here))
+        yield
+
+
+def _async_save(run: Run, **options: Any) -> None:
+    net = shard(run, **options)
+    opt = train(run, net, steps=1)
+    ready = threading.Event()
+    with _read_when(ready, run):
+        handle = saving.async_save("/nowhere", net, opt, {"mask": torch.ones(4)})
+        loss_of(net).backward()
+        opt.step()
+        ready.set()
+        handle.result()
+    train(run, net, steps=1)
+
+
+@scenario()
+def async_save(run: Run) -> None:
+    _async_save(run)
+
+
+@scenario()
+def async_save_offloaded(run: Run) -> None:
+    _async_save(run, offload_policy=PINNED)

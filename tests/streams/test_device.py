@@ -1,0 +1,411 @@
+"""The model of a device: what it reports, and what it does not."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from tests.streams.clocks import Clock
+from tests.streams.device import NAME, Device, Event, Pageable, Stream, modeled
+from tests.streams.memory import MIB, CachingAllocator
+from tests.streams.process_group import world
+
+Ranks = Callable[..., list[Any]]
+PROGRAMS: dict[str, tuple[Callable[[Device], None], str]] = {}
+
+
+def program(report: str = "") -> Callable[[Callable[[Device], None]], Callable[[Device], None]]:
+    """List a program, with a part of the report that it causes; by default there is none."""
+
+    def listed(function: Callable[[Device], None]) -> Callable[[Device], None]:
+        PROGRAMS[function.__name__] = function, report
+        return function
+
+    return listed
+
+
+def ones(numel: int = 1024) -> torch.Tensor:
+    return torch.ones(numel, device=NAME)
+
+
+# -- streams and events -------------------------------------------------------------------------
+
+
+@program("reads on side")
+def read_on_another_stream(device: Device) -> None:
+    x = ones()
+    with Stream(name="side"):
+        x.sum()
+
+
+@program("writes on side")
+def write_on_another_stream(device: Device) -> None:
+    x = ones()
+    with Stream(name="side"):
+        x.zero_()
+
+
+@program("writes on compute")
+def write_to_what_another_stream_reads(device: Device) -> None:
+    x, side = ones(), Stream(name="side")
+    side.wait_stream(device.compute)
+    with side:
+        x.sum()
+    x.zero_()
+
+
+@program()
+def two_streams_read(device: Device) -> None:
+    x, side = ones(), Stream(name="side")
+    side.wait_stream(device.compute)
+    with side:
+        x.sum()
+    x.sum()
+
+
+@program()
+def an_event_orders(device: Device) -> None:
+    x, side = ones(), Stream(name="side")
+    side.wait_event(device.compute.record_event())
+    with side:
+        x.zero_()
+
+
+@program("reads on side")
+def an_event_that_was_recorded_too_early(device: Device) -> None:
+    event, side = Event(), Stream(name="side")
+    x = ones()
+    event.record()
+    x.zero_()
+    event.wait(side)
+    with side:
+        x.sum()
+
+
+@program("reads on side")
+def an_event_that_was_never_recorded(device: Device) -> None:
+    x, side = ones(), Stream(name="side")
+    side.wait_event(Event())
+    with side:
+        x.sum()
+
+
+@program()
+def ordered_by_the_host(device: Device) -> None:
+    x = ones()
+    torch.accelerator.synchronize()
+    with Stream():
+        x.zero_()
+
+
+@program()
+def ordered_through_a_third(device: Device) -> None:
+    x, second, third = ones(), Stream(), Stream()
+    second.wait_stream(device.compute)
+    third.wait_stream(second)
+    with third:
+        x.zero_()
+
+
+# -- the caching allocator ----------------------------------------------------------------------
+
+
+def _freed_while_read(device: Device, side: Stream) -> torch.Tensor:
+    x = ones()
+    side.wait_stream(device.compute)
+    with side:
+        x.sum()
+    return x
+
+
+@program("is given the freed memory on compute")
+def freed_while_another_stream_reads(device: Device) -> None:
+    x = _freed_while_read(device, Stream(name="side"))
+    del x
+    ones()
+
+
+@program()
+def freed_after_waiting(device: Device) -> None:
+    side = Stream(name="side")
+    x = _freed_while_read(device, side)
+    del x
+    device.compute.wait_stream(side)
+    ones()
+
+
+@program()
+def freed_after_record_stream(device: Device) -> None:
+    side = Stream(name="side")
+    x = _freed_while_read(device, side)
+    x.record_stream(side)  # type: ignore[arg-type]
+    del x
+    ones()
+
+
+@program()
+def freed_on_the_stream_that_used_it(device: Device) -> None:
+    x = ones()
+    x.sum()
+    del x
+    ones()
+
+
+@program("none: its storage has been freed")
+def read_after_resizing_to_zero(device: Device) -> None:
+    x = ones()
+    x.untyped_storage().resize_(0)
+    x.sum()
+
+
+@program("is given the freed memory on compute")
+def resized_while_another_stream_reads(device: Device) -> None:
+    x = _freed_while_read(device, Stream(name="side"))
+    storage = x.untyped_storage()
+    nbytes = storage.size()
+    storage.resize_(0)
+    storage.resize_(nbytes)
+
+
+# -- the host -----------------------------------------------------------------------------------
+
+
+@program("reads on host")
+def pinned_copy_read_at_once(device: Device) -> None:
+    host = torch.empty(1024, pin_memory=True)
+    host.copy_(ones(), non_blocking=True)
+    host.sum()
+
+
+@program()
+def pinned_copy_read_after_waiting(device: Device) -> None:
+    host = torch.empty(1024, pin_memory=True)
+    host.copy_(ones(), non_blocking=True)
+    device.compute.record_event().synchronize()
+    host.sum()
+
+
+@program()
+def blocking_copy(device: Device) -> None:
+    host = torch.empty(1024, pin_memory=True)
+    host.copy_(ones())
+    host.sum()
+
+
+@program()
+def pageable_copy(device: Device) -> None:
+    host = torch.empty(1024)
+    host.copy_(ones(), non_blocking=True)
+    host.sum()
+
+
+@program("reads on host")
+def pageable_copy_where_nobody_waits(device: Device) -> None:
+    device.pageable = Pageable.RETURNS
+    host = torch.empty(1024)
+    host.copy_(ones(), non_blocking=True)
+    host.sum()
+
+
+@program("reads on host")
+def asynchronous_to(device: Device) -> None:
+    ones().to("cpu", non_blocking=True).sum()
+
+
+@program("writes on host")
+def written_while_it_is_copied_to_the_device(device: Device) -> None:
+    host = torch.ones(1024).pin_memory()
+    ones().copy_(host, non_blocking=True)
+    host.zero_()
+
+
+@program()
+def item_waits(device: Device) -> None:
+    host = torch.empty(1024, pin_memory=True)
+    x = ones()
+    host.copy_(x, non_blocking=True)
+    assert x.sum().item() == 1.0
+    host.sum()
+
+
+# -- NCCL ---------------------------------------------------------------------------------------
+
+
+@program("reads on compute")
+def gathered_but_not_waited_for(device: Device) -> None:
+    full = torch.empty(2048, device=NAME)
+    work = dist.all_gather_single(full, ones(), async_op=True)  # type: ignore[attr-defined]
+    full.sum()
+    work.wait()
+
+
+@program()
+def gathered_and_waited_for(device: Device) -> None:
+    full = torch.empty(2048, device=NAME)
+    dist.all_gather_single(full, ones(), async_op=True).wait()  # type: ignore[attr-defined]
+    full.sum()
+
+
+@program()
+def gathered_synchronously(device: Device) -> None:
+    full = torch.empty(2048, device=NAME)
+    dist.all_gather_single(full, ones())  # type: ignore[attr-defined]
+    full.sum()
+
+
+@program("writes on compute")
+def written_while_it_is_sent(device: Device) -> None:
+    x = ones()
+    work = dist.all_reduce(x, async_op=True)
+    x.zero_()
+    assert work is not None
+    work.wait()
+
+
+@program()
+def a_work_holds_its_tensors(device: Device) -> None:
+    x = ones(2048)
+    out = torch.empty(1024, device=NAME)
+    work = dist.reduce_scatter_single(out, x, async_op=True)  # type: ignore[attr-defined]
+    held = weakref.ref(x)
+    del x
+    assert held() is not None
+    ones()
+    work.wait()
+    assert held() is None
+    ones()
+
+
+@program()
+def a_work_that_nobody_waits_for(device: Device) -> None:
+    x = ones(2048)
+    work = dist.all_reduce(x, async_op=True)
+    del x, work
+    ones(2048)
+
+
+@program()
+def a_functional_collective(device: Device) -> None:
+    from torch.distributed._functional_collectives import all_gather_tensor
+
+    assert dist.group.WORLD is not None
+    all_gather_tensor(ones(), 0, dist.group.WORLD).sum()
+
+
+# -- autograd -----------------------------------------------------------------------------------
+
+
+@program()
+def backward_runs_on_the_stream_of_forward(device: Device) -> None:
+    side, seen = Stream(name="side"), []
+    weight = ones().requires_grad_()
+    side.wait_stream(device.compute)
+    with side:
+        middle = weight * 2
+        middle.register_hook(lambda grad: seen.append(device.current))
+        loss = middle.sum()
+    device.compute.wait_stream(side)
+    loss.backward()
+    assert seen == [side]
+    assert weight.grad is not None
+    weight.grad.sum()  # backward has let this stream wait
+
+
+@program("reads on compute")
+def a_hook_that_reads_on_another_stream(device: Device) -> None:
+    side = Stream(name="side")
+    weight = ones().requires_grad_()
+
+    def read(grad: torch.Tensor) -> None:
+        with device.compute:
+            grad.sum()
+
+    side.wait_stream(device.compute)
+    with side:
+        middle = weight * 2
+        middle.register_hook(read)
+        loss = (middle * middle).sum()
+    device.compute.wait_stream(side)
+    loss.backward()
+
+
+@program()
+def recomputed_activations(device: Device) -> None:
+    weight = ones().requires_grad_()
+    loss: Any = checkpoint(lambda: (weight * 2).sin().sum(), use_reentrant=False)
+    loss.backward()
+
+
+def _play(rank: int, world_size: int, name: str) -> list[str]:
+    with world((2,)), modeled(Device()) as device:
+        PROGRAMS[name][0](device)
+        return [str(race) for race in device.races]
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_a_program_is_reported_if_it_races(ranks: Ranks, name: str) -> None:
+    [races] = ranks(_play, 1, name, backend=None)
+    report = PROGRAMS[name][1]
+    assert bool(races) == bool(report), "\n".join(races)
+    assert all(report in race for race in races)
+    assert all("test_device.py:" in race for race in races)
+
+
+def _report(rank: int, world_size: int) -> str:
+    with modeled(Device()) as device:
+        read_on_another_stream(device)
+        with pytest.raises(AssertionError) as raised:
+            device.check()
+        return str(raised.value)
+
+
+def test_a_report_names_both_places_and_the_memory(ranks: Ranks) -> None:
+    [report] = ranks(_report, 1, backend=None)
+    lines = report.splitlines()
+    assert lines[0] == "1 races"
+    assert lines[1] == "race: aten::sum reads on side"
+    assert "in read_on_another_stream" in lines[2]
+    earlier = next(line for line in lines if "not ordered after" in line)
+    assert "aten::ones writes on compute" in earlier or "aten::fill_ writes on compute" in earlier
+    assert any("4096 bytes of device memory, allocated on compute" in line for line in lines)
+
+
+# -- without torch ------------------------------------------------------------------------------
+
+
+def test_a_clock_knows_what_it_has_joined() -> None:
+    first, second = Clock(), Clock()
+    moment = first.advance("first")
+    before = first.copy()
+    later = first.advance("first")
+    second.join(before)
+    assert second.knows(moment)
+    assert not second.knows(later)
+
+
+def test_blocks_are_rounded_and_segments_are_shared() -> None:
+    allocator = CachingAllocator(0)
+    first, second = allocator.allocate(1), allocator.allocate(513)
+    assert (allocator.size_at(first), allocator.size_at(second)) == (512, 1024)
+    assert second == first + 512
+    assert allocator.reserved == 2 * MIB
+    allocator.allocate(2 * MIB)
+    assert allocator.reserved == 22 * MIB
+    allocator.allocate(11 * MIB)
+    assert allocator.reserved == 34 * MIB
+
+
+def test_freed_neighbors_become_one_block() -> None:
+    allocator = CachingAllocator(0)
+    addresses = [allocator.allocate(MIB // 2) for _ in range(4)]
+    for address in (addresses[0], addresses[2], addresses[1], addresses[3]):
+        allocator.free(address)
+    allocator.allocate(MIB)
+    allocator.allocate(MIB)
+    assert allocator.reserved == 2 * MIB
