@@ -26,13 +26,13 @@ import threading
 import types
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -272,7 +272,10 @@ class Device:
     def block_of(self, storage: torch.UntypedStorage, device: torch.device) -> Block:
         """The block of a storage."""
         block = self._blocks.get(storage._cdata)
-        return self.allocate(storage, device) if block is None else block
+        if block is None:  # it was made where nobody looked, values and all
+            block = self.allocate(storage, device)
+            block.has_values = True
+        return block
 
     def allocate(
         self, storage: torch.UntypedStorage, device: torch.device, *, pin_memory: bool = False
@@ -365,9 +368,12 @@ class Device:
                     self._report(Race(access, access, "none: its storage has been freed"))
                     continue
                 block = self.block_of(storage, tensor.device)
+                if kind is Kind.READ and not block.has_values:
+                    self._report(Race(access, access, f"{block}. Nothing has written to it"))
                 for other in block.conflicts(kind):
                     self._check(other, access, on.clock, block)
                 block.note(access)
+                block.has_values |= kind is Kind.WRITE
 
     def _check(self, earlier: Access, later: Access, clock: Clock, block: Block) -> None:
         if not clock.knows(earlier.moment):
@@ -429,6 +435,14 @@ _EMPTY = frozenset(
         *("new_empty", "new_empty_strided"),
     )
 )
+#: Operations that read the shape of their argument, and not its values.
+_LIKE = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_zeros", "new_ones", "new_full"),
+    )
+)
 _PLAIN = (torch.Tensor, FakeTensor, torch.nn.Parameter)
 
 
@@ -448,6 +462,10 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)  # DTensor works out shapes in a mode of its own
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # what is inside comes here
+        given = _tensors((args, kwargs))
+        if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
+            with unset_fake_temporarily():  # numbers of ranks, say, which meshes are made of
+                return func(*args, **kwargs)
         name = func._schema.name
         if name == "aten::_local_scalar_dense":
             return self._value_of(args[0])
@@ -472,7 +490,7 @@ class _Recorder(TorchDispatchMode):
                 self._model.allocate(tensor.untyped_storage(), tensor.device, pin_memory=pin_memory)
         is_view = not made and not writes
         if name not in _EMPTY and not is_view:
-            self._access(name, args, kwargs, reads, writes + made)
+            self._access(name, args, kwargs, [] if name in _LIKE else reads, writes + made)
         return out
 
     def _access(
@@ -601,6 +619,18 @@ class _Module:
 
     def manual_seed_all(self, seed: int) -> None:
         pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+        pass
+
+    def device(self, index: object) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def current_stream(self, device: object = None) -> Stream:
         return current_device().current

@@ -71,10 +71,10 @@ class Access:
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses to one block that nothing orders.
+    """Two accesses to one block that nothing orders; or one that finds no memory, or no values.
 
     Attributes:
-        earlier: the one that was launched first.
+        earlier: the one that was launched first; the same as ``later`` if there is only one.
         later: the one that was launched while the first might still run, or be about to.
         block: the memory.
     """
@@ -104,6 +104,7 @@ class Block:
         site: where in the program it was allocated.
         address: where it begins.
         last: the last read and the last write on each timeline.
+        has_values: whether anything has been written to it.
         recorded: streams that ``record_stream`` named. The allocator waits for them.
     """
 
@@ -114,6 +115,7 @@ class Block:
     site: tuple[str, ...]
     address: int
     last: dict[tuple[Kind, str], Access] = field(default_factory=dict)
+    has_values: bool = False
     recorded: set[str] = field(default_factory=set)
 
     def note(self, access: Access) -> None:

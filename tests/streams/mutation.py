@@ -14,13 +14,16 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
 
 import shardwise
-from tests.streams.device import Event, Stream, current_device
+from tests.streams.device import NAME, Event, Stream, current_device
 
 SOURCE = Path(shardwise.__file__).parent
 
@@ -77,24 +80,54 @@ def without(place: Place) -> Iterator[None]:
     tree = copy.deepcopy(original)
     node = next(node for found, node in _found(place.file, tree, source) if found == place)
     changed = ast.fix_missing_locations(_Change(node, place.what).visit(tree))
-    name = "shardwise." + place.file.removesuffix(".py").replace("/", ".")
-    module = importlib.import_module(name)
+    module = _module(place.file)
     code = compile(changed, str(SOURCE / place.file), "exec")
-    function = _function(module, place.function)
-    before = function.__code__
-    module.__dict__.update(_elsewhere=_elsewhere, _never_recorded=Event)
-    function.__code__ = _code_of(code, place.function)
+    added = {"_elsewhere": _elsewhere, "_never_recorded": Event}
+    with (
+        mock.patch.dict(module.__dict__, added),
+        _exchanged(_function(module, place.function), _code_of(code, place.function)),
+    ):
+        yield
+
+
+@contextmanager
+def as_cuda(file: str) -> Iterator[None]:
+    """Run the functions of a file as if the device were called ``cuda``."""
+    tree, _ = _parsed(file)
+    module = _module(file)
+    code = compile(tree, str(SOURCE / file), "exec")
+    with ExitStack() as stack:
+        synchronize = torch.accelerator.synchronize
+        stack.enter_context(mock.patch.object(torch.cuda, "synchronize", synchronize))
+        for name, _ in _functions(tree):
+            stack.enter_context(_exchanged(_function(module, name), _code_of(code, name)))
+        yield
+
+
+@contextmanager
+def _exchanged(function: types.FunctionType, code: types.CodeType) -> Iterator[None]:
+    before, function.__code__ = function.__code__, code
     try:
         yield
     finally:
         function.__code__ = before
-        del module.__dict__["_elsewhere"], module.__dict__["_never_recorded"]
+
+
+def _module(file: str) -> types.ModuleType:
+    return importlib.import_module("shardwise." + file.removesuffix(".py").replace("/", "."))
 
 
 @functools.cache
 def _parsed(file: str) -> tuple[ast.Module, str]:
+    """The tree and the source of a file. In the tree, CUDA has the name of the modeled device."""
     source = (SOURCE / file).read_text()
-    return ast.parse(source), source
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            for each in node.comparators:
+                if isinstance(each, ast.Constant) and each.value == "cuda":
+                    each.value = NAME
+    return tree, source
 
 
 def _found(file: str, tree: ast.Module, source: str) -> list[tuple[Place, ast.AST]]:

@@ -5,6 +5,8 @@ A scenario is a function of a :class:`Run`. :data:`SCENARIOS` lists them by name
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import threading
 import warnings
@@ -19,16 +21,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import fully_shard
 from shardwise.checkpoint.ranks import saving, state
-from shardwise.diloco import DiLoCo, Streaming
+from shardwise.diloco import DiLoCo, Streaming, members
+from shardwise.diloco.settings import WireFormat
 from shardwise.transport import select
 from shardwise.transport.collectives import NcclTransport
+from shardwise.transport.peers import Peers
+from tests.streams import mutation
 from tests.streams.device import NAME, Device, Pageable, Stream, modeled
+from tests.streams.mutation import Place
 from tests.streams.process_group import world
 
 WIDTH = 64
@@ -58,12 +64,15 @@ class Scenario:
         shape: of the mesh: ``(shard,)`` or ``(replicate, shard)``.
         rank: the rank to be.
         pageable: how copies to pageable memory behave.
+        as_cuda: files of the runtime that ask for a device by the name of CUDA, to run as they do
+            for CUDA.
     """
 
     run: Callable[[Run], None]
     shape: tuple[int, ...] = (2,)
     rank: int = 0
     pageable: Pageable = Pageable.BLOCKS
+    as_cuda: tuple[str, ...] = ()
 
 
 SCENARIOS: dict[str, Scenario] = {}
@@ -79,8 +88,16 @@ def scenario(**options: Any) -> Callable[[Callable[[Run], None]], Callable[[Run]
     return listed
 
 
-def play(name: str, after_step: Sequence[Callable[[Device, int], None]] = ()) -> Device:
-    """Run a scenario, and return the device with what it has noted."""
+def play(
+    name: str,
+    after_step: Sequence[Callable[[Device, int], None]] = (),
+    taken_out: Place | None = None,
+) -> Device:
+    """Run a scenario, maybe without a part of the runtime.
+
+    Returns:
+        The device, with what it has noted.
+    """
     found = SCENARIOS[name]
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -91,6 +108,10 @@ def play(name: str, after_step: Sequence[Callable[[Device, int], None]] = ()) ->
         )
         mesh = stack.enter_context(world(found.shape, found.rank))
         device = stack.enter_context(modeled(Device(found.pageable)))
+        for file in found.as_cuda:
+            stack.enter_context(mutation.as_cuda(file))
+        if taken_out is not None:
+            stack.enter_context(mutation.without(taken_out))
         hooks = [lambda step, hook=hook: hook(device, step) for hook in after_step]
         found.run(Run(device, mesh, hooks))
     return device
@@ -319,6 +340,27 @@ def offload_tied(run: Run) -> None:
 
 
 @scenario()
+def offload_tied_two_streams(run: Run) -> None:
+    """Two groups whose forwards run on two streams add to one gradient on the host."""
+    side = Stream(name="second block")
+
+    def call(block: Any, x: torch.Tensor) -> torch.Tensor:
+        if block is not net.blocks[1]:
+            out: torch.Tensor = block(x)
+            return out
+        before = run.device.current
+        side.wait_stream(before)
+        with side:
+            out = block(x)
+        before.wait_stream(side)
+        return out
+
+    net = make(run, call=call)
+    net.blocks[1].up.weight = net.blocks[0].up.weight
+    train(run, shard(run, net, offload_policy=PINNED))
+
+
+@scenario()
 def optimizer_in_backward_offloaded(run: Run) -> None:
     optimizer_in_backward(run, offload_policy=PINNED)
 
@@ -371,6 +413,20 @@ def unshard_ahead(run: Run) -> None:
         loss_of(net).backward()
 
     train(run, net, backward=backward)
+
+
+@scenario()
+def unshard_and_read(run: Run) -> None:
+    """Full parameters are read outside of forward."""
+    net = shard(run, make(run, inner=1024))
+    train(run, net, steps=1)
+    for unit in units(net):
+        unit.unshard()
+        for parameter in unit.parameters():
+            if not isinstance(parameter, DTensor):
+                parameter.detach().sum()
+        unit.reshard()
+    train(run, net, steps=2)
 
 
 @scenario()
@@ -437,9 +493,11 @@ def many_input_buffers(run: Run) -> None:
 
 @scenario()
 def unused_params(run: Run) -> None:
+    """A block runs in the first step only. Then zeros are reduced for it."""
     net = shard(run)
     for unit in units(net):
         unit.set_reduce_scatter_unused_params(True)
+    train(run, net, steps=1)
     net.call = lambda block, x: x if block is net.blocks[1] else block(x)
     train(run, net)
 
@@ -515,6 +573,17 @@ def summon(run: Run) -> None:
     net.state_dict()
     opt.state_dict()
     train(run, net, steps=2)
+
+
+@scenario(shape=(1,))
+def one_rank_summon(run: Run) -> None:
+    summon(run)
+    with torch.device(NAME):
+        model = shardwise.FullyShardedDataParallel(Net(), device_mesh=run.mesh)
+    for _ in range(2):
+        with shardwise.FullyShardedDataParallel.summon_full_params(model):
+            for parameter in model.parameters():
+                parameter.detach().sum()
 
 
 @scenario()
@@ -710,6 +779,25 @@ def tied(run: Run) -> None:
     train(run, shard(run, net))
 
 
+class _ReturnsWeight(nn.Module):
+    """Returns a view of its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight.view(1, WIDTH)
+
+
+@scenario()
+def returns_parameter(run: Run) -> None:
+    net = make(run, call=lambda block, x: x + block(x))
+    with torch.device(NAME):
+        net.blocks = nn.ModuleList(_ReturnsWeight() for _ in range(3))
+    train(run, shard(run, net))
+
+
 class Sent(torch.Tensor):
     """A float32 tensor that is gathered as bfloat16."""
 
@@ -754,7 +842,8 @@ class Sent(torch.Tensor):
     ) -> Any:
         (data,) = gathered
         if out is not None:
-            out.copy_(data.to(dtype))
+            with torch.autograd._unsafe_preserve_version_counter(out):  # type: ignore[attr-defined]
+                out.copy_(data.to(dtype))
             return None
         full = data.to(dtype)
         return full, (full,)
@@ -765,7 +854,7 @@ def subclass(run: Run) -> None:
     net = make(run)
     for block in net.blocks:
         block.up.weight = nn.Parameter(Sent(block.up.weight.detach()))
-    train(run, shard(run, net), optimizer=torch.optim.SGD)
+    train(run, shard(run, net), optimizer=functools.partial(torch.optim.SGD, foreach=False))
 
 
 # -- activation checkpointing -------------------------------------------------------------------
@@ -881,6 +970,36 @@ def made_again(run: Run) -> None:
 
 
 @scenario()
+def copied(run: Run) -> None:
+    """Models are copied, and the copies freed."""
+    net = shard(run)
+    train(run, net, steps=1)
+    for _ in range(2):
+        train(run, copy.deepcopy(net), steps=1)
+
+
+@scenario()
+def materialize(run: Run) -> None:
+    """Models are made on the meta device and materialized."""
+    for _ in range(2):
+        with torch.device("meta"):
+            net: Any = Net()
+        net.scale = nn.Parameter(torch.ones(3, device="meta"))
+        net.register_buffer("offset", torch.ones(3, device="meta"))
+        for block in net.blocks:
+            fully_shard(block, mesh=run.mesh)
+        fully_shard(net, mesh=run.mesh, ignored_params={net.scale})
+        shardwise.materialize(net, device=NAME, init=_fill)
+        loss_of(net).backward()
+        del net, block
+
+
+def _fill(module: nn.Module) -> None:
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        tensor.detach().fill_(1)
+
+
+@scenario()
 def wrapper(run: Run) -> None:
     """Training by ``FullyShardedDataParallel``."""
     net = make(run)
@@ -908,19 +1027,31 @@ def diloco_streaming(run: Run) -> None:
     _diloco(run, Streaming(fragments=2, overlap=1))
 
 
+@contextmanager
+def _agreeing() -> Iterator[None]:
+    """Let the other replicas, which do not exist, report what this one does."""
+    with (
+        mock.patch.object(members, "_digest", return_value=0),
+        mock.patch.object(Peers, "gather_objects", lambda peers, mine, doing: [mine] * peers.size),
+    ):
+        yield
+
+
 def _diloco(run: Run, streaming: Streaming) -> None:
     net = make(run)
     for module in (*net.blocks, net):
         fully_shard(module, mesh=run.mesh["shard"])
     inner = torch.optim.AdamW(net.parameters(), lr=0.1)
-    optimizer = DiLoCo(
-        net,
-        inner,
-        every=2,
-        group=run.mesh["replicate"].get_group(),
-        streaming=streaming,
-        error_feedback=True,
-    )
+    with _agreeing():
+        optimizer = DiLoCo(
+            net,
+            inner,
+            every=2,
+            group=run.mesh["replicate"].get_group(),
+            wire=WireFormat.INT8,
+            streaming=streaming,
+            error_feedback=True,
+        )
     for step in range(6):
         loss_of(net).backward()
         optimizer.step()
@@ -975,7 +1106,7 @@ def _async_save(run: Run, **options: Any) -> None:
     train(run, net, steps=1)
 
 
-@scenario()
+@scenario(as_cuda=("checkpoint/ranks/saving.py",))
 def async_save(run: Run) -> None:
     _async_save(run)
 

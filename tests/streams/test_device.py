@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.streams.clocks import Clock
@@ -292,10 +295,9 @@ def a_work_that_nobody_waits_for(device: Device) -> None:
 
 @program()
 def a_functional_collective(device: Device) -> None:
-    from torch.distributed._functional_collectives import all_gather_tensor
-
-    assert dist.group.WORLD is not None
-    all_gather_tensor(ones(), 0, dist.group.WORLD).sum()
+    with unset_fake_temporarily():
+        mesh = DeviceMesh(NAME, torch.arange(2))
+    distribute_tensor(ones(), mesh, [Shard(0)], src_data_rank=None).full_tensor().sum()
 
 
 # -- autograd -----------------------------------------------------------------------------------
@@ -396,6 +398,8 @@ def test_blocks_are_rounded_and_segments_are_shared() -> None:
     assert second == first + 512
     assert allocator.reserved == 2 * MIB
     allocator.allocate(2 * MIB)
+    assert allocator.reserved == 22 * MIB
+    allocator.allocate(11 * MIB)  # fits into what is left of the last segment
     assert allocator.reserved == 22 * MIB
     allocator.allocate(11 * MIB)
     assert allocator.reserved == 34 * MIB

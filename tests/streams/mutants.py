@@ -1,0 +1,122 @@
+"""What can be taken out of the runtime, and which scenario reports that it is gone.
+
+:data:`SEEN` and :data:`UNSEEN` list every wait, event, kept reference and allocation in the files
+that handle tensors of a device. :data:`HOST_ONLY` says which files do not.
+"""
+
+from __future__ import annotations
+
+#: Files and folders without tensors of a device, or without any that two streams use.
+HOST_ONLY = {
+    "transport/gloo.py": "messages between tensors of the host",
+    "transport/waiter.py": "a thread that waits for gloo",
+    "transport/peers.py": "ranks that meet in the store",
+    "transport/shm": "memory that ranks of a host share",
+    "checkpoint/disk": "files",
+    "checkpoint/formats": "files",
+    "checkpoint/tools": "files",
+    "checkpoint/ranks/optimizer.py": "reads files into the memory of the host",
+    "checkpoint/ranks/xla.py": "reads files into the memory of the host",
+}
+
+#: By place: the scenario that reports a race, or an error, without it.
+SEEN = {
+    # The all-gather of a tensor subclass.
+    "sharding/extension.py Extension.outputs: torch.empty(world_size * sent.numel(), "
+    "dtype=sent.dtype, device=sent.device)": "subclass",
+    "sharding/extension.py _allocate: storage.resize_(nbytes)": "subclass",
+    # Full parameters.
+    "sharding/full_params.py FullParams._start: each.allocate()": "zero3",
+    "sharding/full_params.py FullParams._finish: self._works.pop().wait()": "large",
+    "sharding/full_params.py PostForwardShards.keep: "
+    "rows.clone(memory_format=torch.contiguous_format)": "integer_reshard",
+    "sharding/hooks.py outlive_parameters: tensor.clone()": "returns_parameter",
+    "sharding/module.py FSDPModule.unshard: handle.wait()": "unshard_and_read",
+    "sharding/summon.py full_value: full.clone()": "one_rank_summon",
+    # Shards.
+    "sharding/init.py _make_full: torch.empty_like(old, device=device)": "materialize",
+    "sharding/init.py _make_full: torch.empty_like(old_buffer, device=device)": "materialize",
+    "sharding/param.py ShardedParam.empty_full: "
+    "torch.empty(self.layout.shape, dtype=dtype, device=device)": "materialize",
+    "sharding/param.py ShardedParam.copy_parameter: self.local.clone()": "copied",
+    "sharding/param.py ShardedParam._copy_of_shard: "
+    "rows.clone(memory_format=torch.contiguous_format)": "zero3",
+    "sharding/hooks.py _enter_root: torch.accelerator.current_stream().wait_event(event)": (
+        "post_optimizer_event"
+    ),
+    # Gradients.
+    "sharding/group_param.py GroupParam.zeros_for_grad: torch.zeros(self.layout.shape, "
+    "dtype=self.full.dtype, device=self.full.device)": "unused_params",
+    "sharding/layout.py Layout.to_chunks: full.new_empty(self.padded_numel)": "staged",
+    "sharding/reduce.py Reduction.advance: work.wait()": "large",
+    "sharding/reduce.py Reduction._start_over_shard: self._alive.append(full)": "custom",
+    "sharding/reduce.py Reduction._start_over_shard: "
+    "torch.empty(param.layout.chunk_numel, dtype=dtype, device=grad.device)": "large",
+    "sharding/reduce.py Reduction._places_for_shards: "
+    "torch.zeros(sum(numels), dtype=dtype, device=device)": "all_reduce_hook",
+    "sharding/grad.py _grad_norm: torch.zeros((), dtype=wide, device=device)": "clip",
+    "sharding/grad.py _local_norm: torch.zeros((), dtype=dtype, device=device)": "wrapper",
+    # Gradients on their way to the host.
+    "sharding/group.py ParamGroup.wait_for_offload: param.form.offload.wait()": "offload_pinned",
+    "sharding/param.py ShardedParam.add_grad: self.offload.wait()": "offload_tied_two_streams",
+    "sharding/policy.py Offload.grad_to_host: stream.record_event()": "offload_pinned",
+    "sharding/policy.py Offload.wait: self._copied.popitem()[1].synchronize()": "offload_pinned",
+    # Collectives.
+    "transport/all_to_all.py AllToAll.start: work.wait()": "diloco",
+    "transport/buckets.py pack: torch.cat(list(pieces))": "hybrid",
+    "transport/buckets.py flat_rows: like.new_empty(world_size, sum(chunks))": "zero3",
+    "transport/buckets.py contributions: "
+    "flat_rows(shard, world_size, [each.numel() for each in shards])": "zero3",
+    "transport/collectives.py CollectivesTransport.all_gather: "
+    "flat_rows(first, self.world_size, sizes)": "zero3",
+    "transport/collectives.py CollectivesTransport.reduce_scatter: "
+    "torch.empty_like(flat[0])": "zero3",
+    "transport/collectives.py CollectivesTransport._start: each.wait()": "zero3",
+    "transport/memory.py HeapBuffers.allocate: storage.resize_(nbytes)": "zero3",
+    # Custom collectives.
+    "transport/custom.py CustomTransport.all_gather: self._all_gather.allocate( "
+    "(self.world_size * sum(sizes),), dtype=fulls[0].dtype, device=device )": "custom",
+    "transport/custom.py CustomTransport.all_gather: wait()": "custom",
+    "transport/custom.py CustomTransport.reduce_scatter: work.wait()": "custom",
+    "transport/custom.py CustomTransport._beside: "
+    "self._stream.wait_stream(torch.accelerator.current_stream(device))": "custom",
+    "transport/custom.py CustomTransport._reduce_one: comm.allocate("
+    "(self.world_size * sum(sizes),), dtype=dtype, device=device)": "custom",
+    "transport/custom.py CustomTransport._reduce_one: "
+    "comm.allocate((sum(sizes),), dtype=dtype, device=device)": "custom",
+    "transport/custom.py CustomTransport._reduce_one: wait()": "custom",
+    "transport/custom.py _wait_for: "
+    "torch.accelerator.current_stream(device).record_event()": "custom",
+    "transport/custom.py _wait_for: work.wait()": "custom_asynchronous",
+    "transport/custom.py _wait_for: "
+    "torch.accelerator.current_stream(device).wait_event(event)": "custom",
+    # Checkpoints.
+    "checkpoint/ranks/saving.py copies: torch.cuda.synchronize()": "async_save",
+}
+
+_HOST = "memory of the host belongs to no stream"
+_FREED = "it is freed before anything uses it, only to make a storage of its size"
+_HELD = "NCCL's work holds its tensors itself until it is waited for; gloo's does not"
+_META = "it has no memory: it is on the meta device"
+
+#: By place: why no scenario can report that it is gone.
+UNSEEN = {
+    "sharding/group_param.py GroupParam.make_full: "
+    "storage.resize_((offset + memory.numel()) * memory.itemsize)": _FREED,
+    'sharding/layout.py Layout.strides: torch.empty(self.shape, device="meta")': _META,
+    'sharding/placement.py sharded_spec: torch.empty(param.shape, device="meta")': _META,
+    "sharding/policy.py Offload.grad_to_host: "
+    'torch.empty_like(grad, device="cpu", pin_memory=self.pin_memory)': _HOST,
+    "transport/all_to_all.py AllToAll.start: messages.wait()": "gloo's messages, on the host",
+    "transport/all_to_all.py AllToAll.start: rows=rows": _HELD,
+    "transport/collectives.py CollectivesTransport._start: calls=calls": _HELD,
+    "transport/collectives.py CollectivesTransport._start: "
+    "self._waiter.wait([(each, None) for each in launched], doing)": "gloo, on the host",
+    "transport/memory.py HeapBuffers.__init__: "
+    "torch.empty(numel, dtype=dtype, device=device)": _FREED,
+    "transport/memory.py Loan.take: torch.empty(numel, dtype=dtype)": _HOST,
+    "transport/memory.py _block: torch.empty(nbytes, dtype=torch.uint8)": _HOST,
+    "checkpoint/ranks/saving.py _copy: "
+    'torch.empty(local.shape, dtype=local.dtype, pin_memory=local.device.type == "cuda")': _HOST,
+    "checkpoint/ranks/saving.py _copy: local.clone(memory_format=torch.contiguous_format)": _HOST,
+}

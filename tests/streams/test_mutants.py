@@ -1,0 +1,57 @@
+"""The scenarios would report if a wait, an event, a reference or an allocation were not right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from tests.streams.mutants import HOST_ONLY, SEEN, UNSEEN
+from tests.streams.mutation import SOURCE, Place, places
+from tests.streams.scenarios import play
+
+#: Mutants that are tried in one process.
+_AT_A_TIME = 6
+
+
+def _all_places() -> dict[str, Place]:
+    files = (
+        str(path.relative_to(SOURCE))
+        for package in ("sharding", "transport", "checkpoint")
+        for path in sorted((SOURCE / package).rglob("*.py"))
+    )
+    return {
+        str(place): place
+        for file in files
+        if not any(file == each or file.startswith(f"{each}/") for each in HOST_ONLY)
+        for place in places(file)
+    }
+
+
+def _listed(names: Iterable[str]) -> str:
+    return "\n  ".join(["", *sorted(names)])
+
+
+def test_the_table_lists_what_is_in_the_source() -> None:
+    found, listed = set(_all_places()), {*SEEN, *UNSEEN}
+    assert not found - listed, f"not in tests/streams/mutants.py: {_listed(found - listed)}"
+    assert not listed - found, f"no longer in the source: {_listed(listed - found)}"
+    assert not SEEN.keys() & UNSEEN.keys()
+
+
+def test_files_of_the_host_exist() -> None:
+    assert all((SOURCE / each).exists() for each in HOST_ONLY)
+
+
+def _unreported(rank: int, world_size: int, names: list[str]) -> list[str]:
+    """Play each mutant's scenario; return the mutants that it does not report."""
+    found = _all_places()
+    return [name for name in names if not play(SEEN[name], taken_out=found[name]).races]
+
+
+@pytest.mark.parametrize("first", range(0, len(SEEN), _AT_A_TIME))
+def test_each_is_reported_if_it_is_taken_out(ranks: Callable[..., list[Any]], first: int) -> None:
+    names = list(SEEN)[first : first + _AT_A_TIME]
+    [unreported] = ranks(_unreported, 1, names, backend=None)
+    assert not unreported, f"nothing is reported without {_listed(unreported)}"
