@@ -33,6 +33,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import _sharding_prop
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -706,6 +707,8 @@ def modeled(model: Device) -> Iterator[Device]:
         (torch.Tensor, "pin_memory", _pin),
         (torch.Tensor, "is_pinned", _is_pinned),
         (torch.Tensor, "record_stream", _record_stream),
+        # DTensor works out shapes with tensors of the global shape: not in the mode that is noted.
+        (_sharding_prop, "detect_fake_mode", lambda *_: None),
     ]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:

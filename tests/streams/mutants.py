@@ -58,7 +58,6 @@ SEEN = {
     "sharding/grad.py _local_norm: torch.zeros((), dtype=dtype, device=device)": "wrapper",
     # Gradients on their way to the host.
     "sharding/group.py ParamGroup.wait_for_offload: param.form.offload.wait()": "offload_pinned",
-    "sharding/param.py ShardedParam.add_grad: self.offload.wait()": "offload_tied_two_streams",
     "sharding/policy.py Offload.grad_to_host: stream.record_event()": "offload_pinned",
     "sharding/policy.py Offload.wait: self._copied.popitem()[1].synchronize()": "offload_pinned",
     # Collectives.

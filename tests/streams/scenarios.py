@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import threading
 import warnings
@@ -288,7 +289,7 @@ def plain_collectives_mixed(run: Run) -> None:
     """Some parameters have another dtype, so everything is gathered as bytes."""
     net = make(run)
     for block in net.blocks:
-        block.norm.to(torch.bfloat16)
+        block.norm = nn.LayerNorm(WIDTH, dtype=torch.bfloat16, device=NAME)
     train(run, shard(run, net, transport="collectives"))
 
 
@@ -420,12 +421,12 @@ def unshard_and_read(run: Run) -> None:
     """Full parameters are read outside of forward."""
     net = shard(run, make(run, inner=1024))
     train(run, net, steps=1)
-    for unit in units(net):
-        unit.unshard()
-        for parameter in unit.parameters():
-            if not isinstance(parameter, DTensor):
-                parameter.detach().sum()
-        unit.reshard()
+    for block in net.blocks:
+        block.unshard()
+        for parameter in block.parameters():
+            assert not isinstance(parameter, DTensor)
+            parameter.detach().sum()
+        block.reshard()
     train(run, net, steps=2)
 
 
@@ -992,6 +993,7 @@ def materialize(run: Run) -> None:
         shardwise.materialize(net, device=NAME, init=_fill)
         loss_of(net).backward()
         del net, block
+        gc.collect()
 
 
 def _fill(module: nn.Module) -> None:

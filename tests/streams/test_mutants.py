@@ -47,7 +47,14 @@ def test_files_of_the_host_exist() -> None:
 def _unreported(rank: int, world_size: int, names: list[str]) -> list[str]:
     """Play each mutant's scenario; return the mutants that it does not report."""
     found = _all_places()
-    return [name for name in names if not play(SEEN[name], taken_out=found[name]).races]
+    return [name for name in names if not _is_reported(name, found[name])]
+
+
+def _is_reported(name: str, place: Place) -> bool:
+    try:
+        return bool(play(SEEN[name], taken_out=place).races)
+    except AssertionError:  # the scenario sees it itself
+        return True
 
 
 @pytest.mark.parametrize("first", range(0, len(SEEN), _AT_A_TIME))
