@@ -196,7 +196,7 @@ class Device:
     @property
     def current(self) -> Stream:
         """The stream that work is launched on now."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if self._entered and (self._entered[-1][1] or node is None):
             stream = self._entered[-1][0]
         elif node is None:
@@ -211,7 +211,7 @@ class Device:
 
     def enter(self, stream: Stream) -> None:
         """Make ``stream`` the current one."""
-        self._entered.append((stream, torch._C._current_autograd_node() is not None))
+        self._entered.append((stream, current_node() is not None))
         self._note_change()
 
     def leave(self) -> None:
@@ -267,7 +267,7 @@ class Device:
 
     def sweep(self) -> None:
         """Free the blocks whose storage is gone."""
-        for key in [key for key, block in self._blocks.items() if block.storage.expired()]:
+        for key in [key for key, block in self._blocks.items() if block.is_gone]:
             self.free(key)
 
     def block_of(self, storage: torch.UntypedStorage, device: torch.device) -> Block:
@@ -299,7 +299,7 @@ class Device:
             address = pool.allocate(nbytes)
             self.allocated += pool.size_at(address)
             self.peak = max(self.peak, self.allocated)
-        block = Block(StorageWeakRef(storage), place, owner, nbytes, where, address)
+        block = Block(_weak(storage), place, owner, nbytes, where, address)
         self._blocks[storage._cdata] = block
         return block
 
@@ -397,6 +397,11 @@ class Device:
             )
 
 
+def current_node() -> Any:
+    """The node of autograd that runs, hooks included; ``None`` outside of them."""
+    return torch._C._current_autograd_node()
+
+
 def site() -> tuple[str, ...]:
     """Where the program is, innermost first: lines of the runtime and of the tests."""
     found: list[str] = []
@@ -407,10 +412,14 @@ def site() -> tuple[str, ...]:
             short = name.rpartition("/src/")[2].rpartition("/tests/streams/")[2]
             found.append(f"{short}:{frame.f_lineno} in {frame.f_code.co_name}")
         frame = frame.f_back
-    node = torch._C._current_autograd_node()
+    node = current_node()
     if not found and node is not None:
         found.append(f"the backward of {node.name()}")
     return tuple(found)
+
+
+def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def _device_of(block: Block) -> torch.device:
@@ -447,7 +456,10 @@ _LIKE = frozenset(
 _PLAIN = (torch.Tensor, FakeTensor, torch.nn.Parameter)
 
 
-class _Recorder(TorchDispatchMode):
+_Mode: Any = TorchDispatchMode
+
+
+class _Recorder(_Mode):
     """Notes what every operation reads and writes."""
 
     def __init__(self, model: Device, fake: FakeTensorMode) -> None:
@@ -597,8 +609,8 @@ def _made_current(model: Device) -> Iterator[None]:
 class _Module:
     """What torch looks up as ``torch.<name of the device>``."""
 
-    Stream = Stream
-    Event = Event
+    def __init__(self) -> None:
+        self.Stream, self.Event = Stream, Event
 
     def is_initialized(self) -> bool:
         return True

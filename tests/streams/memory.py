@@ -118,6 +118,11 @@ class Block:
     has_values: bool = False
     recorded: set[str] = field(default_factory=set)
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody holds its storage any more."""
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+
     def note(self, access: Access) -> None:
         """Remember an access. Earlier ones of its kind on its timeline need not be remembered."""
         self.last[access.kind, access.moment.timeline] = access

@@ -100,6 +100,10 @@ _META = "it has no memory: it is on the meta device"
 
 #: By place: why no scenario can report that it is gone.
 UNSEEN = {
+    "sharding/param.py ShardedParam.add_grad: self.offload.wait()": (
+        "the copy that follows blocks the host on the stream of the earlier one, or on a stream "
+        "that autograd has made wait for it"
+    ),
     "sharding/group_param.py GroupParam.make_full: "
     "storage.resize_((offset + memory.numel()) * memory.itemsize)": _FREED,
     'sharding/layout.py Layout.strides: torch.empty(self.shape, device="meta")': _META,

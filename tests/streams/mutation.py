@@ -210,7 +210,7 @@ class _Change(ast.NodeTransformer):
 
     def visit_arguments(self, node: ast.arguments) -> ast.AST:
         if self._node in node.args:
-            position = node.args.index(self._node) - len(node.args)  # type: ignore[arg-type]
+            position = node.args.index(self._node) - len(node.args)
             node.defaults[position] = ast.Constant(None)
         return self.generic_visit(node)
 

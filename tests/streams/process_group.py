@@ -56,7 +56,12 @@ class Work:
         self._group.shelf.extend(self._held)
 
 
-class ModeledGroup(dist.ProcessGroup):
+_dist: Any = dist
+_c10d: Any = dist.distributed_c10d
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class ModeledGroup(_ProcessGroup):
     """A process group of the modeled device.
 
     Attributes:
@@ -88,7 +93,7 @@ class ModeledGroup(dist.ProcessGroup):
     @property
     def pg_name(self) -> Any:
         """The name that torch gave the group."""
-        return dist.distributed_c10d._world.pg_names[self]
+        return _c10d._world.pg_names[self]
 
     @property
     def group_name(self) -> Any:
@@ -181,7 +186,7 @@ def _functional_collective(
     assert isinstance(out, torch.Tensor), f"{name}: not modeled"
     if out is not args[0]:
         model.allocate(out.untyped_storage(), out.device)
-    group: Any = dist.distributed_c10d._resolve_process_group(args[-1])
+    group: Any = _c10d._resolve_process_group(args[-1])
     work = group.launch(
         name.removeprefix("_c10d_functional::"), [args[0]], [out], asynchronous=True
     )
@@ -215,7 +220,7 @@ def world(shape: Sequence[int], rank: int = 0) -> Iterator[DeviceMesh]:
         size *= each
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _make_group, devices=[NAME, "cpu"])
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
+    dist.init_process_group(BACKEND, store=_dist.HashStore(), rank=rank, world_size=size)
     names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
     try:
         ranks = torch.arange(size, device="cpu").view(*shape)

@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -48,12 +48,12 @@ class Run:
     Attributes:
         device: the model.
         mesh: over the ranks of the world.
-        steps: called after every training step, with its number.
+        after_step: called after every training step, with its number.
     """
 
     device: Device
     mesh: DeviceMesh
-    after_step: list[Callable[[int], None]] = field(default_factory=list)
+    after_step: Sequence[Callable[[int], None]] = ()
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def play(
             stack.enter_context(mutation.as_cuda(file))
         if taken_out is not None:
             stack.enter_context(mutation.without(taken_out))
-        hooks = [lambda step, hook=hook: hook(device, step) for hook in after_step]
+        hooks = [functools.partial(hook, device) for hook in after_step]
         found.run(Run(device, mesh, hooks))
     return device
 
@@ -194,6 +194,11 @@ def loss_of(net: nn.Module) -> torch.Tensor:
     return out.float().square().mean()
 
 
+def run_backward(net: nn.Module) -> None:
+    """Run a forward and a backward."""
+    loss_of(net).backward()  # type: ignore[no-untyped-call]
+
+
 def train(
     run: Run,
     net: Any,
@@ -206,7 +211,7 @@ def train(
     opt = (optimizer or torch.optim.AdamW)(net.parameters(), lr=0.1)
     for step in range(steps):
         if backward is None:
-            loss_of(net).backward()
+            run_backward(net)
         else:
             backward(net)
         opt.step()
@@ -327,7 +332,7 @@ def offload_accumulate(run: Run) -> None:
 
     def backward(net: Any) -> None:
         for _ in range(2):
-            loss_of(net).backward()
+            run_backward(net)
 
     train(run, shard(run, offload_policy=PINNED), backward=backward)
 
@@ -363,12 +368,15 @@ def offload_tied_two_streams(run: Run) -> None:
 
 @scenario()
 def optimizer_in_backward_offloaded(run: Run) -> None:
-    optimizer_in_backward(run, offload_policy=PINNED)
+    _optimizer_in_backward(run, shard(run, offload_policy=PINNED))
 
 
 @scenario()
-def optimizer_in_backward(run: Run, **options: Any) -> None:
-    net = shard(run, **options)
+def optimizer_in_backward(run: Run) -> None:
+    _optimizer_in_backward(run, shard(run))
+
+
+def _optimizer_in_backward(run: Run, net: Any) -> None:
     for parameter in net.parameters():
         opt = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
 
@@ -378,7 +386,7 @@ def optimizer_in_backward(run: Run, **options: Any) -> None:
 
         parameter.register_post_accumulate_grad_hook(step)
     for step_number in range(3):
-        loss_of(net).backward()
+        run_backward(net)
         for hook in run.after_step:
             hook(step_number)
 
@@ -411,7 +419,7 @@ def unshard_ahead(run: Run) -> None:
         handles = [unit.unshard(async_op=True) for unit in units(net)]
         for handle in handles[:2]:
             handle.wait()
-        loss_of(net).backward()
+        run_backward(net)
 
     train(run, net, backward=backward)
 
@@ -434,9 +442,9 @@ def unshard_and_read(run: Run) -> None:
 def accumulate(run: Run) -> None:
     def backward(net: Any) -> None:
         net.set_requires_gradient_sync(False)
-        loss_of(net).backward()
+        run_backward(net)
         net.set_requires_gradient_sync(True)
-        loss_of(net).backward()
+        run_backward(net)
 
     train(run, shard(run), backward=backward)
     train(run, shard(run, mp_policy=BF16), backward=backward, steps=2)
@@ -451,7 +459,7 @@ def zero1(run: Run) -> None:
             net.set_requires_gradient_sync(last)
             net.set_is_last_backward(last)
             net.set_reshard_after_backward(last)
-            loss_of(net).backward()
+            run_backward(net)
 
     train(run, shard(run, reshard_after_forward=False), backward=backward)
 
@@ -462,9 +470,9 @@ def hybrid_accumulate(run: Run) -> None:
 
     def backward(net: Any) -> None:
         net.set_requires_all_reduce(False)
-        loss_of(net).backward()
+        run_backward(net)
         net.set_requires_all_reduce(True)
-        loss_of(net).backward()
+        run_backward(net)
 
     train(run, shard(run), backward=backward)
 
@@ -475,7 +483,7 @@ def post_optimizer_event(run: Run) -> None:
     side = Stream(name="optimizer")
     opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
-        loss_of(net).backward()
+        run_backward(net)
         side.wait_stream(run.device.current)
         with side:
             opt.step()
@@ -514,7 +522,7 @@ def forward_on_side_stream(run: Run) -> None:
         with side:
             loss = loss_of(net)
         run.device.current.wait_stream(side)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
 
     train(run, net, backward=backward)
 
@@ -534,7 +542,7 @@ def forward_on_side_stream_offloaded(run: Run) -> None:
         with side:
             loss = loss_of(net)
         run.device.current.wait_stream(side)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
 
     train(run, net, backward=backward)
 
@@ -553,7 +561,7 @@ def evaluate_between(run: Run) -> None:
     net = shard(run)
 
     def backward(net: Any) -> None:
-        loss_of(net).backward()
+        run_backward(net)
         with torch.no_grad():
             net(batch())
 
@@ -590,7 +598,7 @@ def one_rank_summon(run: Run) -> None:
 @scenario()
 def clip(run: Run) -> None:
     def backward(net: Any) -> None:
-        loss_of(net).backward()
+        run_backward(net)
         shardwise.clip_grad_norm_(net.parameters(), 1.0)
 
     train(run, shard(run), backward=backward)
@@ -643,7 +651,7 @@ class _AllGather(_Comm):
         async_op: bool = False,
     ) -> Any:
         asynchronous = async_op or self._asynchronous
-        return dist.all_gather_single(  # type: ignore[attr-defined]
+        return dist.all_gather_single(
             output_tensor, input_tensor, group=group, async_op=asynchronous
         )
 
@@ -658,7 +666,7 @@ class _ReduceScatter(_Comm):
         async_op: bool = False,
     ) -> Any:
         asynchronous = async_op or self._asynchronous
-        return dist.reduce_scatter_single(  # type: ignore[attr-defined]
+        return dist.reduce_scatter_single(
             output_tensor, input_tensor, op=op, group=group, async_op=asynchronous
         )
 
@@ -812,21 +820,21 @@ class Sent(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[Sent], inner: torch.Tensor) -> Sent:
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
         )
         assert isinstance(made, Sent)
         return made
 
     def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
+        self.held = inner
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         def unwrap(tree: Any) -> Any:
-            return torch.utils._pytree.tree_map_only(Sent, lambda each: each.inner, tree)
+            return torch.utils._pytree.tree_map_only(Sent, lambda each: each.held, tree)
 
         out = func(*unwrap(args), **unwrap(kwargs or {}))
         if func._schema.name.endswith("_"):
@@ -836,7 +844,7 @@ class Sent(torch.Tensor):
         return torch.utils._pytree.tree_map_only(torch.Tensor, cls, out)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
-        return (self.inner.bfloat16(),), None
+        return (self.held.bfloat16(),), None
 
     def fsdp_post_all_gather(
         self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None
@@ -937,7 +945,7 @@ def _backward_raises(run: Run, **options: Any) -> None:
     train(run, net, steps=1)
     fails = True
     with _failing():
-        loss_of(net).backward()
+        run_backward(net)
     fails = False
     train(run, net, steps=2)
 
@@ -966,7 +974,7 @@ def made_again(run: Run) -> None:
     """Models are freed while their last reductions are new, and others are made in their memory."""
     for _ in range(3):
         net = shard(run)
-        loss_of(net).backward()
+        run_backward(net)
         del net
 
 
@@ -991,7 +999,7 @@ def materialize(run: Run) -> None:
             fully_shard(block, mesh=run.mesh)
         fully_shard(net, mesh=run.mesh, ignored_params={net.scale})
         shardwise.materialize(net, device=NAME, init=_fill)
-        loss_of(net).backward()
+        run_backward(net)
         del net, block
         gc.collect()
 
@@ -1055,7 +1063,7 @@ def _diloco(run: Run, streaming: Streaming) -> None:
             error_feedback=True,
         )
     for step in range(6):
-        loss_of(net).backward()
+        run_backward(net)
         optimizer.step()
         optimizer.zero_grad()
         for hook in run.after_step:
@@ -1101,7 +1109,7 @@ def _async_save(run: Run, **options: Any) -> None:
     ready = threading.Event()
     with _read_when(ready, run):
         handle = saving.async_save("/nowhere", net, opt, {"mask": torch.ones(4)})
-        loss_of(net).backward()
+        run_backward(net)
         opt.step()
         ready.set()
         handle.result()

@@ -243,7 +243,7 @@ def item_waits(device: Device) -> None:
 @program("reads on compute")
 def gathered_but_not_waited_for(device: Device) -> None:
     full = torch.empty(2048, device=NAME)
-    work = dist.all_gather_single(full, ones(), async_op=True)  # type: ignore[attr-defined]
+    work = dist.all_gather_single(full, ones(), async_op=True)
     full.sum()
     work.wait()
 
@@ -251,14 +251,14 @@ def gathered_but_not_waited_for(device: Device) -> None:
 @program()
 def gathered_and_waited_for(device: Device) -> None:
     full = torch.empty(2048, device=NAME)
-    dist.all_gather_single(full, ones(), async_op=True).wait()  # type: ignore[attr-defined]
+    dist.all_gather_single(full, ones(), async_op=True).wait()
     full.sum()
 
 
 @program()
 def gathered_synchronously(device: Device) -> None:
     full = torch.empty(2048, device=NAME)
-    dist.all_gather_single(full, ones())  # type: ignore[attr-defined]
+    dist.all_gather_single(full, ones())
     full.sum()
 
 
@@ -275,7 +275,7 @@ def written_while_it_is_sent(device: Device) -> None:
 def a_work_holds_its_tensors(device: Device) -> None:
     x = ones(2048)
     out = torch.empty(1024, device=NAME)
-    work = dist.reduce_scatter_single(out, x, async_op=True)  # type: ignore[attr-defined]
+    work = dist.reduce_scatter_single(out, x, async_op=True)
     held = weakref.ref(x)
     del x
     assert held() is not None
@@ -310,10 +310,10 @@ def backward_runs_on_the_stream_of_forward(device: Device) -> None:
     side.wait_stream(device.compute)
     with side:
         middle = weight * 2
-        middle.register_hook(lambda grad: seen.append(device.current))
+        middle.register_hook(lambda grad: seen.append(device.current))  # type: ignore[no-untyped-call]
         loss = middle.sum()
     device.compute.wait_stream(side)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     assert seen == [side]
     assert weight.grad is not None
     weight.grad.sum()  # backward has let this stream wait
@@ -331,10 +331,10 @@ def a_hook_that_reads_on_another_stream(device: Device) -> None:
     side.wait_stream(device.compute)
     with side:
         middle = weight * 2
-        middle.register_hook(read)
+        middle.register_hook(read)  # type: ignore[no-untyped-call]
         loss = (middle * middle).sum()
     device.compute.wait_stream(side)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
 
 
 @program()

@@ -30,7 +30,7 @@ def _tensor(numel: int = NUMEL) -> torch.Tensor:
 def _scatter(full: torch.Tensor) -> torch.Tensor:
     """Reduce-scatter on the current stream."""
     out = torch.empty(full.numel() // 2, device=NAME)
-    dist.reduce_scatter_single(out, full)  # type: ignore[attr-defined]
+    dist.reduce_scatter_single(out, full)
     return out
 
 
@@ -62,7 +62,7 @@ def gather_buffer_handed_out(device: Device, version: Version) -> None:
             gathers.wait_stream(device.compute)
         with gathers:
             buffer = torch.empty(NUMEL, device=NAME)
-            dist.all_gather_single(buffer, shard)  # type: ignore[attr-defined]
+            dist.all_gather_single(buffer, shard)
         device.compute.wait_stream(gathers)
         buffer.mul(2)
         del buffer
@@ -97,12 +97,12 @@ def default_stream_after_backward(device: Device, version: Version) -> None:
             _scatter(parameter.grad)
         device.current.wait_stream(reduces)
 
-    weight.register_post_accumulate_grad_hook(reduce)
+    weight.register_post_accumulate_grad_hook(reduce)  # type: ignore[no-untyped-call]
     forward.wait_stream(device.compute)
     with forward:
         loss = (weight * 2).sum()
     device.compute.wait_stream(forward)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
 
 
 FAULTS: dict[str, tuple[Callable[..., None], str]] = {
