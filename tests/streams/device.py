@@ -532,7 +532,9 @@ class _Recorder(_Mode):
             on_host = [tensor for tensor in reads + writes if tensor.device.type == "cpu"]
             blocks = [model.block_of(each.untyped_storage(), each.device) for each in on_host]
             pinned = all(block.place is Place.PINNED for block in blocks)
-            if not (asked and (pinned or model.pageable is Pageable.RETURNS)):
+            to_host = any(tensor.device.type == "cpu" for tensor in writes)
+            returns = pinned or (to_host and model.pageable is Pageable.RETURNS)
+            if not (asked and returns):
                 model.synchronize(stream.clock, name)
 
     def _value_of(self, tensor: torch.Tensor) -> object:

@@ -1119,6 +1119,12 @@ def async_save(run: Run) -> None:
     _async_save(run)
 
 
+@scenario(pageable=Pageable.RETURNS)
+def async_save_not_cuda(run: Run) -> None:
+    """The same on a device with another name, which copies to pageable memory without waiting."""
+    _async_save(run)
+
+
 @scenario()
 def async_save_offloaded(run: Run) -> None:
     _async_save(run, offload_policy=PINNED)

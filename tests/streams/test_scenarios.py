@@ -57,7 +57,19 @@ def _steps(rank: int, world_size: int, name: str) -> Steps:
     return steps
 
 
-@pytest.mark.parametrize("name", list(SCENARIOS))
+#: Scenarios that race, and why.
+RACES = {
+    "async_save_not_cuda": "saving.copies() starts copies on every device, and waits for CUDA only",
+}
+
+
+def _marked(name: str) -> Any:
+    reason = RACES.get(name)
+    marks = () if reason is None else pytest.mark.xfail(strict=True, reason=reason)
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [_marked(name) for name in SCENARIOS])
 def test_nothing_races_and_memory_is_the_same_every_step(
     ranks: Callable[..., list[Any]], name: str
 ) -> None:
@@ -70,3 +82,13 @@ def test_nothing_races_and_memory_is_the_same_every_step(
     if not any(word in name for word in SYNCHRONIZES):
         for training in steps.synchronizations:
             assert not any(training[WARM_UP:]), training[-1]
+
+
+def test_pinned_offload_waits_only_for_gradients_at_the_end_of_backward(
+    ranks: Callable[..., list[Any]],
+) -> None:
+    [steps] = ranks(_steps, 1, "offload_pinned", backend=None)
+    [training] = steps.synchronizations
+    for waits in training[WARM_UP:]:
+        assert waits
+        assert all("in wait < shardwise/sharding/group.py" in wait for wait in waits), waits
