@@ -931,14 +931,14 @@ class _Raise(torch.autograd.Function):
         raise _FaultError
 
 
-def _backward_raises(run: Run, **options: Any) -> None:
+def _backward_raises(run: Run, inner: int | None = None, **options: Any) -> None:
     def call(block: Any, x: torch.Tensor) -> torch.Tensor:
         if fails and block is net.blocks[1]:
             x = _Raise.apply(x)  # type: ignore[no-untyped-call]
         out: torch.Tensor = block(x)
         return out
 
-    net = make(run, call=call)
+    net = make(run, inner=inner, call=call)
     shard(run, net, **options)
     fails = False
     train(run, net, steps=1)
@@ -953,6 +953,12 @@ def _backward_raises(run: Run, **options: Any) -> None:
 def backward_raises(run: Run) -> None:
     """A gather and a reduction are under way, and nobody waits for them."""
     _backward_raises(run)
+
+
+@scenario()
+def backward_raises_large(run: Run) -> None:
+    """The gather that nobody waits for writes to the full parameters themselves."""
+    _backward_raises(run, inner=1024)
 
 
 @scenario()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from shardwise.transport.memory import HeapBuffers
 from tests.streams.mutants import HOST_ONLY, SEEN, UNSEEN
 from tests.streams.mutation import SOURCE, Place, places
 from tests.streams.scenarios import play
@@ -62,3 +64,15 @@ def test_each_is_reported_if_it_is_taken_out(ranks: Callable[..., list[Any]], fi
     names = list(SEEN)[first : first + _AT_A_TIME]
     [unreported] = ranks(_unreported, 1, names, backend=None)
     assert not unreported, f"nothing is reported without {_listed(unreported)}"
+
+
+def _abandoned(rank: int, world_size: int) -> list[str]:
+    with mock.patch.object(HeapBuffers, "abandon", HeapBuffers.free):
+        return [str(race) for race in play("backward_raises_large").races]
+
+
+def test_memory_that_an_abandoned_gather_writes_to_is_not_freed(
+    ranks: Callable[..., list[Any]],
+) -> None:
+    [races] = ranks(_abandoned, 1, backend=None)
+    assert any("all-gather writes on NCCL" in race for race in races)
