@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise.sharding import hooks
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.state import Root, state_of
 from tests.sharding.nets import (
@@ -105,3 +108,27 @@ def _event(rank: int, world_size: int) -> None:
 
 def test_an_event_behind_the_optimizer_is_for_one_forward(threads: Ranks) -> None:
     threads(_event, 1)
+
+
+class _Event:
+    """An event that no ``torch.Stream`` can wait for, such as those of ``torch.cuda``."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def _event_of_a_device(rank: int, world_size: int) -> None:
+    net, event = sharded_net(), _Event()
+    state_of(net).device = torch.device("meta")  # anything but a CPU
+    net.set_post_optim_event(event)
+    with mock.patch.object(hooks, "_to_device", lambda state, tensor: tensor):
+        for _ in range(2):
+            loss_of(net, batches(world_size)[rank]).backward()
+    assert event.waits == 1
+
+
+def test_the_current_stream_waits_for_an_event_of_any_kind(threads: Ranks) -> None:
+    threads(_event_of_a_device, 1)

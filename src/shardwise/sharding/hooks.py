@@ -165,7 +165,8 @@ def _enter_root(
     if state.device.type == "cpu":
         return args, kwargs
     if event is not None:
-        torch.accelerator.current_stream().wait_event(event)
+        # Not the other way around: a torch.Stream does not wait for an event of torch.cuda.
+        event.wait()
     to_device = functools.partial(_to_device, state)
     return map_tensors(to_device, args), map_tensors(to_device, kwargs)
 
