@@ -90,7 +90,7 @@ SEEN = {
     "transport/custom.py _wait_for: "
     "torch.accelerator.current_stream(device).wait_event(event)": "custom",
     # Checkpoints.
-    "checkpoint/ranks/saving.py copies: torch.cuda.synchronize()": "async_save",
+    "checkpoint/ranks/saving.py copies: torch.accelerator.synchronize(device)": "async_save",
 }
 
 _HOST = "memory of the host belongs to no stream"
@@ -119,7 +119,8 @@ UNSEEN = {
     "torch.empty(numel, dtype=dtype, device=device)": _FREED,
     "transport/memory.py Loan.take: torch.empty(numel, dtype=dtype)": _HOST,
     "transport/memory.py _block: torch.empty(nbytes, dtype=torch.uint8)": _HOST,
-    "checkpoint/ranks/saving.py _copy: "
-    'torch.empty(local.shape, dtype=local.dtype, pin_memory=local.device.type == "cuda")': _HOST,
+    "checkpoint/ranks/saving.py _copy: torch.empty(local.shape, dtype=local.dtype, "
+    'device="cpu", pin_memory=_pins_memory())': _HOST,
+    'checkpoint/ranks/saving.py _pins_memory: torch.empty(1, device="cpu", pin_memory=True)': _HOST,
     "checkpoint/ranks/saving.py _copy: local.clone(memory_format=torch.contiguous_format)": _HOST,
 }

@@ -14,16 +14,14 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 import shardwise
-from tests.streams.device import NAME, Event, Stream, current_device
+from tests.streams.device import Event, Stream, current_device
 
 SOURCE = Path(shardwise.__file__).parent
 
@@ -91,20 +89,6 @@ def without(place: Place) -> Iterator[None]:
 
 
 @contextmanager
-def as_cuda(file: str) -> Iterator[None]:
-    """Run the functions of a file as if the device were called ``cuda``."""
-    tree, _ = _parsed(file)
-    module = _module(file)
-    code = compile(tree, str(SOURCE / file), "exec")
-    with ExitStack() as stack:
-        synchronize = torch.accelerator.synchronize
-        stack.enter_context(mock.patch.object(torch.cuda, "synchronize", synchronize))
-        for name, _ in _functions(tree):
-            stack.enter_context(_exchanged(_function(module, name), _code_of(code, name)))
-        yield
-
-
-@contextmanager
 def _exchanged(function: types.FunctionType, code: types.CodeType) -> Iterator[None]:
     before, function.__code__ = function.__code__, code
     try:
@@ -119,15 +103,9 @@ def _module(file: str) -> types.ModuleType:
 
 @functools.cache
 def _parsed(file: str) -> tuple[ast.Module, str]:
-    """The tree and the source of a file. In the tree, CUDA has the name of the modeled device."""
+    """The tree and the source of a file."""
     source = (SOURCE / file).read_text()
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare):
-            for each in node.comparators:
-                if isinstance(each, ast.Constant) and each.value == "cuda":
-                    each.value = NAME
-    return tree, source
+    return ast.parse(source), source
 
 
 def _found(file: str, tree: ast.Module, source: str) -> list[tuple[Place, ast.AST]]:

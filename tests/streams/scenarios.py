@@ -64,15 +64,12 @@ class Scenario:
         shape: of the mesh: ``(shard,)`` or ``(replicate, shard)``.
         rank: the rank to be.
         pageable: how copies to pageable memory behave.
-        as_cuda: files of the runtime that ask for a device by the name of CUDA, to run as they do
-            for CUDA.
     """
 
     run: Callable[[Run], None]
     shape: tuple[int, ...] = (2,)
     rank: int = 0
     pageable: Pageable = Pageable.BLOCKS
-    as_cuda: tuple[str, ...] = ()
 
 
 SCENARIOS: dict[str, Scenario] = {}
@@ -108,8 +105,6 @@ def play(
         )
         mesh = stack.enter_context(world(found.shape, found.rank))
         device = stack.enter_context(modeled(Device(found.pageable)))
-        for file in found.as_cuda:
-            stack.enter_context(mutation.as_cuda(file))
         if taken_out is not None:
             stack.enter_context(mutation.without(taken_out))
         hooks = [functools.partial(hook, device) for hook in after_step]
@@ -1120,15 +1115,16 @@ def _async_save(run: Run, **options: Any) -> None:
     train(run, net, steps=1)
 
 
-@scenario(as_cuda=("checkpoint/ranks/saving.py",))
+@scenario()
 def async_save(run: Run) -> None:
     _async_save(run)
 
 
 @scenario(pageable=Pageable.RETURNS)
-def async_save_not_cuda(run: Run) -> None:
-    """The same on a device with another name, which copies to pageable memory without waiting."""
-    _async_save(run)
+def async_save_pageable(run: Run) -> None:
+    """The same on a device that pins no memory, and copies to pageable memory without waiting."""
+    with mock.patch.object(saving, "_pins_memory", return_value=False):
+        _async_save(run)
 
 
 @scenario()

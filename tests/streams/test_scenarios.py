@@ -57,19 +57,7 @@ def _steps(rank: int, world_size: int, name: str) -> Steps:
     return steps
 
 
-#: Scenarios that race, and why.
-RACES = {
-    "async_save_not_cuda": "saving.copies() starts copies on every device, and waits for CUDA only",
-}
-
-
-def _marked(name: str) -> Any:
-    reason = RACES.get(name)
-    marks = () if reason is None else pytest.mark.xfail(strict=True, reason=reason)
-    return pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", [_marked(name) for name in SCENARIOS])
+@pytest.mark.parametrize("name", list(SCENARIOS))
 def test_nothing_races_and_memory_is_the_same_every_step(
     ranks: Callable[..., list[Any]], name: str
 ) -> None:

@@ -371,14 +371,32 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 made[key] = _copy(local)
             spec = dtensor.spec_of(tensor) if isinstance(tensor, DTensor) else None
             copied[name] = made[key] if spec is None else dtensor.wrap_local(made[key], spec)
-    if any(tensor.device.type == "cuda" for tensor in tensors.values()):
-        torch.cuda.synchronize()
+    for device in {tensor.device for tensor in tensors.values()}:
+        if _is_accelerator(device):
+            torch.accelerator.synchronize(device)
     return copied
 
 
 def _copy(local: Tensor) -> Tensor:
-    """A copy on the host. From a GPU it is only started."""
+    """A copy on the host. From an accelerator it is only started."""
     if local.device.type == "cpu":
         return local.clone(memory_format=torch.contiguous_format)
-    copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.device.type == "cuda")
+    if not _is_accelerator(local.device):
+        return local.to("cpu").contiguous()
+    copy = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=_pins_memory())
     return copy.copy_(local, non_blocking=True)
+
+
+def _is_accelerator(device: torch.device) -> bool:
+    """Whether ``torch.accelerator`` can wait for ``device``."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
+
+
+def _pins_memory() -> bool:
+    """Whether memory of the host can be pinned for the accelerator."""
+    try:
+        torch.empty(1, device="cpu", pin_memory=True)
+    except RuntimeError:  # not every backend has an allocator for it
+        return False
+    return True
