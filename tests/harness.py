@@ -41,6 +41,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks._devices import take_gpu
 from tests import packing
 
 _ROOT = str(Path(__file__).parents[1])
@@ -50,6 +51,8 @@ _FORKSERVER_ENV = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # A process that has asked CUDA itself for its devices cannot be forked: ask the driver's tool.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
 # After the first failure the others get this long to tell theirs: often all ranks fail alike, and
@@ -130,8 +133,8 @@ def run_ranks(
         fn: a function of a module (not a lambda, not nested): ranks import it.
         world_size: the number of processes.
         args: pickled, given to every rank alike.
-        backend: of the default process group; ``None`` makes none. Ranks see GPUs only if NCCL is
-            part of it.
+        backend: of the default process group; ``None`` makes none. Ranks see GPUs only if it names
+            NCCL or CUDA. If there are fewer GPUs than ranks, several ranks share one.
         timeout: seconds for the whole run, from start to the last result.
         pg_timeout: seconds that a collective may take.
         env: environment variables of the ranks, beside torchrun's, which are set; a value of
@@ -348,7 +351,8 @@ def _call(job: _Job) -> Any:
     )
     if sys.platform == "linux":  # do not depend on how this host's name resolves
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if "nccl" not in (job.backend or ""):  # ranks on the CPU, also where there is a GPU
+    uses_gpu = job.backend is not None and ("nccl" in job.backend or "cuda" in job.backend)
+    if not uses_gpu:  # ranks on the CPU, also where there is a GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     _set_environment(job.env)
     warnings.filters[:] = job.warning_filters  # type: ignore[index]
@@ -356,8 +360,8 @@ def _call(job: _Job) -> Any:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if job.backend is not None:
-        if "nccl" in job.backend:
-            torch.cuda.set_device(job.rank % torch.cuda.device_count())
+        if uses_gpu:
+            take_gpu(job.rank, job.world_size)
         dist.init_process_group(
             job.backend,
             store=_store(job.port, is_master=False),

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks._devices import take_gpu
 from tests.harness import RanksFailedError, run_ranks
 
 Ranks = Callable[..., list[Any]]
@@ -115,3 +116,19 @@ def test_environment_and_backend_are_the_callers(ranks: Ranks) -> None:
     assert ranks(_environment, 1, backend=None, env={"COLOR": "green", "HOME": None}) == [
         ("green", None, False)
     ]
+
+
+@pytest.mark.parametrize(("gpus", "taken"), [(1, [0, 0, 0]), (2, [0, 1, 0]), (4, [0, 1, 2])])
+def test_ranks_that_share_a_gpu_are_on_hosts_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, taken: list[int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    found, current, hosts = [], [], []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for rank in range(3):
+        monkeypatch.setattr(os, "environ", {})  # of its process
+        found.append(take_gpu(rank, 3))
+        hosts.append(os.environ.get("NCCL_HOSTID"))
+    assert [device.index for device in found] == taken
+    assert current == found
+    assert hosts == (["rank 0", "rank 1", "rank 2"] if gpus < 3 else [None] * 3)

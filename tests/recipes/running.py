@@ -44,12 +44,17 @@ def train_one(rank: int, world_size: int, config: RecipeConfig) -> str:
     return "finished"
 
 
-def train_here(inputs: Inputs, world: World, signals: StopSignals | None = None) -> None:
-    """Train on this rank of the harness, on its CPU, with charts of a few dots.
+def train_here(
+    inputs: Inputs,
+    world: World,
+    signals: StopSignals | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Train on this rank of the harness, by default on its CPU, with charts of a few dots.
 
     Real ones take longer than a small training. ``tests/cli`` looks at them.
     """
-    place = place_for(inputs.train, world, torch.device("cpu"))
+    place = place_for(inputs.train, world, device or torch.device("cpu"))
     assemble = RECIPES[inputs.recipe].assemble()
     with mock.patch.object(plot, "_save", _save_small):
         train_connected(inputs, assemble, place, signals or StopSignals())
