@@ -308,16 +308,3 @@ def _switched_while_accumulating(rank: int, world_size: int) -> None:
 
 def test_gradients_not_yet_reduced_survive_a_change_of_transport(threads: Ranks) -> None:
     threads(_switched_while_accumulating, 2)
-
-
-def _refuses_memory(rank: int, world_size: int) -> None:
-    net = fully_shard(nn.Linear(2, 2))
-    with pytest.raises(NotImplementedError, match="no staging buffers"):
-        net.set_allocate_memory_from_process_group_for_comm(True)
-    net.set_allocate_memory_from_process_group_for_comm(False)
-    with pytest.raises(NotImplementedError, match="no staging buffers"):
-        net.set_symm_mem_for_comm()
-
-
-def test_memory_for_staging_buffers_is_refused_as_there_are_none(threads: Ranks) -> None:
-    threads(_refuses_memory, 1)

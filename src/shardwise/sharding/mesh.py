@@ -6,6 +6,7 @@ Also making a device mesh, and checking a user's before anything is changed.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import math
 from dataclasses import dataclass, field
@@ -20,10 +21,24 @@ from shardwise._torch import dtensor
 from shardwise._torch.fsdp import DataParallelMeshDims
 from shardwise.errors import MisuseError
 from shardwise.transport.base import Transport
-from shardwise.transport.custom import AllGather, CustomTransport, ReduceScatter, with_custom
+from shardwise.transport.custom import (
+    AllGather,
+    CustomTransport,
+    ReduceScatter,
+    in_memory_of,
+    with_custom,
+)
 from shardwise.transport.local import LocalTransport
 from shardwise.transport.peers import make_together, new_group
-from shardwise.transport.select import select_transport
+from shardwise.transport.select import select_transport, symmetric_transport
+
+
+class CommMemory(enum.Enum):
+    """Where the buffers of collectives lie."""
+
+    TRANSPORT = "where the transport puts them"
+    PROCESS_GROUP = "in memory that the process group allocates"
+    SYMMETRIC = "in symmetric memory"
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,7 @@ class DataMesh:
         outer: the mesh that has the ``dp_mesh_dims``, if those were given.
         dims: the ``dp_mesh_dims``, if they were given.
         scatter_group: the separate process group for reductions, if there is one.
+        memory: where the buffers of collectives over the sharding dimension lie.
     """
 
     mesh: DeviceMesh
@@ -52,6 +68,7 @@ class DataMesh:
     outer: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = field(default=None, hash=False)
     scatter_group: dist.ProcessGroup | None = None
+    memory: CommMemory = CommMemory.TRANSPORT
 
     @classmethod
     def of(
@@ -155,10 +172,41 @@ class DataMesh:
     def with_scatter_group(self, group: dist.ProcessGroup | None) -> DataMesh:
         """The same mesh with reductions over ``group``, or (``None``) over the gathering group."""
         carrier = self.shard_group if group is None else group
-        scatter = select_transport(carrier, self.device, self.requested)
-        if isinstance(self.scatter, CustomTransport):
+        scatter = self._transport_over(carrier)
+        if self.has_custom_scatter:
+            assert isinstance(self.scatter, CustomTransport)
             scatter = self.scatter.over(scatter, carrier)
         return dataclasses.replace(self, scatter=scatter, scatter_group=group)
+
+    def with_memory(self, memory: CommMemory) -> DataMesh:
+        """The same mesh, with the buffers of collectives in another memory.
+
+        Raises:
+            RuntimeError: the process group, the device or this torch has no symmetric memory.
+        """
+        made = dataclasses.replace(self, memory=memory)
+        shard = scatter = made._transport_over(self.shard_group)
+        if self.scatter_group is not None:
+            scatter = made._transport_over(self.scatter_group)
+        return dataclasses.replace(made, shard=shard, scatter=scatter)
+
+    def _transport_over(self, group: dist.ProcessGroup) -> Transport:
+        if self.memory is CommMemory.SYMMETRIC:
+            return symmetric_transport(group, self.device)
+        transport = select_transport(group, self.device, self.requested)
+        if self.memory is CommMemory.PROCESS_GROUP:
+            return in_memory_of(group, transport, self.device)
+        return transport
+
+    @property
+    def has_custom_gather(self) -> bool:
+        """Whether the user provided the all-gather."""
+        return isinstance(self.shard, CustomTransport) and self.shard.is_users
+
+    @property
+    def has_custom_scatter(self) -> bool:
+        """Whether the user provided the reduce-scatter."""
+        return isinstance(self.scatter, CustomTransport) and self.scatter.is_users
 
     def with_all_gather(self, comm: AllGather) -> DataMesh:
         """The same mesh with a custom all-gather."""

@@ -117,7 +117,7 @@ class CollectivesTransport(OwnMemory):
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
     ) -> Work:
         """Gather with one collective per bucket."""
-        gather = _function("all_gather_single", "all_gather_into_tensor")
+        gather = all_gather_function()
         logged = self._log.add("all-gather", fulls, label)
         if self._packs_all and len({full.dtype for full in fulls}) > 1:
             shards = [
@@ -157,7 +157,7 @@ class CollectivesTransport(OwnMemory):
         label: Label = NO_LABEL,
     ) -> Work:
         """Reduce with one collective per bucket."""
-        scatter = _function("reduce_scatter_single", "reduce_scatter_tensor")
+        scatter = reduce_scatter_function()
         calls: list[Collective] = []
         sums: list[tuple[Bucket, torch.Tensor]] = []
         for bucket in self._buckets(shards):
@@ -234,6 +234,16 @@ class CollectivesTransport(OwnMemory):
         return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
 
+def all_gather_function() -> Callable[..., dist.Work]:
+    """Look up the all-gather into one tensor on ``torch.distributed``."""
+    return _function("all_gather_single", "all_gather_into_tensor")
+
+
+def reduce_scatter_function() -> Callable[..., dist.Work]:
+    """Look up the reduce-scatter from one tensor on ``torch.distributed``."""
+    return _function("reduce_scatter_single", "reduce_scatter_tensor")
+
+
 def _function(name: str, older: str) -> Callable[..., dist.Work]:
     """Look up a collective on ``torch.distributed``.
 
@@ -253,12 +263,18 @@ class NcclTransport(CollectivesTransport):
     Args:
         group: a process group whose CUDA backend is NCCL.
         backend: another backend with coalesced collectives, to run without NCCL.
+        alone_bytes: as in :class:`CollectivesTransport`.
     """
 
     name = "nccl"
 
-    def __init__(self, group: dist.ProcessGroup, backend: str = "nccl") -> None:
-        super().__init__(group, backend, SMALL_BYTES)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        backend: str = "nccl",
+        alone_bytes: int | None = None,
+    ) -> None:
+        super().__init__(group, backend, SMALL_BYTES if alone_bytes is None else alone_bytes)
 
     def _launch(self, calls: Sequence[Collective]) -> list[Launched]:
         by_dtype: dict[torch.dtype, list[Collective]] = {}

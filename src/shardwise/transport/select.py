@@ -29,6 +29,7 @@ from shardwise.transport.shm.handshake import (
     shake_hands,
 )
 from shardwise.transport.shm.transport import ShmTransport
+from shardwise.transport.symmetric import SymmetricMemory, SymmetricTransport, check_available
 
 #: The environment variable that is read if no transport is requested by argument.
 VARIABLE = "SHARDWISE_TRANSPORT"
@@ -84,6 +85,28 @@ def c10d_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     if backend == "nccl" and device.type == "cuda":
         return NcclTransport(group)
     return CollectivesTransport(group, backend)
+
+
+def symmetric_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    """Return the transport of a mesh dimension whose buffers lie in symmetric memory.
+
+    Args:
+        group: the process group of the dimension.
+        device: the device of the full tensors.
+
+    Raises:
+        RuntimeError: the process group, the device or this torch does not have symmetric memory.
+    """
+    check_available(group, device)
+    if group.size() == 1:
+        return LocalTransport()
+    in_use = Peers(group).once(_in_use)
+    transport = in_use.get((device, SymmetricTransport.name))
+    if transport is None:
+        inner = NcclTransport(group, alone_bytes=0)
+        transport = SymmetricTransport(inner, SymmetricMemory(group, device))
+        in_use[device, SymmetricTransport.name] = transport
+    return transport
 
 
 def _collectives(group: dist.ProcessGroup, device: torch.device) -> Transport:
