@@ -14,7 +14,7 @@ ARGS ?=
 # Tests at a time. Most wait a third of their time, so three suit two processors.
 WORKERS ?= 3
 
-.PHONY: help train test docs wheel matrix fuzz ecosystem check format bench clean
+.PHONY: help train test docs wheel matrix fuzz ecosystem check format bench gpu clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -57,6 +57,9 @@ format: $(DEV) ## format, and repair what lint can repair
 bench: $(DEV) ## measure step time and memory beside torch's own data parallel trainers
 	@$(BIN)/python benchmarks/step_time.py $(ARGS)
 	@$(BIN)/python benchmarks/memory.py $(ARGS)
+
+gpu: $(if $(filter command,$(firstword $(origin PYTHON))),,$(DEV)) ## test and measure on GPUs (ten minutes; make gpu DRY=1 tries it on CPUs)
+	@$(if $(filter command,$(firstword $(origin PYTHON))),$(PYTHON),$(BIN)/python) benchmarks/gpu.py $(if $(DRY),--dry) $(ARGS)
 
 clean: ## remove the virtual environment, caches and build outputs (runs/ stays)
 	rm -rf $(VENV) .venv-ecosystem .venv-docs .venv-matrix site build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -18,7 +18,9 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from _models import build, groups
 
@@ -37,6 +39,10 @@ class Case:
         device: ``"cpu"`` or ``"cuda"``.
         seed: of weights and tokens.
         optimizer: ``"adamw"``, or ``"sgd"``, which keeps no state.
+        compiler: backend of ``torch.compile`` for each block; none if empty.
+        recomputes: whether backward recomputes the activations of each block.
+        offload: ``"pinned"`` or ``"pageable"`` host memory for shards; none if empty. DDP and the
+            floor ignore it.
     """
 
     ranks: int
@@ -47,6 +53,9 @@ class Case:
     device: str = "cpu"
     seed: int = 0
     optimizer: str = "adamw"
+    compiler: str = ""
+    recomputes: bool = False
+    offload: str = ""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -60,10 +69,14 @@ class Case:
 
     def label(self) -> str:
         """Name the case in a table's title."""
-        return (
-            f"{self.params} parameters, {self.ranks} ranks, {self.dtype}, ZeRO-{self.zero}, "
-            f"{self.tokens} tokens a rank{', SGD' if self.optimizer == 'sgd' else ''}"
-        )
+        ranks = f"{self.ranks} {'rank' if self.ranks == 1 else 'ranks'}"
+        parts = [f"{self.params} parameters", ranks, self.dtype, f"ZeRO-{self.zero}"]
+        parts.append(f"{self.tokens} tokens a rank")
+        parts += ["SGD"] * (self.optimizer == "sgd")
+        parts += ["compiled"] * bool(self.compiler)
+        parts += ["activation checkpointing"] * self.recomputes
+        parts += [f"offload ({self.offload})"] * bool(self.offload)
+        return ", ".join(parts)
 
 
 class Contender(ABC):
@@ -118,6 +131,12 @@ def _model(case: Case) -> nn.Module:
     if case.dtype == "bf16-params":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
+    layers = model.model.layers
+    for index, layer in enumerate(layers):
+        if case.recomputes:
+            layers[index] = checkpoint_wrapper(layer)
+        if case.compiler:
+            layers[index].compile(backend=case.compiler)
     return model
 
 
@@ -127,16 +146,20 @@ class ByModule(Contender):
     def __init__(self, case: Case) -> None:
         fully_shard, policy_class = self.api()
         policy = policy_class()
+        options: dict[str, Any] = {}
+        if case.offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=case.offload == "pinned")
         if case.dtype == "bf16":
             policy = policy_class(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = _model(case)
         mesh = self.mesh(case)
+        options |= {"mesh": mesh, "mp_policy": policy}
         *inner, last = groups(model)
         for group in inner:
-            fully_shard(group[0], mesh=mesh, mp_policy=policy, reshard_after_forward=case.zero == 3)
+            fully_shard(group[0], reshard_after_forward=case.zero == 3, **options)
         # The last group computes again at once: to free it in between would only cost a gather.
-        fully_shard(last, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(last, reshard_after_forward=False, **options)
+        fully_shard(model, **options)
         self.model = model
         self.optimizer = make_optimizer(case, model.parameters())
 

@@ -51,6 +51,10 @@ PRESETS = {
     "150m": Preset(hidden=768, intermediate=2048, layers=14, heads=12, vocab=32000),  # 148.3 M
     "10m": Preset(hidden=320, intermediate=864, layers=6, heads=5, vocab=4096),  # 10.1 M
     "400m": Preset(hidden=1152, intermediate=3200, layers=20, heads=18, vocab=32000),  # 401.1 M
+    # For GPUs, the largest that fits.
+    "1b": Preset(hidden=2048, intermediate=5632, layers=18, heads=16, vocab=32000),  # 1.06 B
+    "3b": Preset(hidden=3072, intermediate=8192, layers=24, heads=24, vocab=32000),  # 2.9 B
+    "6b": Preset(hidden=4096, intermediate=11008, layers=30, heads=32, vocab=32000),  # 6.3 B
     # As many parameters, 12.8 M, in more and more groups: what scaling.py asks for.
     "4-groups": Preset(hidden=640, intermediate=1792, layers=2, heads=10, vocab=2048),
     "16-groups": Preset(hidden=264, intermediate=704, layers=14, heads=4, vocab=2048),
@@ -65,7 +69,7 @@ def build(preset: str, seed: int, device: str = "cpu") -> LlamaForCausalLM:
     Args:
         preset: a key of :data:`PRESETS`.
         seed: of the initial weights.
-        device: where the model goes once it is made (on the CPU).
+        device: where the model is made. The same seed gives other weights on another device.
     """
     from transformers import LlamaConfig, LlamaForCausalLM  # seconds, which tables need not wait
 
@@ -84,8 +88,8 @@ def build(preset: str, seed: int, device: str = "cpu") -> LlamaForCausalLM:
         eos_token_id=None,
     )
     torch.manual_seed(seed)
-    model: LlamaForCausalLM = LlamaForCausalLM(config)
-    nn.Module.to(model, device)
+    with torch.device(device):
+        model: LlamaForCausalLM = LlamaForCausalLM(config)
     model.train()
     return model
 

@@ -18,12 +18,12 @@ import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
-from rich.console import Console
-from rich.table import Table as RichTable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,6 +39,8 @@ class Table:
 
     def show(self, console: Console) -> None:
         """Print for people."""
+        from rich.table import Table as RichTable
+
         table = RichTable(title=self.title, title_justify="left")
         for index, column in enumerate(self.columns):
             table.add_column(column, justify="right" if index else "left", no_wrap=True)
@@ -61,6 +63,8 @@ class Table:
 
 def wide_console() -> Console:
     """Return a console that never cuts a figure off to fit the window."""
+    from rich.console import Console
+
     return Console(width=max(Console().width, 140))
 
 
@@ -72,8 +76,8 @@ def machine() -> dict[str, Any]:
     """Describe where the figures come from."""
     return {
         "cpu": _cpu_model(),
-        "cores": psutil.cpu_count(logical=True),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

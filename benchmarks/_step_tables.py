@@ -77,7 +77,7 @@ def step_seconds(case: dict[str, Any], name: str) -> list[float]:
     ]
 
 
-def _ratio(case: dict[str, Any], name: str, peer: str) -> str:
+def ratio(case: dict[str, Any], name: str, peer: str) -> str:
     if peer not in case["contenders"]:
         return ""
     pairs = zip(step_seconds(case, name), step_seconds(case, peer), strict=True)
@@ -96,7 +96,7 @@ def _row(case: dict[str, Any], name: str) -> list[str]:
         CONTENDERS[name].title,
         f"{median(seconds):.3f}",
         f"{low:.3f} to {high:.3f}",
-        *(_ratio(case, name, peer) for peer in ("fsdp2", "ddp", "floor")),
+        *(ratio(case, name, peer) for peer in ("fsdp2", "ddp", "floor")),
         *(_part(case, name, part) for part in ("forward", "backward", "optimizer", "cpu")),
         f"{losses(case, name)[-1]:.4f}" if CONTENDERS[name].exchanges else "",
     ]

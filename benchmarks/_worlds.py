@@ -26,11 +26,11 @@ from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, Self
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from _devices import take_gpu
 from _hosts import Host
 
 _ONE_THREAD = {
@@ -39,6 +39,8 @@ _ONE_THREAD = {
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
+    # A process that has asked CUDA itself for its devices cannot be forked: ask the driver's tool.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
 
@@ -62,7 +64,8 @@ class World:
         ranks: how many processes to start.
         factory: makes the worker, in each process, once its process group exists.
         args: what the factory is called with; must be picklable, as the factory must.
-        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, one GPU a rank).
+        device: ``"cpu"`` or ``"cuda"``. If there are fewer GPUs than ranks, several share one.
+        backend: of the process group; by default gloo on CPUs, NCCL on GPUs.
         env: environment variables of the processes, beside one thread for each math library.
         exec_each: start every process as a new interpreter, which a C library needs that reads
             its settings from ``env``, and which shares no page with another. Else processes are
@@ -82,6 +85,7 @@ class World:
         factory: Callable[..., object],
         *args: object,
         device: str = "cpu",
+        backend: str | None = None,
         env: Mapping[str, str] | None = None,
         exec_each: bool = False,
         timeout: float = 600,
@@ -97,6 +101,7 @@ class World:
             port = self._store.port
         context: BaseContext = multiprocessing.get_context("spawn" if exec_each else "forkserver")
         context.set_forkserver_preload(_PRELOAD)
+        backend = backend or ("nccl" if device == "cuda" else "gloo")
         variables = {**_ONE_THREAD, **(env or {})}
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -108,7 +113,9 @@ class World:
                 ours, theirs = context.Pipe()
                 host = hosts[rank * len(hosts) // ranks] if hosts else None
                 address = hosts[0].address if hosts else "127.0.0.1"
-                place = _Place(rank, ranks, address, port, device, timeout, variables, host)
+                place = _Place(
+                    *(rank, ranks, address, port, device, backend, timeout, variables, host)
+                )
                 process = context.Process(  # type: ignore[attr-defined]  # of every context
                     target=_serve,
                     args=(theirs, place, factory, args),
@@ -142,6 +149,8 @@ class World:
 
     def cpu_seconds(self) -> float:
         """Return the processor time that all ranks have taken so far."""
+        import psutil
+
         times = [psutil.Process(pid).cpu_times() for pid in self.pids]
         return float(sum(t.user + t.system for t in times))
 
@@ -247,6 +256,7 @@ class _Place:
     address: str
     port: int
     device: str
+    backend: str
     timeout: float
     variables: Mapping[str, str]
     host: Host | None
@@ -265,9 +275,9 @@ def _serve(
         serves = place.host is not None and place.rank == 0
         store = TCPStore(place.address, place.port, is_master=serves, wait_for_workers=False)
         if place.device == "cuda":
-            torch.cuda.set_device(place.rank)
+            take_gpu(place.rank, place.ranks)
         dist.init_process_group(
-            "nccl" if place.device == "cuda" else "gloo",
+            place.backend,
             store=store,
             rank=place.rank,
             world_size=place.ranks,

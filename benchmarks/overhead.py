@@ -31,9 +31,11 @@ WIDTH = 8
 class OverheadWorker:
     """One rank of a contender, taking steps of a model of tiny groups."""
 
-    def __init__(self, name: str, groups: int) -> None:
+    def __init__(self, name: str, groups: int, device: str = "cpu") -> None:
         torch.manual_seed(0)
-        self._model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(groups)))
+        self._synchronize = torch.cuda.synchronize if device == "cuda" else _nothing_to_wait_for
+        layers = (nn.Linear(WIDTH, WIDTH, device=device) for _ in range(groups))
+        self._model = nn.Sequential(*layers)
         if name != "floor":
             if name == "ours":
                 from shardwise import fully_shard
@@ -42,28 +44,38 @@ class OverheadWorker:
             for layer in self._model:
                 fully_shard(layer)
             fully_shard(self._model)
-        self._input = torch.ones(2, WIDTH)
+        self._input = torch.ones(2, WIDTH, device=device)
 
     def steps(self, count: int) -> list[float]:
         """Take steps; return the seconds of each."""
         seconds = []
         for _ in range(count):
             dist.barrier()
+            self._synchronize()
             start = time.perf_counter()
             self._model(self._input).sum().backward()
+            self._synchronize()
             seconds.append(time.perf_counter() - start)
             self._model.zero_grad()
         return seconds
 
 
-def play(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+def _nothing_to_wait_for() -> None:
+    """Take the place of a device's ``synchronize`` on CPUs."""
+
+
+def play(ranks: int, options: argparse.Namespace, device: str = "cpu") -> dict[str, Any]:
     """Let all contenders of one world size take turns; return the raw numbers."""
     turns: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
     worlds: dict[str, World] = {}
     try:
         for name in CONTENDERS:
             env = contender_env(name, options.transport)
-            worlds[name] = World(name, ranks, OverheadWorker, name, options.groups, env=env)
+            worlds[name] = World(
+                *(name, ranks, OverheadWorker, name, options.groups, device),
+                device=device,
+                env=env,
+            )
             worlds[name].call("steps", 5)
         for index in range(options.rounds):
             shift = index % len(CONTENDERS)

@@ -1,6 +1,6 @@
 """Put the tables and the summary of stored results into the documentation.
 
-    python benchmarks/report.py            # rewrite docs/benchmarks.md and docs/measurements.md
+    python benchmarks/report.py            # rewrite those in docs/benchmarks.md and others
     python benchmarks/report.py --check    # exit code 1 if they do not show the stored results
 
 The tables of a document go between two markers that name it under ``benchmarks/results/``:
@@ -26,6 +26,7 @@ from typing import Any
 from _checkpoint_stall_tables import stall_tables
 from _checkpoint_tables import checkpoint_tables
 from _diloco_tables import diloco_tables
+from _gpu_tables import gpu_tables
 from _memory_tables import memory_tables
 from _overhead_tables import overhead_tables
 from _report import ROOT, Table, machine_line
@@ -37,7 +38,7 @@ from _transport_tables import transport_tables
 from _vit_build_tables import vit_build_tables
 
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = [ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "measurements.md"]
+DOCUMENTS = [ROOT / "docs" / name for name in ("benchmarks.md", "measurements.md", "gpu.md")]
 PICTURE = ROOT / "docs" / "images" / "benchmarks.svg"
 TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "step_time": step_tables,
@@ -50,6 +51,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "vit_build": vit_build_tables,
     "diloco": diloco_tables,
     "strategies": strategies_tables,
+    "gpu": gpu_tables,
 }
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL

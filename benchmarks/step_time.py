@@ -13,86 +13,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
 import psutil
-import torch
-import torch.distributed as dist
 from rich.console import Console
 
-from _contenders import CONTENDERS, Case, Contender
-from _models import BATCHES, PRESETS, batches
+from _contenders import Case
+from _models import PRESETS
 from _options import cases, contender_env, parser, positive_int
 from _report import document, machine, machine_line, save, wide_console
 from _step_tables import disagreement, step_tables
+from _steps import StepWorker, transposed
 from _worlds import World, stop_server
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of one rank.
-
-    Attributes:
-        seconds: from a barrier until the optimizer is done.
-        forward: seconds of it in forward.
-        backward: seconds of it in backward.
-        optimizer: seconds of it in the optimizer.
-        cpu: processor seconds of this process, with the threads of its process group.
-        loss: of this rank's batch, before the step.
-    """
-
-    seconds: float
-    forward: float
-    backward: float
-    optimizer: float
-    cpu: float
-    loss: float
-
-
-class StepWorker:
-    """One rank of a contender, taking steps on demand."""
-
-    contenders: ClassVar[Mapping[str, type[Contender]]] = CONTENDERS
-
-    def __init__(self, name: str, case: Case) -> None:
-        self._contender = self.contenders[name](case)
-        drawn = batches(case.params, case.tokens, dist.get_rank(), case.seed)
-        self._batches = [batch.to(case.device) for batch in drawn]
-        self._cuda = case.device == "cuda"
-        self._taken = 0
-
-    def steps(self, count: int) -> list[Step]:
-        """Take some steps."""
-        return [self._step() for _ in range(count)]
-
-    def _step(self) -> Step:
-        batch = self._batches[self._taken % BATCHES]
-        self._taken += 1
-        dist.barrier()
-        self._synchronize()
-        cpu, start = time.process_time(), time.perf_counter()
-        loss = self._contender.forward(batch)
-        forward = time.perf_counter()
-        self._contender.backward(loss)
-        backward = time.perf_counter()
-        self._contender.update()
-        self._synchronize()
-        end = time.perf_counter()
-        return Step(
-            seconds=end - start,
-            forward=forward - start,
-            backward=backward - forward,
-            optimizer=end - backward,
-            cpu=time.process_time() - cpu,
-            loss=loss.item(),
-        )
-
-    def _synchronize(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
 
 
 class Match:
@@ -169,11 +103,6 @@ class Match:
     def _say(self, text: str) -> None:
         if self._console.is_terminal:
             self._console.print(f"  {self._case.label()}, {text}", end="\r", soft_wrap=True)
-
-
-def transposed(by_rank: list[list[Step]]) -> list[list[dict[str, float]]]:
-    """Turn steps of ranks into ranks of steps, as plain data."""
-    return [[asdict(step) for step in ranks] for ranks in zip(*by_rank, strict=True)]
 
 
 def _machine_busy() -> float:

@@ -32,12 +32,12 @@ from _models import BATCHES, PRESETS
 from _options import one_of, positive_int
 from _report import document, machine, machine_line, save, wide_console
 from _step_tables import disagreement
+from _steps import StepWorker, transposed
 from _strategies_picture import draw
 from _strategies_tables import ACCUMULATED, strategies_tables
 from _strategy_contenders import STRATEGIES, Apart
 from _worlds import World, stop_server
 from shardwise.recipes.core.training import keep_freed_memory
-from step_time import StepWorker, transposed
 
 _FIRST_PORT = 29500
 

@@ -1,0 +1,349 @@
+"""The parts of ``gpu.py``: what each asks, how long it may take, and how it finds out."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from _contenders import Case
+from _gpu_checks import GraphWorker, ProbeWorker, SanitizedWorker
+from _gpu_journal import Journal, shortened
+from _gpu_steps import Pace, Room, Turns
+from _report import ROOT, machine
+from _worlds import World, WorldError
+
+PEERS = ["ours", "fsdp2", "ddp"]
+#: Packages that a part uses, beside torch.
+PACKAGES = ("transformers", "pytest", "pytest_timeout", "rich", "xxhash", "matplotlib", "triton")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where a run measures, and at what size.
+
+    Attributes:
+        device: ``"cuda"``, or ``"cpu"`` for a dry run.
+        room: how many GPUs there are, and how large; a dry run acts as if there were one.
+        pace: of training steps.
+        small: the model, a key of ``_models.PRESETS``, whose step is short.
+        large: the model that fills a GPU's units.
+        ladder: models from small to large, of which the largest that fits is measured.
+        tokens: of a sequence; each rank trains on one in each step.
+        compiler: backend of ``torch.compile``.
+        host_memory: where offloaded shards are: ``"pinned"`` or ``"pageable"``.
+        groups: tiny groups of the model that shows host overhead.
+    """
+
+    device: str
+    room: Room
+    pace: Pace
+    small: str
+    large: str
+    ladder: tuple[str, ...]
+    tokens: int
+    compiler: str
+    host_memory: str
+    groups: int
+
+    @classmethod
+    def of_gpus(cls) -> Setup:
+        """Measure on the GPUs of this machine."""
+        return cls(
+            device="cuda",
+            room=Room(torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory),
+            pace=Pace(rounds=7, steps=5, warmup=5),
+            small="34m",
+            large="400m",
+            ladder=("150m", "400m", "1b", "3b", "6b"),
+            tokens=2048,
+            compiler="inductor",
+            host_memory="pinned",
+            groups=64,
+        )
+
+    @classmethod
+    def dry(cls) -> Setup:
+        """Start every part on CPUs, at sizes that say nothing."""
+        return cls(
+            device="cpu",
+            room=Room(gpus=1, memory=0),
+            pace=Pace(rounds=2, steps=1, warmup=1),
+            small="tiny",
+            large="tiny",
+            ladder=("tiny",),
+            tokens=16,
+            compiler="aot_eager",
+            host_memory="pageable",
+            groups=3,
+        )
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether nothing that is measured says anything."""
+        return self.device == "cpu"
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs there are."""
+        return self.room.gpus
+
+    def case(self, **changes: Any) -> Case:
+        """Return a training in bf16 over all GPUs, with some settings changed."""
+        case = Case(self.gpus, self.small, "bf16", 3, self.tokens, self.device)
+        return dataclasses.replace(case, **changes)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the questions of ``gpu.py``.
+
+    Attributes:
+        name: as the command line and the JSON call it.
+        question: what it finds out.
+        seconds: how long it may take on one GPU.
+        measure: finds out, case by case.
+    """
+
+    name: str
+    question: str
+    seconds: int
+    measure: Callable[[Setup, Journal], None]
+
+
+# -- environment ----------------------------------------------------------------------------------
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Describe what the figures depend on."""
+    facts: dict[str, Any] = machine() | {"device": device, "revision": _revision()}
+    facts["packages"] = {name: _version(name) for name in PACKAGES}
+    if device == "cuda":
+        facts["gpus"] = torch.cuda.device_count()
+        facts["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+        facts["cuda"] = torch.version.cuda
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["driver"] = _line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return facts
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _revision() -> str | None:
+    return _line("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+
+
+def _line(*command: str) -> str | None:
+    """Return the first line that a program prints; ``None`` if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.partition("\n")[0].strip() or None
+
+
+def _environment(setup: Setup, journal: Journal) -> None:
+    journal.case("machine", lambda: environment(setup.device))
+    journal.case("one rank", lambda: _probe(setup, ranks=1))
+
+
+def _probe(setup: Setup, ranks: int, backend: str | None = None) -> dict[str, Any]:
+    """Start some ranks, and let them sum something on the device."""
+    with World(
+        *("probe", ranks, ProbeWorker, setup.device),
+        device=setup.device,
+        backend=backend,
+        timeout=60,
+    ) as world:
+        found = world.call("summed")
+    if found != [ranks] * ranks:
+        raise WorldError(f"the sum of {ranks} ones is {found}")
+    return {"ranks": ranks, "backend": backend}
+
+
+# -- tests ----------------------------------------------------------------------------------------
+
+
+def _tests(setup: Setup, journal: Journal) -> None:
+    # A dry run collects one, which needs a GPU. The other tests run on CPUs in `make test`.
+    chosen = ["tests/gpu/test_memory.py", "-k", "no_step_synchronizes"]
+    if not setup.is_dry:
+        chosen = ["tests/gpu", "tests/transport/test_nccl.py"]
+    journal.case("pytest", lambda: _pytest(chosen))
+
+
+def _pytest(chosen: list[str]) -> dict[str, Any]:
+    """Run tests in a process of their own.
+
+    What this project asks of its own environment, such as plugins, does not hold here: warnings do
+    not fail a test, and no plugin is needed. Tests run beside each other where pytest-xdist is.
+    """
+    parallel = ["-n", str(min(4, os.cpu_count() or 1))] if _version("pytest_xdist") else []
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command += ["-o", "addopts=", "-o", "filterwarnings=", *parallel, *chosen]
+        done = subprocess.run(
+            [*command, f"--junitxml={report}"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if not report.exists():
+            raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}")
+        return read_report(report) | {
+            "command": " ".join(command[1:]),
+            "output": done.stdout[-4000:],
+        }
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Count the outcomes of tests, from a file in JUnit's format, and name those that failed."""
+    found: dict[str, Any] = {"passed": 0, "skipped": 0, "failures": {}}
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        bad = next((each for each in case if each.tag in ("failure", "error")), None)
+        if bad is not None:
+            name = f"{case.get('classname')}.{case.get('name')}"
+            found["failures"][name] = (bad.text or bad.get("message") or "")[-2000:]
+        elif case.find("skipped") is not None:
+            found["skipped"] += 1
+        else:
+            found["passed"] += 1
+    return found
+
+
+# -- steps ----------------------------------------------------------------------------------------
+
+
+def _turns(
+    setup: Setup,
+    journal: Journal,
+    case: Case,
+    names: list[str] | None = None,
+    backend: str | None = None,
+) -> None:
+    turns = Turns(case, names or PEERS, setup.pace, setup.room, backend, journal.deadline)
+    journal.case(case.label(), turns.play)
+
+
+def _steps(setup: Setup, journal: Journal) -> None:
+    compiled = {"compiler": setup.compiler}
+    _turns(setup, journal, setup.case())
+    _turns(setup, journal, setup.case(zero=2))
+    _turns(setup, journal, setup.case(**compiled, recomputes=True))
+    if not setup.is_dry:
+        _turns(setup, journal, setup.case(params=setup.large))
+        _turns(setup, journal, setup.case(**compiled))
+        _turns(setup, journal, setup.case(recomputes=True))
+        _turns(setup, journal, setup.case(params=setup.large, **compiled))
+        _turns(setup, journal, setup.case(params=setup.large, recomputes=True))
+
+
+def _largest(setup: Setup, journal: Journal) -> None:
+    # Every turn starts its processes anew, so there are few steps in one.
+    pace = dataclasses.replace(setup.pace, rounds=min(setup.pace.rounds, 5), warmup=2)
+    case = setup.case(params=setup.room.largest(setup.ladder), recomputes=True)
+    _turns(dataclasses.replace(setup, pace=pace), journal, case)
+
+
+def _overhead(setup: Setup, journal: Journal) -> None:
+    from overhead import play
+
+    options = argparse.Namespace(
+        transport="auto", groups=setup.groups, rounds=setup.pace.rounds, steps=4 * setup.pace.steps
+    )
+    journal.case("1 rank", lambda: play(1, options, setup.device))
+    if setup.gpus > 1:
+        journal.case(f"{setup.gpus} ranks", lambda: play(setup.gpus, options, setup.device))
+
+
+def _ranks(setup: Setup, journal: Journal) -> None:
+    few, backend = 2 * setup.gpus, None
+    if not setup.is_dry:
+        tried = journal.case("NCCL with several ranks on a GPU", lambda: _share(setup, few))
+        backend = "gloo" if "refused" in tried else None
+    _turns(setup, journal, setup.case(ranks=few), backend=backend)
+    if not setup.is_dry:
+        _turns(setup, journal, setup.case(ranks=few, zero=2), backend=backend)
+        _turns(setup, journal, setup.case(ranks=2 * few), backend=backend)
+
+
+def _share(setup: Setup, ranks: int) -> dict[str, Any]:
+    """Find out which backend lets ranks share a GPU."""
+    try:
+        return _probe(setup, ranks)
+    except WorldError as error:
+        return {"refused": shortened(str(error)), **_probe(setup, ranks, "gloo")}
+
+
+def _offload(setup: Setup, journal: Journal) -> None:
+    case = setup.case(offload=setup.host_memory)
+    _turns(setup, journal, case, ["ours", "fsdp2"])
+
+
+# -- checks ---------------------------------------------------------------------------------------
+
+
+def _sanitizer(setup: Setup, journal: Journal) -> None:
+    offload = {"offload": setup.host_memory}
+    for name in ("ours", "fsdp2"):
+        for changes in ({}, {"zero": 2}, offload):
+            case = setup.case(params="tiny", tokens=64, **changes)
+            if name == "fsdp2" and (changes or setup.is_dry):
+                continue  # one, to know what the sanitizer says of a mature runtime
+            journal.case(f"{name}: {case.label()}", lambda n=name, c=case: _sanitized(n, c))
+
+
+def _sanitized(name: str, case: Case) -> dict[str, Any]:
+    with World(name, case.ranks, SanitizedWorker, name, case, device=case.device) as world:
+        by_rank = world.call("train", 4)
+    return {"ranks": by_rank, "contender": name}
+
+
+def _graph(setup: Setup, journal: Journal) -> None:
+    for name in ("ours", "fsdp2"):
+        case = setup.case(zero=2, tokens=min(setup.tokens, 512))
+        journal.case(f"{name}: {case.label()}", lambda n=name, c=case: _captured(n, c))
+
+
+def _captured(name: str, case: Case) -> dict[str, Any]:
+    with World(name, case.ranks, GraphWorker, name, case, device=case.device) as world:
+        by_rank = world.call("compare", 4)
+    return {"ranks": by_rank, "contender": name}
+
+
+PARTS = {
+    part.name: part
+    for part in (
+        Part(
+            "environment", "What is this machine, and do processes start on it?", 60, _environment
+        ),
+        Part("tests", "Do the tests pass that need a GPU?", 180, _tests),
+        Part("steps", "How long is a step, how much memory does it take?", 210, _steps),
+        Part("overhead", "What does the host do where there is nothing to move?", 45, _overhead),
+        Part("graph", "Can a whole step under ZeRO-2 be one CUDA graph?", 60, _graph),
+        Part("sanitizer", "Does CUDA's sanitizer find races between streams?", 60, _sanitizer),
+        Part("ranks", "Two ranks and more, on one GPU or on several", 120, _ranks),
+        Part("offload", "What does a step cost with shards on the host?", 60, _offload),
+        Part("largest", "The largest model that fits", 150, _largest),
+    )
+}

@@ -1,0 +1,388 @@
+"""``benchmarks/gpu.py`` starts every part, survives those that fail, and goes on where it stopped.
+
+On a machine without a GPU this holds what can be held: the programs are sound, and their results
+are read and shown. The figures in these tests are made up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.benchmarks.scripts import call_script
+
+NAMES = (
+    *("environment", "tests", "steps", "overhead", "graph"),
+    *("sanitizer", "ranks", "offload", "largest"),
+)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_part_starts_on_cpus_and_writes_its_results(name: str, tmp_path: Path) -> None:
+    done = call_script("gpu.py", "--dry", "--part", name, "--out", str(tmp_path))
+    content = _read(tmp_path / f"{name}.json")
+    assert done.returncode == 0, content
+    assert content["status"] == "done", content
+    assert content["cases"], "it has measured something"
+    assert content["environment"]["device"] == "cpu"
+
+    from _gpu_tables import gpu_tables
+    from gpu import collect
+
+    shown = "\n".join(table.markdown() for table in gpu_tables(collect(tmp_path)))
+    assert f"| {name} | done |" in shown
+    assert "a dry run on CPUs: no figure below says anything about speed" in shown
+
+
+def test_all_parts_are_tried() -> None:
+    from _gpu_parts import PARTS
+    from _gpu_tables import TABLES
+
+    assert tuple(PARTS) == NAMES
+    assert set(TABLES) == set(PARTS), "each has a table"
+
+
+def test_without_a_gpu_it_says_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = call_script("gpu.py")
+    assert done.returncode == 2
+    assert "make gpu DRY=1" in done.stderr
+
+
+# -- the runner: parts that end in any way ---------------------------------------------------------
+
+_WRITES = """
+import json, pathlib
+pathlib.Path({path!r}).write_text(json.dumps({content!r}))
+"""
+
+
+class Parts:
+    """Parts whose processes do what a test says, in a folder.
+
+    Args:
+        out: the folder.
+        programs: what the process of a part runs, by name.
+        seconds: the limit of each.
+    """
+
+    def __init__(self, out: Path, programs: dict[str, str], seconds: int = 60) -> None:
+        from _gpu_parts import Part
+
+        def unused(*_: object) -> None:
+            raise AssertionError("a process measures")
+
+        self.out = out
+        self.programs = programs
+        self.parts = [Part(name, "?", seconds, unused) for name in programs]
+        self.said: list[str] = []
+        self.started: list[str] = []
+
+    def run(self, budget: float = 600) -> bool:
+        from gpu import run_all
+
+        self.said, self.started = [], []
+        return run_all(self.parts, self.out, budget, self._command, self.said.append)
+
+    def status(self, name: str) -> str:
+        return str(_read(self.out / f"{name}.json")["status"])
+
+    def error(self, name: str) -> str:
+        return str(_read(self.out / f"{name}.json")["error"])
+
+    def _command(self, part: Any, seconds: float) -> list[str]:
+        self.started.append(part.name)
+        return [sys.executable, "-c", self.programs[part.name]]
+
+
+def _writes(out: Path, part: str, status: str = "done", error: str | None = None) -> str:
+    content = {"part": part, "status": status, "seconds": 1.0, "error": error}
+    content |= {"cases": [], "environment": {}}
+    return _WRITES.format(path=str(out / f"{part}.json"), content=content)
+
+
+def test_a_part_that_fails_or_dies_does_not_stop_the_others(tmp_path: Path) -> None:
+    dies = "import sys; print('the last words'); sys.exit(3)"
+    cut_short = _writes(tmp_path, "steps", "running") + "\nraise SystemExit(9)"
+    parts = Parts(
+        tmp_path,
+        {
+            "environment": dies,
+            "steps": cut_short,
+            "tests": _writes(tmp_path, "tests", "failed", "trace\ntwo tests fail"),
+            "graph": _writes(tmp_path, "graph"),
+        },
+    )
+    assert not parts.run()
+    assert [parts.status(name) for name in parts.programs] == ["died", "died", "failed", "done"]
+    assert "exit code 3" in parts.error("environment")
+    assert "the last words" in parts.error("environment")
+    assert "exit code 9" in parts.error("steps")
+    assert parts.said[2] == "tests        failed, 1 s: two tests fail"
+
+
+def test_what_is_done_is_left_alone_and_the_rest_is_tried_again(tmp_path: Path) -> None:
+    programs = {"steps": "raise SystemExit(1)", "graph": _writes(tmp_path, "graph")}
+    parts = Parts(tmp_path, programs)
+    assert not parts.run()
+    parts.programs["steps"] = _writes(tmp_path, "steps")
+    assert parts.run()
+    assert parts.started == ["steps"]
+    assert parts.said[1] == "graph        done before"
+    assert parts.run(), "all of it is done"
+    assert parts.started == []
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    hangs = (
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
+        "time.sleep(600)"
+    )
+    parts = Parts(tmp_path, {"steps": hangs}, seconds=5)
+    assert not parts.run()
+    assert parts.status("steps") == "timed out"
+    assert parts.error("steps") == "not over after 5 s"
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(500):  # until the kernel has ended it, and somebody has taken note
+        if not _runs(pid):
+            break
+        time.sleep(0.01)
+    assert not _runs(pid), "no process is left"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_no_part_begins_when_the_time_is_over(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, {"steps": _writes(tmp_path, "steps")})
+    assert not parts.run(budget=1)
+    assert parts.started == []
+    assert "the same command goes on from here" in parts.said[0]
+
+
+def test_a_folder_holds_the_results_of_one_machine(tmp_path: Path) -> None:
+    from gpu import check_folder
+
+    before = {"device": "cuda", "gpu": "a made-up GPU", "torch": "2.13"}
+    content = {"part": "steps", "environment": before, "status": "done", "cases": []}
+    (tmp_path / "steps.json").write_text(json.dumps(content))
+    check_folder(tmp_path, before)
+    with pytest.raises(ValueError, match=r"another gpu: found a made-up GPU, expected None"):
+        check_folder(tmp_path, {**before, "gpu": None})
+
+
+# -- results as they come --------------------------------------------------------------------------
+
+
+def test_cases_are_on_disk_when_they_end_and_only_failed_ones_run_again(tmp_path: Path) -> None:
+    from _gpu_journal import Journal
+
+    path = tmp_path / "steps.json"
+    tried: list[str] = []
+
+    def measure(name: str, fails: bool) -> Any:
+        def run() -> dict[str, Any]:
+            tried.append(name)
+            if name == "second":
+                on_disk = _read(path)
+                assert on_disk["status"] == "running"
+                assert on_disk["cases"][0]["key"] == "first"
+            if fails:
+                raise RuntimeError(f"{name} is out of memory")
+            return {"value": len(tried)}
+
+        return run
+
+    journal = Journal(path, "steps", {"gpu": None}, deadline=time.monotonic() + 600)
+    journal.case("first", measure("first", fails=False))
+    journal.case("second", measure("second", fails=True))
+    assert not journal.end()
+    content = _read(path)
+    assert (content["status"], content["error"]) == ("failed", "cases failed: second")
+    assert "second is out of memory" in content["cases"][1]["error"]
+
+    again = Journal(path, "steps", {"gpu": None}, deadline=time.monotonic() + 600)
+    kept = again.case("first", measure("first", fails=False))
+    again.case("second", measure("second", fails=False))
+    assert again.end()
+    assert tried == ["first", "second", "second"]
+    assert kept["value"] == 1
+    assert _read(path)["error"] is None
+
+
+def test_no_case_begins_after_the_deadline(tmp_path: Path) -> None:
+    from _gpu_journal import Journal
+
+    journal = Journal(tmp_path / "steps.json", "steps", {}, deadline=time.monotonic() - 1)
+    found = journal.case("late", lambda: pytest.fail("it must not begin"))
+    assert found["error"] == "not begun: the time of this part was over"
+    assert not journal.end()
+
+
+class _FakeWorld:
+    """A world whose rank has no memory left if its contender is DDP."""
+
+    started: ClassVar[list[str]] = []
+
+    def __init__(self, name: str, *_: object, **__: object) -> None:
+        from _worlds import WorldError
+
+        self.started.append(name)
+        if name == "ddp":
+            raise WorldError("ddp: rank 0 failed in 'start':\nOutOfMemoryError: made up")
+
+    def call(self, method: str, count: int = 0) -> list[Any]:
+        from _steps import Step
+
+        if method == "memory":
+            return [{"peak_allocated": 3 * 2**20, "peak_reserved": 4 * 2**20, "at_rest": 2**20}]
+        return [[Step(0.5, 0.1, 0.2, 0.1, 0.4, 0.3, 2.0)] * count]
+
+    def close(self) -> None:
+        pass
+
+    __enter__ = lambda self: self  # noqa: E731
+    __exit__ = lambda self, *_: None  # noqa: E731
+
+
+@pytest.mark.parametrize(("memory", "starts"), [(0, 3), (2**30, 7)], ids=["together", "alone"])
+def test_a_contender_without_memory_spoils_no_other(
+    monkeypatch: pytest.MonkeyPatch, memory: int, starts: int
+) -> None:
+    import _gpu_steps
+    from _contenders import Case
+    from _gpu_tables import TABLES
+
+    monkeypatch.setattr(_gpu_steps, "World", _FakeWorld)
+    _FakeWorld.started = []
+    room, pace = _gpu_steps.Room(1, memory), _gpu_steps.Pace(rounds=3, steps=2, warmup=1)
+    names = ["ours", "fsdp2", "ddp"]
+    case = Case(1, "tiny", "bf16")
+    turns = _gpu_steps.Turns(case, names, pace, room, None, time.monotonic() + 600)
+    found = turns.play()
+    assert len(_FakeWorld.started) == starts, "together: each once; alone: in every turn"
+    assert {n: len(t) for n, t in found["contenders"].items()} == {"ours": 3, "fsdp2": 3}
+    assert found["error"] is None
+    [table] = TABLES["steps"]([{"key": "a", **found}])
+    assert table.rows[0][:4] == ["shardwise", "500.0", "500.0 to 500.0", "1.00"]
+    assert table.rows[0][5:9] == ["300.0", "3", "4", "1"]
+    assert table.notes[-1] == "torch DDP: OutOfMemoryError: made up"
+
+
+def test_the_largest_model_that_fits_is_chosen_by_its_size() -> None:
+    from _contenders import Case
+    from _gpu_steps import Room
+
+    ladder = ("150m", "400m", "1b", "3b", "6b")
+    largest = {gib: Room(1, gib * 2**30).largest(ladder) for gib in (1, 8, 24, 80, 139)}
+    assert largest == {1: "150m", 8: "150m", 24: "1b", 80: "3b", 139: "6b"}
+    both = Case(2, "1b", "bf16"), ["ours", "ddp"]
+    assert Room(2, 80 * 2**30).holds(*both)
+    assert not Room(1, 80 * 2**30).holds(*both), "on one GPU there is DDP's whole model twice"
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def _made_up(part: str, cases: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    whole = [{"key": "a case", "error": None, "case_seconds": 1.0, **case} for case in cases]
+    found = {"part": part, "status": "done", "seconds": 12.3, "error": None, "cases": whole}
+    return {**found, "environment": {}, **changes}
+
+
+def _shown(*parts: dict[str, Any]) -> str:
+    from report import markdown
+
+    facts = {
+        "device": "cuda",
+        "gpu": "a made-up GPU",
+        "gpus": 1,
+        "gpu_memory_gib": 1.5,
+        "cuda": "13.0",
+        "nccl": "2.28",
+        "driver": "1.2.3",
+        "revision": "abc1234",
+        "cpu": "a processor",
+        "cores": 2,
+        "memory_gib": 4,
+        "system": "Linux 6",
+        "python": "3.12",
+        "torch": "2.11",
+    }
+    content = {"schema": 1, "script": "gpu", "command": "python benchmarks/gpu.py"}
+    content |= {"date": "2026-01-02", "machine": facts, "parts": list(parts)}
+    return markdown(content, "made-up.json")
+
+
+def test_parts_and_what_went_wrong_in_them_are_shown() -> None:
+    error = "Traceback:\n  ...\nValueError: made up"
+    shown = _shown(
+        _made_up("graph", [], status="timed out", error="not over after 60 s"),
+        _made_up("steps", [{"key": "34m", "error": error}], status="failed", error="cases failed"),
+    )
+    assert "| graph | timed out | 12 | 0 of 0 |" in shown
+    assert "- graph: not over after 60 s" in shown
+    assert "| steps | failed | 12 | 0 of 1 |" in shown
+    assert "- steps, 34m: ValueError: made up" in shown
+    assert "1 x a made-up GPU, 1.5 GiB; CUDA 13.0, NCCL 2.28, driver 1.2.3" in shown
+
+
+def test_tests_that_fail_are_shown_though_their_case_has(tmp_path: Path) -> None:
+    from _gpu_parts import read_report
+
+    path = tmp_path / "report.xml"
+    path.write_text(
+        '<testsuites><testsuite><testcase classname="tests.gpu" name="test_a"/>'
+        '<testcase classname="tests.gpu" name="test_b"><skipped message="m"/></testcase>'
+        '<testcase classname="tests.gpu" name="test_c"><failure message="m">trace\n'
+        "AssertionError: made up</failure></testcase></testsuite></testsuites>"
+    )
+    found = read_report(path)
+    assert (found["passed"], found["skipped"]) == (1, 1)
+    shown = _shown(_made_up("tests", [{**found, "error": "1 tests fail"}], status="failed"))
+    assert "| a case | 1 | 1 | 1 |" in shown
+    assert "- tests.gpu.test_c: AssertionError: made up" in shown
+
+
+def test_races_and_graphs_are_shown_by_rank() -> None:
+    clean = {"losses": [1.0, 2.0], "races": [], "looked": True}
+    race = {"losses": [1.0], "races": ["a made-up race\nbetween two streams"], "looked": True}
+    seconds = {"replayed": 0.001, "as usual": 0.004}
+    graph = {"captured": True, "losses": [2.0], "expected": [2.25], "seconds": seconds}
+    shown = _shown(
+        _made_up("sanitizer", [{"ranks": [clean, race]}]),
+        _made_up("graph", [{"ranks": [graph]}]),
+    )
+    assert "| a case | 1 | 1 |" in shown
+    assert "- a case: a made-up race" in shown
+    assert "| a case | yes | 2.5e-01 | 1.00 | 4.00 |" in shown
+
+
+def test_the_documentation_has_no_made_up_results() -> None:
+    page = Path(__file__).parents[2] / "docs" / "gpu.md"
+    assert "made-up" not in page.read_text()
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    for path in results.glob("*gpu*.json"):
+        content = _read(path)
+        assert content["machine"]["device"] == "cuda", f"{path.name} is from a dry run"
+        assert os.path.basename(path) in page.read_text()
