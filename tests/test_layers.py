@@ -17,6 +17,7 @@ NAMES = [str(path.relative_to(SOURCE)) for path in FILES]
 # From the bottom up; what stands on one line may import what stands on the lines before, and
 # from itself.
 LAYERS = [
+    ["devices"],
     ["_lazy", "_torch", "errors", "optim_names", "units"],
     ["transport"],
     ["sharding"],
@@ -182,6 +183,65 @@ def _own_names(name: str) -> frozenset[str]:
             case ast.Attribute(value=ast.Name(id="self"), attr=own, ctx=ast.Store()):
                 names.add(own)
     return frozenset(names)
+
+
+DEVICES = "devices.py"
+ACCELERATORS = ("cuda", "hpu", "mlu", "mps", "mtia", "musa", "npu", "tpu", "xla", "xpu")
+BACKENDS = ("gloo", "hccl", "mpi", "nccl", "ucc", "xccl")
+# "cuda", and "cpu:gloo,cuda:" with its end to follow, but no sentence that has such a word.
+NAMES_ONE = re.compile(rf"[\w:,]*\b({'|'.join(ACCELERATORS + BACKENDS)})\b[\w:,]*")
+OF_DEVICES = {f"torch.{name}" for name in (*ACCELERATORS, "accelerator", "get_device_module")}
+OF_DEVICES |= {"torch.Event", "torch.Stream"}  # to be made; to be named in annotations is fine
+PINNING = frozenset({"pin_memory", "is_pinned"})
+
+
+def test_devices_and_backends_are_named_in_one_file() -> None:
+    found = [
+        f"{name}:{line}: {text}"
+        for name in NAMES
+        if name != DEVICES
+        for line, text in _device_names(_tree(name))
+    ]
+    assert not found, f"put these behind a function of {DEVICES}:\n" + "\n".join(found)
+
+
+def test_what_names_a_device_is_found() -> None:
+    program = """
+import torch
+"This one names cuda."
+def step(stream: torch.Stream, kind: str) -> torch.Event:
+    "On cuda."
+    message = "found no cuda device"
+    torch.accelerator.synchronize()
+    made = torch.Stream("cpu")
+    return torch.empty(1, pin_memory=kind == "cuda").is_pinned(), f"cpu:gloo,{kind}:x", made
+"""
+    assert [text for _, text in _device_names(ast.parse(program))] == [
+        *("torch.accelerator", "torch.Stream"),
+        *("is_pinned()", "pin_memory=", "'cuda'", "'cpu:gloo,'"),
+    ]
+
+
+def _device_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """What a file says of devices, with its line, annotations and docstrings left out."""
+    for field, value in ast.iter_fields(tree):
+        if field in ("annotation", "returns"):
+            continue
+        for node in value if isinstance(value, list) else [value]:
+            if not isinstance(node, ast.AST):
+                continue
+            match node:
+                case ast.Expr(value=ast.Constant()):
+                    continue  # a docstring
+                case ast.Constant(value=str(text)) if NAMES_ONE.fullmatch(text):
+                    yield node.lineno, repr(text)
+                case ast.Attribute() if ast.unparse(node) in OF_DEVICES:
+                    yield node.lineno, ast.unparse(node)
+                case ast.Call(func=ast.Attribute(attr=attr)) if attr in PINNING:
+                    yield node.lineno, f"{attr}()"
+                case ast.keyword(arg="pin_memory"):
+                    yield node.lineno, "pin_memory="
+            yield from _device_names(node)
 
 
 def test_torchs_own_data_parallel_trainers_are_never_used() -> None:

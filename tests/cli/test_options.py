@@ -65,7 +65,6 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--temperature nan", "--temperature: found nan"),
         ("--strategy zero4", "--strategy: found 'zero4', expected one of 'full', 'grad-op'"),
         ("--param-dtype fp8", "--param-dtype: found 'fp8', expected one of 'fp32', 'bf16'"),
-        ("--device tpu", "--device: found 'tpu', expected one of 'auto', 'cpu', 'cuda'"),
         ("--transport pigeon", "--transport: found 'pigeon', expected one of 'auto'"),
         ("--nproc 0", "--nproc: found 0, expected 1 or more"),
         ("--nproc 4 --mesh dp_shard=2", "--mesh: found dp_shard=2, a mesh of 2 ranks, expected"),

@@ -66,7 +66,7 @@ def _device() -> Iterator[list[_Stream]]:
     pinned: set[int] = set()
     empty_like, copy_ = torch.empty_like, torch.Tensor.copy_
 
-    def allocate(tensor: torch.Tensor, *, device: str, pin_memory: bool) -> torch.Tensor:
+    def allocate(tensor: torch.Tensor, *, pin_memory: bool, **kwargs: Any) -> torch.Tensor:
         made = torch.full_like(tensor, torch.nan)
         assert pin_memory
         pinned.add(made.data_ptr())
@@ -85,7 +85,7 @@ def _device() -> Iterator[list[_Stream]]:
 
     with (
         patch.object(Offload, "of", lambda *_: Offload(True, True, torch.device("cpu"))),
-        patch.object(torch.accelerator, "current_stream", lambda: streams[-1]),
+        patch.object(torch.accelerator, "current_stream", lambda _: streams[-1]),
         patch.object(torch.Tensor, "is_pinned", lambda _: True),
         patch.object(torch, "empty_like", empty),
         patch.object(torch.Tensor, "copy_", copy_later),

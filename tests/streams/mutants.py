@@ -87,28 +87,33 @@ SEEN = {
     "transport/custom.py CustomTransport.all_gather: wait()": "custom",
     "transport/custom.py CustomTransport.reduce_scatter: work.wait()": "custom",
     "transport/custom.py CustomTransport._beside: "
-    "self._stream.wait_stream(torch.accelerator.current_stream(device))": "custom",
+    "self._stream.wait_stream(devices.current_stream(device))": "custom",
     "transport/custom.py CustomTransport._reduce_one: comm.allocate("
     "(self.world_size * sum(sizes),), dtype=dtype, device=device)": "custom",
     "transport/custom.py CustomTransport._reduce_one: "
     "comm.allocate((sum(sizes),), dtype=dtype, device=device)": "custom",
     "transport/custom.py CustomTransport._reduce_one: wait()": "custom",
-    "transport/custom.py _wait_for: "
-    "torch.accelerator.current_stream(device).record_event()": "custom",
+    "transport/custom.py _wait_for: devices.current_stream(device).record_event()": "custom",
     "transport/custom.py _wait_for: work.wait()": "custom_asynchronous",
-    "transport/custom.py _wait_for: "
-    "torch.accelerator.current_stream(device).wait_event(event)": "custom",
+    "transport/custom.py _wait_for: devices.current_stream(device).wait_event(event)": "custom",
     # Checkpoints.
-    "checkpoint/ranks/saving.py copies: torch.accelerator.synchronize(device)": "async_save",
+    "checkpoint/ranks/saving.py copies: devices.synchronize(device)": "async_save",
+    "devices.py synchronize: torch.accelerator.synchronize(device)": "async_save",
 }
 
 _HOST = "memory of the host belongs to no stream"
 _FREED = "it is freed before anything uses it, only to make a storage of its size"
 _HELD = "NCCL's work holds its tensors itself until it is waited for; gloo's does not"
 _META = "it has no memory: it is on the meta device"
+_ASKS = "it asks whether the device can do this, and nothing follows it"
 
 #: By place: why no scenario can report that it is gone.
 UNSEEN = {
+    "devices.py _has_streams: "
+    "torch.accelerator.current_stream(current(kind)).record_event()": _ASKS,
+    "devices.py _pins: torch.empty(1, pin_memory=True)": _ASKS,
+    "devices.py copy_to_host: torch.empty_like( tensor, device=CPU, "
+    "pin_memory=how is not Copy.PAGEABLE, memory_format=torch.contiguous_format, )": _HOST,
     "sharding/param.py ShardedParam.add_grad: self.offload.wait()": (
         "the copy that follows blocks the host on the stream of the earlier one, or on a stream "
         "that autograd has made wait for it"
@@ -117,10 +122,11 @@ UNSEEN = {
     "storage.resize_((offset + memory.numel()) * memory.itemsize)": _FREED,
     'sharding/layout.py Layout.strides: torch.empty(self.shape, device="meta")': _META,
     'sharding/placement.py sharded_spec: torch.empty(param.shape, device="meta")': _META,
-    "sharding/policy.py Offload.grad_to_host: "
-    'torch.empty_like(grad, device="cpu", pin_memory=self.pin_memory)': _HOST,
     "transport/all_to_all.py AllToAll.start: messages.wait()": "gloo's messages, on the host",
     "transport/all_to_all.py AllToAll.start: rows=rows": _HELD,
+    "transport/collectives.py CollectivesTransport.all_gather: mine.clone()": (
+        "for backends that cannot gather in place; the one that is modeled can"
+    ),
     "transport/collectives.py CollectivesTransport._start: calls=calls": _HELD,
     "transport/collectives.py CollectivesTransport._start: "
     "self._waiter.wait([(each, None) for each in launched], doing)": "gloo, on the host",
@@ -130,8 +136,5 @@ UNSEEN = {
     "torch.empty(end, dtype=torch.uint8, device=device)": _FREED,
     "transport/memory.py Loan.take: torch.empty(numel, dtype=dtype)": _HOST,
     "transport/memory.py _block: torch.empty(nbytes, dtype=torch.uint8)": _HOST,
-    "checkpoint/ranks/saving.py _copy: torch.empty(local.shape, dtype=local.dtype, "
-    'device="cpu", pin_memory=_pins_memory())': _HOST,
-    'checkpoint/ranks/saving.py _pins_memory: torch.empty(1, device="cpu", pin_memory=True)': _HOST,
     "checkpoint/ranks/saving.py _copy: local.clone(memory_format=torch.contiguous_format)": _HOST,
 }

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import fully_shard
+from shardwise import devices, fully_shard
 from shardwise.checkpoint.ranks import saving, state
 from shardwise.diloco import DiLoCo, Streaming, members
 from shardwise.diloco.settings import WireFormat
@@ -1217,7 +1217,7 @@ def async_save(run: Run) -> None:
 @scenario(pageable=Pageable.RETURNS)
 def async_save_pageable(run: Run) -> None:
     """The same on a device that pins no memory, and copies to pageable memory without waiting."""
-    with mock.patch.object(saving, "_pins_memory", return_value=False):
+    with mock.patch.object(devices, "pins", return_value=False):
         _async_save(run)
 
 

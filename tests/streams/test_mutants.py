@@ -20,8 +20,8 @@ _AT_A_TIME = 6
 def _all_places() -> dict[str, Place]:
     files = (
         str(path.relative_to(SOURCE))
-        for package in ("sharding", "transport", "checkpoint")
-        for path in sorted((SOURCE / package).rglob("*.py"))
+        for pattern in ("devices.py", "sharding/**/*.py", "transport/**/*.py", "checkpoint/**/*.py")
+        for path in sorted(SOURCE.glob(pattern))
     )
     return {
         str(place): place

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.devices import GLOO
 from shardwise.transport import select, symmetric
 from shardwise.transport.base import NO_LABEL, Label, Reduce, Work
 from shardwise.transport.collectives import NcclTransport
@@ -155,7 +156,7 @@ class _HostTransport(NcclTransport):
     adds: ClassVar[bool] = False
 
     def __init__(self, group: dist.ProcessGroup, alone_bytes: int) -> None:
-        super().__init__(group, "gloo", alone_bytes)
+        super().__init__(group, GLOO, alone_bytes)
 
     def reduce_scatter(
         self,

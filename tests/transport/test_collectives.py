@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.devices import GLOO
 from shardwise.transport import select_transport
 from shardwise.transport.base import Reduce
 from shardwise.transport.collectives import NcclTransport
@@ -114,7 +115,7 @@ def _replaced_by_partials(rank: int, world_size: int) -> Counter[str]:
         setattr(dist, name, functools.partial(_counted, counts, name, getattr(dist, name)))
     transports = [
         select_transport(dist.group.WORLD, torch.device("cpu"), "collectives"),
-        NcclTransport(dist.group.WORLD, "gloo"),
+        NcclTransport(dist.group.WORLD, GLOO),
     ]
     for transport in transports:
         shards = [torch.ones(5, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]

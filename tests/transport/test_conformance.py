@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.devices import GLOO
 from shardwise.transport import collectives, gloo, sums
 from shardwise.transport.base import Reduce, Transport
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport
@@ -41,7 +42,7 @@ def _transports() -> list[Transport]:
     found = select_transport(group, CPU, "auto")
     if isinstance(found, FakeTransport):
         return [found]
-    return [found, GlooTransport(group), CollectivesTransport(group, "gloo")]
+    return [found, GlooTransport(group), CollectivesTransport(group, GLOO)]
 
 
 def _check_all_transports(rank: int, world_size: int) -> None:
@@ -52,8 +53,8 @@ def _check_all_transports(rank: int, world_size: int) -> None:
     check_all(GlooTransport(group), exact=True)
     if world_size > 1:
         check_all(select_transport(group, CPU, "shm"), exact=True)
-    check_all(CollectivesTransport(group, "gloo"), exact=False)
-    check_all(NcclTransport(group, "gloo"), exact=False)
+    check_all(CollectivesTransport(group, GLOO), exact=False)
+    check_all(NcclTransport(group, GLOO), exact=False)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -68,8 +69,8 @@ def _fuzz_all_transports(rank: int, world_size: int) -> None:
     fuzz(Checks(GlooTransport(group), exact=True), 200, seed=1, largest=5000)
     if world_size > 1:
         fuzz(Checks(select_transport(group, CPU, "shm"), exact=True), 400, seed=4, largest=50000)
-    fuzz(Checks(CollectivesTransport(group, "gloo"), exact=False), 60, seed=2, largest=2000)
-    fuzz(Checks(NcclTransport(group, "gloo"), exact=False), 60, seed=3, largest=3000)
+    fuzz(Checks(CollectivesTransport(group, GLOO), exact=False), 60, seed=2, largest=2000)
+    fuzz(Checks(NcclTransport(group, GLOO), exact=False), 60, seed=3, largest=3000)
 
 
 def _check_large(rank: int, world_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch import c10d
+from shardwise.devices import GLOO
 from shardwise.transport import collectives, select_transport
 from shardwise.transport.base import Reduce
 from shardwise.transport.collectives import NcclTransport
@@ -20,7 +22,7 @@ LARGE = collectives.SMALL_BYTES  # elements: some bytes each
 def _addresses(rank: int, world_size: int) -> None:
     """Record which memory each collective reads and writes, and how often there is a launch."""
     assert dist.group.WORLD is not None
-    transport = NcclTransport(dist.group.WORLD, "gloo")
+    transport = NcclTransport(dist.group.WORLD, GLOO)
     pairs: list[tuple[int, int]] = []
     launches: list[object] = []
 
@@ -69,11 +71,39 @@ def test_large_parameters_travel_in_place_in_one_launch_and_small_ones_packed() 
     run_ranks(_addresses, 2)
 
 
+def _apart(rank: int, world_size: int) -> None:
+    """Some backends forbid that the buffers of a collective overlap."""
+    assert dist.group.WORLD is not None
+    plain = dataclasses.replace(GLOO, gathers_in_place=False)
+    ranges: list[tuple[range, int]] = []
+    original = dist.all_gather_single
+
+    def recording(output: torch.Tensor, data: torch.Tensor, **kwargs: Any) -> Any:
+        ranges.append(
+            tuple(range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in (output, data))
+        )  # type: ignore[arg-type]
+        return original(output, data, **kwargs)
+
+    dist.all_gather_single = recording
+    transport = collectives.CollectivesTransport(dist.group.WORLD, plain)
+    for dtypes in ([torch.float32], [torch.float32, torch.bfloat16]):
+        fulls = [torch.empty(3 * world_size, dtype=dtype) for dtype in dtypes]
+        transport.all_gather([torch.full((3,), rank + 1.0)] * len(dtypes), fulls).wait()
+        for full in fulls:
+            assert full.view(world_size, 3).tolist() == [[r + 1] * 3 for r in range(world_size)]
+    assert len(ranges) == 2
+    assert all(own not in output for output, own in ranges)
+
+
+def test_a_backend_that_cannot_gather_in_place_gets_memory_apart() -> None:
+    run_ranks(_apart, 2)
+
+
 def _padding(rank: int, world_size: int) -> float:
     """The rest of the chunk of a short shard is sent as zeros."""
     assert dist.group.WORLD is not None
     full = torch.full((4 * world_size,), float("nan"))
-    NcclTransport(dist.group.WORLD, "gloo").all_gather([torch.ones(3)], [full]).wait()
+    NcclTransport(dist.group.WORLD, GLOO).all_gather([torch.ones(3)], [full]).wait()
     return float(full.sum())
 
 

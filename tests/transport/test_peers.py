@@ -150,7 +150,7 @@ def test_of_several_backends_the_one_of_the_device_counts(
     monkeypatch: pytest.MonkeyPatch, peers: Peers, config: str, device: torch.device, name: str
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", Mock(return_value=config))
-    assert peers.backend(device) == name
+    assert peers.backend(device).name == name
 
 
 # -- errors ---------------------------------------------------------------------------------------

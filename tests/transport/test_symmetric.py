@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch import symmetric as torch_symmetric
+from shardwise.devices import NCCL
 from shardwise.transport import select
 from shardwise.transport.base import Reduce
 from shardwise.transport.collectives import NcclTransport
@@ -110,7 +111,7 @@ def _unavailable(rank: int, world_size: int) -> None:
         RuntimeError, match=r"on rank 0: expected .* 'nccl', found 'gloo' for .*cpu"
     ):
         check_available(_world_group(), CPU)
-    with patch("shardwise.transport.peers.Peers.backend", lambda peers, device: "nccl"):
+    with patch("shardwise.transport.peers.Peers.backend", lambda peers, device: NCCL):
         with pytest.raises(RuntimeError, match="expected a device with memory pools, found cpu"):
             check_available(_world_group(), CPU)
         with patch.object(torch_symmetric, "has_pools", lambda device: True):

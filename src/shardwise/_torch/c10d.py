@@ -11,12 +11,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    _coalescing_manager,
+    _CoalescingManager,
+)
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
     """Return the store through which the ranks of ``group`` found each other."""
     return dist.distributed_c10d._get_process_group_store(group)
+
+
+def has_shared_store(group: dist.ProcessGroup) -> bool:
+    """Whether the store of ``group`` is one in which processes meet.
+
+    The stores of simulated worlds, ``HashStore`` and ``FakeStore``, belong to one process.
+    """
+    store = store_of(group)
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore | dist.FileStore)  # type: ignore[attr-defined]
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

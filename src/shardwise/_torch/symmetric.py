@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
+from shardwise import devices
+
 
 def set_backend(name: str) -> None:
     """Choose the backend that allocates symmetric memory, for the whole process.
@@ -25,14 +27,14 @@ def set_backend(name: str) -> None:
 
 def has_pools(device: torch.device) -> bool:
     """Whether ``device`` can allocate from a pool that is chosen for a block of code."""
-    module = torch.get_device_module(device)
+    module = devices.module_of(device)
     return hasattr(module, "use_mem_pool") and hasattr(module, "MemPool")
 
 
 def allocating_symmetric(device: torch.device) -> AbstractContextManager[object]:
     """Allocate all memory of ``device`` from the pool of symmetric memory, inside the block."""
     pool = _symmetric_memory.get_mem_pool(device)
-    return cast(AbstractContextManager[object], torch.get_device_module(device).use_mem_pool(pool))
+    return cast(AbstractContextManager[object], devices.module_of(device).use_mem_pool(pool))
 
 
 def rendezvous(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
+from shardwise import devices
 from shardwise.errors import MisuseError
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy, resolve
-from shardwise.sharding.mesh import check_member, default_device_type, device_of
+from shardwise.sharding.mesh import check_member
 from shardwise.transport.peers import Peers, new_group
 
 
@@ -57,7 +58,7 @@ class UnitSettings:
     @property
     def device(self) -> torch.device:
         """The device that this rank computes on."""
-        return device_of(self.mesh)
+        return devices.current(self.mesh.device_type)
 
 
 def default_reshard(strategy: ShardingStrategy) -> bool | None:
@@ -152,7 +153,7 @@ def check_device(device_id: int | torch.device | None, mesh: DeviceMesh, stackle
         warnings.warn(note, stacklevel=stacklevel + 1)
         return
     index = device_id if isinstance(device_id, int) else device_id.index
-    current = torch.accelerator.current_device_index()
+    current = devices.current(mesh.device_type).index
     if index is not None and index != current:
         raise MisuseError(
             f"device_id: rank {dist.get_rank()} computes on {mesh.device_type}:{current}, found "
@@ -256,4 +257,4 @@ def _ranks_of_a_host(world_size: int) -> int:
 
 
 def _device_type(device_id: int | torch.device | None) -> str:
-    return device_id.type if isinstance(device_id, torch.device) else default_device_type()
+    return device_id.type if isinstance(device_id, torch.device) else devices.default_type()

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from shardwise import devices
 from shardwise._torch import dtensor
 from shardwise._torch.fsdp import DataParallelMeshDims
 from shardwise.errors import MisuseError
@@ -102,7 +103,7 @@ class DataMesh:
 
     @classmethod
     def _over(cls, mesh: DeviceMesh, transport: str | None, shard_dim: int | None) -> DataMesh:
-        device = device_of(mesh)
+        device = devices.current(mesh.device_type)
         replicates = mesh.ndim == 2 or shard_dim is None
         shard = (
             LocalTransport()
@@ -224,14 +225,7 @@ def default_mesh() -> DeviceMesh:
     """Make a 1-D mesh over all ranks, on the accelerator if there is one, else on CPUs."""
     if not dist.is_initialized():
         dist.init_process_group()
-    return make_mesh(default_device_type(), (dist.get_world_size(),))
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device on which this rank computes, on ``mesh``."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    return make_mesh(devices.default_type(), (dist.get_world_size(),))
 
 
 def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
@@ -302,7 +296,7 @@ def init_mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
             "may be -1"
         )
     shape = tuple(world_size // known if size == -1 else size for size in sizes.values())
-    kind = device_type or default_device_type()
+    kind = device_type or devices.default_type()
     return make_mesh(kind, shape, tuple(sizes))
 
 
@@ -327,12 +321,6 @@ def make_mesh(
         return make()  # its process group is the default one
     named = "" if names is None else f" ({', '.join(names)})"
     return make_together(make, f"a mesh of shape {shape}{named}")
-
-
-def default_device_type() -> str:
-    """The type of device that ranks compute on by default: the accelerator's, else ``"cpu"``."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator is not None else "cpu"
 
 
 def check_mesh(mesh: DeviceMesh, what: str) -> None:
@@ -388,14 +376,14 @@ def check_member(mesh: DeviceMesh, what: str) -> None:
             f"{what}: rank {rank} is not part of {mesh}, in a world of {dist.get_world_size()} "
             "ranks; call fully_shard only on the ranks of the mesh, or make a mesh of all ranks"
         )
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = devices.accelerator()
     has = accelerator.type if accelerator is not None else None
     if kind not in ("cpu", has):
         raise ValueError(
             f"{what} on rank {rank}: the mesh is on {kind!r} devices, found "
             f"{has or 'no accelerator'} on this host; expected a mesh of "
             f"{' or '.join(repr(each) for each in ('cpu', has) if each)}. Make it with "
-            f"init_device_mesh({default_device_type()!r}, ...)"
+            f"init_device_mesh({devices.default_type()!r}, ...)"
         )
 
 

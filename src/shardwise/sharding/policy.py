@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from shardwise import devices
 from shardwise._torch import autograd
 from shardwise.sharding.tree import map_tensors
 from shardwise.transport.base import Reduce
@@ -86,7 +87,8 @@ class Offload:
 
     Attributes:
         enabled: whether they are stored on the host, apart from ``device``.
-        pin_memory: whether host memory is pinned, so that copies overlap with compute.
+        pin_memory: whether host memory is pinned, so that copies overlap with compute. Never on
+            devices without pinned memory, whatever the policy says.
         device: the device on which this rank computes.
     """
 
@@ -100,8 +102,8 @@ class Offload:
     def of(cls, policy: OffloadPolicy, device: torch.device) -> Offload:
         """Read torch's policy for a mesh on ``device``."""
         enabled = isinstance(policy, CPUOffloadPolicy) and device.type != "cpu"
-        pin = enabled and isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
-        return cls(enabled, pin, device)
+        pin = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
+        return cls(enabled, enabled and pin and devices.pins(device), device)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Offload:
         """Copy for copied modules, whose gradients are not being copied to the host."""
@@ -110,14 +112,14 @@ class Offload:
     @property
     def home(self) -> torch.device:
         """The device that shards are stored on."""
-        return torch.device("cpu") if self.enabled else self.device
+        return devices.CPU if self.enabled else self.device
 
     def place(self, shard: torch.Tensor) -> torch.Tensor:
         """Move ``shard`` to where it is stored. Shards on the meta device stay there."""
         if not self.enabled or shard.is_meta:
             return shard
         shard = shard.to(self.home)
-        return shard.pin_memory() if self.pin_memory and not shard.is_pinned() else shard
+        return devices.pinned(shard) if self.pin_memory else shard
 
     def grad_to_host(self, grad: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
         """Start to copy a reduced gradient to the host. :meth:`wait` waits for it.
@@ -126,14 +128,13 @@ class Offload:
         """
         if not self.enabled:
             return grad
-        overlap = self.pin_memory and not autograd.has_post_accumulate_hooks(sharded)
-        host = torch.empty_like(grad, device="cpu", pin_memory=self.pin_memory)
-        # The source may be freed right away: its memory is reused on this stream only, after the
-        # copy.
-        host.copy_(grad, non_blocking=overlap)
-        if overlap:
-            stream = torch.accelerator.current_stream()
-            self._copied[stream] = stream.record_event()
+        if not self.pin_memory:
+            return devices.copy_to_host(grad, devices.Copy.PAGEABLE)
+        if autograd.has_post_accumulate_hooks(sharded):
+            return devices.copy_to_host(grad, devices.Copy.PINNED)
+        host = devices.copy_to_host(grad, devices.Copy.STARTED)
+        stream = devices.current_stream(self.device)
+        self._copied[stream] = stream.record_event()
         return host
 
     def wait(self) -> None:

@@ -42,7 +42,7 @@ class AllToAll:
         self._group = group
         self._peers = Peers(group)
         self._log = CollectiveLog(self._peers)
-        by_messages = self._peers.backend(device) == "gloo" and device.type == "cpu"
+        by_messages = self._peers.backend(device).sends_messages
         self._waiter = Waiter(self._peers, self._log.compare) if by_messages else None
 
     def start(self, rows: torch.Tensor, received: torch.Tensor, label: Label) -> Work:

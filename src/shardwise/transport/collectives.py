@@ -32,7 +32,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise import devices
 from shardwise._torch.c10d import coalesced
+from shardwise.devices import Backend
 from shardwise.transport.base import NO_LABEL, FinishedWork, Label, PendingWork, Reduce, Work
 from shardwise.transport.buckets import (
     Bucket,
@@ -52,8 +54,6 @@ from shardwise.transport.memory import OwnMemory
 from shardwise.transport.peers import Peers
 from shardwise.transport.waiter import Launched, Waiter
 
-#: Backends known to implement ``ReduceOp.AVG``; elsewhere the sum is divided afterwards.
-_AVERAGING_BACKENDS = frozenset({"nccl"})
 #: On NCCL, chunks of fewer bytes are packed: a copy costs less than one more collective.
 SMALL_BYTES = 16 * 1024
 
@@ -84,7 +84,7 @@ class CollectivesTransport(OwnMemory):
 
     Args:
         group: the process group of the mesh dimension.
-        backend: the name of the backend that serves the tensors of this transport.
+        backend: the backend that serves the tensors of this transport.
         alone_bytes: a tensor of which each rank sends at least so many bytes gets a collective of
             its own and is not packed.
         log: the log of the transport that this one is a part of, if it is.
@@ -95,23 +95,23 @@ class CollectivesTransport(OwnMemory):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        backend: str,
+        backend: Backend,
         alone_bytes: int = sys.maxsize,
         log: CollectiveLog | None = None,
     ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
         self.group = group
-        self._has_average = backend in _AVERAGING_BACKENDS
+        self._backend = backend
         self._alone_bytes = alone_bytes
         self._packs_all = alone_bytes == sys.maxsize
         self._peers = Peers(group)
         self._log = CollectiveLog(self._peers) if log is None else log
-        self._waiter = Waiter(self._peers, self._log.compare) if backend == "gloo" else None
+        self._waiter = Waiter(self._peers, self._log.compare) if backend.sends_messages else None
 
     def overlaps_compute(self) -> bool:
-        """Return True: the backend moves bytes by itself."""
-        return True
+        """Return whether the backend moves bytes by itself."""
+        return self._backend.progresses
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
@@ -143,10 +143,12 @@ class CollectivesTransport(OwnMemory):
                     for i, column in zip(bucket.indices, columns, strict=True):
                         rows[i].copy_(column)
 
-        calls = [
-            Collective.of(gather, as_sendable(flat), as_sendable(flat[self.rank]), group=self.group)
-            for _, flat in flats
-        ]
+        calls = []
+        for _, flat in flats:
+            mine = as_sendable(flat[self.rank])
+            if not self._backend.gathers_in_place:
+                mine = mine.clone()
+            calls.append(Collective.of(gather, as_sendable(flat), mine, group=self.group))
         return self._start(logged, calls, finish)
 
     def reduce_scatter(
@@ -220,7 +222,7 @@ class CollectivesTransport(OwnMemory):
         op: Reduce,
     ) -> None:
         for bucket, summed in sums:
-            if op is Reduce.AVG and not self._has_average:
+            if op is Reduce.AVG and not self._backend.averages:
                 summed.div_(self.world_size)
             if bucket.packed:
                 unpack(summed, [results[i] for i in bucket.indices])
@@ -230,7 +232,7 @@ class CollectivesTransport(OwnMemory):
         return assign_buckets(nbytes, [tensor.dtype for tensor in tensors], self._alone_bytes)
 
     def _op(self, op: Reduce) -> dist.ReduceOp.RedOpType:
-        average = op is Reduce.AVG and self._has_average
+        average = op is Reduce.AVG and self._backend.averages
         return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
 
@@ -258,23 +260,22 @@ def _function(name: str, older: str) -> Callable[..., dist.Work]:
 
 
 class NcclTransport(CollectivesTransport):
-    """Collectives over one NCCL process group, for CUDA tensors.
+    """Collectives in place, launched together, as NCCL does both.
 
     Args:
-        group: a process group whose CUDA backend is NCCL.
-        backend: another backend with coalesced collectives, to run without NCCL.
+        group: a process group whose backend for the tensors does both.
+        backend: that backend.
         alone_bytes: as in :class:`CollectivesTransport`.
     """
-
-    name = "nccl"
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        backend: str = "nccl",
+        backend: Backend = devices.NCCL,
         alone_bytes: int | None = None,
     ) -> None:
         super().__init__(group, backend, SMALL_BYTES if alone_bytes is None else alone_bytes)
+        self.name = backend.name
 
     def _launch(self, calls: Sequence[Collective]) -> list[Launched]:
         by_dtype: dict[torch.dtype, list[Collective]] = {}

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from shardwise import devices
 from shardwise._torch import symmetric
 from shardwise.transport.base import (
     NO_LABEL,
@@ -36,6 +37,7 @@ from shardwise.transport.buckets import (
 )
 from shardwise.transport.collectives import all_gather_function, reduce_scatter_function
 from shardwise.transport.memory import HeapBuffers
+from shardwise.transport.peers import Peers
 
 
 class Comm(Protocol):
@@ -100,6 +102,7 @@ class CustomTransport:
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
         self._stream: torch.Stream | None = None
+        self._backend: devices.Backend | None = None
 
     @property
     def is_users(self) -> bool:
@@ -192,16 +195,16 @@ class CustomTransport:
         return CustomTransport(inner, group, self._all_gather, self._reduce_scatter)
 
     def _beside(self, device: torch.device) -> AbstractContextManager[object]:
-        """Enter the stream to pack and call on: on accelerators, one beside the computing stream.
+        """Enter the stream to pack and call on: one beside the computing stream, if there are any.
 
         The buffers belong to that stream. Before it allocates the next ones in their memory, it
         waits for all that the computing stream has read of them.
         """
-        if device.type == "cpu":
+        if not devices.has_streams(device):
             return nullcontext()
         if self._stream is None:
-            self._stream = torch.Stream(device)
-        self._stream.wait_stream(torch.accelerator.current_stream(device))
+            self._stream = devices.new_stream(device)
+        self._stream.wait_stream(devices.current_stream(device))
         return self._stream
 
     def _reduce_one(
@@ -210,7 +213,9 @@ class CustomTransport:
         assert self._reduce_scatter is not None
         comm, dtype, device = self._reduce_scatter, shards[0].dtype, shards[0].device
         sizes = [shard.numel() for shard in shards]
-        averages = op is Reduce.AVG and device.type == "cuda"
+        if self._backend is None:
+            self._backend = Peers(self._group).backend(device)
+        averages = op is Reduce.AVG and self._backend.averages
         with self._beside(device):
             source = comm.allocate((self.world_size * sum(sizes),), dtype=dtype, device=device)
             result = comm.allocate((sum(sizes),), dtype=dtype, device=device)
@@ -238,12 +243,12 @@ class CustomTransport:
 
 def _wait_for(work: dist.Work | None, device: torch.device) -> Callable[[], object]:
     """Return a function that makes the stream that computes then wait for the collective."""
-    if device.type == "cpu":
+    if not devices.has_streams(device):
         return (lambda: None) if work is None else work.wait
     if work is not None:
         work.wait()  # on the stream beside computing
-    event = torch.accelerator.current_stream(device).record_event()
-    return lambda: torch.accelerator.current_stream(device).wait_event(event)
+    event = devices.current_stream(device).record_event()
+    return lambda: devices.current_stream(device).wait_event(event)
 
 
 def with_custom(

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from shardwise.devices import GLOO
 from shardwise.transport.base import NO_LABEL, Label, PendingWork, Reduce, Work
 from shardwise.transport.buckets import Bucket, as_rows, assign_buckets, pack, unpack
 from shardwise.transport.collective_log import Call, CollectiveLog
@@ -46,7 +47,7 @@ class GlooTransport(OwnMemory):
         group: a process group whose CPU backend is gloo.
     """
 
-    name = "gloo"
+    name = GLOO.name
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
@@ -59,7 +60,7 @@ class GlooTransport(OwnMemory):
         self._waiter = Waiter(peers, self._log.compare)
         self._scratch = Scratch()
         self._under_way: list[tuple[weakref.ref[PendingWork], Messages]] = []
-        self._collectives = CollectivesTransport(group, "gloo", SMALL_ALL_REDUCE_BYTES, self._log)
+        self._collectives = CollectivesTransport(group, GLOO, SMALL_ALL_REDUCE_BYTES, self._log)
 
     def overlaps_compute(self) -> bool:
         """Return True: gloo's thread sends and receives messages by itself."""

@@ -19,7 +19,6 @@ import contextlib
 import enum
 import itertools
 import logging
-import re
 import threading
 import time
 import weakref
@@ -33,6 +32,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise import devices
 from shardwise._torch import c10d
 from shardwise.errors import PeerLostError, RanksDivergedError, ShardwiseError
 
@@ -48,9 +48,6 @@ _HUNG_UP = "shardwise/hung-up"
 _SIGNS = ("connection", "timed out", "timeout", "peer", "socket", "broken pipe", "network")
 #: Seconds of waiting after which ranks check that they wait for the same collective.
 _COMPARE_SECONDS = 3.0
-#: Other backends (those of tests and of plans) have no store in which ranks could meet.
-_WITH_STORE = re.compile("gloo|nccl|xccl|hccl|undefined")
-_CPU = torch.device("cpu")
 
 _log = logging.getLogger(__name__)
 
@@ -117,8 +114,8 @@ class Peers:
         """The timeout of the group, in seconds."""
         return c10d.timeout_of(self.group)
 
-    def backend(self, device: torch.device) -> str:
-        """Name the backend that serves tensors on ``device``.
+    def backend(self, device: torch.device) -> devices.Backend:
+        """Find the backend that serves tensors on ``device``.
 
         Raises:
             ValueError: the group has no backend for that type of device.
@@ -126,14 +123,14 @@ class Peers:
         config = dist.get_backend_config(self.group)
         by_device = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
         if not by_device:
-            return config
+            return devices.backend_of(config, device)
         if device.type not in by_device:
             raise ValueError(
                 f"the process group has backends for {', '.join(by_device)} ({config}), none for "
                 f"{device.type}: name one in init_process_group, such as "
-                f'"cpu:gloo,{device.type}:<backend>"'
+                f'"cpu:{devices.GLOO.name},{device.type}:<backend>"'
             )
-        return by_device[device.type]
+        return devices.backend_of(by_device[device.type], device)
 
     def once(self, make: Callable[[Peers], T]) -> T:
         """Return what ``make`` made for this process group, and make it the first time.
@@ -178,7 +175,7 @@ class Peers:
     @property
     def _has_gloo(self) -> bool:
         try:
-            return self.backend(_CPU) == "gloo"
+            return self.backend(devices.CPU).sends_messages
         except ValueError:
             return False
 
@@ -537,12 +534,12 @@ def make_together(make: Callable[[], T], what: str, ranks: Sequence[int] | None 
     """
     world = Peers()
     members = tuple(range(world.size) if ranks is None else ranks)
-    if len(members) == 1 or not _WITH_STORE.search(dist.get_backend_config(world.group)):
+    if len(members) == 1 or not c10d.has_shared_store(world.group):
         return make()
     doing = f"the creation of {what}"
     with world.collective(doing):  # the store may go with the rank that keeps it
         _arrive(world, members, what, doing)
-    if torch.accelerator.is_available():
+    if devices.accelerator() is not None:
         # The current device belongs to a thread, and making a mesh may choose it.
         return make()
     return world.call(make, doing, [rank for rank in members if rank != world.rank])

@@ -80,10 +80,10 @@ def c10d_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
         ValueError: the group has no backend for the device.
     """
     backend = Peers(group).backend(device)
-    if backend == "gloo" and device.type == "cpu":
+    if backend.sends_messages:
         return GlooTransport(group)
-    if backend == "nccl" and device.type == "cuda":
-        return NcclTransport(group)
+    if backend.coalesces and backend.gathers_in_place:
+        return NcclTransport(group, backend)
     return CollectivesTransport(group, backend)
 
 
@@ -124,7 +124,7 @@ def _shm(group: dist.ProcessGroup, device: torch.device) -> Transport:
 
 def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
     peers = Peers(group)
-    if device.type == "cpu" and peers.backend(device) == "gloo":
+    if peers.backend(device).sends_messages:
         found = peers.once(_share_memory)
         if not isinstance(found, str):
             return found

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch import dtensor, symmetric
+from shardwise.devices import NCCL
 from shardwise.transport.base import (
     NO_LABEL,
     FullBuffers,
@@ -85,10 +86,11 @@ def check_available(group: dist.ProcessGroup, device: torch.device) -> None:
     """
     where = f"symmetric memory on rank {dist.get_rank()}"
     carrier = Peers(group).backend(device)
-    if carrier != "nccl":
+    if carrier.symmetric is None:
         raise RuntimeError(
-            f"{where}: expected a process group whose backend is 'nccl', found {carrier!r} for "
-            f"tensors on {device}. Shard over a mesh of GPUs, or do not ask for symmetric memory"
+            f"{where}: expected a process group whose backend is {NCCL.name!r}, found "
+            f"{carrier.name!r} for tensors on {device}. Shard over a mesh of GPUs, or do not ask "
+            "for symmetric memory"
         )
     if not symmetric.has_pools(device):
         raise RuntimeError(
@@ -96,11 +98,12 @@ def check_available(group: dist.ProcessGroup, device: torch.device) -> None:
             f"{torch.__version__}; do not ask for symmetric memory on it"
         )
     try:
-        symmetric.set_backend("NCCL")
+        symmetric.set_backend(carrier.symmetric)
     except RuntimeError as error:
         raise RuntimeError(
-            f"{where}: torch {torch.__version__} cannot allocate it with NCCL: {error}. Ask for it "
-            "before anything else allocates symmetric memory, in a torch that was built with it"
+            f"{where}: torch {torch.__version__} cannot allocate it with {carrier.symmetric}: "
+            f"{error}. Ask for it before anything else allocates symmetric memory, in a torch that "
+            "was built with it"
         ) from error
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from shardwise.devices import GLOO
 from shardwise.errors import CheckpointError, PeerLostError, lost_peer_behind
 from shardwise.transport.peers import Peers, new_group
 
@@ -33,7 +34,7 @@ def group_for(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def _own_group(peers: Peers) -> dist.ProcessGroup:
-    return new_group(peers.members, timeout=timedelta(seconds=peers.timeout), backend="gloo")
+    return new_group(peers.members, timeout=timedelta(seconds=peers.timeout), backend=GLOO.name)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from shardwise import devices
 from shardwise._torch import dtensor
 from shardwise.checkpoint.disk.commit import StrPath, keep_last
 from shardwise.checkpoint.disk.entries import ModelFacts
@@ -372,31 +373,13 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             spec = dtensor.spec_of(tensor) if isinstance(tensor, DTensor) else None
             copied[name] = made[key] if spec is None else dtensor.wrap_local(made[key], spec)
     for device in {tensor.device for tensor in tensors.values()}:
-        if _is_accelerator(device):
-            torch.accelerator.synchronize(device)
+        devices.synchronize(device)
     return copied
 
 
 def _copy(local: Tensor) -> Tensor:
-    """A copy on the host. From an accelerator it is only started."""
+    """A copy on the host. From a device with pinned memory it is only started."""
     if local.device.type == "cpu":
         return local.clone(memory_format=torch.contiguous_format)
-    if not _is_accelerator(local.device):
-        return local.to("cpu").contiguous()
-    copy = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=_pins_memory())
-    return copy.copy_(local, non_blocking=True)
-
-
-def _is_accelerator(device: torch.device) -> bool:
-    """Whether ``torch.accelerator`` can wait for ``device``."""
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and accelerator.type == device.type
-
-
-def _pins_memory() -> bool:
-    """Whether memory of the host can be pinned for the accelerator."""
-    try:
-        torch.empty(1, device="cpu", pin_memory=True)
-    except RuntimeError:  # not every backend has an allocator for it
-        return False
-    return True
+    how = devices.Copy.STARTED if devices.pins(local.device) else devices.Copy.PAGEABLE
+    return devices.copy_to_host(local, how)

@@ -61,6 +61,7 @@ class Checkpoints:
         data: data that save a position of their own.
         group: the ranks that save together; ``None``: all.
         replicas: number of replicas that train apart, each with checkpoints of its own.
+        device: where this rank trains; ``None``: on the CPU.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class Checkpoints:
         *,
         group: dist.ProcessGroup | None = None,
         replicas: int = 1,
+        device: torch.device | None = None,
     ) -> None:
         self._folder = folder
         self._keep_last = keep_last
         self._data = data
         self._group = group
         self._replicas = replicas
+        self._device = device
         self._under_way: tuple[int, Handle] | None = None
 
     def steps(self) -> list[int]:
@@ -223,7 +226,7 @@ class Checkpoints:
                 self._data.load_state(extra.get(_DATA, {}), path)
             before = (read_manifest(path).world_size, _replicas(extra))
             if before == (dist.get_world_size(self._group), self._replicas):
-                _set_random_state(extra, path)
+                _set_random_state(self._device, extra, path)
         except CheckpointError as error:
             raise UserError(f"--resume: {error}") from error
         return position
@@ -251,7 +254,7 @@ class Checkpoints:
         self._ranks().first(f"saving {target}", lambda: _make_way(target))
         extra: dict[str, Any] = {
             _POSITION: asdict(position),
-            _RANDOM: _random_state(),
+            _RANDOM: _random_state(self._device),
             _REPLICAS: {"count": self._replicas},
         }
         if self._data is not None:
@@ -299,27 +302,28 @@ def _replicas(extra: dict[str, Any]) -> int:
     return 1  # as before there were replicas that train apart
 
 
-def _random_state() -> dict[str, dict[str, torch.Tensor]]:
-    """Return the state of this rank's random generators, under a name of its own."""
-    import torch
+def _random_state(device: torch.device | None) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the states of this rank's random generators by type of device, under its own name."""
     import torch.distributed as dist
 
-    states = {"cpu": torch.get_rng_state()}
-    if torch.distributed.get_backend() != "gloo":
-        states["cuda"] = torch.cuda.get_rng_state()
+    from shardwise import devices
+
+    found = {each.type: devices.random_state(each) for each in (devices.CPU, device or devices.CPU)}
+    states = {kind: state for kind, state in found.items() if state is not None}
     return {f"rank{dist.get_rank()}": states}
 
 
-def _set_random_state(extra: dict[str, Any], path: Path) -> None:
-    import torch
+def _set_random_state(device: torch.device | None, extra: dict[str, Any], path: Path) -> None:
     import torch.distributed as dist
+
+    from shardwise import devices
 
     own = f"rank{dist.get_rank()}"
     try:
         states = extra[_RANDOM][own]
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states:
-            torch.cuda.set_rng_state(states["cuda"])
+        devices.set_random_state(devices.CPU, states[devices.CPU.type])
+        if device is not None and device.type in states:  # it may have been saved on another type
+            devices.set_random_state(device, states[device.type])
     except (KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(
             f"{path}: extra.{_RANDOM}.{own} holds no random states ({error!r})"

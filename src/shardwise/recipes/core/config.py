@@ -70,12 +70,8 @@ class Existing(enum.Enum):
     OVERWRITE = "overwrite"
 
 
-class Device(enum.Enum):
-    """Where to train."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
+#: Values of ``--device`` beside the types of devices that torch knows.
+AUTO = "auto"
 
 
 class TransportName(enum.Enum):
@@ -313,9 +309,15 @@ class TrainConfig:
         default=0,
         metadata=option("Seed of initial weights, order of data and dropout.", TRAINING),
     )
-    device: Device = field(
-        default=Device.AUTO,
-        metadata=option("auto: GPUs if there is one for every rank, else CPUs.", TRAINING),
+    device: str = field(
+        default=AUTO,
+        metadata=option(
+            "Type of device, as torch names it; auto: accelerators if there is one for every rank, "
+            "else CPUs.",
+            TRAINING,
+            metavar="TYPE",
+            completions=(AUTO, "cpu"),
+        ),
     )
     peer_timeout: float | None = field(
         default=None,

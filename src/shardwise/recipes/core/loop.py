@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import resource
-import sys
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardwise import clip_grad_norm_
+from shardwise import clip_grad_norm_, devices
 from shardwise.launch.errors import Stopped, UserError, signal_name
 from shardwise.launch.rank import StopSignals
 from shardwise.recipes.core.build import set_lr
@@ -185,7 +183,7 @@ class Loop:
         size = dist.get_world_size(group)
         mine = torch.tensor(
             [
-                *(loss.item(), peak_memory_mib(self._device)),
+                *(loss.item(), devices.peak_memory(self._device) / 2**20),
                 *(self._signals.noted, self._checkpoints.has_ended),
             ],
             dtype=torch.float64,
@@ -275,18 +273,6 @@ class Loop:
             f"Stopped by {signal_name(stop)} after {self._span.shown(position)}, which is saved. "
             f"{self._how_to_resume}"
         )
-
-
-def peak_memory_mib(device: torch.device) -> float:
-    """Return the peak memory of this process so far, in MiB.
-
-    Allocated memory on a GPU, resident memory of the process on a CPU.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    # Bytes on macOS, KiB on Linux.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
 def _item(norm: torch.Tensor) -> float:

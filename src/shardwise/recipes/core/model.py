@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from shardwise import materialize
+from shardwise import devices, materialize
 from shardwise.recipes.core.config import OptionError
 
 
@@ -212,7 +212,7 @@ class Utilization:
         cls, model: PreTrainedModel, seq_length: int, device: torch.device, given: float | None
     ) -> Utilization:
         """Return the numbers of a model on a device; ``given`` overrides the table."""
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        name = devices.name(device)
         per_token = flops_per_token(model, seq_length)
         return cls(per_token, name, given or known_peak(name), given is not None)
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise import devices
 from shardwise.checkpoint.disk.commit import delete, step_folder, steps
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.diloco import DiLoCo
@@ -123,6 +124,7 @@ class ReplicaCheckpoints(Checkpoints):
         self._count = mesh.size(0)
         self._number = mesh.get_local_rank(REPLICATE)
         self._own_group = mesh.get_group(SHARD)
+        self._device = devices.current(mesh.device_type)
         self._position = None if data is None else _PositionOfAll(data)
         self._root, self._keep = folder, keep_last
         super().__init__(folder, keep_last)
@@ -209,6 +211,7 @@ class ReplicaCheckpoints(Checkpoints):
             self._position,
             group=self._own_group,
             replicas=self._count,
+            device=self._device,
         )
 
     def _folder_of(self, number: int) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwise import devices
 from shardwise.launch.errors import Stopped, UserError
 from shardwise.launch.rank import StopSignals, connected
 from shardwise.launch.world import World, launched_here
@@ -26,7 +27,7 @@ from shardwise.recipes.core.begin import (
 from shardwise.recipes.core.build import count, shard_bytes, transport_name
 from shardwise.recipes.core.checkpointing import Checkpoints, on_rank_zero
 from shardwise.recipes.core.config import (
-    Device,
+    AUTO,
     Existing,
     OptionError,
     TrainConfig,
@@ -80,8 +81,7 @@ def train(inputs: Inputs, assemble: Assemble, world: World, signals: StopSignals
         device = _choose_device(inputs.train.device, world)
         if device.type == "cpu":
             keep_freed_memory()
-        # Small messages use gloo, whatever the device.
-        backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backends = devices.backends_for(device)
         with connected(world, backends, inputs.train.peer_timeout):
             train_connected(inputs, assemble, place_for(inputs.train, world, device), signals)
 
@@ -104,7 +104,7 @@ def train_connected(inputs: Inputs, assemble: Assemble, place: Place, signals: S
     output = inputs.train.output
     files = RunDir(output.out)
     checkpoints = (
-        Checkpoints(files.checkpoints, output.keep_last, task.position)
+        Checkpoints(files.checkpoints, output.keep_last, task.position, device=place.device)
         if task.replicas is None
         else ReplicaCheckpoints(files.checkpoints, output.keep_last, place.mesh, task.position)
     )
@@ -286,26 +286,32 @@ def _how_to_resume() -> str:
 # -- the device and the memory of this rank --------------------------------------------------------
 
 
-def _choose_device(wanted: Device, world: World) -> torch.device:
+def _choose_device(wanted: str, world: World) -> torch.device:
     """Return the device of this rank, made current.
 
-    ``auto`` takes GPUs where every rank of this host can have one of its own, else CPUs.
+    ``auto`` takes accelerators where every rank of this host can have one of its own, else CPUs.
 
     Raises:
-        OptionError: GPUs are asked for and there are too few.
+        OptionError: this process cannot compute on what is asked for, or there are too few.
     """
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = devices.count()
     enough = found >= world.local_size
-    if wanted is Device.CPU or (wanted is Device.AUTO and not enough):
-        return torch.device("cpu")
+    if wanted == AUTO:
+        wanted = devices.default_type() if enough else devices.CPU.type
+    try:
+        devices.check_type(wanted)
+    except devices.UnusableError as error:
+        raise OptionError("--device", error.found, error.expected) from None
+    if wanted == devices.CPU.type:
+        return devices.CPU
     if not enough:
         raise OptionError(
             "--device",
-            f"cuda with {found} {'GPU' if found == 1 else 'GPUs'}",
-            f"a GPU for each of the {world.local_size} ranks of this host, or --device cpu",
+            f"{wanted}, of which this host has {found}",
+            f"one for each of its {world.local_size} ranks, or --device cpu",
         )
-    device = torch.device("cuda", world.local_rank)
-    torch.cuda.set_device(device)
+    device = torch.device(wanted, world.local_rank)
+    devices.make_current(device)
     return device
 
 

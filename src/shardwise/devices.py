@@ -1,0 +1,315 @@
+"""What differs between devices, and between backends of ``torch.distributed``.
+
+This is the only file that names an accelerator or a backend, and the only one that asks torch for
+streams, events, pinned memory, memory figures and random states of a device. The rest of the
+package handles a ``torch.device`` and asks here. ``tests/test_layers.py`` checks that.
+
+An *accelerator* is torch's word for the one type of device that this process computes on beside the
+CPU: CUDA, XPU, MPS, MTIA, or a backend that registered itself as PrivateUse1 (NPU, TPU, HPU, ...).
+Torch knows at most one. Its module (``torch.cuda``, ``torch.npu``, ...) has functions by the same
+names on all of them, and not every module has every function. Where one is missing:
+
+    streams, events     operations run one after the other, so there is nothing to order
+    pinned memory       copies between host and device block the host
+    memory figures      the memory of the process
+    random states       none; the host's generator alone is saved
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import resource
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+
+
+# -- which device ---------------------------------------------------------------------------------
+
+
+def accelerator() -> torch.device | None:
+    """Return the accelerator of this process, without an index; ``None`` if it has none."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def default_type() -> str:
+    """Return the type of device that ranks compute on by default: the accelerator, else CPU."""
+    found = accelerator()
+    return CPU.type if found is None else found.type
+
+
+def current(kind: str) -> torch.device:
+    """Return the current device of a type; the CPU has no index."""
+    return CPU if kind == CPU.type else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def count() -> int:
+    """Return the number of accelerators that this process sees."""
+    return 0 if accelerator() is None else torch.accelerator.device_count()
+
+
+def make_current(device: torch.device) -> None:
+    """Make an accelerator with an index the current device of this thread."""
+    torch.accelerator.set_device_index(device)
+
+
+#: Types of devices of other packages -> what to install. Torch loads it by itself.
+_PACKAGES = {
+    "hpu": "habana_frameworks",
+    "mlu": "torch_mlu",
+    "musa": "torch_musa",
+    "npu": "torch_npu",
+    "tpu": "torch_tpu",
+}
+
+
+class UnusableError(ValueError):
+    """A type of device that this process cannot compute on.
+
+    Attributes:
+        found: the type, and what torch has.
+        expected: what the process can compute on, and what may be missing.
+    """
+
+    def __init__(self, found: str, expected: str) -> None:
+        super().__init__(f"found {found}, expected {expected}")
+        self.found = found
+        self.expected = expected
+
+
+def check_type(kind: str) -> None:
+    """Check that this process can compute on devices of a type.
+
+    Args:
+        kind: the type as torch names it, such as ``"cuda"``, ``"xpu"`` or ``"mps"``.
+
+    Raises:
+        UnusableError: it cannot.
+    """
+    found = accelerator()
+    usable = [CPU.type] if found is None else [found.type, CPU.type]
+    if kind in usable:
+        return
+    has = "no accelerator" if found is None else f"the accelerator {found.type}"
+    expected = " or ".join(usable)
+    if ":" in kind:
+        expected += ", without an index: each rank takes the device of its number on its host"
+    elif kind in _PACKAGES:
+        expected += f"; {kind} devices come with the package {_PACKAGES[kind]}, beside torch"
+    elif kind == "xla":
+        expected += "; TPUs are of type tpu and come with torch_tpu, in place of torch_xla"
+    raise UnusableError(f"{kind} where torch {torch.__version__} has {has}", expected)
+
+
+# -- streams and events ---------------------------------------------------------------------------
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on a device is ordered by streams and events.
+
+    If not, as on the CPU, operations run one after the other.
+    """
+    return device.type != CPU.type and _has_streams(device.type)
+
+
+@functools.cache
+def _has_streams(kind: str) -> bool:
+    # Backends that lack them raise; there is no other way to ask.
+    try:
+        torch.accelerator.current_stream(current(kind)).record_event()
+    except (RuntimeError, ValueError, AttributeError):
+        return False
+    return True
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the current stream of a device that has streams."""
+    return torch.accelerator.current_stream(device)
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """Make another stream on a device that has streams. Enter it with ``with``."""
+    return torch.Stream(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Block the host until all work on a device is over. Only an accelerator has such work."""
+    found = accelerator()
+    if found is not None and found.type == device.type:
+        torch.accelerator.synchronize(device)
+
+
+# -- host memory ----------------------------------------------------------------------------------
+
+
+def pins(device: torch.device) -> bool:
+    """Whether host memory can be pinned, so that copies from and to ``device`` run beside the host.
+
+    Events have to say when such a copy is over, so this takes a device that has them.
+    """
+    return has_streams(device) and _pins(device.type)
+
+
+@functools.cache
+def _pins(kind: str) -> bool:
+    found = accelerator()
+    if found is None or found.type != kind:  # torch pins for the accelerator
+        return False
+    try:
+        return torch.empty(1, pin_memory=True).is_pinned()
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a host tensor in pinned memory: itself, or a copy."""
+    return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+
+class Copy(enum.Enum):
+    """How values of a device come to the host."""
+
+    PAGEABLE = "into pageable memory; the host waits"
+    PINNED = "into pinned memory; the host waits"
+    STARTED = "into pinned memory; the host does not wait"
+
+
+def copy_to_host(tensor: torch.Tensor, how: Copy) -> torch.Tensor:
+    """Copy a tensor of an accelerator to the host.
+
+    Args:
+        tensor: on a device that :func:`pins`, unless the copy is pageable.
+        how: what memory to copy to, and whether to wait. A copy that is only started is over once
+            an event that was recorded after it is. The memory of ``tensor`` may be freed at once:
+            it is reused on the current stream only, so after the copy.
+
+    Returns:
+        A contiguous tensor on the host.
+    """
+    host = torch.empty_like(
+        tensor,
+        device=CPU,
+        pin_memory=how is not Copy.PAGEABLE,
+        memory_format=torch.contiguous_format,
+    )
+    return host.copy_(tensor, non_blocking=how is Copy.STARTED)
+
+
+# -- figures and random states --------------------------------------------------------------------
+
+
+def name(device: torch.device) -> str:
+    """Return what the maker calls a device, or its type."""
+    get = None if device.type == CPU.type else _function(device, "get_device_name")
+    return device.type if get is None else str(get(device))
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory of this process so far, in bytes.
+
+    Allocated memory on an accelerator that counts it; else resident memory of the process.
+    """
+    get = None if device.type == CPU.type else _function(device, "max_memory_allocated")
+    if get is not None:
+        return int(get(device))
+    # Bytes on macOS, KiB on Linux.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def random_state(device: torch.device) -> torch.Tensor | None:
+    """Return the state of the random generator of a device; ``None`` if it does not give one."""
+    if device.type == CPU.type:
+        return torch.get_rng_state()
+    get = _function(device, "get_rng_state")
+    return None if get is None else get(device)
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set the state of the random generator of a device.
+
+    Raises:
+        RuntimeError: it is no such state.
+    """
+    if device.type == CPU.type:
+        torch.set_rng_state(state)
+        return
+    put = _function(device, "set_rng_state")
+    if put is not None:
+        put(state, device)
+
+
+def module_of(device: torch.device) -> Any:
+    """Return torch's module for a type of device, such as ``torch.cuda``."""
+    return torch.get_device_module(device)
+
+
+def _function(device: torch.device, name: str) -> Any:
+    """Look up a function of that module; ``None`` if it has none by that name."""
+    return getattr(module_of(device), name, None)
+
+
+# -- backends -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a backend of ``torch.distributed`` can do with tensors on one type of device.
+
+    The defaults fit a backend that nothing is known of: what every backend can do.
+
+    Attributes:
+        name: its name in ``torch.distributed``.
+        sends_messages: tensors are sent between two ranks, with tags and in any order, by a thread
+            of the backend; and a closed connection can be noticed.
+        averages: ``ReduceOp.AVG`` works; if not, a sum is divided.
+        coalesces: many collectives of one kind can be launched as one.
+        gathers_in_place: the input of an all-gather may be this rank's place in the output.
+        progresses: bytes move while nobody waits for them (asynchronous progress).
+        symmetric: the backend of torch's symmetric memory that serves its collectives, if any.
+    """
+
+    name: str
+    sends_messages: bool = False
+    averages: bool = False
+    coalesces: bool = False
+    gathers_in_place: bool = True
+    progresses: bool = True
+    symmetric: str | None = None
+
+
+#: The backend of host memory, which every world has for small messages.
+GLOO = Backend("gloo", sends_messages=True)
+NCCL = Backend("nccl", averages=True, coalesces=True, symmetric="NCCL")
+
+_BACKENDS = {
+    (CPU.type, GLOO.name): GLOO,
+    ("cuda", NCCL.name): NCCL,  # ROCm's RCCL goes by the same names
+    # MPI forbids that the buffers of a collective overlap.
+    (CPU.type, "mpi"): Backend("mpi", gathers_in_place=False),
+}
+
+
+def backend_of(name: str, device: torch.device) -> Backend:
+    """Return what the backend called ``name`` can do with tensors on ``device``."""
+    return _BACKENDS.get((device.type, name)) or Backend(name)
+
+
+def backends_for(device: torch.device) -> str:
+    """Return what to pass to ``init_process_group``, to compute on ``device``.
+
+    Gloo carries small messages from host memory, whatever the device.
+
+    Raises:
+        ValueError: torch knows no default backend for the device.
+    """
+    if device.type == CPU.type:
+        return GLOO.name
+    own = dist.get_default_backend_for_device(device)
+    return f"{CPU.type}:{GLOO.name},{device.type}:{own}"

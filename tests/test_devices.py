@@ -1,0 +1,169 @@
+"""What is asked of a device, on devices that lack some of it."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise import devices
+from shardwise.devices import GLOO, NCCL, Backend, Copy, backend_of, backends_for
+from shardwise.errors import CheckpointError
+from shardwise.launch.world import World
+from shardwise.recipes.core.checkpointing import _random_state, _set_random_state
+from shardwise.recipes.core.config import AUTO, OptionError
+from shardwise.recipes.core.training import _choose_device
+
+CUDA = torch.device("cuda", 1)
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every test ask anew what a device can do."""
+    for name in ("_has_streams", "_pins"):
+        monkeypatch.setattr(devices, name, getattr(devices, name).__wrapped__)
+
+
+class Pretend:
+    """An accelerator of torch that is not there.
+
+    Attributes:
+        module: what torch would have as ``torch.cuda``.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
+        self.module = types.SimpleNamespace()
+        self.current = 0
+        replaced = {
+            "current_accelerator": lambda check_available=False: torch.device(kind),
+            "device_count": lambda: number,
+            "current_device_index": lambda: self.current,
+            "set_device_index": lambda device: setattr(self, "current", device.index),
+        }
+        for name, function in replaced.items():
+            monkeypatch.setattr(torch.accelerator, name, function)
+        monkeypatch.setattr(torch, "get_device_module", lambda _: self.module)
+
+
+def _world(size: int, rank: int = 0) -> World:
+    return World(rank=rank, size=size, local_rank=rank, local_size=size)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind", "number", "ranks", "found"),
+    [
+        (AUTO, "xpu", 2, 2, "xpu:1"),
+        (AUTO, "xpu", 1, 2, "cpu"),
+        ("cpu", "xpu", 2, 2, "cpu"),
+        ("cuda", "cuda", 8, 4, "cuda:3"),
+        ("mps", "mps", 1, 1, "mps:0"),
+    ],
+)
+def test_every_rank_takes_the_accelerator_of_its_number(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, kind: str, number: int, ranks: int, found: str
+) -> None:
+    there = Pretend(monkeypatch, kind, number)
+    assert str(_choose_device(wanted, _world(ranks, ranks - 1))) == found
+    assert there.current == (ranks - 1 if found != "cpu" else 0)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("cuda", "--device: found cuda where torch .* has no accelerator, expected cpu$"),
+        ("gpu", "--device: found gpu where torch .* has no accelerator, expected cpu$"),
+        ("npu", "expected cpu; npu devices come with the package torch_npu, beside torch"),
+        ("tpu", "expected cpu; tpu devices come with the package torch_tpu, beside torch"),
+        ("xla", "TPUs are of type tpu and come with torch_tpu, in place of torch_xla"),
+        ("cuda:0", "expected cpu, without an index: each rank takes the device of its number"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_by_name(wanted: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        _choose_device(wanted, _world(1))
+
+
+def test_of_another_type_or_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    Pretend(monkeypatch, "xpu", 1)
+    with pytest.raises(OptionError, match="the accelerator xpu, expected xpu or cpu"):
+        _choose_device("cuda", _world(1))
+    with pytest.raises(OptionError, match="found xpu, of which this host has 1, expected one for"):
+        _choose_device("xpu", _world(2))
+
+
+def test_a_device_without_streams_pinned_memory_figures_and_random_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Pretend(monkeypatch, "cuda", 2)
+
+    def lacking(*_: object, **__: object) -> None:
+        raise NotImplementedError("Backend doesn't support events.")
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", lacking)
+    assert not devices.has_streams(CUDA)
+    assert not devices.pins(CUDA), "no event could say when a copy is over"
+    assert devices.name(CUDA) == "cuda"
+    assert devices.peak_memory(CUDA) == devices.peak_memory(devices.CPU) > 2**20
+    assert devices.random_state(CUDA) is None
+    devices.set_random_state(CUDA, torch.zeros(0))  # does nothing
+    value = torch.arange(6.0).view(2, 3).t()
+    copied = devices.copy_to_host(value, Copy.PAGEABLE)
+    assert copied.is_contiguous()
+    assert torch.equal(copied, value)
+
+
+def test_a_device_with_streams_may_be_unable_to_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    Pretend(monkeypatch, "cuda", 2)
+    stream = types.SimpleNamespace(record_event=lambda: None)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: stream)
+    assert devices.has_streams(CUDA)
+    assert not devices.pins(CUDA), "this torch pins for no accelerator"
+
+
+def test_figures_come_from_the_module_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Pretend(monkeypatch, "cuda", 2)
+    there.module.get_device_name = lambda device: f"card {device.index}"
+    there.module.max_memory_allocated = lambda device: 100 + device.index
+    there.module.get_rng_state = lambda device: torch.tensor([device.index])
+    assert devices.name(CUDA) == "card 1"
+    assert devices.peak_memory(CUDA) == 101
+    assert devices.random_state(CUDA) == torch.tensor([1])
+
+
+def test_a_backend_of_which_nothing_is_known_needs_only_what_all_can_do() -> None:
+    unknown = backend_of("theirs", CUDA)
+    assert unknown == Backend("theirs")
+    assert not (unknown.averages or unknown.coalesces or unknown.sends_messages)
+    assert backend_of("gloo", CUDA) == Backend("gloo"), "gloo itself stages what is on a GPU"
+    assert backend_of("gloo", devices.CPU) is GLOO
+    assert backend_of("nccl", CUDA) is NCCL
+
+
+def test_every_world_has_gloo_for_small_messages() -> None:
+    assert backends_for(devices.CPU) == "gloo"
+    assert backends_for(CUDA) == "cpu:gloo,cuda:nccl"
+    assert backends_for(torch.device("xpu", 0)) == "cpu:gloo,xpu:xccl"
+
+
+def test_random_states_go_by_the_type_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    there = Pretend(monkeypatch, "cuda", 2)
+    put: list[object] = []
+    there.module.get_rng_state = lambda device: torch.tensor([7])
+    there.module.set_rng_state = lambda state, device: put.append((state, device))
+    saved = _random_state(CUDA)
+    assert list(saved["rank0"]) == ["cpu", "cuda"], "as in all checkpoints so far"
+    _set_random_state(CUDA, {"random": saved}, tmp_path)
+    assert put == [(torch.tensor([7]), CUDA)]
+    torch.rand(1)
+    for elsewhere in (None, torch.device("xpu", 0)):
+        _set_random_state(elsewhere, {"random": saved}, tmp_path)
+        assert torch.equal(torch.get_rng_state(), saved["rank0"]["cpu"])
+    assert len(put) == 1, "a state of another type of device is left alone"
+    with pytest.raises(CheckpointError, match="holds no random states"):
+        _set_random_state(CUDA, {"random": {"rank0": {"cuda": torch.tensor([7])}}}, tmp_path)
