@@ -27,6 +27,7 @@ PUBLIC = {
         "FullOptimStateDictConfig",
         "FullStateDictConfig",
         "FullyShardedDataParallel",
+        "GradientReductionHandle",
         "LocalOptimStateDictConfig",
         "LocalStateDictConfig",
         "MixedPrecision",

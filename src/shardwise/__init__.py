@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shardwise.frontends.xla import XlaFullyShardedDataParallel
     from shardwise.inspect.api import inspect
     from shardwise.sharding.api import fully_shard
+    from shardwise.sharding.finalization import GradientReductionHandle
     from shardwise.sharding.grad import clip_grad_norm_
     from shardwise.sharding.init import materialize
     from shardwise.sharding.mesh import init_mesh
@@ -56,6 +57,7 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
@@ -97,6 +99,7 @@ _HOME = {
     "FullOptimStateDictConfig": "torch.distributed.fsdp",
     "FullStateDictConfig": "torch.distributed.fsdp",
     "FullyShardedDataParallel": "shardwise.frontends.fsdp",
+    "GradientReductionHandle": "shardwise.sharding.finalization",
     "LocalOptimStateDictConfig": "torch.distributed.fsdp",
     "LocalStateDictConfig": "torch.distributed.fsdp",
     "MixedPrecision": "torch.distributed.fsdp",

@@ -32,6 +32,7 @@ SEEN = {
     "rows.clone(memory_format=torch.contiguous_format)": "integer_reshard",
     "sharding/hooks.py outlive_parameters: tensor.clone()": "returns_parameter",
     "sharding/module.py FSDPModule.unshard: handle.wait()": "unshard_and_read",
+    "sharding/module.py FSDPModule.finalize_backward: handle.wait()": "finalized",
     "sharding/summon.py full_value: full.clone()": "one_rank_summon",
     # Shards.
     "sharding/init.py _make_full: torch.empty_like(old, device=device)": "materialize",

@@ -703,6 +703,47 @@ def custom_offload(run: Run) -> None:
     train(run, _customize(shard(run, offload_policy=PINNED)))
 
 
+# -- backwards that the program completes, and memory that is kept ---------------------------------
+
+
+def _finalized(run: Run, *, async_op: bool, **options: Any) -> None:
+    net = shard(run, **options)
+    net.set_manual_backward_finalization(True)
+
+    def backward(net: Any) -> None:
+        for sync in (False, True):
+            net.set_requires_gradient_sync(sync)
+            run_backward(net)
+        handle = net.finalize_backward(async_op=async_op)
+        if handle is not None:
+            handle.wait()
+
+    train(run, net, backward=backward)
+
+
+@scenario()
+def finalized(run: Run) -> None:
+    _finalized(run, async_op=False)
+
+
+@scenario(shape=(2, 2))
+def finalized_asynchronously(run: Run) -> None:
+    _finalized(run, async_op=True, mp_policy=BF16)
+
+
+@scenario()
+def finalized_offload(run: Run) -> None:
+    _finalized(run, async_op=True, offload_policy=PINNED)
+
+
+@scenario()
+def kept_storage(run: Run) -> None:
+    """The next gather writes where the last backward read."""
+    net = _prefetching(shard(run))
+    net.set_keep_unsharded_storage(True)
+    train(run, net)
+
+
 # -- groups and memory of collectives -----------------------------------------------------------
 
 

@@ -25,15 +25,19 @@ __all__ = ["DataParallelMeshDims", "ShardPlacementResult"]
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard import DataParallelMeshDims
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+
+    class TorchGradientReductionHandle: ...
+
 else:
 
     def _newer(home: Any, name: str) -> type:
-        """The class ``name``, or an empty one of that name where torch 2.11 does not have it."""
+        """The class ``name``, or an empty one of that name where this torch does not have it."""
         missing = {"__doc__": f"A stand-in for torch's {name}, which this torch does not have."}
         return getattr(home, name, None) or type(name, (), missing)
 
     DataParallelMeshDims = _newer(_fully_shard, "DataParallelMeshDims")
     ShardPlacementResult = _newer(_fully_shard._fsdp_common, "ShardPlacementResult")
+    TorchGradientReductionHandle = _newer(_fully_shard._fully_shard, "GradientReductionHandle")
 
 # torch keeps a module's state under the function behind its own fully_shard. Read it now:
 # patch_torch() may have replaced the name by the time it is needed.

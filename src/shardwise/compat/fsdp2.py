@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from shardwise._torch.fsdp import DataParallelMeshDims, ShardPlacementResult
 from shardwise.sharding.api import fully_shard
+from shardwise.sharding.finalization import GradientReductionHandle
 from shardwise.sharding.module import (
     FSDPModule,
     UnshardHandle,
@@ -32,6 +33,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardPlacementResult",

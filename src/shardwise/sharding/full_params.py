@@ -193,17 +193,27 @@ class FullParams:
 
     def free(self) -> None:
         """Free the memory that is not aliased. Autograd refuses it until the next gather."""
+        if self._end_use():
+            for each in self._buffers:
+                each.free()
+            for extension in self._extended:
+                extension.free()
+
+    def retain(self) -> None:
+        """End the use of the memory as :meth:`free` does, but keep its addresses."""
+        if self._end_use():
+            for each in self._buffers:
+                each.retain()
+
+    def _end_use(self) -> bool:
         if not self._is_allocated:
-            return
+            return False
         self._is_allocated = False
         for param in self._freed:
             param.seal()
         for param in self._aliased:
             param.take_back_data()
-        for each in self._buffers:
-            each.free()
-        for extension in self._extended:
-            extension.free()
+        return True
 
     def _gather_buffers(
         self, params: Sequence[GroupParam], mesh: DataMesh, precision: Precision

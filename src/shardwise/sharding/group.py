@@ -245,7 +245,7 @@ class ParamGroup:
         if self.post_forward is not None:
             with torch.no_grad():
                 self.post_forward.keep()
-            self._memory.free()
+            self._free_memory()
             self._move(GroupState.SHARDED_POST_FORWARD)
             self.mark_stale()
             return
@@ -483,8 +483,14 @@ class ParamGroup:
         self._freshness = Freshness.CURRENT
         if self.post_forward is not None:
             self.post_forward.release()
+        self._free_memory()
+
+    def _free_memory(self) -> None:
         if self._memory is not None:
-            self._memory.free()
+            if self.options.keep_unsharded_storage:
+                self._memory.retain()
+            else:
+                self._memory.free()
 
     def _discard_memory(self) -> None:
         """Forget the full parameters; the next gather makes new ones."""

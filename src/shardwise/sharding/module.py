@@ -7,7 +7,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import deprecated
 
 from shardwise.errors import MisuseError
+from shardwise.sharding.finalization import GradientReductionHandle
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.hooks import run_as_forward
 from shardwise.sharding.mesh import CommMemory
@@ -131,10 +132,7 @@ class FSDPModule(_Sharded):
         """
         state = require_state(self)
         if state.is_root is False:
-            raise RuntimeError(
-                "reset_iter_state: expected the root, the outermost module that fully_shard was "
-                f"applied to; found a nested {type(self).__name__}"
-            )
+            self._refuse_nested("reset_iter_state")
         state.root.reset()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -232,6 +230,19 @@ class FSDPModule(_Sharded):
                 if not kept:
                     group.reshard()
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Set whether full parameters keep their memory, and so their addresses, when resharded.
+
+        A captured CUDA graph needs that. It takes the memory of the unsharded model. (Shared memory
+        is freed all the same, since its addresses never change.)
+
+        Args:
+            keep: ``False`` by default.
+            recurse: include the sharded modules inside this one.
+        """
+        for group in groups_of(self, recurse):
+            group.options.keep_unsharded_storage = keep
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward needs this module's parameters (an embedding's does not).
 
@@ -305,7 +316,70 @@ class FSDPModule(_Sharded):
             is_last_backward: ``True`` by default. With ``False``, reductions may still run when
                 backward returns.
         """
-        require_state(self).root.is_last_backward = is_last_backward
+        require_state(self).root.set_is_last_backward(is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether :meth:`finalize_backward` completes reductions, and no backward does.
+
+        It takes precedence over :meth:`set_is_last_backward`. Call it on the root, before backward.
+
+        Args:
+            enabled: ``False`` by default.
+
+        Raises:
+            RuntimeError: this module is not the root; or a backward has begun that was not
+                completed.
+        """
+        state = require_state(self)
+        if state.is_root is False:
+            self._refuse_nested("set_manual_backward_finalization")
+        state.root.set_manual_finalization(enabled)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Complete the backwards of a step, after ``set_manual_backward_finalization(True)``.
+
+        Gradients that groups have kept are reduced as the groups' settings say now, and groups are
+        resharded. If several backwards come before, turn synchronization off for them
+        (``set_requires_gradient_sync(False)``), and on again before this call. Every rank makes it.
+        Before the first forward it does nothing.
+
+        Args:
+            async_op: return at once, with a handle to wait for before gradients are used, or the
+                next forward begins.
+
+        Returns:
+            The handle if ``async_op``, else ``None``.
+
+        Raises:
+            RuntimeError: this module is not the root; finalization is not manual; a backward is
+                running; or an earlier handle has not been waited for.
+            PeerLostError: a peer died or stalled.
+        """
+        state = require_state(self)
+        if state.is_root is None:
+            return GradientReductionHandle(None) if async_op else None
+        if not state.is_root:
+            self._refuse_nested("finalize_backward")
+        handle = state.root.finalize()
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _refuse_nested(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"{what}: expected the root, the outermost module that fully_shard was applied to; "
+            f"found a nested {type(self).__name__}"
+        )
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide the sum of gradients by ``factor``, or (``None``) by the number of ranks.

@@ -68,6 +68,7 @@ class GroupOptions:
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     keep_unsharded: bool = False
+    keep_unsharded_storage: bool = False
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     gradient_divide_factor: float | None = None

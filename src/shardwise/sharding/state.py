@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise._torch import autograd
+from shardwise.sharding.finalization import Finalization, GradientReductionHandle
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.param import COPIED, ShardedParam
 from shardwise.sharding.policy import Precision
@@ -93,6 +95,7 @@ class Root:
         forward_number: the number of outermost forwards so far.
         order: the order of groups, for prefetching.
         is_last_backward: whether the end of a backward completes all reductions.
+        finalization: what the user completes, with manual finalization.
         post_optim_event: what the first gather of the next forward waits for, instead of all work
             on the current stream.
     """
@@ -104,6 +107,8 @@ class Root:
         self.order = RunOrder()
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
+        self.finalization = Finalization(self._complete_or_reset)
+        self._is_last_asked = True
         self._pending: list[Reduction] = []
         # Reductions whose all-reduce over replicas continues while backward computes.
         self._left_alone: list[Reduction] = []
@@ -115,7 +120,23 @@ class Root:
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Root:
         """Make a new root: a copied model determines its root at its first forward."""
-        return Root()
+        made = Root()
+        made.set_manual_finalization(self.finalization.is_manual)
+        return made
+
+    def set_is_last_backward(self, is_last: bool) -> None:
+        """Set whether the end of a backward completes all reductions, unless the user does."""
+        self._is_last_asked = is_last
+        self.is_last_backward = is_last and not self.finalization.is_manual
+
+    def set_manual_finalization(self, is_manual: bool) -> None:
+        """Set whether the user completes backwards, instead of the end of each.
+
+        Raises:
+            RuntimeError: a backward has begun, and is not completed.
+        """
+        self.finalization.set_manual(is_manual)
+        self.set_is_last_backward(self._is_last_asked)
 
     @property
     def all_states(self) -> list[FSDPState]:
@@ -123,7 +144,16 @@ class Root:
         return self.states
 
     def begin_forward(self, state: FSDPState) -> None:
-        """Begin an outermost forward."""
+        """Begin an outermost forward.
+
+        Raises:
+            RuntimeError: :meth:`finalize` has started reductions that nobody waited for.
+        """
+        if self.finalization.reducing is not None:
+            raise RuntimeError(
+                f"forward on rank {dist.get_rank()}: finalize_backward(async_op=True) still "
+                "reduces gradients; wait() for the handle that it returned"
+            )
         self._forget_failed_backward()
         self.forward_root = state
         self.order.begin_forward()
@@ -148,6 +178,7 @@ class Root:
         """Make autograd call :meth:`end_backward` when the running backward is over."""
         self._forget_failed_backward()
         if self._end is None:
+            self.finalization.begin_backward()
             end = _End(self)
             self._end = weakref.ref(end)
             autograd.queue_after_backward(end)
@@ -208,7 +239,10 @@ class Root:
                 if group.phase is not Phase.REDUCED:
                     # The forward inputs needed no gradient, so no hook saw the backward end.
                     group.passes.end_backward()
-                    self.post_backward(group)
+                    if not self.finalization.defers(group):
+                        self.post_backward(group)
+                elif self.finalization.is_manual:
+                    self.finalization.note(group)
                 group.phase = Phase.IDLE
             state.phase = Phase.IDLE
         if not any(self._is_in_forward(state) for state in self.states):
@@ -228,7 +262,8 @@ class Root:
         self._growing.clear()
         self._end = None
         self.forward_root = None
-        self.is_last_backward = True
+        self.finalization.end()
+        self.set_is_last_backward(True)
         self.order.end_backward()
         for state in self.states:
             state.modules_to_run.clear()
@@ -236,6 +271,29 @@ class Root:
             for group in state.groups:
                 group.phase = Phase.IDLE
                 group.forget()
+
+    def finalize(self) -> GradientReductionHandle:
+        """Reduce what the backwards so far have left. The handle completes all reductions.
+
+        Raises:
+            RuntimeError: the end of each backward completes it; a backward or a forward is running;
+                or an earlier reduction has not been waited for.
+        """
+        self.finalization.check()
+        self._forget_failed_backward()
+        try:
+            for state in reversed(self.states):
+                for group in reversed(state.groups):
+                    if self.finalization.take(group):
+                        self.post_backward(group)
+                        group.phase = Phase.IDLE
+                    elif group.options.reshard_after_backward:
+                        group.reshard()
+        except BaseException:
+            self.reset()
+            raise
+        self.finalization.reducing = GradientReductionHandle(self.finalization)
+        return self.finalization.reducing
 
     def _forget_failed_backward(self) -> None:
         """Reset if the last backward raised: its callback is gone without having run."""
@@ -274,6 +332,12 @@ class Root:
             self._left_alone.pop(0).finish()
 
     def _deliver_or_reset(self) -> None:
+        if self.finalization.is_manual:
+            for group in self._groups():
+                if group.phase is Phase.REDUCED:
+                    self.finalization.note(group)
+        if not self.is_last_backward:
+            return
         try:
             self._deliver()
         except BaseException:
@@ -281,8 +345,6 @@ class Root:
             raise
 
     def _deliver(self) -> None:
-        if not self.is_last_backward:
-            return
         self._finish_reductions()
         growing, self._growing = self._growing, {}
         for form in growing:
@@ -291,8 +353,16 @@ class Root:
             for group in state.groups:
                 group.wait_for_offload()
 
+    def _complete_or_reset(self) -> None:
+        try:
+            self._complete()
+        except BaseException:
+            self.reset()
+            raise
+
     def _complete(self) -> None:
         self._deliver()
+        self.finalization.end()
         for state in self.states:
             for group in state.groups:
                 asked = group.options.reshard_after_backward and not group.options.keep_unsharded
@@ -416,6 +486,11 @@ class FSDPState:
                 raise RuntimeError(
                     f"{name} has already run forward as a root of its own, before the module that "
                     "contains it. Run the forward of the outermost fully_shard module first"
+                )
+            if state.root is not self.root and state.root.finalization.is_manual:
+                raise RuntimeError(
+                    f"set_manual_backward_finalization(True) was called on {name}: expected the "
+                    "root, the outermost module that fully_shard was applied to"
                 )
             self.root.states.append(state)
         self._name_everything(top)

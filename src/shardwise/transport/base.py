@@ -153,6 +153,12 @@ class FullBuffers(Protocol):
     def free(self) -> None:
         """Release the memory. Does nothing if it is already released."""
 
+    def retain(self) -> None:
+        """End the use of the memory, but keep its addresses for the next gather.
+
+        What they hold is undefined until then.
+        """
+
     def abandon(self) -> None:
         """Release the memory after a gather that nobody waited for.
 

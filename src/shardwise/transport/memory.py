@@ -73,6 +73,9 @@ class HeapBuffers:
             if storage.size() != 0:
                 storage.resize_(0)
 
+    def retain(self) -> None:
+        """Keep the memory: its address would change if it were freed."""
+
     def abandon(self) -> None:
         """Keep the memory: messages that are under way may still be written to it."""
 

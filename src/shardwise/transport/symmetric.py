@@ -155,6 +155,9 @@ class SymmetricBuffers:
         """Release the memory of every tensor."""
         self.whole.untyped_storage().resize_(0)
 
+    def retain(self) -> None:
+        """Keep the memory: its address would change if it were freed."""
+
     def abandon(self) -> None:
         """Keep the memory: a collective that is under way may still write to it."""
 

@@ -121,6 +121,10 @@ class SharedBuffers:
             self._last = piece
             self._pool.give_back(piece)
 
+    def retain(self) -> None:
+        """Release the memory. The addresses are these tensors' own, for life."""
+        self.free()
+
     def abandon(self) -> None:
         """Release the memory for good: peers may not have chosen it yet for the same gather."""
         if self._close() is not None:
