@@ -21,6 +21,7 @@ The process needs no GPU and no other ranks; see :mod:`tests.streams.process_gro
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 import threading
 import types
@@ -36,7 +37,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.tensor import _sharding_prop
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from tests.streams.clocks import Clock, Timeline
@@ -57,6 +57,13 @@ class Pageable(enum.Enum):
 
     BLOCKS = "as on CUDA: the host waits for it"
     RETURNS = "as on some other backends: nobody waits for it"
+
+
+class OnRace(enum.Enum):
+    """What the model does when it finds a race."""
+
+    NOTE = "it goes on, and notes all"
+    RAISE = "the next operation outside of backward raises an error"
 
 
 class Stream(Timeline):
@@ -135,6 +142,7 @@ class Device:
 
     Args:
         pageable: what asynchronous copies to pageable memory do.
+        on_race: what to do when there is a race.
 
     Attributes:
         compute: the default stream.
@@ -145,8 +153,9 @@ class Device:
         peak: the most that :attr:`allocated` has been since :meth:`reset_peak`.
     """
 
-    def __init__(self, pageable: Pageable = Pageable.BLOCKS) -> None:
+    def __init__(self, pageable: Pageable = Pageable.BLOCKS, on_race: OnRace = OnRace.NOTE) -> None:
         self.pageable = pageable
+        self._on_race = on_race
         self.races: list[Race] = []
         self.synchronizations: list[tuple[str, tuple[str, ...]]] = []
         self.allocated = self.peak = 0
@@ -355,6 +364,8 @@ class Device:
     ) -> None:
         """Note that an operation reads and writes tensors, and report what it races with."""
         self.accesses += 1
+        if self.races and self._on_race is OnRace.RAISE and self._may_raise():
+            self.check()
         if isinstance(on, Stream):
             on.launch_point()
         moment = on.tick()
@@ -384,6 +395,11 @@ class Device:
         if race.key not in self._seen:
             self._seen.add(race.key)
             self.races.append(race)
+
+    def _may_raise(self) -> bool:
+        """Whether an error can be raised here. Autograd's threads may end the process."""
+        is_main = threading.current_thread() is threading.main_thread()
+        return is_main and torch._C._current_graph_task_id() == -1
 
     def check(self) -> None:
         """Raise if there was a race.
@@ -453,6 +469,14 @@ _LIKE = frozenset(
         *("new_zeros", "new_ones", "new_full"),
     )
 )
+#: Operations that write to their first argument without reading it.
+_OVERWRITES = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_"),
+        *("_foreach_copy_", "_foreach_zero_"),
+    )
+)
 _PLAIN = (torch.Tensor, FakeTensor, torch.nn.Parameter)
 
 
@@ -485,7 +509,7 @@ class _Recorder(_Mode):
         if name.startswith("_c10d_functional::"):
             return _functional_collective(self._model, name, func, args, kwargs)
         pin_memory = bool(kwargs.pop("pin_memory", False))
-        reads, writes = _arguments(func._schema, args, kwargs)
+        reads, writes = _arguments(func, args, kwargs)
         known = {tensor.untyped_storage()._cdata for tensor in reads + writes}
         out = func(*args, **kwargs)
         if name in _NO_ACCESS or name.startswith("prim::"):
@@ -515,24 +539,24 @@ class _Recorder(_Mode):
         writes: list[torch.Tensor],
     ) -> None:
         model = self._model
-        kinds = {tensor.device.type for tensor in reads + writes}
+        kinds = {_type_of(tensor) for tensor in reads + writes}
         if kinds == {"cpu"}:
             model.access(model.host, name, reads, writes)
             return
         if "cpu" in kinds and name not in ("aten::copy_", "aten::_to_copy"):
             # A number on the host travels as an argument of the kernel.
-            numbers = [tensor for tensor in reads if tensor.device.type == "cpu"]
+            numbers = [tensor for tensor in reads if _type_of(tensor) == "cpu"]
             model.access(model.host, name, numbers, [])
-            reads = [tensor for tensor in reads if tensor.device.type != "cpu"]
+            reads = [tensor for tensor in reads if _type_of(tensor) != "cpu"]
             kinds = {NAME}
         stream = model.current
         model.access(stream, name, reads, writes)
         if "cpu" in kinds:
             asked = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-            on_host = [tensor for tensor in reads + writes if tensor.device.type == "cpu"]
+            on_host = [tensor for tensor in reads + writes if _type_of(tensor) == "cpu"]
             blocks = [model.block_of(each.untyped_storage(), each.device) for each in on_host]
             pinned = all(block.place is Place.PINNED for block in blocks)
-            to_host = any(tensor.device.type == "cpu" for tensor in writes)
+            to_host = any(_type_of(tensor) == "cpu" for tensor in writes)
             returns = pinned or (to_host and model.pageable is Pageable.RETURNS)
             if not (asked and returns):
                 model.synchronize(stream.clock, name)
@@ -548,27 +572,46 @@ class _Recorder(_Mode):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [
-        leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and not leaf.is_meta
-    ]
+    """The tensors in arguments or results, without those on the meta device."""
+    if tree is None or isinstance(tree, (int, float, str)):
+        return []
+    if isinstance(tree, (list, tuple)):
+        return [tensor for each in tree for tensor in _tensors(each)]
+    if isinstance(tree, dict):
+        return [tensor for each in tree.values() for tensor in _tensors(each)]
+    if isinstance(tree, torch.Tensor) and _type_of(tree) != "meta":
+        return [tree]
+    return []
+
+
+def _type_of(tensor: torch.Tensor) -> str:
+    """The type of a tensor's device. Asking a fake tensor itself is an operation."""
+    return (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
+
+
+@functools.cache
+def _roles(func: Any) -> list[tuple[str, bool, bool]]:
+    """For each argument of an operation: its name, whether it is read, and whether written to."""
+    roles, schema = [], func._schema
+    for argument in schema.arguments:
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        overwrites = writes and (argument.is_out or schema.name in _OVERWRITES)
+        roles.append((argument.name, not overwrites, writes))
+    return roles
 
 
 def _arguments(
-    schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors that an operation reads, and those that it writes to."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
-    for i, argument in enumerate(schema.arguments):
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        if value is None:
-            continue
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            writes += _tensors(value)
-            if schema.name not in ("aten::copy_", "aten::zero_", "aten::fill_"):
-                continue
-        else:
-            reads += _tensors(value)
+    for i, (name, is_read, is_written) in enumerate(_roles(func)):
+        tensors = _tensors(args[i] if i < len(args) else kwargs.get(name))
+        if is_read:
+            reads += tensors
+        if is_written:
+            writes += tensors
     return reads, writes
 
 

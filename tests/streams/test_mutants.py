@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from shardwise.transport.memory import HeapBuffers
+from tests.streams.device import OnRace
 from tests.streams.mutants import HOST_ONLY, SEEN, UNSEEN
 from tests.streams.mutation import SOURCE, Place, places
 from tests.streams.scenarios import play
@@ -54,7 +55,7 @@ def _unreported(rank: int, world_size: int, names: list[str]) -> list[str]:
 
 def _is_reported(name: str, place: Place) -> bool:
     try:
-        return bool(play(SEEN[name], taken_out=place).races)
+        return bool(play(SEEN[name], taken_out=place, on_race=OnRace.RAISE).races)
     except AssertionError:  # the scenario sees it itself
         return True
 
