@@ -129,8 +129,9 @@ class GraphWorker:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Threads of NCCL may ask for the state of their events meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # On the stream of warming up, which autograd may remember. Threads of NCCL may ask for the
+        # state of their events meanwhile.
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             loss = self._launch(self._captured, self._static)
 
         def replay() -> torch.Tensor:

@@ -26,6 +26,12 @@ from _report import ROOT, machine
 from _worlds import World, WorldError
 
 PEERS = ["ours", "fsdp2", "ddp"]
+TESTS = (
+    "tests/gpu/test_memory.py",
+    "tests/gpu/test_training.py",
+    "tests/gpu/test_around.py",
+    "tests/transport/test_nccl.py",
+)
 #: Packages that a part uses, beside torch.
 PACKAGES = ("transformers", "pytest", "pytest_timeout", "rich", "xxhash", "matplotlib", "triton")
 
@@ -182,14 +188,15 @@ def _probe(setup: Setup, ranks: int, backend: str | None = None) -> dict[str, An
 
 
 def _tests(setup: Setup, journal: Journal) -> None:
-    # A dry run collects one, which needs a GPU. The other tests run on CPUs in `make test`.
-    chosen = ["tests/gpu/test_memory.py", "-k", "no_step_synchronizes"]
-    if not setup.is_dry:
-        chosen = ["tests/gpu", "tests/transport/test_nccl.py"]
-    journal.case("pytest", lambda: _pytest(chosen))
+    if setup.is_dry:
+        # One that is skipped without a GPU. `make test` runs the others on CPUs.
+        journal.case("pytest", lambda: _pytest(TESTS[0], "-k", "no_step_synchronizes"))
+        return
+    for path in TESTS:
+        journal.case(path, lambda p=path: _pytest(p))
 
 
-def _pytest(chosen: list[str]) -> dict[str, Any]:
+def _pytest(*chosen: str) -> dict[str, Any]:
     """Run tests in a process of their own.
 
     What this project asks of its own environment, such as plugins, does not hold here: warnings do

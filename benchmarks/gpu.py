@@ -127,7 +127,7 @@ def collect(out: Path) -> dict[str, Any]:
     """Return the results of all parts as one document."""
     found = [content for name in PARTS if (content := read(_file(out, name))) is not None]
     content = document("gpu", [])
-    facts = next((part["environment"] for part in found if part["environment"]), {})
+    facts: dict[str, Any] = next((p["environment"] for p in found if p["environment"]), {})
     return {**content, "machine": {**content["machine"], **facts}, "parts": found}
 
 
@@ -138,9 +138,10 @@ def check_folder(out: Path, facts: dict[str, Any]) -> None:
         ValueError: it holds others.
     """
     for name in PARTS:
-        content = read(_file(out, name))
-        for what in SAME if content is not None and content["environment"] else ():
-            before, now = content["environment"].get(what), facts.get(what)
+        content = read(_file(out, name)) or {}
+        environment_before = content.get("environment") or facts
+        for what in SAME:
+            before, now = environment_before.get(what), facts.get(what)
             if before != now:
                 raise ValueError(
                     f"{out} holds results of another {what}: found {before}, expected {now}; "

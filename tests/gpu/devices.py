@@ -50,7 +50,7 @@ class Devices:
         backend = "gloo"
         if TYPE == "cuda":
             backend = "cpu:gloo,cuda:nccl" if world_size <= GPUS else self.shared
-        return run_ranks(check, world_size, *args, backend=backend, timeout=200)
+        return run_ranks(check, world_size, *args, backend=backend, timeout=90)
 
     @classmethod
     def find(cls) -> Devices:

@@ -88,10 +88,11 @@ def _memory(rank: int, world_size: int, reshard: bool) -> None:
         optimizer.zero_grad()
     assert len(peaks) == 1, f"every step takes the same: {peaks}"
     # Beside the shards and their gradients: two groups gathered (all, without resharding), the full
-    # gradients of two, and the reduced gradient of one on its way.
+    # gradients of two, and those of one on their way: in fp32, before and after the reduction.
     group = rounded(2 * param.layout.padded_numel for param in params[:2])
     unsharded = (2 if reshard else BLOCKS) * group
-    promised = at_rest + at_rest // 3 + unsharded + 2 * group + rounded(4 * n for n in shards[:2])
+    moving = rounded(4 * n for n in shards[:2]) + (2 * group if world_size > 1 else 0)
+    promised = at_rest + at_rest // 3 + unsharded + 2 * group + moving
     [peak] = peaks
     assert peak <= promised + steps + SLACK, f"{peak:,} bytes, promised {promised:,}"
     assert peak >= at_rest + unsharded, f"{peak:,} bytes: the formula counts what is not there"
