@@ -32,7 +32,6 @@ SEEN = {
     "rows.clone(memory_format=torch.contiguous_format)": "integer_reshard",
     "sharding/hooks.py outlive_parameters: tensor.clone()": "returns_parameter",
     "sharding/module.py FSDPModule.unshard: handle.wait()": "unshard_and_read",
-    "sharding/module.py FSDPModule.finalize_backward: handle.wait()": "finalized",
     "sharding/summon.py full_value: full.clone()": "one_rank_summon",
     # Shards.
     "sharding/init.py _make_full: torch.empty_like(old, device=device)": "materialize",
@@ -118,6 +117,9 @@ UNSEEN = {
     "sharding/param.py ShardedParam.add_grad: self.offload.wait()": (
         "the copy that follows blocks the host on the stream of the earlier one, or on a stream "
         "that autograd has made wait for it"
+    ),
+    "sharding/module.py FSDPModule.finalize_backward: handle.wait()": (
+        "the next forward refuses to begin before it"
     ),
     "sharding/group_param.py GroupParam.make_full: "
     "storage.resize_((offset + memory.numel()) * memory.itemsize)": _FREED,

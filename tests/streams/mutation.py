@@ -230,7 +230,7 @@ def _code_of(code: types.CodeType, name: str) -> types.CodeType:
     for part in name.split("."):
         code = next(
             each
-            for each in code.co_consts
+            for each in reversed(code.co_consts)  # the last one: others are overloads of it
             if isinstance(each, types.CodeType) and each.co_name == part
         )
     return code
