@@ -30,7 +30,7 @@ TESTS = (
     "tests/gpu/test_memory.py",
     "tests/gpu/test_training.py",
     "tests/gpu/test_around.py",
-    "tests/transport/test_nccl.py",
+    "tests/gpu/test_transport.py",
 )
 #: Packages that a part uses, beside torch.
 PACKAGES = ("transformers", "pytest", "pytest_timeout", "rich", "xxhash", "matplotlib", "triton")

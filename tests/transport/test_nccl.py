@@ -1,17 +1,16 @@
-"""The NCCL transport: its launches, on gloo in place of NCCL; and on GPUs if there are any."""
+"""The NCCL transport: its launches, on gloo in place of NCCL. tests/gpu has it on GPUs."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from shardwise._torch import c10d
 from shardwise.devices import GLOO
-from shardwise.transport import collectives, select_transport
+from shardwise.transport import collectives
 from shardwise.transport.base import Reduce
 from shardwise.transport.collectives import NcclTransport
 from tests.harness import run_ranks
@@ -109,50 +108,3 @@ def _padding(rank: int, world_size: int) -> float:
 
 def test_padding_is_zeros_for_tools_that_look_for_nan() -> None:
     assert run_ranks(_padding, 2) == [6.0, 6.0]
-
-
-def _on_gpus(rank: int, world_size: int) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    transport = NcclTransport(dist.group.WORLD or pytest.fail("no group"))
-    if world_size > 1:
-        assert select_transport(dist.group.WORLD, device).name == "nccl"
-    for dtype in (torch.float32, torch.bfloat16):
-        sizes = [1, 7, LARGE, 3 * LARGE + 1]
-        shards = [torch.full((n,), rank + 1.0, device=device) for n in sizes]
-        buffers = transport.full_buffers([n * world_size for n in sizes], [dtype] * 4, device)
-        for _ in range(2):  # the second time into memory that was given back
-            buffers.allocate()
-            transport.all_gather(shards, buffers.tensors).wait()
-            for full in buffers.tensors:
-                found = full.view(world_size, -1)
-                expected = torch.arange(1.0, world_size + 1, device=device, dtype=dtype)
-                assert torch.equal(found, expected[:, None].expand_as(found))
-            buffers.free()
-        grads = [torch.full((n * world_size - 1,), rank + 1.0, device=device) for n in sizes]
-        results = [torch.zeros(n, device=device, dtype=dtype) for n in sizes]
-        transport.reduce_scatter(grads, results, Reduce.AVG).wait()
-        for n, result in zip(sizes, results, strict=True):
-            held = n if rank < world_size - 1 else n - 1
-            assert torch.all(result[:held] == (world_size + 1) / 2)
-        summed = [torch.full((n,), rank + 1.0, device=device, dtype=dtype) for n in sizes]
-        transport.all_reduce(summed, Reduce.SUM).wait()
-        for each in summed:
-            assert torch.all(each == world_size * (world_size + 1) / 2)
-
-
-def _host_shards(rank: int, world_size: int) -> None:
-    """Offloaded shards lie in (pinned) host memory."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    transport = NcclTransport(dist.group.WORLD or pytest.fail("no group"))
-    shards = [torch.full((n,), rank + 1.0).pin_memory() for n in (3, LARGE)]
-    fulls = [torch.empty(n * world_size, device=device) for n in (3, LARGE)]
-    transport.all_gather(shards, fulls).wait()
-    for full in fulls:
-        assert full.view(world_size, -1)[:, 0].tolist() == list(range(1, world_size + 1))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("check", [_on_gpus, _host_shards])
-def test_on_all_gpus(check: Any) -> None:
-    run_ranks(check, torch.cuda.device_count(), backend="nccl", timeout=120)
