@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
 
 from shardwise._torch import fsdp
 from shardwise._torch.c10d import fake_world
@@ -141,3 +142,13 @@ def test_tensors_are_exchanged_for_all_who_hold_them() -> None:
 def test_classes_of_newer_torches_have_a_stand_in(name: str) -> None:
     assert isinstance(getattr(fsdp, name), type)
     assert getattr(fsdp, name).__name__ == name
+
+
+def test_a_tensor_is_moved_for_all_who_hold_it_with_all_that_it_is() -> None:
+    wrapper = nn.Parameter(TwoTensor(torch.ones(2), torch.zeros(2)), requires_grad=False)
+    wrapper.mark = "user's"
+    for tensor in (wrapper, torch.ones(2), nn.Parameter(torch.ones(2))):
+        before = type(tensor), tensor.requires_grad, tensor.__dict__
+        fsdp.move(tensor, torch.device("meta"))
+        assert tensor.is_meta
+        assert (type(tensor), tensor.requires_grad, tensor.__dict__) == before

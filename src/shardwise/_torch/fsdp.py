@@ -20,6 +20,8 @@ from torch.distributed.fsdp import _fully_shard
 from torch.distributed.fsdp.wrap import _Policy
 from torch.jit._script import RecursiveScriptModule
 
+from shardwise._torch import dtensor
+
 __all__ = ["DataParallelMeshDims", "ShardPlacementResult"]
 
 if TYPE_CHECKING:
@@ -164,6 +166,24 @@ def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the module's own buffers by name: the mutable dictionary that the module uses."""
     return module._buffers
+
+
+def move(tensor: torch.Tensor, device: torch.device) -> None:
+    """Move a tensor to ``device`` for everyone who holds the object.
+
+    Its data cannot be set if it is a wrapper around other tensors, or if the device needs another
+    kind of tensor than the one before, as backends of PrivateUse1 do.
+    """
+    with torch.no_grad():
+        moved = tensor.to(device)
+        is_compatible = torch._has_compatible_shallow_copy_type(tensor, moved)
+        if is_compatible and not dtensor.is_wrapper(tensor):
+            tensor.data = moved
+            return
+        if isinstance(tensor, nn.Parameter):
+            moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        moved.__dict__.update(tensor.__dict__)
+        swap_tensors(tensor, moved)
 
 
 def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:

@@ -452,9 +452,4 @@ def move_to_device(
     for tensor in [*params, *buffers]:
         if tensor.device == device or tensor.is_meta or isinstance(tensor, DTensor):
             continue
-        if dtensor.is_wrapper(tensor):
-            # Its data cannot be set. Others may hold the object, so it has to stay the same.
-            with torch.no_grad():
-                fsdp.swap_tensors(tensor, nn.Parameter(tensor.to(device)))
-        else:
-            tensor.data = tensor.to(device)
+        fsdp.move(tensor, device)
