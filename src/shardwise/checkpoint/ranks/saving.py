@@ -373,7 +373,8 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             spec = dtensor.spec_of(tensor) if isinstance(tensor, DTensor) else None
             copied[name] = made[key] if spec is None else dtensor.wrap_local(made[key], spec)
     for device in {tensor.device for tensor in tensors.values()}:
-        devices.synchronize(device)
+        if devices.pins(device):  # else no copy was left under way
+            devices.synchronize(device)
     return copied
 
 

@@ -1,0 +1,64 @@
+"""A recipe on a PrivateUse1 device: what ``shardwise train --device TYPE`` does on each rank."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from shardwise.launch.rank import StopSignals
+from shardwise.launch.world import World
+from shardwise.recipes.catalog import RECIPES
+from shardwise.recipes.core import plot
+from shardwise.recipes.core.config import AUTO, Existing
+from shardwise.recipes.core.training import train
+from shardwise.recipes.text.config import LmConfig
+from tests.devices.device import NAME, figures, register
+from tests.devices.process_group import register_backend
+from tests.harness import run_ranks
+from tests.recipes.running import _save_small
+from tests.recipes.small import losses, small_config
+
+
+def _config(folder: Path, device: str, existing: Existing, **changes: object) -> LmConfig:
+    return small_config(
+        folder,
+        f"run-{device}",
+        steps=6,
+        checkpoint_every=4,
+        device=device,
+        existing=existing,
+        **changes,
+    )
+
+
+def _train(rank: int, world_size: int, folder: Path, device: str, existing: Existing) -> int:
+    register()
+    register_backend()
+    world = World(rank, world_size, rank, world_size)
+    inputs = _config(folder, device, existing, async_checkpoint=True).check(world)
+    with mock.patch.object(plot, "_save", _save_small):
+        train(inputs, RECIPES["lm"].assemble(), world, StopSignals())
+    return figures.peak
+
+
+def test_a_run_that_resumes_is_the_run_that_did_not_stop(tmp_path: Path) -> None:
+    """Random states of the device decide about dropout."""
+    peaks = run_ranks(_train, 2, tmp_path, AUTO, Existing.REFUSE, backend=None)
+    assert min(peaks) > 2**16, "auto takes the accelerator"
+    config = _config(tmp_path, AUTO, Existing.REFUSE)
+    whole = losses(config)
+    assert [step for step, _, _ in whole] == [1, 2, 3, 4, 5, 6]
+    out = config.train.output.out
+    shutil.rmtree(out / "checkpoints" / "step-00000006")
+    for device in (NAME, "cpu"):
+        shutil.copytree(out, tmp_path / f"run-{device}")
+        run_ranks(_train, 2, tmp_path, device, Existing.RESUME, backend=None)
+        resumed = losses(_config(tmp_path, device, Existing.RESUME))
+        if device == NAME:
+            assert resumed == whole
+        else:  # CPUs draw other numbers for dropout
+            assert resumed[:4] == whole[:4]
+            assert resumed[5][1] == pytest.approx(whole[5][1], rel=0.1)
