@@ -28,6 +28,7 @@ import types
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
@@ -64,6 +65,24 @@ class OnRace(enum.Enum):
 
     NOTE = "it goes on, and notes all"
     RAISE = "the next operation outside of backward raises an error"
+
+
+@dataclass(frozen=True)
+class Synchronization:
+    """A wait of the host for the device.
+
+    Attributes:
+        what: what waited.
+        site: where in the program it is, innermost first.
+        collectives: how many launches of collectives there had been.
+    """
+
+    what: str
+    site: tuple[str, ...]
+    collectives: int
+
+    def __str__(self) -> str:
+        return f"{self.what} at {' < '.join(self.site)}"
 
 
 class Stream(Timeline):
@@ -148,6 +167,7 @@ class Device:
         compute: the default stream.
         streams: all streams.
         races: what is not ordered, each once.
+        collectives: how many launches of collectives there were.
         synchronizations: where the host waited for the device.
         allocated: bytes that blocks take now.
         peak: the most that :attr:`allocated` has been since :meth:`reset_peak`.
@@ -157,7 +177,8 @@ class Device:
         self.pageable = pageable
         self._on_race = on_race
         self.races: list[Race] = []
-        self.synchronizations: list[tuple[str, tuple[str, ...]]] = []
+        self.collectives = 0
+        self.synchronizations: list[Synchronization] = []
         self.allocated = self.peak = 0
         self.accesses = 0
         self.streams: list[Stream] = []
@@ -253,12 +274,12 @@ class Device:
 
     def synchronize(self, clock: Clock, what: str) -> None:
         """Let the host wait for all that ``clock`` knows."""
-        self.synchronizations.append((what, site()))
+        self.synchronizations.append(Synchronization(what, site(), self.collectives))
         self.host.wait_for(clock)
 
     def synchronize_all(self) -> None:
         """Let the host wait for all streams."""
-        self.synchronizations.append(("synchronize", site()))
+        self.synchronizations.append(Synchronization("synchronize", site(), self.collectives))
         for stream in self.streams:
             self.host.wait_for(stream.clock)
 

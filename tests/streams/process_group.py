@@ -118,6 +118,7 @@ class ModeledGroup(_ProcessGroup):
         if asynchronous:
             before, stream = stream, self.stream
             stream.wait_stream(before)
+        model.collectives += 1
         model.access(stream, what, reads, writes)
         return Work(self, stream.record_event(), [*reads, *writes] if asynchronous else [])
 

@@ -1,4 +1,4 @@
-"""No training of any kind races, on a model of a device; and its memory is the same every step."""
+"""On a model of a device, no training races, waits on the host, or takes more memory every step."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from typing import Any
 
 import pytest
 
-from tests.streams.device import Device
+from tests.streams.device import Device, Synchronization
 from tests.streams.scenarios import SCENARIOS, play
 
 #: Steps before the memory of a step is compared: the first makes the optimizer's state.
 WARM_UP = 1
 #: Scenarios whose steps are alike only so many steps apart.
 PERIODS = {"diloco": 2, "diloco_streaming": 2}
-#: Scenarios in which the host waits for the device within a step, and for what.
-SYNCHRONIZES = {
-    "offload": "gradients are on the host when backward returns",
-    "optimizer_in_backward_offloaded": "the optimizer on the host reads gradients at once",
+#: Where the host waits for the device within a step, and why: only if shards are on the host.
+WAITS = {
+    "in fill <": "shards in pageable memory are copied to the device",
+    "in copy_to_host <": "gradients are copied to pageable memory, or hooks read them at once",
+    "in add_grad <": "another gradient is added to one on the host",
+    "in wait_for_offload <": "gradients are on the host when backward returns",
 }
+#: Offloading scenarios with more than one backward in a step: the host waits after each.
+SEVERAL_BACKWARDS = {"offload_accumulate"}
+#: Those that are between collectives. Pinned offload has none, unless gradients are added up.
+WAITS_BETWEEN_COLLECTIVES = ("in fill <", "in copy_to_host <", "in add_grad <")
 
 
 @dataclass
@@ -29,12 +35,13 @@ class Steps:
     Attributes:
         races: as texts.
         memory: peak allocated, allocated after the step, and reserved, by training and step.
-        synchronizations: how often the host waited in a step, by training and step.
+        waits: of the host for the device, and the number of launches of collectives in the step, by
+            training and step.
     """
 
     races: list[str] = field(default_factory=list)
     memory: list[list[tuple[int, int, int]]] = field(default_factory=list)
-    synchronizations: list[list[list[str]]] = field(default_factory=list)
+    waits: list[list[tuple[list[Synchronization], int]]] = field(default_factory=list)
 
 
 def _steps(rank: int, world_size: int, name: str) -> Steps:
@@ -43,13 +50,12 @@ def _steps(rank: int, world_size: int, name: str) -> Steps:
     def after_step(device: Device, step: int) -> None:
         if step == 0:
             steps.memory.append([])
-            steps.synchronizations.append([])
+            steps.waits.append([])
         device.sweep()
         steps.memory[-1].append((device.peak, device.allocated, device.reserved))
-        steps.synchronizations[-1].append(
-            [f"{what} at {' < '.join(where)}" for what, where in device.synchronizations]
-        )
+        steps.waits[-1].append((list(device.synchronizations), device.collectives))
         device.synchronizations.clear()
+        device.collectives = 0
         device.reset_peak()
 
     device = play(name, [after_step])
@@ -58,7 +64,7 @@ def _steps(rank: int, world_size: int, name: str) -> Steps:
 
 
 @pytest.mark.parametrize("name", list(SCENARIOS))
-def test_nothing_races_and_memory_is_the_same_every_step(
+def test_nothing_races_or_waits_and_memory_stays_the_same(
     ranks: Callable[..., list[Any]], name: str
 ) -> None:
     [steps] = ranks(_steps, 1, name, backend=None)
@@ -67,16 +73,23 @@ def test_nothing_races_and_memory_is_the_same_every_step(
     for training in steps.memory:
         warm = training[WARM_UP:]
         assert warm[period:] == warm[:-period], training
-    if not any(word in name for word in SYNCHRONIZES):
-        for training in steps.synchronizations:
-            assert not any(training[WARM_UP:]), training[-1]
+    for training in steps.waits:
+        for waits, collectives in training[WARM_UP:]:
+            assert "offload" in name or not waits, waits[0]
+            for wait in waits:
+                assert any(where in str(wait) for where in WAITS), wait
+                is_between = 0 < wait.collectives < collectives
+                if is_between and name not in SEVERAL_BACKWARDS:
+                    assert any(where in str(wait) for where in WAITS_BETWEEN_COLLECTIVES), wait
 
 
 def test_pinned_offload_waits_only_for_gradients_at_the_end_of_backward(
     ranks: Callable[..., list[Any]],
 ) -> None:
     [steps] = ranks(_steps, 1, "offload_pinned", backend=None)
-    [training] = steps.synchronizations
-    for waits in training[WARM_UP:]:
+    [training] = steps.waits
+    for waits, collectives in training[WARM_UP:]:
         assert waits
-        assert all("in wait < shardwise/sharding/group.py" in wait for wait in waits), waits
+        assert collectives > 2
+        assert all("in wait_for_offload <" in str(wait) for wait in waits), waits
+        assert all(wait.collectives == collectives for wait in waits), waits
