@@ -348,9 +348,9 @@ PARTS = {
         Part("steps", "How long is a step, how much memory does it take?", 210, _steps),
         Part("overhead", "What does the host do where there is nothing to move?", 45, _overhead),
         Part("graph", "Can a whole step under ZeRO-2 be one CUDA graph?", 60, _graph),
-        Part("sanitizer", "Does CUDA's sanitizer find races between streams?", 60, _sanitizer),
+        Part("sanitizer", "Does CUDA's sanitizer find races between streams?", 90, _sanitizer),
         Part("ranks", "Two ranks and more, on one GPU or on several", 120, _ranks),
         Part("offload", "What does a step cost with shards on the host?", 60, _offload),
-        Part("largest", "The largest model that fits", 150, _largest),
+        Part("largest", "The largest model that fits", 240, _largest),
     )
 }

@@ -47,6 +47,10 @@ class GpuWorker(StepWorker):
         return found
 
 
+#: A median of fewer says too little: such a case is measured again.
+FEWEST_ROUNDS = 5
+
+
 @dataclass(frozen=True)
 class Pace:
     """How much is measured.
@@ -137,6 +141,9 @@ class Turns:
             raise WorldError("\n".join(self._errors.values()))
         # A round counts if every contender that is left has taken its turn.
         rounds = min(len(self._turns[n]) for n in self._names if n not in self._errors)
+        error = self._errors.get("ours")
+        if error is None and rounds < min(FEWEST_ROUNDS, self._pace.rounds):
+            error = f"only {rounds} rounds: the time of this part was over"
         return {
             **asdict(self._case),
             "numel": PRESETS[self._case.params].numel,
@@ -146,7 +153,7 @@ class Turns:
                 n: self._turns[n][:rounds] for n in self._names if n not in self._errors
             },
             "errors": self._errors,
-            "error": self._errors.get("ours"),
+            "error": error,
         }
 
     def _try(self, name: str, open_worlds: ExitStack) -> None:

@@ -54,11 +54,12 @@ def _overview(content: Content) -> Table:
             for case in cases
             if case["error"] is not None
         ]
+    revisions = sorted({str(p["environment"].get("revision")) for p in content["parts"]})
     if facts.get("device") == "cuda":
         table.notes.append(
             f"{facts['gpus']} x {facts['gpu']}, {facts['gpu_memory_gib']} GiB; CUDA "
             f"{facts['cuda']}, NCCL {facts['nccl']}, driver {facts['driver']}; revision "
-            f"{facts['revision']}"
+            f"{', '.join(revisions)}"
         )
     elif facts.get("device") == "cpu":
         table.notes.append("a dry run on CPUs: no figure below says anything about speed")

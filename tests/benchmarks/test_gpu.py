@@ -289,6 +289,18 @@ def test_a_contender_without_memory_spoils_no_other(
     assert table.notes[-1] == "torch DDP: OutOfMemoryError: made up"
 
 
+def test_a_case_with_too_few_rounds_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import _gpu_steps
+    from _contenders import Case
+
+    monkeypatch.setattr(_gpu_steps, "World", _FakeWorld)
+    room, pace = _gpu_steps.Room(1, 0), _gpu_steps.Pace(rounds=7, steps=1, warmup=1)
+    over = time.monotonic() - 1
+    found = _gpu_steps.Turns(Case(1, "tiny"), ["ours", "fsdp2"], pace, room, None, over).play()
+    assert [len(turns) for turns in found["contenders"].values()] == [1, 1], "shown, for now"
+    assert found["error"] == "only 1 rounds: the time of this part was over"
+
+
 def test_the_largest_model_that_fits_is_chosen_by_its_size() -> None:
     from _contenders import Case
     from _gpu_steps import Room
@@ -307,7 +319,7 @@ def test_the_largest_model_that_fits_is_chosen_by_its_size() -> None:
 def _made_up(part: str, cases: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
     whole = [{"key": "a case", "error": None, "case_seconds": 1.0, **case} for case in cases]
     found = {"part": part, "status": "done", "seconds": 12.3, "error": None, "cases": whole}
-    return {**found, "environment": {}, **changes}
+    return {**found, "environment": {"revision": f"of {part}"}, **changes}
 
 
 def _shown(*parts: dict[str, Any]) -> str:
@@ -345,6 +357,7 @@ def test_parts_and_what_went_wrong_in_them_are_shown() -> None:
     assert "| steps | failed | 12 | 0 of 1 |" in shown
     assert "- steps, 34m: ValueError: made up" in shown
     assert "1 x a made-up GPU, 1.5 GiB; CUDA 13.0, NCCL 2.28, driver 1.2.3" in shown
+    assert "revision of graph, of steps" in shown
 
 
 def test_tests_that_fail_are_shown_though_their_case_has(tmp_path: Path) -> None:
