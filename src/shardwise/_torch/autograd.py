@@ -17,7 +17,7 @@ from torch._C._dynamo.eval_frame import (
     get_eval_frame_callback,
     set_code_exec_strategy,
 )
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import get_unwrapped, is_batchedtensor, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
@@ -171,6 +171,24 @@ def disable_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:
         cast(Any, call).__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
     )
     return call
+
+
+def in_transform() -> bool:
+    """Whether a ``torch.func`` transform is running."""
+    return peek_interpreter_stack() is not None
+
+
+def that_needs_grad(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that needs a gradient: ``tensor``, or what a ``vmap`` has wrapped in it.
+
+    Returns:
+        The tensor, or ``None`` if none of them needs a gradient.
+    """
+    while not tensor.requires_grad:
+        if not is_batchedtensor(tensor):
+            return None
+        tensor = get_unwrapped(tensor)
+    return tensor
 
 
 def outside_transforms() -> AbstractContextManager[object]:

@@ -236,17 +236,22 @@ def mark_inputs(
     if not torch.is_grad_enabled():
         return args, kwargs
     begun = group.passes.begin(group.makes)
+    begun.is_in_transform = transformed = autograd.in_transform()
     inputs = [
         autograd.wait_in_graph(tensor)
         for tensor in tensors_in((args, kwargs) if kwargs else args)
-        if tensor.requires_grad
+        if tensor.requires_grad or (transformed and autograd.that_needs_grad(tensor) is not None)
     ]
     if not inputs:
         return args, kwargs
-    marked = iter(_EndOfBackward.apply(state, group, begun, *inputs))  # type: ignore[no-untyped-call]
+    mark = _EndOfBackwardInTransform if transformed else _EndOfBackward
+    marked = iter(mark.apply(state, group, begun, *inputs))  # type: ignore[no-untyped-call]
 
     def next_marked(tensor: torch.Tensor) -> torch.Tensor:
-        return next(marked) if tensor.requires_grad else tensor
+        marks = tensor.requires_grad or (
+            transformed and autograd.that_needs_grad(tensor) is not None
+        )
+        return next(marked) if marks else tensor
 
     args = map_tensors(next_marked, args)
     return args, map_tensors(next_marked, kwargs) if kwargs else kwargs
@@ -263,6 +268,9 @@ def mark_outputs(state: FSDPState, output: Any) -> None:
     passes = tuple(group.passes.end() for group in state.groups)
     hook = functools.partial(_pre_backward, state, passes)
     for tensor in every_tensor_in(output):
+        if not tensor.requires_grad and autograd.in_transform():
+            found = autograd.that_needs_grad(tensor)
+            tensor = tensor if found is None else found
         if tensor.requires_grad:
             base = autograd.writable_base(tensor)
             if base is not None and base.grad_fn is not None:
@@ -285,7 +293,7 @@ def _pre_backward(
     state: FSDPState, passes: tuple[Pass | None, ...], grad: torch.Tensor
 ) -> torch.Tensor:
     """Begin the backward of the groups. This hook keeps ``passes`` alive as long as the graph."""
-    _refuse_graph_of_backward()
+    _refuse_graph_of_backward(passes)
     state.root.queue_end_of_backward()
     state.phase = Phase.BACKWARD
     for group, begun in zip(state.groups, passes, strict=True):
@@ -348,21 +356,84 @@ class _EndOfBackward(torch.autograd.Function):
     @staticmethod
     @autograd.disable_compile
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _refuse_graph_of_backward()
         state, group, begun = ctx.end
+        _refuse_graph_of_backward((begun,))
         begun.end_backward()
         post_backward(state, group)
         return (None, None, None, *grads)
 
 
-def _refuse_graph_of_backward() -> None:
-    """Raise if autograd records this backward: its parameters would be freed by the second one."""
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "backward(create_graph=True): the backward of a backward is not available for sharded "
-            "modules, as their parameters are freed in between. Compute what needs it on a module "
-            "that fully_shard was not applied to"
-        )
+class _EndOfBackwardInTransform(torch.autograd.Function):
+    """:class:`_EndOfBackward` inside ``torch.func.grad`` and other transforms.
+
+    They need a function whose context is set up apart, which takes several times as long to call.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        state: FSDPState, group: ParamGroup, begun: Pass, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.end = inputs[:3]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        state, group, begun = ctx.end
+        begun.end_backward()
+        post_backward(state, group)
+        return (None, None, None, *_Once.apply(*grads))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        return tangents[3:]
+
+
+class _Once(torch.autograd.Function):
+    """The identity of gradients, whose own gradient is refused.
+
+    The transforms record every backward, since they may be nested. Autograd would find parameters
+    freed, or add gradients to full parameters that nobody reduces.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grads
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        raise NotImplementedError(_NO_GRAPH_OF_BACKWARD)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        return tangents
+
+
+_NO_GRAPH_OF_BACKWARD = (
+    "backward(create_graph=True), or a reverse-mode transform of the result of another: the "
+    "backward of a backward is not available for sharded modules, as their parameters are freed in "
+    "between. Detach the inner result, use a forward-mode transform (torch.func.hessian does), or "
+    "compute it on a module that fully_shard was not applied to"
+)
+
+
+def _refuse_graph_of_backward(passes: tuple[Pass | None, ...]) -> None:
+    """Raise if autograd records this backward: its parameters would be freed by the second one.
+
+    If a transform ran the forward, it always does; :class:`_Once` raises if the record is used.
+    """
+    if torch.is_grad_enabled() and any(p is None or not p.is_in_transform for p in passes):
+        raise NotImplementedError(_NO_GRAPH_OF_BACKWARD)
 
 
 def install(state: FSDPState) -> None:

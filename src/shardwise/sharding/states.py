@@ -91,11 +91,13 @@ class Pass:
         makes: the same number. Gradients belong to those full parameters, and to no later ones.
         node: the node of the graph that runs when the backward of this pass ends. ``None`` if no
             input needs a gradient: then only the end of the whole backward says so.
+        is_in_transform: whether the forward ran inside a ``torch.func`` transform.
     """
 
     def __init__(self, makes: int) -> None:
         self.makes = makes
         self.node: weakref.ref[torch.autograd.graph.Node] | None = None
+        self.is_in_transform = False
         self._ended_in: int | None = None
 
     def end_backward(self) -> None:
