@@ -284,14 +284,18 @@ def _overhead(setup: Setup, journal: Journal) -> None:
 
 
 def _ranks(setup: Setup, journal: Journal) -> None:
-    few, backend = 2 * setup.gpus, None
-    if not setup.is_dry:
-        tried = journal.case("NCCL with several ranks on a GPU", lambda: _share(setup, few))
+    few, more = 2, 4
+    backend = None
+    sharing = [ranks for ranks in (few, more) if ranks > setup.gpus]
+    if sharing and not setup.is_dry:
+        key = "NCCL with several ranks on a GPU"
+        tried = journal.case(key, lambda: _share(setup, sharing[0]))
         backend = "gloo" if "refused" in tried else None
-    _turns(setup, journal, setup.case(ranks=few), backend=backend)
-    if not setup.is_dry:
-        _turns(setup, journal, setup.case(ranks=few, zero=2), backend=backend)
-        _turns(setup, journal, setup.case(ranks=2 * few), backend=backend)
+    for ranks, zero in ((few, 3), (few, 2), (more, 3)):
+        case = setup.case(ranks=ranks, zero=zero)
+        _turns(setup, journal, case, backend=backend if ranks in sharing else None)
+        if setup.is_dry:
+            break
 
 
 def _share(setup: Setup, ranks: int) -> dict[str, Any]:
@@ -349,7 +353,7 @@ PARTS = {
         Part("overhead", "What does the host do where there is nothing to move?", 45, _overhead),
         Part("graph", "Can a whole step under ZeRO-2 be one CUDA graph?", 60, _graph),
         Part("sanitizer", "Does CUDA's sanitizer find races between streams?", 90, _sanitizer),
-        Part("ranks", "Two ranks and more, on one GPU or on several", 120, _ranks),
+        Part("ranks", "What do two ranks and four take, if need be on one GPU?", 120, _ranks),
         Part("offload", "What does a step cost with shards on the host?", 60, _offload),
         Part("largest", "The largest model that fits", 240, _largest),
     )
