@@ -133,6 +133,51 @@ def test_figures_come_from_the_module_of_the_device(monkeypatch: pytest.MonkeyPa
     assert devices.random_state(CUDA) == torch.tensor([1])
 
 
+def test_the_generator_of_a_device_comes_before_the_functions_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = Pretend(monkeypatch, "cuda", 2)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("get_rng_state can only be called by the PyTorch framework")
+
+    there.module.get_rng_state = there.module.set_rng_state = refuse
+    there.module.default_generators = torch.Generator(), torch.Generator()
+    expected = there.module.default_generators[1].manual_seed(5).get_state()
+    state = devices.random_state(CUDA)
+    assert state is not None
+    assert torch.equal(state, expected)
+    there.module.default_generators[1].manual_seed(6)
+    devices.set_random_state(CUDA, state)
+    assert torch.equal(there.module.default_generators[1].get_state(), expected)
+    there.module.default_generators = ()  # as before a device is used for the first time
+    there.module.get_rng_state = lambda device: expected
+    assert devices.random_state(torch.device("cuda")) is expected
+
+
+def test_a_process_that_is_bound_to_a_device_computes_on_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = Pretend(monkeypatch, "xpu", 4)
+    there.current = 2
+
+    def refuse(device: torch.device) -> None:
+        raise ValueError(f"Cannot set device to index {device.index}, bound to index 2")
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", refuse)
+    assert _choose_device("xpu", _world(2, 1)) == torch.device("xpu", 2)
+
+
+def test_a_package_that_finds_no_device_is_not_said_to_be_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "torch_tpu" or None)
+    with pytest.raises(OptionError, match="torch_tpu is installed, and finds no tpu device"):
+        _choose_device("tpu", _world(1))
+    with pytest.raises(OptionError, match="npu devices come with the package torch_npu"):
+        _choose_device("npu", _world(1))
+
+
 def test_a_backend_of_which_nothing_is_known_needs_only_what_all_can_do() -> None:
     unknown = backend_of("theirs", CUDA)
     assert unknown == Backend("theirs")

@@ -17,10 +17,13 @@ names on all of them, and not every module has every function. Where one is miss
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
+import importlib.util
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +57,14 @@ def count() -> int:
     return 0 if accelerator() is None else torch.accelerator.device_count()
 
 
-def make_current(device: torch.device) -> None:
-    """Make an accelerator with an index the current device of this thread."""
-    torch.accelerator.set_device_index(device)
+def take(kind: str, index: int) -> torch.device:
+    """Make an accelerator the current device of this thread, and return the current device.
+
+    It has another index in a process that is bound to a device from its start, as on TPUs.
+    """
+    with contextlib.suppress(ValueError):
+        torch.accelerator.set_device_index(torch.device(kind, index))
+    return current(kind)
 
 
 #: Types of devices of other packages -> what to install. Torch loads it by itself.
@@ -101,7 +109,13 @@ def check_type(kind: str) -> None:
     if ":" in kind:
         expected += ", without an index: each rank takes the device of its number on its host"
     elif kind in _PACKAGES:
-        expected += f"; {kind} devices come with the package {_PACKAGES[kind]}, beside torch"
+        package = _PACKAGES[kind]
+        is_there = importlib.util.find_spec(package) is not None
+        expected += (
+            f"; the package {package} is installed, and finds no {kind} device"
+            if is_there
+            else f"; {kind} devices come with the package {package}, beside torch"
+        )
     elif kind == "xla":
         expected += "; TPUs are of type tpu and come with torch_tpu, in place of torch_xla"
     raise UnusableError(f"{kind} where torch {torch.__version__} has {has}", expected)
@@ -227,6 +241,9 @@ def random_state(device: torch.device) -> torch.Tensor | None:
     """Return the state of the random generator of a device; ``None`` if it does not give one."""
     if device.type == CPU.type:
         return torch.get_rng_state()
+    generator = _generator(device)
+    if generator is not None:
+        return generator.get_state()
     get = _function(device, "get_rng_state")
     return None if get is None else get(device)
 
@@ -240,9 +257,23 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
     if device.type == CPU.type:
         torch.set_rng_state(state)
         return
+    generator = _generator(device)
+    if generator is not None:
+        generator.set_state(state)
+        return
     put = _function(device, "set_rng_state")
     if put is not None:
         put(state, device)
+
+
+def _generator(device: torch.device) -> torch.Generator | None:
+    """Return the default generator of a device, if its module shows it.
+
+    That is what the functions for random states use. TorchTPU keeps those to torch itself.
+    """
+    generators: Sequence[torch.Generator] = _function(device, "default_generators") or ()
+    index = current(device.type).index if device.index is None else device.index
+    return generators[index] if index < len(generators) else None
 
 
 def module_of(device: torch.device) -> Any:

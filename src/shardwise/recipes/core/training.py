@@ -310,9 +310,7 @@ def _choose_device(wanted: str, world: World) -> torch.device:
             f"{wanted}, of which this host has {found}",
             f"one for each of its {world.local_size} ranks, or --device cpu",
         )
-    device = torch.device(wanted, world.local_rank)
-    devices.make_current(device)
-    return device
+    return devices.take(wanted, world.local_rank)
 
 
 # Of mallopt(3): numbers of the two settings, and the largest value that the first one takes.
