@@ -52,6 +52,16 @@ SEEN = {
     "torch.empty(param.layout.chunk_numel, dtype=dtype, device=grad.device)": "large",
     "sharding/reduce.py Reduction._places_for_shards: "
     "torch.zeros(sum(numels), dtype=dtype, device=device)": "all_reduce_hook",
+    "sharding/reduce.py Reduction._run_hook_on: "
+    "devices.current_stream(device).record_event()": "all_reduce_hook_with_stream",
+    "sharding/reduce.py Reduction._run_hook_on: beside.wait_event(reduced)": (
+        "all_reduce_hook_with_stream"
+    ),
+    "sharding/reduce.py Reduction._run_hook_on: beside.record_event()": (
+        "all_reduce_hook_with_stream"
+    ),
+    "sharding/reduce.py Reduction._run_hook_on: "
+    "devices.current_stream(device).wait_event(hooked)": "all_reduce_hook_with_stream",
     "sharding/grad.py _grad_norm: torch.zeros((), dtype=wide, device=device)": "clip",
     "sharding/grad.py _local_norm: torch.zeros((), dtype=dtype, device=device)": "wrapper",
     # Gradients on their way to the host.

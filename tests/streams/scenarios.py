@@ -655,6 +655,20 @@ def all_reduce_hook_on_side_stream(run: Run) -> None:
     train(run, net)
 
 
+@scenario()
+def all_reduce_hook_with_stream(run: Run) -> None:
+    """The runtime runs the hook on the stream that came with it."""
+    net, side = shard(run, mp_policy=BF16), Stream(name="hook")
+
+    def hook(grads: torch.Tensor) -> None:
+        assert run.device.current is side
+        grads.mul_(2)
+
+    for unit in units(net):
+        unit.set_all_reduce_hook(hook, stream=side)
+    train(run, net)
+
+
 # -- custom collectives -------------------------------------------------------------------------
 
 

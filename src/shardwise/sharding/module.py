@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import deprecated
 
+from shardwise import devices
 from shardwise.errors import MisuseError
 from shardwise.sharding.finalization import GradientReductionHandle
 from shardwise.sharding.group import ParamGroup
@@ -464,21 +465,19 @@ class FSDPModule(_Sharded):
             hook: called after the reduce-scatter (and the all-reduce of a 2-D mesh) with a 1-D
                 tensor in the dtype of the reduction: the gradients, concatenated. It may change
                 the tensor in place.
-            stream: must be ``None``.
+            stream: where to run the hook, beside backward. The optimizer waits for it. A device
+                without streams (the CPU) runs the hook in its turn.
 
         Raises:
             ValueError: a ``stream`` on a 2-D mesh.
-            NotImplementedError: any other ``stream``.
         """
-        for group in groups_of(self, recurse=False):
-            if stream is not None:
-                if group.mesh.replicate is not None:
-                    raise ValueError("set_all_reduce_hook: a 2-D mesh takes no stream")
-                raise NotImplementedError(
-                    "set_all_reduce_hook(stream=...): reductions end on the stream that backward "
-                    "runs on; enter another stream inside the hook, and wait for it"
-                )
+        groups = list(groups_of(self, recurse=False))
+        if stream is not None and any(group.mesh.replicate is not None for group in groups):
+            raise ValueError("set_all_reduce_hook: a 2-D mesh takes no stream")
+        for group in groups:
             group.options.all_reduce_hook = hook
+            ordered = devices.has_streams(group.mesh.device)
+            group.options.all_reduce_hook_stream = stream if ordered else None
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the first all-gather of the next forward wait for ``event``, once.

@@ -76,6 +76,7 @@ class GroupOptions:
     reduce_scatter_unused_params: bool = False
     reduce_scatter_max_input_buffers: int = 1
     all_reduce_hook: AllReduceHook | None = None
+    all_reduce_hook_stream: torch.Stream | None = None
     keep_low_precision_grads: bool = False
 
 

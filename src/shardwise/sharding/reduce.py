@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise import devices
 from shardwise._torch import autograd
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.policy import GroupOptions, Precision
-from shardwise.transport.base import Label, Reduce, Work
+from shardwise.transport.base import Label, PendingWork, Reduce, Work
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Reduction:
     ) -> None:
         self._label = label
         self._hook = options.all_reduce_hook
+        self._hook_stream = options.all_reduce_hook_stream
         self._keep_dtype = options.keep_low_precision_grads
         self._params = list(params)
         self._mesh = mesh
@@ -154,6 +156,9 @@ class Reduction:
             if self._all_reduce and not self._is_over_replicate:
                 self._is_over_replicate = True
                 self._start_over_replicate()
+                return False
+            if self._flat and self._hook_stream is not None:
+                self._works.append(self._run_hook_on(self._hook_stream))
                 return False
             self._deliver()
         return True
@@ -230,6 +235,21 @@ class Reduction:
         }
         parts = {dtype: list(torch.split(flat, sizes[dtype])) for dtype, flat in self._flat.items()}
         return [parts[dtype].pop(0) for dtype in dtypes]
+
+    def _run_hook_on(self, stream: torch.Stream) -> Work:
+        """Run the hook on a stream beside that of backward. The work waits for that stream."""
+        assert self._hook is not None
+        flats = list(self._flat.values())
+        self._flat.clear()  # the shards are slices of them
+        device = self._mesh.device
+        reduced = devices.current_stream(device).record_event()
+        with stream:
+            beside = devices.current_stream(device)
+            beside.wait_event(reduced)
+            for flat in flats:
+                self._hook(flat)
+            hooked = beside.record_event()
+        return PendingWork(lambda: devices.current_stream(device).wait_event(hooked))
 
     def _deliver(self) -> None:
         for flat in self._flat.values():
