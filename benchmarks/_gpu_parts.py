@@ -140,7 +140,8 @@ def environment(device: str) -> dict[str, Any]:
         facts["gpus"] = torch.cuda.device_count()
         facts["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
         facts["cuda"] = torch.version.cuda
-        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        has_nccl = torch.distributed.is_nccl_available()
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
         facts["driver"] = _line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return facts
 

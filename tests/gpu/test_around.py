@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from shardwise import FullyShardedDataParallel, checkpoint
-from shardwise.diloco import DiLoCo, OuterSGD
 from tests.gpu.devices import TYPE, Devices, assert_same, device, mesh, sharded, whole
 from tests.sharding.nets import Block, Net, assert_same_values, batches, loss_of, seeded
 
@@ -99,6 +98,8 @@ def test_the_wrapper_trains_alike(devices: Devices) -> None:
 
 def _replicated(rank: int, world_size: int) -> None:
     """Averaging every second step is what two unsharded models do that are averaged by hand."""
+    from shardwise.diloco import DiLoCo, OuterSGD
+
     over = mesh(2, 1)
     net = sharded(mesh=over["shard"])
     inner = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -124,6 +125,7 @@ def _replicated(rank: int, world_size: int) -> None:
 
 
 def test_diloco_averages_replicas(devices: Devices) -> None:
+    pytest.importorskip("xxhash")
     devices.run(_replicated, 2)
 
 
