@@ -232,6 +232,13 @@ def _clipped(rank: int, world_size: int) -> None:
     assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
     with pytest.raises(ValueError, match="expected a mesh of 'cpu' or 'pretend'"):
         fully_shard(nn.Linear(2, 2), mesh=_mesh_of("cuda"))
+    with pytest.raises(ValueError, match=f"device_type on rank {rank}: found cuda"):
+        init_mesh(device_type="cuda", dp=2)
+    with pytest.raises(ValueError, match="expected pretend or cpu"):
+        FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="whose backend is 'nccl', found 'pretend_ccl'"):
+        net.set_symm_mem_for_comm()
+    net.set_allocate_memory_from_process_group_for_comm(True)  # which has no memory of its own
     assert devices.has_streams(torch.device(NAME, 0))
     assert not devices.pins(torch.device(NAME, 0))
 
@@ -242,5 +249,5 @@ def _mesh_of(kind: str) -> Any:
     return mesh
 
 
-def test_clipping_and_a_mesh_of_another_device() -> None:
+def test_clipping_and_what_the_device_does_not_have() -> None:
     run_on_device(_clipped, 2)

@@ -52,7 +52,10 @@ def allocator_of(
 
     ``None`` if the backend has no such memory, as gloo does not.
     """
-    backend = group._get_backend(device)
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # a process group of another package may have none inside
+        return None
     if not backend.supports_tensor_alloc(device):
         return None
 

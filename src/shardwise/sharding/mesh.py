@@ -272,7 +272,8 @@ def init_mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
         The mesh, of as many dimensions as there are ``sizes``.
 
     Raises:
-        ValueError: the product of the sizes is not the number of ranks.
+        ValueError: the product of the sizes is not the number of ranks, or this process cannot
+            compute on devices of that type.
         PeerLostError: a rank died, or did not arrive in time.
         RanksDivergedError: another rank makes another mesh.
     """
@@ -311,11 +312,16 @@ def make_mesh(
         names: the names of the dimensions.
 
     Raises:
+        ValueError: this process cannot compute on such devices.
         PeerLostError: a rank died, or did not arrive in time.
         RanksDivergedError: another rank makes another mesh.
     """
     if not dist.is_initialized():
         dist.init_process_group()
+    try:
+        devices.check_type(device_type)
+    except devices.UnusableError as error:
+        raise ValueError(f"device_type on rank {dist.get_rank()}: {error}") from None
     make = functools.partial(init_device_mesh, device_type, shape, mesh_dim_names=names)
     if len(shape) == 1 and device_type == "cpu":
         return make()  # its process group is the default one
