@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -150,6 +151,19 @@ def _no_policy() -> Case:
     return Case(seeded(Net), {"mp_policy": None}, TypeError, "expected a MixedPrecisionPolicy")
 
 
+@dataclass(frozen=True)
+class _LaterPolicy(MixedPrecisionPolicy):
+    """What torch 2.15 added."""
+
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+
+
+def _dtypes_of_single_parameters() -> Case:
+    policy = _LaterPolicy(param_dtype_override_fn=lambda param: None)
+    says = "param_dtype_override_fn is not available"
+    return Case(seeded(Net), {"mp_policy": policy}, NotImplementedError, says)
+
+
 def _no_factor() -> Case:
     return Case(seeded(Net), {"reshard_after_forward": 3}, ValueError, "factor of the 4 ranks")
 
@@ -284,6 +298,7 @@ CASES: list[Callable[[], Case]] = [
     _cube,
     _pigeon,
     _no_policy,
+    _dtypes_of_single_parameters,
     _no_factor,
     _no_factor_of_its_own_mesh,
     _warned_where_warnings_are_errors,

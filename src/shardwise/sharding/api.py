@@ -115,7 +115,8 @@ def fully_shard(
             the ranks, the devices or the tensor parallelism of a parameter; or an argument is out
             of range.
         TypeError: an argument has the wrong type.
-        NotImplementedError: an integer ``reshard_after_forward`` with ``DTensor`` parameters.
+        NotImplementedError: an integer ``reshard_after_forward`` with ``DTensor`` parameters, or a
+            policy with ``param_dtype_override_fn``.
 
     If the call raises, no module was changed.
     """
@@ -214,6 +215,11 @@ def _check_mp_policy(policy: object) -> None:
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(
             f"mp_policy: expected a MixedPrecisionPolicy, found {type(policy).__name__} {policy!r}"
+        )
+    if getattr(policy, "param_dtype_override_fn", None) is not None:  # of torch 2.15
+        raise NotImplementedError(
+            "mp_policy: param_dtype_override_fn is not available; expected None. Shard the modules "
+            "whose parameters keep their dtype in calls of their own, with another policy"
         )
 
 
