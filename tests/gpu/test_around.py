@@ -62,6 +62,7 @@ def _loads(rank: int, world_size: int, folder: Path, expected: dict[str, Any]) -
 
 
 def test_checkpoints_hold_what_was_on_the_device(devices: Devices, tmp_path: Path) -> None:
+    pytest.importorskip("xxhash")
     expected = devices.run(_saves, 2, tmp_path)[0]
     for world_size in (1, 2):
         devices.run(_loads, world_size, tmp_path, expected)
