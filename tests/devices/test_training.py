@@ -29,7 +29,7 @@ from shardwise.wrap import ModuleWrapPolicy
 from tests.devices.device import NAME, figures
 from tests.devices.world import Block, batch, calls, loss_of, model, run_on_device
 
-STEPS = 3
+STEPS = 2
 
 
 def _sharded(net: nn.Sequential, **options: Any) -> nn.Module:
@@ -207,7 +207,7 @@ def test_mixed_precision_on_the_device_and_on_cpus_side_by_side() -> None:
 def _memory(rank: int, world_size: int) -> list[int]:
     found = []
     net = _sharded(model())
-    for _ in range(STEPS):
+    for _ in range(3):
         loss_of(net, batch(0, rank)).backward()
         net.zero_grad()
         gc.collect()
