@@ -279,6 +279,9 @@ def _separate_group(rank: int, world_size: int, custom: bool) -> None:
     assert scatter_groups() == {own}
     if custom:
         assert set(gather.calls) == {own}
+    other = fully_shard(nn.Linear(2, 2))
+    other.set_separate_reduce_scatter_group()
+    assert group_of(other).mesh.scatter_group is separate, "models share it, as torch keeps groups"
     net.set_separate_reduce_scatter_group(True, recurse=False)
     assert group_of(net.blocks[0]).mesh.scatter is not group_of(net).mesh.scatter
     step()

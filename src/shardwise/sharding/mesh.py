@@ -30,7 +30,7 @@ from shardwise.transport.custom import (
     with_custom,
 )
 from shardwise.transport.local import LocalTransport
-from shardwise.transport.peers import make_together, new_group
+from shardwise.transport.peers import Peers, make_together, new_group
 from shardwise.transport.select import select_transport, symmetric_transport
 
 
@@ -179,6 +179,17 @@ class DataMesh:
             scatter = self.scatter.over(scatter, carrier)
         return dataclasses.replace(self, scatter=scatter, scatter_group=group)
 
+    def separate_group(self) -> dist.ProcessGroup:
+        """Return the process group for reductions over the ranks of the sharding dimension.
+
+        There is one for each set of ranks, since torch keeps groups until the end of the world.
+        """
+        ranks = tuple(dist.get_process_group_ranks(self.shard_group))
+        made = Peers().once(_separate_groups)
+        if ranks not in made:
+            made[ranks] = new_group(ranks)
+        return made[ranks]
+
     def with_memory(self, memory: CommMemory) -> DataMesh:
         """The same mesh, with the buffers of collectives in another memory.
 
@@ -219,6 +230,11 @@ class DataMesh:
         group = self.scatter_group or self.shard_group
         scatter = with_custom(self.scatter, group, reduce_scatter=comm)
         return dataclasses.replace(self, scatter=scatter)
+
+
+def _separate_groups(world: Peers) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Keep the process groups for reductions, by their ranks."""
+    return {}
 
 
 def default_mesh() -> DeviceMesh:

@@ -27,7 +27,6 @@ from shardwise.sharding.state import FSDPState, groups_of, require_state, states
 from shardwise.sharding.states import GroupState, Phase
 from shardwise.transport.base import Reduce
 from shardwise.transport.custom import AllGather, ReduceScatter
-from shardwise.transport.peers import new_group
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -519,23 +518,20 @@ class FSDPModule(_Sharded):
         """Set whether gradients are reduced over a separate process group.
 
         In NCCL, collectives of one process group run one after the other, and those of two groups
-        run concurrently. Every rank of the mesh makes this call.
+        run concurrently. Every rank of the mesh makes this call. All models that are sharded over
+        the same ranks share one.
 
         Args:
             enable: whether reductions get a process group of their own.
             recurse: include the sharded modules inside this one.
         """
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in groups_of(self, recurse):
             if not group.mesh.shards:
                 continue
             if not enable:
                 group.change_mesh(group.mesh.with_scatter_group(None))
             elif group.mesh.scatter_group is None:
-                ranks = tuple(dist.get_process_group_ranks(group.mesh.shard_group))
-                if ranks not in made:
-                    made[ranks] = new_group(ranks)
-                group.change_mesh(group.mesh.with_scatter_group(made[ranks]))
+                group.change_mesh(group.mesh.with_scatter_group(group.mesh.separate_group()))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether the process group allocates the buffers of this module's collectives.
