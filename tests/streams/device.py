@@ -560,24 +560,24 @@ class _Recorder(_Mode):
         writes: list[torch.Tensor],
     ) -> None:
         model = self._model
-        kinds = {_type_of(tensor) for tensor in reads + writes}
+        kinds = {type_of(tensor) for tensor in reads + writes}
         if kinds == {"cpu"}:
             model.access(model.host, name, reads, writes)
             return
         if "cpu" in kinds and name not in ("aten::copy_", "aten::_to_copy"):
             # A number on the host travels as an argument of the kernel.
-            numbers = [tensor for tensor in reads if _type_of(tensor) == "cpu"]
+            numbers = [tensor for tensor in reads if type_of(tensor) == "cpu"]
             model.access(model.host, name, numbers, [])
-            reads = [tensor for tensor in reads if _type_of(tensor) != "cpu"]
+            reads = [tensor for tensor in reads if type_of(tensor) != "cpu"]
             kinds = {NAME}
         stream = model.current
         model.access(stream, name, reads, writes)
         if "cpu" in kinds:
             asked = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-            on_host = [tensor for tensor in reads + writes if _type_of(tensor) == "cpu"]
+            on_host = [tensor for tensor in reads + writes if type_of(tensor) == "cpu"]
             blocks = [model.block_of(each.untyped_storage(), each.device) for each in on_host]
             pinned = all(block.place is Place.PINNED for block in blocks)
-            to_host = any(_type_of(tensor) == "cpu" for tensor in writes)
+            to_host = any(type_of(tensor) == "cpu" for tensor in writes)
             returns = pinned or (to_host and model.pageable is Pageable.RETURNS)
             if not (asked and returns):
                 model.synchronize(stream.clock, name)
@@ -600,12 +600,12 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
         return [tensor for each in tree for tensor in _tensors(each)]
     if isinstance(tree, dict):
         return [tensor for each in tree.values() for tensor in _tensors(each)]
-    if isinstance(tree, torch.Tensor) and _type_of(tree) != "meta":
+    if isinstance(tree, torch.Tensor) and type_of(tree) != "meta":
         return [tree]
     return []
 
 
-def _type_of(tensor: torch.Tensor) -> str:
+def type_of(tensor: torch.Tensor) -> str:
     """The type of a tensor's device. Asking a fake tensor itself is an operation."""
     return (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
 

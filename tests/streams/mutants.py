@@ -12,10 +12,12 @@ HOST_ONLY = {
     "transport/waiter.py": "a thread that waits for gloo",
     "transport/peers.py": "ranks that meet in the store",
     "transport/shm": "memory that ranks of a host share",
+    "transport/sums.py": "adds up what other ranks of a host have sent",
     "checkpoint/disk": "files",
     "checkpoint/formats": "files",
     "checkpoint/tools": "files",
     "checkpoint/ranks/optimizer.py": "reads files into the memory of the host",
+    "checkpoint/ranks/weights.py": "copies one shard after the other, and waits for each",
     "checkpoint/ranks/xla.py": "reads files into the memory of the host",
 }
 
@@ -106,6 +108,64 @@ SEEN = {
     "transport/custom.py _wait_for: devices.current_stream(device).record_event()": "custom",
     "transport/custom.py _wait_for: work.wait()": "custom_asynchronous",
     "transport/custom.py _wait_for: devices.current_stream(device).wait_event(event)": "custom",
+    # Works that are kept until they are waited for, and waits for them.
+    "sharding/full_params.py FullParams._start: "
+    "self._works.append(transport.all_gather(shards, buffers, label))": "zero3",
+    "sharding/full_params.py FullParams._finish: extension.finish()": "subclass",
+    "sharding/group.py ParamGroup.wait_for_unshard: self._memory.finish()": "zero3",
+    "sharding/group.py ParamGroup.enter_backward: self.wait_for_unshard()": "zero3",
+    "sharding/group.py ParamGroup.reshard: self.wait_for_unshard()": "unshard_and_reshard",
+    "sharding/group.py ParamGroup.enter_forward: self.wait_for_unshard()": "zero3",
+    "sharding/module.py UnshardHandle.wait: self._groups[0].wait_for_unshard()": "unshard_and_read",
+    "sharding/module.py FSDPModule.keep_unsharded: group.wait_for_unshard()": "keep_unsharded",
+    "sharding/reduce.py Reduction._start_over_shard: "
+    "self._works.append(transport.reduce_scatter(fulls, outs, op, self._label))": "zero3",
+    "sharding/reduce.py Reduction._start_over_shard: "
+    "self._works.append(transport.all_reduce(tensors, op, self._label))": "scalar_in_root",
+    "sharding/reduce.py Reduction._start_over_replicate: "
+    "self._works.append(replicate.all_reduce(tensors, op, self._label))": "large_hybrid",
+    "sharding/state.py Root.post_backward: self._pending.append(reduction)": "zero3",
+    "sharding/state.py Root._move_on: self._left_alone.append(reduction)": "hybrid",
+    "sharding/state.py Root._finish_reductions: self._left_alone.pop(0).finish()": "hybrid",
+    "sharding/state.py Root._finish_reductions: reduction.finish()": "offload_hybrid",
+    "sharding/state.py Root._deliver: group.wait_for_offload()": "offload_pinned",
+    "transport/collectives.py CollectivesTransport._start: finish()": "zero3",
+    "transport/collectives.py NcclTransport._launch: launched.append(work)": "zero3",
+    # Copies between host and device.
+    "sharding/grad.py clip_grad_norm_: scale.to(device)": "clip_offload",
+    "sharding/grad.py _local_norm: norm.to(device, dtype)": "clip_offload",
+    "sharding/group_param.py GroupParam.take_over_writes: "
+    "self.layout.cut(self.full_data, self.form.mesh.shard.rank).to(shard.device)": (
+        "written_in_forward_offloaded"
+    ),
+    "sharding/hooks.py _to_device: tensor.to(state.device)": "inputs_on_host",
+    "sharding/param.py ShardedParam.add_grad: local.to(into.device)": "offload_accumulate",
+    "sharding/policy.py Offload.place: shard.to(self.home)": "offload_and_read",
+    "sharding/summon.py _full_for_user: full.cpu()": "summon_offloaded",
+    "sharding/summon.py _write_back: _rows(param, full.grad).flatten().to(param.local.device)": (
+        "summon_offloaded"
+    ),
+    # What is converted, or made contiguous.
+    "sharding/grad.py clip_grad_norm_: norm.to(dtype)": "clip_bfloat16",
+    "sharding/grad.py _local_norm: torch.stack( [norm.to(device, dtype) "
+    "for norm in autograd.foreach_norm(grads, norm_type)] )": "clip",
+    "sharding/group_param.py GroupParam.take_over_writes: "
+    "shard.to(rows.dtype)": "written_in_forward_mixed",
+    "sharding/group_param.py GroupParam.take_over_writes: "
+    "torch.where(written, rows.to(shard.dtype), shard)": "written_in_forward",
+    "sharding/group_param.py GroupParam.take_over_writes: "
+    "rows.to(shard.dtype)": "written_in_forward_mixed",
+    "sharding/group_param.py GroupParam.accumulate_grad: "
+    "self._plain(full.grad).to(dtype)": "accumulate",
+    "sharding/param.py ShardedParam.take_over: local.contiguous()": "channels_last",
+    "sharding/policy.py cast_floating: tensor.to(dtype)": "mixed",
+    "sharding/reduce.py Reduction._start_over_shard: grad.to(dtype)": "half_reduced",
+    "sharding/reduce.py Reduction._start_over_shard: grad.to(dtype) (2)": "one_rank_mixed",
+    "sharding/reduce.py Reduction._deliver: shard.to(param.dtype)": "half_reduced",
+    "transport/all_to_all.py AllToAll.start: rows.contiguous()": "diloco",
+    "transport/collectives.py CollectivesTransport.all_gather: "
+    "shard.to(full.dtype)": "integers_plain_collectives",
+    "transport/custom.py CustomTransport.all_gather: shard.to(full.dtype)": "integers_custom",
     # Checkpoints.
     "checkpoint/ranks/saving.py copies: devices.synchronize(device)": "async_save",
     "devices.py synchronize: torch.accelerator.synchronize(device)": "async_save",
@@ -114,11 +174,38 @@ SEEN = {
 _HOST = "memory of the host belongs to no stream"
 _FREED = "it is freed before anything uses it, only to make a storage of its size"
 _HELD = "NCCL's work holds its tensors itself until it is waited for; gloo's does not"
+_SELF = "a result of a functional collective waits itself when an operation reads it"
+_ORDERED = (
+    "the host writes to its shards when gradients have arrived there, which is after the copy"
+)
 _META = "it has no memory: it is on the meta device"
 _ASKS = "it asks whether the device can do this, and nothing follows it"
 
 #: By place: why no scenario can report that it is gone.
 UNSEEN = {
+    "sharding/extension.py Extension.inputs: local.to(self._mesh.device)": _ORDERED,
+    "sharding/summon.py full_value: local.to(device)": _ORDERED,
+    "sharding/group_param.py GroupParam._plain: dtensor.wait_tensor(dtensor.local_of(grad))": _SELF,
+    "sharding/param.py ShardedParam._through_hooks: "
+    "dtensor.wait_tensor(dtensor.local_of(grad))": _SELF,
+    "sharding/summon.py full_value: dtensor.wait_tensor(full)": _SELF,
+    "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs)": _SELF,
+    "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs) (2)": _SELF,
+    "sharding/hooks.py mark_inputs: autograd.wait_in_graph(tensor)": _SELF,
+    "sharding/hooks.py pre_forward: group.wait_for_unshard()": (
+        "the forward that is computed again raises, where autograd cannot: the process ends"
+    ),
+    "sharding/reduce.py Reduction._start_over_shard: grad.contiguous()": (
+        "autograd gives gradients the strides of their parameter, so nothing is copied"
+    ),
+    "sharding/summon.py _rows: "
+    "param.layout.cut(full.detach(), param.form.mesh.shard.rank).contiguous()": (
+        "the wrapper cuts along the first dimension, so nothing is copied"
+    ),
+    "sharding/state.py Root._move_on: self._left_alone.pop(0).finish()": (
+        "a part of a gradient is missing, which only values show"
+    ),
+    "transport/all_to_all.py AllToAll.start: under_way.append(held)": "gloo's, on the host",
     "devices.py _has_streams: "
     "torch.accelerator.current_stream(current(kind)).record_event()": _ASKS,
     "devices.py _pins: torch.empty(1, pin_memory=True)": _ASKS,

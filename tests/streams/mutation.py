@@ -33,12 +33,22 @@ class What(enum.Enum):
     EVENT = "event"
     REFERENCE = "reference"
     ALLOCATION = "allocation"
+    COPY = "wait of a copy between host and device"
 
 
-_WAITS = frozenset({"wait", "wait_event", "wait_stream", "synchronize"})
+_WAITS = frozenset(
+    {"wait", "wait_event", "wait_stream", "synchronize", "finish"}
+    | {"wait_for_unshard", "wait_for_offload"}
+)
+#: Waits that return what they are given.
+_WAITS_FOR_ARGUMENT = frozenset({"wait_tensor", "wait_in_graph", "wait_for_inputs"})
 _ALLOCATIONS = frozenset(
     {"empty", "empty_like", "zeros", "zeros_like", "new_empty", "new_zeros"}
-    | {"clone", "cat", "resize_", "allocate", "flat_rows"}
+    | {"clone", "cat", "stack", "where", "contiguous", "resize_", "allocate", "flat_rows"}
+)
+#: What holds works and tensors until a collective is over.
+_HOLDERS = frozenset(
+    {"self._alive", "self._works", "self._pending", "self._left_alone", "launched", "under_way"}
 )
 
 
@@ -141,22 +151,31 @@ def _kind(node: ast.AST, definition: ast.FunctionDef) -> What | None:
         return What.REFERENCE if _holds(node, definition) else None
     if not isinstance(node, ast.Call):
         return None
-    function = node.func
-    if isinstance(function, ast.Name):
-        if function.id == "wait":
-            return What.WAIT
-        return What.ALLOCATION if function.id in _ALLOCATIONS else None
-    if not isinstance(function, ast.Attribute):
-        return None
-    if function.attr in _WAITS:
+    name = _name(node)
+    held_by = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+    if name in _WAITS_FOR_ARGUMENT or (name in _WAITS and not (name == "finish" and node.args)):
         return What.WAIT
-    if function.attr == "record_event":
+    if name == "record_event":
         return What.EVENT
-    if function.attr == "append" and ast.unparse(function.value) == "self._alive":
+    if name == "append" and held_by in _HOLDERS:
         return What.REFERENCE
-    if function.attr in _ALLOCATIONS and not _frees(node):
+    if name == "cpu" or (name == "to" and _is_to_device(node)):
+        return What.COPY
+    if name == "to" or (name in _ALLOCATIONS and not _frees(node)):
         return What.ALLOCATION
     return None
+
+
+def _is_to_device(node: ast.Call) -> bool:
+    """Whether a call of ``to()`` is given a device."""
+    return any(word in ast.unparse(node) for word in ("device", "home", '"cpu"', "'cpu'"))
+
+
+def _name(node: ast.Call) -> str:
+    function = node.func
+    if isinstance(function, ast.Name):
+        return function.id
+    return function.attr if isinstance(function, ast.Attribute) else ""
 
 
 def _frees(node: ast.Call) -> bool:
@@ -196,7 +215,15 @@ class _Change(ast.NodeTransformer):
         if node is not self._node:
             return self.generic_visit(node)
         match self._what:
-            case What.WAIT | What.REFERENCE:
+            case What.WAIT if _name(node) in _WAITS_FOR_ARGUMENT:
+                return node.args[0] if len(node.args) == 1 else ast.Tuple(node.args, ast.Load())
+            case What.COPY:
+                where = node.args or [ast.Constant("cpu")]
+                function = ast.Attribute(node.func.value, "to", ast.Load())  # type: ignore[attr-defined]
+                return ast.Call(function, where, [ast.keyword("non_blocking", ast.Constant(True))])
+            case What.REFERENCE:
+                return node.args[0]
+            case What.WAIT:
                 # What it is called on may have been taken from somewhere.
                 return (
                     node.func.value if isinstance(node.func, ast.Attribute) else ast.Constant(None)

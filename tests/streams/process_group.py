@@ -6,6 +6,7 @@
 - A work holds its tensors until ``wait()``. If nobody waits, they are held until a thread of the
   backend has seen the end of the collective, so until it can do no harm.
 - Collectives launched together are one launch.
+- Tensors of the host have a backend of their own, which uses no stream.
 
 The other ranks do not exist: a collective writes to its output and says nothing of the values.
 """
@@ -27,6 +28,7 @@ from tests.streams.device import (
     Stream,
     current_device,
     set_functional_collective,
+    type_of,
 )
 
 #: The name of the backend.
@@ -114,6 +116,9 @@ class ModeledGroup(_ProcessGroup):
     ) -> Work:
         """Launch one or more collectives."""
         model = current_device()
+        if all(type_of(tensor) == "cpu" for tensor in (*reads, *writes)) and (reads or writes):
+            model.access(model.host, what, reads, writes)
+            return Work(self, Event(), [])
         stream = model.current
         if asynchronous:
             before, stream = stream, self.stream

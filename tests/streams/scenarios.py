@@ -19,10 +19,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
@@ -221,6 +227,12 @@ def run_backward(net: nn.Module) -> None:
     loss_of(net).backward()  # type: ignore[no-untyped-call]
 
 
+def backward_with_gradients(net: nn.Module) -> None:
+    """Run a forward and a backward, and check that every parameter has a gradient."""
+    run_backward(net)
+    assert all(parameter.grad is not None for parameter in net.parameters())
+
+
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 adamw = functools.partial(torch.optim.AdamW, lr=0.1)
 
@@ -257,7 +269,7 @@ UNPINNED = CPUOffloadPolicy(pin_memory=False)
 
 @scenario()
 def zero3(run: Run) -> None:
-    train(run, shard(run), optimizer=adamw)
+    train(run, shard(run), optimizer=adamw, backward=backward_with_gradients)
 
 
 @scenario()
@@ -282,7 +294,7 @@ def no_shard(run: Run) -> None:
 
 @scenario(shape=(2, 2))
 def hybrid(run: Run) -> None:
-    train(run, shard(run))
+    train(run, shard(run), backward=backward_with_gradients)
 
 
 @scenario(shape=(2, 2))
@@ -298,6 +310,12 @@ def hybrid_mixed(run: Run) -> None:
 @scenario()
 def mixed(run: Run) -> None:
     train(run, shard(run, mp_policy=BF16))
+
+
+@scenario()
+def half_reduced(run: Run) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
+    train(run, shard(run, mp_policy=policy))
 
 
 @scenario()
@@ -338,13 +356,22 @@ def offload_unpinned(run: Run) -> None:
 
 
 @scenario()
+def offload_and_read(run: Run) -> None:
+    """Shards on the host are read before any training."""
+    net = shard(run, offload_policy=UNPINNED)
+    for parameter in net.parameters():
+        parameter.to_local().sum()
+    train(run, net)
+
+
+@scenario()
 def offload_mixed(run: Run) -> None:
     train(run, shard(run, offload_policy=PINNED, mp_policy=BF16))
 
 
 @scenario(shape=(2, 2))
 def offload_hybrid(run: Run) -> None:
-    train(run, shard(run, offload_policy=PINNED))
+    train(run, shard(run, offload_policy=PINNED), backward=backward_with_gradients)
 
 
 @scenario(shape=(1,))
@@ -461,6 +488,17 @@ def unshard_and_read(run: Run) -> None:
             assert not isinstance(parameter, DTensor)
             parameter.detach().sum()
         block.reshard()
+    train(run, net, steps=2)
+
+
+@scenario()
+def unshard_and_reshard(run: Run) -> None:
+    """A gather that nobody needs any more is freed."""
+    net = shard(run, make(run, inner=1024))
+    for block in net.blocks:
+        for _ in range(2):
+            block.unshard(async_op=True)
+            block.reshard()
     train(run, net, steps=2)
 
 
@@ -631,6 +669,35 @@ def clip(run: Run) -> None:
 
 
 @scenario()
+def clip_bfloat16(run: Run) -> None:
+    """The norm is computed in float32."""
+
+    def backward(net: Any) -> None:
+        run_backward(net)
+        shardwise.clip_grad_norm_(net.parameters(), 1.0).add(1)
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        train(run, shard(run), backward=backward)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@scenario()
+def clip_offload(run: Run) -> None:
+    """Some gradients are on the host, and some on the device."""
+
+    def backward(net: Any) -> None:
+        run_backward(net)
+        for parameters in (net.parameters(), reversed(list(net.parameters()))):
+            shardwise.clip_grad_norm_(parameters, 1.0)
+
+    net = make(run)
+    shard(run, net, offload_policy=PINNED, ignored_params={net.head.bias})
+    train(run, net, backward=backward)
+
+
+@scenario()
 def all_reduce_hook(run: Run) -> None:
     net = shard(run)
     for unit in units(net):
@@ -732,6 +799,14 @@ def custom_asynchronous(run: Run) -> None:
 @scenario()
 def custom_mixed(run: Run) -> None:
     train(run, _customize(shard(run, mp_policy=BF16)))
+
+
+@scenario()
+def custom_two_dtypes(run: Run) -> None:
+    net = make(run)
+    for block in net.blocks:
+        block.norm = nn.LayerNorm(WIDTH, dtype=torch.bfloat16, device=NAME)
+    train(run, _customize(shard(run, net)))
 
 
 @scenario(shape=(2, 2))
@@ -915,6 +990,11 @@ def large(run: Run) -> None:
     train(run, shard(run, make(run, inner=1024)))
 
 
+@scenario(shape=(2, 2))
+def large_hybrid(run: Run) -> None:
+    train(run, shard(run, make(run, inner=1024)))
+
+
 @scenario()
 def large_mixed(run: Run) -> None:
     train(run, shard(run, make(run, inner=1024), mp_policy=BF16))
@@ -954,6 +1034,40 @@ def scalars(run: Run) -> None:
         net = Net()
         net.blocks = nn.ModuleList(_Scaled() for _ in range(3))
     train(run, shard(run, net, mp_policy=BF16))
+
+
+@scenario()
+def scalar_in_root(run: Run) -> None:
+    """The last reduction of a backward includes an all-reduce."""
+    with torch.device(NAME):
+        net = _Scaled()
+    fully_shard(net.inside, mesh=run.mesh)
+    fully_shard(net, mesh=run.mesh)
+    train(run, net)
+
+
+def _with_integers(run: Run, **options: Any) -> Any:
+    """Shard a net with floating-point parameters, which are converted, and others."""
+    net = make(run)
+    for block in net.blocks:
+        numbers = torch.ones(8, dtype=torch.int32, device=NAME)
+        block.numbers = nn.Parameter(numbers, requires_grad=False)
+    return shard(run, net, mp_policy=BF16, **options)
+
+
+@scenario()
+def integers(run: Run) -> None:
+    train(run, _with_integers(run))
+
+
+@scenario()
+def integers_plain_collectives(run: Run) -> None:
+    train(run, _with_integers(run, transport="collectives"))
+
+
+@scenario()
+def integers_custom(run: Run) -> None:
+    train(run, _customize(_with_integers(run)))
 
 
 @scenario()
@@ -1035,10 +1149,162 @@ class Sent(torch.Tensor):
 
 @scenario()
 def subclass(run: Run) -> None:
+    _subclass(run)
+
+
+@scenario()
+def subclass_offload(run: Run) -> None:
+    _subclass(run, offload_policy=UNPINNED)
+
+
+def _subclass(run: Run, **options: Any) -> None:
     net = make(run)
     for block in net.blocks:
         block.up.weight = nn.Parameter(Sent(block.up.weight.detach()))
-    train(run, shard(run, net), optimizer=functools.partial(sgd, foreach=False))
+    train(run, shard(run, net, **options), optimizer=functools.partial(sgd, foreach=False))
+
+
+# -- tensors from and to the outside -----------------------------------------------------------
+
+
+@scenario()
+def inputs_on_host(run: Run) -> None:
+    """The root copies its inputs to the device, and the program reuses their memory."""
+    host = torch.ones(8, WIDTH).pin_memory()
+
+    def backward(net: Any) -> None:
+        net(host).square().mean().backward()
+        host.fill_(1)
+
+    train(run, shard(run), backward=backward)
+
+
+@scenario()
+def asynchronous_inputs(run: Run) -> None:
+    """Inputs are results of collectives that nobody has waited for."""
+    net = shard(run)
+    group = run.mesh.get_group()
+
+    def backward(net: Any) -> None:
+        x = funcol.all_reduce(batch(), "sum", group)
+        net(x).square().mean().backward()
+        middle = funcol.all_reduce(batch(), "sum", group)
+        net.blocks[0](funcol.all_reduce(batch().requires_grad_() + middle, "sum", group))
+
+    train(run, net, backward=backward)
+    net.call = lambda block, x: block(funcol.all_reduce(x, "sum", group))
+    with torch.no_grad():
+        net(batch())
+
+
+@scenario()
+def gradient_hooks(run: Run) -> None:
+    """A hook on a sharded gradient returns the result of a collective."""
+    net = shard(run)
+    group = run.mesh.get_group()
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        assert isinstance(grad, DTensor)
+        reduced = funcol.all_reduce(grad.to_local(), "sum", group)
+        return DTensor.from_local(reduced, grad.device_mesh, grad.placements, run_check=False)
+
+    net.head.weight.register_hook(hook)
+    train(run, net)
+
+
+def _write_to_weight(module: Any, args: object) -> None:
+    with torch.no_grad():
+        module.up.weight.clamp_(-1, 1)
+
+
+@scenario()
+def written_in_forward(run: Run) -> None:
+    """Modules write to their full parameters, and the runtime copies that to the shards."""
+    _written_in_forward(run)
+
+
+@scenario()
+def written_in_forward_mixed(run: Run) -> None:
+    _written_in_forward(run, mp_policy=BF16)
+
+
+@scenario()
+def written_in_forward_offloaded(run: Run) -> None:
+    _written_in_forward(run, offload_policy=PINNED)
+
+
+def _written_in_forward(run: Run, **options: Any) -> None:
+    net = shard(run, **options)
+    for block in net.blocks:
+        block.register_forward_pre_hook(_write_to_weight)
+    train(run, net)
+
+
+@scenario()
+def keep_unsharded(run: Run) -> None:
+    net = shard(run)
+    train(run, net, steps=1)
+    with torch.no_grad(), net.keep_unsharded():
+        for block in net.blocks:
+            for parameter in block.parameters():
+                assert not isinstance(parameter, DTensor)
+                parameter.detach().sum()
+        for _ in range(2):
+            net(batch())
+    train(run, net, steps=2)
+
+
+@scenario()
+def summon_offloaded(run: Run) -> None:
+    """Full parameters and gradients are made on the host, and written back."""
+    with torch.device(NAME):
+        model = shardwise.FullyShardedDataParallel(
+            Net(),
+            device_mesh=run.mesh,
+            auto_wrap_policy=shardwise.wrap.ModuleWrapPolicy([Block]),
+            cpu_offload=CPUOffload(offload_params=True),
+        )
+    train(run, model, steps=1)
+    for offloads in (False, True):
+        run_backward(model)
+        with shardwise.FullyShardedDataParallel.summon_full_params(
+            model, offload_to_cpu=offloads, with_grads=True
+        ):
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(2)
+                parameter.detach().mul_(2)
+        model.zero_grad()
+        with shardwise.FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+    train(run, model, steps=1)
+
+
+@scenario()
+def channels_last(run: Run) -> None:
+    """Shards get another memory format, and the runtime makes them contiguous."""
+    net = make(run)
+    with torch.device(NAME):
+        net.blocks[0].unused = nn.Conv2d(4, 8, 3)
+    shard(run, net)
+    for _ in range(2):
+        net.to(memory_format=torch.channels_last)
+        train(run, net, steps=2)
+
+
+@scenario(shape=(2, 2))
+def tensor_parallel(run: Run) -> None:
+    """Parameters are ``DTensor`` s, and activations are reduced by functional collectives."""
+    net = make(run)
+    plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in net.blocks:
+        parallelize_module(block, run.mesh["replicate"], plan, src_data_rank=None)
+    for module in (*net.blocks, net):
+        fully_shard(module, mesh=run.mesh["shard"])
+    train(run, net)
+    for parameter in net.parameters():
+        parameter.full_tensor()
 
 
 # -- activation checkpointing -------------------------------------------------------------------
@@ -1048,6 +1314,16 @@ def subclass(run: Run) -> None:
 def activation_checkpointing(run: Run) -> None:
     net = make(run, call=lambda block, x: checkpoint(block, x, use_reentrant=False))
     train(run, shard(run, net))
+
+
+@scenario()
+def activation_checkpointing_gathers(run: Run) -> None:
+    """Forward gathers again when it is computed again, since backward does not."""
+    net = make(run, call=lambda block, x: checkpoint(block, x, use_reentrant=False))
+    shard(run, net)
+    for unit in units(net):
+        unit.set_unshard_in_backward(False)
+    train(run, net)
 
 
 @scenario()
