@@ -121,9 +121,11 @@ SEEN = {
     "sharding/reduce.py Reduction._start_over_shard: "
     "self._works.append(transport.reduce_scatter(fulls, outs, op, self._label))": "zero3",
     "sharding/reduce.py Reduction._start_over_shard: "
-    "self._works.append(transport.all_reduce(tensors, op, self._label))": "scalar_in_root",
+    "self._works.append(transport.all_reduce(tensors, op, self._label))": "scalars",
     "sharding/reduce.py Reduction._start_over_replicate: "
     "self._works.append(replicate.all_reduce(tensors, op, self._label))": "large_hybrid",
+    "sharding/reduce.py Reduction.advance: "
+    "self._works.append(self._run_hook_on(self._hook_stream))": "all_reduce_hook_with_stream",
     "sharding/state.py Root.post_backward: self._pending.append(reduction)": "zero3",
     "sharding/state.py Root._move_on: self._left_alone.append(reduction)": "hybrid",
     "sharding/state.py Root._finish_reductions: self._left_alone.pop(0).finish()": "hybrid",

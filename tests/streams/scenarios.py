@@ -136,14 +136,20 @@ def _collecting_no_garbage() -> Iterator[None]:
     try:
         yield
     finally:
-        free_models()
+        _collect_garbage()
         gc.enable()
 
 
 def free_models() -> None:
     """Free models that nobody holds. They are in cycles with their state and their hooks."""
-    for _ in range(2):  # those whose gradients are still there need a second time
-        gc.collect()
+    # Autograd's thread may still hold the last node that it ran. It lets go of it for another.
+    torch.ones(1, device=NAME, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+    _collect_garbage()
+
+
+def _collect_garbage() -> None:
+    while gc.collect():  # what is freed may free more
+        pass
 
 
 # -- models -------------------------------------------------------------------------------------
