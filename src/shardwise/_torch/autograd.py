@@ -51,6 +51,19 @@ def runs_in_this_backward(node: torch.autograd.graph.Node) -> bool:
     return runs
 
 
+def view_in_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of all of ``tensor``: a node of autograd's graph, if it needs a gradient."""
+    if type(tensor) is torch.Tensor:
+        return tensor.view_as(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.view_as(tensor)
+
+
+def is_newer(node: torch.autograd.graph.Node, other: torch.autograd.graph.Node) -> bool:
+    """Whether this thread made ``node`` after ``other``, so that ``other`` cannot depend on it."""
+    return node._sequence_nr() > other._sequence_nr()
+
+
 class _WaitInGraph(torch.autograd.Function):
     """Return the plain tensor of a running collective; its gradient is that of the wrapper."""
 

@@ -4,11 +4,11 @@
     after forward        reshard the group, cast outputs, mark them for the beginning of backward
     forward raised       return to the state before the forward
     output's hook        the backward of the group begins: unshard, prefetch the group before it
-    inputs' function     the gradients of the group are complete: take them, reshard, reduce
+    inputs' hook         the gradients of the group are complete: take them, reshard, reduce
 
-The inputs of forward pass through an autograd function, whose backward runs when the gradients of
-the group are complete. If no input needs a gradient, the end of the backward does that work; see
-``Root.end_backward`` in ``state.py``.
+Forward gets views of its inputs. When the gradient of the last one is known, those of the group are
+complete. If no input needs a gradient, or one was written to in place, the end of the backward does
+that work; see ``Root.end_backward`` in ``state.py``.
 
 Several modules that were sharded together have one state. Their forward begins with the first
 module that runs, and ends with the last.
@@ -35,7 +35,6 @@ from shardwise.sharding.tree import (
     every_tensor_in,
     map_tensors,
     tensors_and_those_in_objects,
-    tensors_in,
 )
 
 
@@ -105,6 +104,12 @@ def hand_on(state: FSDPState, output: Any) -> Any:
     """
     if not autograd.in_backward():
         output = outlive_parameters(state, output)
+    if torch.is_grad_enabled():
+        # This may have been the last one: a program may run the head on one chunk after the other.
+        begun = tuple(group.passes.current for group in state.groups)
+        for tensor in every_tensor_in(output):
+            if tensor.requires_grad and _precede(begun, tensor.grad_fn):
+                tensor.register_hook(functools.partial(_keep, begun))  # type: ignore[no-untyped-call]
     return state.precision.cast_outputs(output)
 
 
@@ -190,6 +195,7 @@ def fail_forward(state: FSDPState, error: BaseException) -> None:
     """Return to the state before this forward, which raised ``error``."""
     state.modules_to_run.clear()
     for group in state.groups:
+        group.passes.end()
         is_named = hasattr(error, "__notes__")  # a module inside this one has named itself
         if group.state is GroupState.SHARDED and "DTensor" in str(error) and not is_named:
             # Torch's message does not name the module.
@@ -229,7 +235,10 @@ def _prefetch_in_forward(state: FSDPState) -> None:
 def mark_inputs(
     state: FSDPState, group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass inputs through a function whose backward runs at the end of the group's backward.
+    """Replace inputs by views of them, whose nodes in the graph run when backward is through.
+
+    Autograd accumulates the gradients of parameters first, as soon as it can. So those of the group
+    are complete when the last gradient of an input is known.
 
     Inputs that a collective is still computing are waited for; see :func:`autograd.wait_in_graph`.
     """
@@ -237,24 +246,23 @@ def mark_inputs(
         return args, kwargs
     begun = group.passes.begin(group.makes)
     begun.is_in_transform = transformed = autograd.in_transform()
-    inputs = [
-        autograd.wait_in_graph(tensor)
-        for tensor in tensors_in((args, kwargs) if kwargs else args)
-        if tensor.requires_grad or (transformed and autograd.that_needs_grad(tensor) is not None)
-    ]
-    if not inputs:
-        return args, kwargs
-    mark = _EndOfBackwardInTransform if transformed else _EndOfBackward
-    marked = iter(mark.apply(state, group, begun, *inputs))  # type: ignore[no-untyped-call]
+    # The nodes keep this hook, and the pass keeps the nodes. So the hook must not keep the pass.
+    end = _post_input_in_transform if transformed else _post_input
+    hook = functools.partial(end, state, group, weakref.ref(begun))
 
-    def next_marked(tensor: torch.Tensor) -> torch.Tensor:
-        marks = tensor.requires_grad or (
+    def mark(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad and not (
             transformed and autograd.that_needs_grad(tensor) is not None
-        )
-        return next(marked) if marks else tensor
+        ):
+            return tensor
+        marked = autograd.view_in_graph(autograd.wait_in_graph(tensor))
+        in_graph = autograd.that_needs_grad(marked) if transformed else marked
+        assert in_graph is not None
+        begun.add_input(in_graph).register_prehook(hook)
+        return marked
 
-    args = map_tensors(next_marked, args)
-    return args, map_tensors(next_marked, kwargs) if kwargs else kwargs
+    args = map_tensors(mark, args)
+    return args, map_tensors(mark, kwargs) if kwargs else kwargs
 
 
 def mark_outputs(state: FSDPState, output: Any) -> None:
@@ -263,19 +271,22 @@ def mark_outputs(state: FSDPState, output: Any) -> None:
     An in-place operation on a returned view (``out += x``) takes the view, and its hook, out of the
     graph. The base of the view stays in the graph, so it gets a hook, too.
     """
+    passes = tuple(group.passes.end() for group in state.groups)
     if not torch.is_grad_enabled():
         return
-    passes = tuple(group.passes.end() for group in state.groups)
-    hook = functools.partial(_pre_backward, state, passes)
     for tensor in every_tensor_in(output):
         if not tensor.requires_grad and autograd.in_transform():
             found = autograd.that_needs_grad(tensor)
             tensor = tensor if found is None else found
-        if tensor.requires_grad:
-            base = autograd.writable_base(tensor)
-            if base is not None and base.grad_fn is not None:
-                base.grad_fn.register_prehook(functools.partial(_pre_base, state, passes))
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        if not tensor.requires_grad:
+            continue
+        base, node = autograd.writable_base(tensor), tensor.grad_fn
+        if base is not None and base.grad_fn is not None and _precede(passes, base.grad_fn):
+            base.grad_fn.register_prehook(functools.partial(_pre_base, state, passes))
+        # The node of an input that is returned must not keep the passes, which keep the node.
+        keeps = _precede(passes, node) or autograd.in_transform()
+        kept = passes if keeps else (None,) * len(passes)
+        tensor.register_hook(functools.partial(_pre_backward, state, kept))  # type: ignore[no-untyped-call]
 
 
 def wait_for_inputs(
@@ -286,6 +297,18 @@ def wait_for_inputs(
         return args, kwargs
     new_args, new_kwargs = map_tensors(autograd.wait_in_graph, (args, kwargs))
     return new_args, new_kwargs
+
+
+def _precede(passes: tuple[Pass | None, ...], node: torch.autograd.graph.Node | None) -> bool:
+    """Whether ``node`` was made in the forwards of ``passes``, or later."""
+    for begun in passes:  # noqa: SIM110 (asked for every output)
+        if begun is not None and not begun.precedes(node):
+            return False
+    return True
+
+
+def _keep(passes: tuple[Pass | None, ...], grad: torch.Tensor) -> None:
+    """Do nothing. This hook keeps ``passes`` alive as long as the graph."""
 
 
 @autograd.disable_compile
@@ -338,66 +361,34 @@ def post_backward(state: FSDPState, group: ParamGroup) -> None:
     state.root.post_backward(group)
 
 
-class _EndOfBackward(torch.autograd.Function):
-    """The identity. Its backward runs when the gradients of a group's inputs are known.
-
-    Autograd accumulates parameter gradients first, as soon as it can. So the group's parameter
-    gradients are complete by then.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, state: FSDPState, group: ParamGroup, begun: Pass, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        begun.node = weakref.ref(ctx)
-        ctx.end = (state, group, begun)
-        return inputs
-
-    @staticmethod
-    @autograd.disable_compile
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        state, group, begun = ctx.end
-        _refuse_graph_of_backward((begun,))
-        begun.end_backward()
+@autograd.disable_compile
+def _post_input(
+    state: FSDPState, group: ParamGroup, pass_of: weakref.ref[Pass], grads: tuple[torch.Tensor, ...]
+) -> None:
+    """End the backward of a group's pass when the gradient of its last input is known."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(_NO_GRAPH_OF_BACKWARD)
+    begun = pass_of()  # None if no output was found
+    if state.modules_to_run if begun is None else begun.run_node():
         post_backward(state, group)
-        return (None, None, None, *grads)
+    else:
+        state.root.queue_end_of_backward()
 
 
-class _EndOfBackwardInTransform(torch.autograd.Function):
-    """:class:`_EndOfBackward` inside ``torch.func.grad`` and other transforms.
-
-    They need a function whose context is set up apart, which takes several times as long to call.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        state: FSDPState, group: ParamGroup, begun: Pass, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        return inputs
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.end = inputs[:3]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        state, group, begun = ctx.end
-        begun.end_backward()
-        post_backward(state, group)
-        return (None, None, None, *_Once.apply(*grads))  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
-        return tangents[3:]
+def _post_input_in_transform(
+    state: FSDPState, group: ParamGroup, pass_of: weakref.ref[Pass], grads: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """As :func:`_post_input`, inside ``torch.func.grad`` and other transforms."""
+    with torch.no_grad():  # the transforms record every backward, since they may be nested
+        _post_input(state, group, pass_of, grads)
+    once: tuple[torch.Tensor, ...] = _Once.apply(*grads)  # type: ignore[no-untyped-call]
+    return once
 
 
 class _Once(torch.autograd.Function):
     """The identity of gradients, whose own gradient is refused.
 
-    The transforms record every backward, since they may be nested. Autograd would find parameters
-    freed, or add gradients to full parameters that nobody reduces.
+    Autograd would find parameters freed, or add gradients to full parameters that nobody reduces.
     """
 
     generate_vmap_rule = True

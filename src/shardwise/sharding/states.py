@@ -78,7 +78,7 @@ class Phase(enum.Enum):
 
 
 class Pass:
-    """One forward of a group, for as long as its autograd graph exists.
+    """One forward of a group, for as long as the graph of its outputs exists.
 
     A module that runs twice has two backwards, and its gradient is complete after the second.
     Counting forwards does not tell which backwards will come: an output may be dropped, or belong
@@ -89,48 +89,105 @@ class Pass:
 
     Attributes:
         makes: the same number. Gradients belong to those full parameters, and to no later ones.
-        node: the node of the graph that runs when the backward of this pass ends. ``None`` if no
-            input needs a gradient: then only the end of the whole backward says so.
         is_in_transform: whether the forward ran inside a ``torch.func`` transform.
     """
 
     def __init__(self, makes: int) -> None:
         self.makes = makes
-        self.node: weakref.ref[torch.autograd.graph.Node] | None = None
         self.is_in_transform = False
+        # A node of the graph for each input that needs a gradient. It runs when that gradient is
+        # known, and the last of them when the backward of this pass ends. Whoever keeps the pass
+        # keeps these nodes, and all of the graph that leads to the inputs.
+        self._nodes: list[torch.autograd.graph.Node] = []
+        self._inputs: list[torch.Tensor] = []  # while forward runs
+        # Whether the nodes tell when the backward ends. If not, only the end of the whole does.
+        self._is_marked = False
         self._ended_in: int | None = None
+        # The backward that ran nodes of this pass last, and how many.
+        self._ran_in: int | None = None
+        self._ran = 0
+
+    def add_input(self, marked: torch.Tensor) -> torch.autograd.graph.Node:
+        """Add an input, a new view.
+
+        Returns:
+            The node of the view, which runs when the gradient of the input is known.
+        """
+        node = marked.grad_fn
+        assert node is not None
+        self._inputs.append(marked)
+        self._nodes.append(node)
+        return node
+
+    def end_forward(self) -> None:
+        """Note that the forward is over."""
+        # A write to an input in place takes its node out of the graph.
+        self._is_marked = bool(self._nodes) and all(
+            marked.grad_fn is node for marked, node in zip(self._inputs, self._nodes, strict=True)
+        )
+        self._inputs.clear()
+
+    def precedes(self, node: torch.autograd.graph.Node | None) -> bool:
+        """Whether ``node`` was made after the inputs were marked, so that they do not need it."""
+        if node is None:
+            return False
+        return not self._nodes or autograd.is_newer(node, self._nodes[-1])
 
     def end_backward(self) -> None:
         """Note that the backward of this pass is over."""
         self._ended_in = autograd.backward_id()
 
+    def run_node(self) -> bool:
+        """Note that the gradient of an input is known.
+
+        Returns:
+            Whether it is the last one of the running backward, which ends the backward of this
+            pass.
+        """
+        if self._inputs:
+            self.end_forward()  # of one module, where others have not run
+        if not self._is_marked:
+            return False
+        if len(self._nodes) > 1:
+            running = autograd.backward_id()
+            if running != self._ran_in:
+                self._ran_in, self._ran = running, 0
+            self._ran += 1
+            if self._ran < sum(map(autograd.runs_in_this_backward, self._nodes)):
+                return False
+        self.end_backward()
+        return True
+
     def has_backward_to_come(self) -> bool:
-        """Whether the running backward still includes the backward of this pass."""
+        """Whether the running backward still includes the backward of this pass, or may do so."""
         if self._ended_in == autograd.backward_id():
             return False
-        if self.node is None:
-            return True  # possibly: its gradients are complete at the end
-        node = self.node()
-        return node is not None and autograd.runs_in_this_backward(node)
+        return not self._is_marked or any(map(autograd.runs_in_this_backward, self._nodes))
 
 
 class Passes:
-    """The passes of a group whose graphs still exist. The graphs keep them alive."""
+    """The passes of a group whose graphs still exist. The graphs keep them alive.
+
+    Attributes:
+        current: the pass whose forward is running.
+    """
 
     def __init__(self) -> None:
         self._passes: list[weakref.ref[Pass]] = []
-        self._current: Pass | None = None
+        self.current: Pass | None = None
 
     def begin(self, makes: int) -> Pass:
         """Start a pass. It is kept alive here until :meth:`end`, and then by its graph."""
-        self._current = Pass(makes)
+        self.current = Pass(makes)
         self._passes = [ref for ref in self._passes if ref() is not None]
-        self._passes.append(weakref.ref(self._current))
-        return self._current
+        self._passes.append(weakref.ref(self.current))
+        return self.current
 
     def end(self) -> Pass | None:
-        """Release the current pass, if there is one, and return it."""
-        ended, self._current = self._current, None
+        """End the forward of the current pass, if there is one; release and return the pass."""
+        ended, self.current = self.current, None
+        if ended is not None:
+            ended.end_forward()
         return ended
 
     def end_backward(self) -> None:

@@ -1,0 +1,202 @@
+"""What a sharded module may do with its inputs, and when its backward ends."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise import fully_shard
+from shardwise.sharding.group import ParamGroup
+from tests.sharding.nets import (
+    WIDTH,
+    Block,
+    assert_same_gradients,
+    average_backward,
+    batches,
+    group_of,
+    loss_of,
+    seeded,
+    shard_blocks,
+    twins,
+)
+
+Ranks = Callable[..., list[Any]]
+
+
+class Around(nn.Module):
+    """A block of the kind under test, between two that give it and take from it."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), kind(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, middle, last = self.blocks
+        x = first(x)
+        return last(middle(x, x * 0.5))  # type: ignore[no-any-return]
+
+
+class Writes(Block):
+    """Writes to its inputs in place, before and after their use."""
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x.mul_(2)
+        out = self.up(x.clone())
+        other.add_(self.down(out.relu()))
+        x[:, 0] += 1
+        return x * other
+
+
+class Returns(Block):
+    """Returns an input itself, a view of one, and something new. Its caller writes to the first."""
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x, other.view(-1), self.down(self.up(x + other))  # type: ignore[return-value]
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        out, view, new = super().__call__(*args)
+        out += 1
+        view *= 2
+        return out * new + view.view_as(new)
+
+
+class TwoEnds(Block):
+    """The gradients of its two inputs are known at different times."""
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        late = self.up(x).relu()
+        for _ in range(5):
+            other = other.sin()
+        return self.down(late) + self.down(self.up(other))
+
+
+KINDS = (Writes, Returns, TwoEnds)
+
+
+def _trains_like_whole(rank: int, world_size: int, kind: type[nn.Module]) -> None:
+    net, whole = twins(lambda: Around(kind))
+    for step in range(2):
+        loss_of(net, batches(world_size, step)[rank]).backward()
+        average_backward(whole, batches(world_size, step))
+        assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_modules_use_their_inputs_as_they_would_unsharded(
+    threads: Ranks, world_size: int, kind: type[nn.Module]
+) -> None:
+    threads(_trains_like_whole, world_size, kind)
+
+
+def _ends(rank: int, world_size: int, kind: type[nn.Module], before_the_end: bool) -> None:
+    net = shard_blocks(seeded(lambda: Around(kind)))
+    group = group_of(net.blocks[1])  # type: ignore[union-attr, index]
+    reduced: list[bool] = []
+    reduce = ParamGroup.reduce_grads
+
+    def note(self: ParamGroup, *args: Any) -> Any:
+        if self is group:
+            first = net.blocks[0].up.weight  # type: ignore[union-attr, index]
+            reduced.append(first.grad is None)
+            assert all(p.full is not None and p.full.grad is not None for p in self.params)
+        return reduce(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParamGroup, "reduce_grads", note)
+        loss_of(net, batches(world_size)[rank]).backward()
+    assert reduced == [before_the_end]
+
+
+def test_a_group_is_reduced_once_when_the_last_gradient_of_its_inputs_is_known(
+    threads: Ranks,
+) -> None:
+    threads(_ends, 1, TwoEnds, True)
+
+
+def test_a_group_that_wrote_to_its_inputs_is_reduced_at_the_end_of_backward(
+    threads: Ranks,
+) -> None:
+    threads(_ends, 1, Writes, False)
+
+
+class _Ignores(Block):
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+def _none(rank: int, world_size: int) -> None:
+    module = fully_shard(seeded(_Ignores))
+    x, other = (batches(2, step)[rank].requires_grad_() for step in range(2))
+    module(x, other).sum().backward()
+    assert x.grad is not None
+    assert other.grad is None
+
+
+def test_an_input_that_is_not_used_gets_no_gradient(threads: Ranks) -> None:
+    threads(_none, 1)
+
+
+# -- what a pass keeps in memory ---------------------------------------------------------------
+
+
+@pytest.fixture
+def without_collection() -> Iterator[None]:
+    """Only reference counts free objects."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class _Cache:
+    """An object of a user's class that tensors travel in."""
+
+    def __init__(self) -> None:
+        self.held: list[torch.Tensor] = []
+
+
+class _Caches(Block):
+    def forward(self, x: torch.Tensor, cache: Any = None) -> Any:
+        cache.held.append(x * 2)
+        return super().forward(x), cache
+
+
+class _Raises(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no")
+
+
+class _Passes(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, super().forward(x), x.view(-1)
+
+
+@pytest.mark.usefixtures("without_collection")
+@pytest.mark.parametrize("kind", [Block, _Caches, _Raises, _Passes])
+def test_a_graph_without_backward_is_freed_with_its_outputs(
+    threads: Ranks, kind: type[nn.Module]
+) -> None:
+    threads(_is_freed, 1, kind)
+
+
+def _is_freed(rank: int, world_size: int, kind: type[nn.Module]) -> None:
+    blocks = [fully_shard(seeded(kind)) for _ in range(3)]
+    x = torch.ones(2, WIDTH, requires_grad=True) * 1
+    inputs = weakref.ref(x)
+    extra = [_Cache()] if kind is _Caches else []
+    for block in blocks:
+        try:
+            out = block(x, *extra)
+        except RuntimeError:
+            out = x
+        x = out[0] if isinstance(out, tuple) else out
+    assert inputs() is not None
+    del out, x, extra
+    assert inputs() is None
