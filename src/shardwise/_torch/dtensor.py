@@ -55,6 +55,17 @@ def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=local.requires_grad)
 
 
+def make_parameter(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> nn.Parameter:
+    """Wrap ``local`` in a ``DTensor`` that is a parameter.
+
+    ``nn.Parameter(wrap_local(local, spec))`` gives the same, but dispatches an operation to make a
+    second wrapper. A model has thousands of parameters.
+    """
+    made = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+    made._is_param = True  # by this, torch recognizes parameters of other classes than its own
+    return cast(nn.Parameter, made)
+
+
 def make_spec(
     mesh: DeviceMesh,
     placements: Sequence[Placement],

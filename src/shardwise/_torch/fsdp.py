@@ -5,7 +5,7 @@ Tried on torch 2.11, 2.12 and 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -150,7 +150,23 @@ class ParamOwner:
         """Whether the module holds ``parameter`` now."""
         return self.module._parameters.get(self.name) is parameter
 
-    def register(self, parameter: nn.Parameter) -> None:
+    @staticmethod
+    def all_hold(owners: Sequence[ParamOwner], parameters: Sequence[nn.Parameter | None]) -> bool:
+        """Whether each of ``owners`` holds its one of ``parameters`` now."""
+        for owner, parameter in zip(owners, parameters, strict=True):
+            if owner.module._parameters.get(owner.name) is not parameter:
+                return False
+        return True
+
+    @staticmethod
+    def register_all(
+        owners: Sequence[ParamOwner], parameters: Sequence[nn.Parameter | None]
+    ) -> None:
+        """Put each of ``parameters`` into its one of ``owners``."""
+        for owner, parameter in zip(owners, parameters, strict=True):
+            owner.register(parameter)
+
+    def register(self, parameter: nn.Parameter | None) -> None:
         """Put ``parameter`` into the module, without ``__setattr__``'s checks where possible."""
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.name] = parameter

@@ -55,6 +55,11 @@ class FullParams:
         mesh: the ranks that they are sharded over.
         precision: the dtypes to compute in.
         post_forward: the shards between forward and backward, which are gathered over fewer ranks.
+
+    Attributes:
+        is_allocated: whether the full parameters have memory, or are about to get it.
+        moves: whether a gather does anything at all: not if all parameters are aliased.
+        storages: the storages whose memory :meth:`free` frees.
     """
 
     def __init__(
@@ -67,7 +72,7 @@ class FullParams:
         self._transport = mesh.shard
         self._post_forward = post_forward
         self._works: list[Work] = []
-        self._is_allocated = False
+        self.is_allocated = False
         self._source: PostForwardShards | None = None
         self._direct: list[GroupParam] = []
         self._staged: list[GroupParam] = []
@@ -105,9 +110,7 @@ class FullParams:
             buffers for buffers in (self._owned, self._gathered, self._staging) if buffers.tensors
         ]
         self._freed = self._direct + owned
-        #: Whether a gather does anything at all: not if all parameters are aliased.
-        self._moves = bool(self._freed or self._extended)
-        #: The storages whose memory :meth:`free` frees.
+        self.moves = bool(self._freed or self._extended)
         self.storages = frozenset(
             storage
             for tensor in (*self._gathered.tensors, *self._owned.tensors)
@@ -134,8 +137,8 @@ class FullParams:
             label: the label of the group.
             source: the post-forward shards to gather instead of the shards, if there are any.
         """
-        self._is_allocated = True
-        if self._moves:
+        self.is_allocated = True
+        if self.moves:
             with autograd.no_grad():
                 self._start(label, source)
 
@@ -169,7 +172,7 @@ class FullParams:
         Raises:
             PeerLostError: a peer died or stalled.
         """
-        if self._moves:
+        if self.moves:
             with autograd.no_grad():
                 self._finish()
 
@@ -206,9 +209,9 @@ class FullParams:
                 each.retain()
 
     def _end_use(self) -> bool:
-        if not self._is_allocated:
+        if not self.is_allocated:
             return False
-        self._is_allocated = False
+        self.is_allocated = False
         for param in self._freed:
             param.seal()
         for param in self._aliased:
@@ -313,8 +316,8 @@ class PostForwardShards:
                 )
                 assert param.full is not None
                 param.follow_requires_grad(param.full)
-                kept = nn.Parameter(
-                    dtensor.wrap_local(shard, spec), requires_grad=param.sharded.requires_grad
+                kept = dtensor.make_parameter(
+                    shard, spec, requires_grad=param.sharded.requires_grad
                 )
                 param.register(kept)
                 self._registered[param] = kept, autograd.version_with_local(kept)

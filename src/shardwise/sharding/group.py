@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise._torch import autograd, dtensor
+from shardwise._torch.fsdp import ParamOwner
 from shardwise.errors import MisuseError
 from shardwise.sharding.full_params import FullParams, PostForwardShards, check_home
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.param import COPIED
+from shardwise.sharding.param import COPIED, ShardedParam
 from shardwise.sharding.policy import GroupOptions, Offload, Precision
-from shardwise.sharding.reduce import Reduction, UnreducedGrads
+from shardwise.sharding.reduce import Reduction, UnreducedGrads, deliver_alone
 from shardwise.sharding.states import MOVES, Freshness, GroupState, Passes, Phase
 from shardwise.transport.base import Label
 
@@ -78,6 +79,9 @@ class ParamGroup:
         self._forward = 0
         self._reduced_forward: int | None = None
         self._unreduced = UnreducedGrads(self.params, precision)
+        # The modules' places for parameters, and the parameter of each.
+        self._owners = [owner for param in self.params for owner in param.owners]
+        self._owned = [param for param in self.params for _ in param.owners]
         self._state = GroupState.SHARDED
         #: Reduces the gradients through the root. ``torch.distributed.pipelining`` calls this.
         self.post_backward: Callable[[], None] = _no_root_yet
@@ -124,13 +128,6 @@ class ParamGroup:
         Raises:
             RuntimeError: the parameters are summoned, or on the meta device.
         """
-        if self._memory is not None:
-            self._memory.follow_shards()
-        if self._state is GroupState.SUMMONED:
-            raise RuntimeError(
-                f"rank {dist.get_rank()}: the parameters of group {self.fqn!r} are inside "
-                "summon_full_params; run forward and backward outside of it"
-            )
         if self._state is GroupState.SHARDED:
             source = None
             self._take_over_replaced()
@@ -138,6 +135,11 @@ class ParamGroup:
             source = self.post_forward
             if source is not None and source.written:
                 self.reshard()  # this raises
+        elif self._state is GroupState.SUMMONED:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: the parameters of group {self.fqn!r} are inside "
+                "summon_full_params; run forward and backward outside of it"
+            )
         else:
             return
         self._take_over_from_ties()
@@ -170,8 +172,27 @@ class ParamGroup:
         if self.post_forward is not None:
             self.post_forward.release()
         for param in self.params:
-            param.use_full()
+            param.freeze_or_unfreeze()
+        ParamOwner.register_all(self._owners, self._fulls())
         self._move(GroupState.UNSHARDED)
+
+    def use_now(self) -> None:
+        """Unshard, wait, and let autograd see what was written to shards that are used in place.
+
+        Raises:
+            PeerLostError: a peer died or stalled; the message names the group.
+            RuntimeError: the parameters are summoned, or on the meta device.
+        """
+        self.unshard()
+        if self._state is GroupState.UNSHARDING:
+            self.wait_for_unshard()
+        assert self._memory is not None
+        self._memory.follow_shards()
+
+    def prefetch(self) -> None:
+        """Start the all-gather of a group that runs soon, if it takes any time."""
+        if self._memory is None or self._memory.moves:
+            self.unshard()
 
     def enter_backward(self) -> None:
         """Unshard for a backward. Only parameters that require gradients now will get them.
@@ -180,8 +201,7 @@ class ParamGroup:
             PeerLostError: a peer died or stalled.
         """
         if self.options.unshard_in_backward:
-            self.unshard()
-            self.wait_for_unshard()
+            self.use_now()
         for param in self.params:
             param.enter_backward()
 
@@ -196,12 +216,16 @@ class ParamGroup:
         if self._state is GroupState.SUMMONED:
             return
         if self._state is GroupState.SHARDED:
-            self._free()  # what a gather that failed has left
+            if self._memory is not None and self._memory.is_allocated:
+                self._free()  # what a gather that failed has left
             return
-        self.wait_for_unshard()
+        if self._state is GroupState.UNSHARDING:
+            self.wait_for_unshard()
         replaced = []
         written = [] if self.post_forward is None else self.post_forward.written
-        if self._state is GroupState.UNSHARDED:
+        if self._state is GroupState.UNSHARDED and not (
+            ParamOwner.all_hold(self._owners, self._fulls())
+        ):
             replaced = [param for param in self.params if param.is_replaced]
         self._use_sharded()
         self._free()
@@ -314,9 +338,10 @@ class ParamGroup:
                 "of date. Call reshard() on its module, on every rank, after such a write, or "
                 "shard it with reshard_after_forward=True"
             )
-        self.unshard()
-        self.wait_for_unshard()
-        self._take_over_from_ties()
+        was_there = self._state in (GroupState.UNSHARDING, GroupState.UNSHARDED)
+        self.use_now()
+        if was_there:  # otherwise this was done before the gather
+            self._take_over_from_ties()
 
     def refresh(self) -> None:
         """Adopt the shards that ``to()``, ``to_empty()`` or a loaded state dict made.
@@ -378,18 +403,32 @@ class ParamGroup:
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def reduce_grads(self) -> Reduction | None:
+    def reduce_grads(self, growing: dict[ShardedParam, None]) -> Reduction | None:
         """Start to reduce the full gradients, and reshard if the options say so.
 
+        Args:
+            growing: the parameters whose gradients may grow until the backward is over. Those of
+                this group are added or removed.
+
         Returns:
-            The reduction, or ``None`` if no parameter has a gradient, or if synchronization is
-            off: then the gradients stay here, unreduced.
+            The reduction. ``None`` if there is none to wait for: no parameter has a gradient; or
+            synchronization is off, and gradients stay here; or this rank is alone, and they are
+            complete.
         """
         params, grads = self._unreduced.take(self.options)
         if self.options.reshard_after_backward:
             self.reshard()
         self._reduced_forward = self._forward if self.options.requires_gradient_sync else None
         if not params:
+            return None
+        grows = self.passes.has_backward_to_come()
+        for param in self.params:
+            if grows or param.form.is_tied:
+                growing[param.form] = None
+            elif growing:
+                growing.pop(param.form, None)
+        if self.mesh.is_alone and self.options.all_reduce_hook is None:
+            deliver_alone(params, grads, self._precision, self.options, growing)
             return None
         return Reduction(
             self.label,
@@ -399,12 +438,14 @@ class ParamGroup:
             self._precision,
             self.options,
             self._unreduced.pending_all_reduce,
+            growing,
         )
 
     def wait_for_offload(self) -> None:
         """Block until reduced gradients have been copied to the host, where they are offloaded."""
         for param in self.params:  # a parameter tied to another group has that group's offload
-            param.form.offload.wait()
+            if param.form.offload.enabled:
+                param.form.offload.wait()
 
     def forget(self) -> None:
         """Drop unreduced gradients and go back to the shards, without waiting for peers."""
@@ -439,6 +480,9 @@ class ParamGroup:
                 param.take_over_from_ties()
 
     def _versions(self) -> list[int]:
+        """The versions of the shards that full parameters are made from."""
+        if self._memory is not None and not self._memory.moves:
+            return []  # the full parameters are the shards, and never out of date
         return [param.shard_version for param in self.params]
 
     def _take_over_replaced(self) -> None:
@@ -453,8 +497,7 @@ class ParamGroup:
             if self._memory is not None and self._memory.is_outdated:  # after swap_tensors, say
                 self.refresh()
             return
-        places = [(param, owner) for param in self.params for owner in param.owners]
-        for param, owner in places:
+        for param, owner in zip(self._owned, self._owners, strict=True):
             if owner.holds(None):
                 raise MisuseError(
                     f"{param.fqn} on rank {dist.get_rank()}: the parameter {owner.name!r} of a "
@@ -462,20 +505,24 @@ class ParamGroup:
                     "fully_shard"
                 )
         self.refresh()
-        for param, owner in places:
+        for param, owner in zip(self._owned, self._owners, strict=True):
             param.form.take_over(owner)  # in the other modules that it is tied to
 
     def _modules_hold_shards(self) -> bool:
-        for param in self.params:
-            sharded = param.form.parameter
-            for owner in param.owners:
-                if not owner.holds(sharded):
-                    return False
-        return True
+        return ParamOwner.all_hold(self._owners, self._shards())
+
+    def _shards(self) -> list[nn.Parameter]:
+        """The sharded parameter that belongs into each of the owners."""
+        return [param.form.parameter for param in self._owned]
+
+    def _fulls(self) -> list[nn.Parameter | None]:
+        """The full parameter that belongs into each of the owners."""
+        return [param.full for param in self._owned]
 
     def _use_sharded(self) -> None:
         for param in self.params:
-            param.use_sharded()
+            param.leave_full()
+        ParamOwner.register_all(self._owners, self._shards())
         self._move(GroupState.SHARDED)
 
     def _free(self) -> None:

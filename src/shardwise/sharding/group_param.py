@@ -112,12 +112,16 @@ class GroupParam:
         """The dtype of the shard, which the optimizer updates."""
         return self.form.parameter.dtype
 
-    def use_sharded(self) -> None:
-        """Put the sharded form into the modules."""
+    def leave_full(self) -> None:
+        """Prepare to take the full form out of the modules. A frozen one freezes the shard."""
         full = self.full
         changed = full is not None and full.requires_grad != self._requires_grad
         if full is not None and changed and self.owners[0].holds(full):
             self.follow_requires_grad(full)
+
+    def use_sharded(self) -> None:
+        """Put the sharded form into the modules."""
+        self.leave_full()
         self.register(self.form.parameter)
 
     def refresh(self) -> bool:
@@ -172,13 +176,6 @@ class GroupParam:
         assert self.full is not None
         return dtensor.plain(self.full).data
 
-    def use_full(self) -> None:
-        """Put the full form into the modules. Its memory must hold the values."""
-        full = self.full
-        assert full is not None
-        self._freeze_or_unfreeze()
-        self.register(full)
-
     def seal(self) -> None:
         """Make autograd refuse the full parameter: its memory is about to be freed.
 
@@ -212,21 +209,23 @@ class GroupParam:
     @property
     def shard_version(self) -> int:
         """A number that grows with every write to the ``DTensor`` shard or its local tensor."""
-        return autograd.version_with_local(self.sharded) + self.form.steps
+        form = self.form
+        return autograd.version_of_sharded(form.parameter) + form.steps
 
     @property
     def shares_memory(self) -> bool:
         """Whether the full parameter still has the memory of the shard."""
         if self._memory is None:
             return True
-        return self.local.data_ptr() == self._memory_address
+        return dtensor.local_of(self.form.parameter).data_ptr() == self._memory_address
 
     def follow_shard(self) -> None:
         """Let autograd see writes to the shard as writes to the aliased full parameter.
 
         A backward that needs the value of before then raises, as without sharding.
         """
-        version = self.shard_version
+        form = self.form
+        version = autograd.version_of_sharded(form.parameter) + form.steps
         if version != self._shard_version and self.full is not None:
             self._shard_version = version
             autograd.set_version(self.full, autograd.version_of(self.full) + 1)
@@ -236,10 +235,11 @@ class GroupParam:
 
         A module does that with ``.data = ...``.
         """
-        if self.full is not None and _address(self.full) != self._address:
+        full = self.full
+        if full is not None and _address(full) != self._address:
             assert self._memory is not None
             self._memory.copy_(self.full_data)
-            self.full.data = self._memory
+            full.data = self._memory
 
     def take_over_writes(self) -> None:
         """Copy to the shard what was written to this rank's rows of the full parameter.
@@ -341,15 +341,15 @@ class GroupParam:
 
     def enter_backward(self) -> None:
         """Begin a backward of the group. A parameter that was frozen since gets no gradient."""
-        self._freeze_or_unfreeze()
+        self.freeze_or_unfreeze()
         self._grad_is_new = self.full is not None and self.full.grad is None
 
-    def _freeze_or_unfreeze(self) -> None:
+    def freeze_or_unfreeze(self) -> None:
         """Make the shard and the full parameter agree on ``requires_grad``."""
         full = self.full
-        if full is None:
-            return
-        if full.requires_grad == self._requires_grad == self.form.parameter.requires_grad:
+        if full is None or (
+            full.requires_grad == self._requires_grad == self.form.parameter.requires_grad
+        ):
             return
         if self.owners[0].holds(full):
             self.follow_requires_grad(full)  # users see this one
@@ -359,7 +359,7 @@ class GroupParam:
 
     def _drop_unwanted_grad(self) -> None:
         """Drop the gradient of a parameter that a hook froze during this backward."""
-        self._freeze_or_unfreeze()
+        self.freeze_or_unfreeze()
         if self._grad_is_new and self.full is not None and not self.full.requires_grad:
             self.full.grad = None
         self._grad_is_new = False
@@ -395,8 +395,11 @@ class GroupParam:
             self.accumulate_grad(None)
             held, self.accumulated_grad = self.accumulated_grad, None
             return held
-        grad, full.grad = full.grad, None
-        return None if grad is None else self._plain(grad)
+        grad = full.grad
+        if grad is None:
+            return None
+        full.grad = None
+        return self._plain(grad)
 
     def zeros_for_grad(self) -> torch.Tensor | None:
         """Make a gradient of zeros; ``None`` if the parameter was never unsharded."""

@@ -51,8 +51,7 @@ def pre_forward(
     if state.phase is Phase.BACKWARD:
         # Activation checkpointing recomputes this forward. The hooks of backward do the rest.
         for group in state.groups:
-            group.unshard()
-            group.wait_for_unshard()
+            group.use_now()
         return state.precision.cast_inputs(*wait_for_inputs(args, kwargs))
     first = state.phase is not Phase.FORWARD
     state.phase = Phase.FORWARD
@@ -225,11 +224,11 @@ def _prefetch_in_forward(state: FSDPState) -> None:
 
     A write to a group between its gather and its forward would be missed.
     """
-    if autograd.in_backward():
+    if not state.forward_prefetch or autograd.in_backward():
         return  # activation checkpointing does not follow the order of forward
     for other in state.forward_prefetch:
         for group in other.groups:
-            group.unshard()
+            group.prefetch()
 
 
 def mark_inputs(
@@ -345,7 +344,7 @@ def _pre_base(
 
 def _prefetch_in_backward(group: ParamGroup) -> None:
     if group.options.unshard_in_backward:
-        group.unshard()
+        group.prefetch()
 
 
 def post_backward(state: FSDPState, group: ParamGroup) -> None:

@@ -143,6 +143,11 @@ class DataMesh:
         return self.shard.world_size * (self.replicate.world_size if self.replicate else 1)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether this rank has nobody to reduce gradients with."""
+        return self.replicate is None and self.scatter.world_size == 1
+
+    @property
     def own_dims(self) -> frozenset[int]:
         """The indices of the data parallel dimensions of ``outer``."""
         if self.outer is None or self.dims is None or self.outer.mesh_dim_names is None:

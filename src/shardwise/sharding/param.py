@@ -93,9 +93,8 @@ class ShardedParam:
         self.layout = place.layout
         self.spec = place.spec
         with torch.no_grad():
-            self.parameter = nn.Parameter(
-                dtensor.wrap_local(self._copy_of_shard(full), self.spec),
-                requires_grad=param.requires_grad,
+            self.parameter = dtensor.make_parameter(
+                self._copy_of_shard(full), self.spec, requires_grad=param.requires_grad
             )
         _steps.watch(self)
 
@@ -103,9 +102,8 @@ class ShardedParam:
         """Put a copy of the parameter, on the same mesh and without gradient, into ``memo``."""
         if id(self.parameter) not in memo:
             with torch.no_grad():
-                copied = dtensor.wrap_local(self.local.clone(), self.spec)
-                memo[id(self.parameter)] = nn.Parameter(
-                    copied, requires_grad=self.parameter.requires_grad
+                memo[id(self.parameter)] = dtensor.make_parameter(
+                    self.local.clone(), self.spec, requires_grad=self.parameter.requires_grad
                 )
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> ShardedParam:
@@ -192,8 +190,8 @@ class ShardedParam:
         with torch.no_grad():
             local = dtensor.plain(full)
             shard = self._copy_of_shard(local)
-            made = nn.Parameter(
-                dtensor.wrap_local(shard, self.spec), requires_grad=self.parameter.requires_grad
+            made = dtensor.make_parameter(
+                shard, self.spec, requires_grad=self.parameter.requires_grad
             )
         self._register_everywhere(made)
 
@@ -205,18 +203,20 @@ class ShardedParam:
                 elements, of which the rest is padding. If its dtype is not the parameter's, the
                 gradient of the parameter gets that dtype, too.
         """
-        own = self.local
+        parameter = self.parameter
+        own = dtensor.local_of(parameter)
         local = shard if shard.shape == own.shape else shard[: own.numel()].view(own.shape)
-        if autograd.grad_hooks(self.parameter):
+        if autograd.grad_hooks(parameter):
             local = self._through_hooks(local)
-        grad = self.parameter.grad
+        grad = parameter.grad
         if grad is None:
             self._grad_is_new = self.is_tied
-            local = self.offload.grad_to_host(local, self.parameter)
-            if local.dtype != self.parameter.dtype:
-                autograd.set_grad_dtype(self.parameter, local.dtype)
+            if self.offload.enabled:
+                local = self.offload.grad_to_host(local, parameter)
             spec = dtensor.with_dtype(self.spec, local.dtype)
-            self.parameter.grad = dtensor.wrap_local(local, spec)
+            if spec is not self.spec:
+                autograd.set_grad_dtype(parameter, local.dtype)
+            parameter.grad = dtensor.wrap_local(local, spec)
         else:
             self.offload.wait()  # another group's part may still be on its way to the host
             into = dtensor.local_of(grad)
@@ -254,8 +254,9 @@ class ShardedParam:
 
     def run_hooks(self) -> None:
         """Run the user's post-accumulate-grad hooks, such as an optimizer in backward."""
-        if self.parameter.grad is not None:
-            autograd.run_post_accumulate_hooks(self.parameter)
+        parameter = self.parameter
+        if autograd.has_post_accumulate_hooks(parameter) and parameter.grad is not None:
+            autograd.run_post_accumulate_hooks(parameter)
 
     def _copy_of_shard(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's shard in its own memory, so that ``full`` can be freed."""

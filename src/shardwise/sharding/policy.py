@@ -31,6 +31,8 @@ class Precision:
     def reduce_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of such a parameter are accumulated and reduced."""
         wanted = self.policy.reduce_dtype
+        if wanted is None and self.policy.param_dtype is None:
+            return stored
         computed = self.compute_dtype(stored)
         return computed if wanted is None or not computed.is_floating_point else wanted
 
@@ -128,8 +130,6 @@ class Offload:
 
         If ``sharded`` has hooks that read the gradient at once, this waits.
         """
-        if not self.enabled:
-            return grad
         if not self.pin_memory:
             return devices.copy_to_host(grad, devices.Copy.PAGEABLE)
         if autograd.has_post_accumulate_hooks(sharded):

@@ -9,7 +9,8 @@ A reduction runs while the backward of the next groups computes, in three steps:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,65 @@ class Scaling:
         return cls(1.0, Reduce.SUM, float(world_size) if factor is None else factor)
 
 
+def _scalings_for(
+    dtypes: tuple[torch.dtype, ...], world_size: int, options: GroupOptions
+) -> tuple[Scaling, ...]:
+    """Choose the scaling for each gradient of a group."""
+    factor, op = options.gradient_divide_factor, options.reduce_op
+    # A factor is not kept: programs set another in every step, or change one in place.
+    return (_usual_scalings if factor is None else _scalings)(dtypes, world_size, op, factor)
+
+
+def _scalings(
+    dtypes: tuple[torch.dtype, ...], world_size: int, op: Reduce, factor: float | None
+) -> tuple[Scaling, ...]:
+    of = {dtype: Scaling.of(dtype, world_size, factor, op) for dtype in dict.fromkeys(dtypes)}
+    return tuple(of[dtype] for dtype in dtypes)
+
+
+_usual_scalings = functools.lru_cache(_scalings)
+
+
+def deliver_alone(
+    params: Sequence[GroupParam],
+    grads: Sequence[torch.Tensor],
+    precision: Precision,
+    options: GroupOptions,
+    growing: Container[ShardedParam],
+) -> None:
+    """Deliver the gradients of a rank that has nobody to reduce them with.
+
+    The arithmetic is that of a :class:`Reduction` over one rank.
+
+    Args:
+        params: the parameters that have gradients.
+        grads: their gradients.
+        precision: the dtypes to reduce in.
+        options: the options of the group.
+        growing: the parameters whose hooks are left to the caller.
+    """
+    dtypes = tuple([precision.reduce_dtype(param.dtype) for param in params])
+    scalings = _scalings_for(dtypes, 1, options)
+    with autograd.no_grad():
+        for param, grad, dtype, scaling in zip(params, grads, dtypes, scalings, strict=True):
+            if grad.dtype != dtype:
+                grad = grad.to(dtype)
+            if scaling.before != 1.0:
+                grad = grad / scaling.before
+            stored = dtype if options.keep_low_precision_grads else param.dtype
+            form = param.form
+            _deliver(form, grad.contiguous(), scaling, stored)
+            if form not in growing:
+                form.run_hooks()
+
+
+def _deliver(form: ShardedParam, shard: torch.Tensor, scaling: Scaling, dtype: torch.dtype) -> None:
+    """Add a reduced gradient to the sharded one, in ``dtype``."""
+    if scaling.after != 1.0:
+        shard /= scaling.after
+    form.add_grad(shard if shard.dtype == dtype else shard.to(dtype))
+
+
 class Reduction:
     """A running reduction of one group's gradients. The constructor starts the first collective.
 
@@ -78,6 +138,8 @@ class Reduction:
         options: the options of the group. Later changes do not affect this reduction.
         pending_all_reduce: the gradients that wait for an all-reduce. This reduction adds to them,
             or takes them with it.
+        growing: the parameters whose gradients may still grow when the reduction is complete. Their
+            hooks are left to the caller.
     """
 
     def __init__(
@@ -89,6 +151,7 @@ class Reduction:
         precision: Precision,
         options: GroupOptions,
         pending_all_reduce: PendingAllReduce,
+        growing: Container[ShardedParam] = (),
     ) -> None:
         self._label = label
         self._hook = options.all_reduce_hook
@@ -99,15 +162,10 @@ class Reduction:
         self._all_reduce = options.requires_all_reduce and mesh.replicate is not None
         self.awaits_all_reduce = mesh.replicate is not None and not options.requires_all_reduce
         self._pending_all_reduce = pending_all_reduce
-        factor, op = options.gradient_divide_factor, options.reduce_op
-        dtypes = [precision.reduce_dtype(param.dtype) for param in params]
-        # Not cached beyond this: programs set another factor in every step, or change one in place.
-        scalings = {
-            dtype: Scaling.of(dtype, mesh.world_size, factor, op) for dtype in dict.fromkeys(dtypes)
-        }
-        self._scalings = [scalings[dtype] for dtype in dtypes]
+        dtypes = tuple(precision.reduce_dtype(param.dtype) for param in params)
+        self._scalings = _scalings_for(dtypes, mesh.world_size, options)
         self._is_over_replicate = False
-        self._hooked = {param.form for param in self._params}
+        self._hooked = [param.form for param in params if param.form not in growing]
         self._works: list[Work] = []
         # What the collective reads, until it has been waited for.
         self._alive: list[torch.Tensor] = []
@@ -126,10 +184,6 @@ class Reduction:
         if replicate is None or not (self._is_over_replicate and replicate.overlaps_compute()):
             return False
         return all(param.local.device == self._mesh.device for param in self._params)
-
-    def leave_hooks(self, forms: Iterable[ShardedParam]) -> None:
-        """Leave the hooks on ``forms`` to the caller, since their gradients may still grow."""
-        self._hooked.difference_update(forms)
 
     @property
     def has_hooks(self) -> bool:
@@ -169,10 +223,9 @@ class Reduction:
             pass
 
     def _start_over_shard(
-        self, grads: list[torch.Tensor], dtypes: list[torch.dtype]
+        self, grads: list[torch.Tensor], dtypes: Sequence[torch.dtype]
     ) -> list[torch.Tensor]:
         transport = self._mesh.scatter
-        is_alone = transport.world_size == 1 and self._mesh.replicate is None
         outs_of = self._places_for_shards(dtypes, grads[0].device)
         shards: list[torch.Tensor] = []
         cut: dict[Reduce, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -184,10 +237,7 @@ class Reduction:
             if transport.world_size == 1 or param.layout.dim is None:
                 if grad.dtype != dtype:
                     grad = grad.to(dtype)
-                # Nothing is sent by a rank that is alone, so nothing has to be 1-D.
-                shard = grad.contiguous() if is_alone and out is None else grad.reshape(-1)
-                if out is not None:
-                    shard = out.copy_(shard)
+                shard = grad.reshape(-1) if out is None else out.copy_(grad.reshape(-1))
                 if transport.world_size > 1:
                     uncut.setdefault(scaling.op, []).append(shard)
             else:
@@ -221,7 +271,7 @@ class Reduction:
             self._works.append(replicate.all_reduce(tensors, op, self._label))
 
     def _places_for_shards(
-        self, dtypes: list[torch.dtype], device: torch.device
+        self, dtypes: Sequence[torch.dtype], device: torch.device
     ) -> list[torch.Tensor | None]:
         """The tensors to reduce into: slices of one per dtype for a hook, else ``None``."""
         if self._hook is None or self.awaits_all_reduce:
@@ -256,14 +306,11 @@ class Reduction:
             assert self._hook is not None
             self._hook(flat)
         self._flat.clear()
-        while self._params:
-            param, scaling = self._params.pop(0), self._scalings.pop(0)
-            shard = self._shards.pop(0)
-            if scaling.after != 1.0:
-                shard /= scaling.after
-            if not self._keep_dtype and shard.dtype != param.dtype:
-                shard = shard.to(param.dtype)
-            param.form.add_grad(shard)
+        shards, self._shards = self._shards, []
+        for param, scaling in zip(self._params, self._scalings, strict=True):
+            shard = shards.pop(0)
+            stored = shard.dtype if self._keep_dtype else param.dtype
+            _deliver(param.form, shard, scaling, stored)
             if param.form in self._hooked:
                 param.form.run_hooks()
 
@@ -323,12 +370,12 @@ class UnreducedGrads:
             return params, grads
         for param in self._params:
             grad = param.take_grad()
-            # Gradients that earlier backwards only reduce-scattered are completed even if this
-            # backward adds nothing.
-            completes = options.requires_all_reduce and param in self.pending_all_reduce
-            unused = options.reduce_scatter_unused_params and param.sharded.requires_grad
-            if grad is None and (completes or unused):
-                grad = param.zeros_for_grad()
+            if grad is None:
+                # Gradients that earlier backwards only reduce-scattered are completed even if this
+                # backward adds nothing.
+                completes = options.requires_all_reduce and param in self.pending_all_reduce
+                unused = options.reduce_scatter_unused_params and param.sharded.requires_grad
+                grad = param.zeros_for_grad() if completes or unused else None
             if grad is not None:
                 params.append(param)
                 grads.append(grad)

@@ -199,18 +199,13 @@ class Root:
         over replicas holds shards only, so backward need not wait for it.
         """
         group.phase = Phase.REDUCED
-        due = max(0, len(self._pending) - (group.options.reduce_scatter_max_input_buffers - 1))
-        moving, self._pending = self._pending[:due], self._pending[due:]
-        self._pending[:0] = [each for each in moving if not self._move_on(each)]
-        reduction = group.reduce_grads()
+        if self._pending:
+            kept = group.options.reduce_scatter_max_input_buffers - 1
+            due = max(0, len(self._pending) - kept)
+            moving, self._pending = self._pending[:due], self._pending[due:]
+            self._pending[:0] = [each for each in moving if not self._move_on(each)]
+        reduction = group.reduce_grads(self._growing)
         if reduction is not None:
-            grows = group.passes.has_backward_to_come()
-            for param in group.params:
-                if grows or param.form.is_tied:
-                    self._growing[param.form] = None
-                else:
-                    self._growing.pop(param.form, None)
-            reduction.leave_hooks(self._growing)
             self._pending.append(reduction)
             if reduction.has_hooks:
                 # An optimizer in backward steps before the next group's backward, with the
@@ -245,7 +240,7 @@ class Root:
                     self.finalization.note(group)
                 group.phase = Phase.IDLE
             state.phase = Phase.IDLE
-        if not any(self._is_in_forward(state) for state in self.states):
+        if self.forward_root is not None and not any(map(self._is_in_forward, self.states)):
             self.forward_root = None
         if self.is_last_backward:
             self._complete()
@@ -377,9 +372,10 @@ class Root:
         """Free groups that were prefetched and then did not run."""
         for state in self.states:
             for group in state.groups:
-                if group.state is GroupState.UNSHARDING:
+                found = group.state
+                if found is GroupState.UNSHARDING:
                     group.reshard()
-                elif group.state is not GroupState.SHARDED:
+                elif found is not GroupState.SHARDED:
                     group.mark_stale()
 
 

@@ -92,6 +92,18 @@ class Pass:
         is_in_transform: whether the forward ran inside a ``torch.func`` transform.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_ended_in",
+        "_inputs",
+        "_is_marked",
+        "_nodes",
+        "_ran",
+        "_ran_in",
+        "is_in_transform",
+        "makes",
+    )
+
     def __init__(self, makes: int) -> None:
         self.makes = makes
         self.is_in_transform = False
@@ -125,7 +137,7 @@ class Pass:
         self._is_marked = bool(self._nodes) and all(
             marked.grad_fn is node for marked, node in zip(self._inputs, self._nodes, strict=True)
         )
-        self._inputs.clear()
+        self._inputs = []
 
     def precedes(self, node: torch.autograd.graph.Node | None) -> bool:
         """Whether ``node`` was made after the inputs were marked, so that they do not need it."""
@@ -158,9 +170,9 @@ class Pass:
         self.end_backward()
         return True
 
-    def has_backward_to_come(self) -> bool:
+    def may_come_in(self, running: int) -> bool:
         """Whether the running backward still includes the backward of this pass, or may do so."""
-        if self._ended_in == autograd.backward_id():
+        if self._ended_in == running:
             return False
         return not self._is_marked or any(map(autograd.runs_in_this_backward, self._nodes))
 
@@ -192,12 +204,18 @@ class Passes:
 
     def end_backward(self) -> None:
         """Note that the running backward is over for all passes."""
-        for each in self._alive():
-            each.end_backward()
+        for ref in self._passes:
+            each = ref()
+            if each is not None:
+                each.end_backward()
 
     def has_backward_to_come(self) -> bool:
         """Whether the gradient of the group still grows in the running backward."""
-        return autograd.in_backward() and any(each.has_backward_to_come() for each in self._alive())
-
-    def _alive(self) -> list[Pass]:
-        return [each for ref in self._passes if (each := ref()) is not None]
+        running = autograd.backward_id()
+        if running is None:
+            return False
+        for ref in self._passes:
+            each = ref()
+            if each is not None and each.may_come_in(running):
+                return True
+        return False

@@ -47,14 +47,14 @@ def every_tensor_in(tree: Any) -> list[torch.Tensor]:
     Modules are not searched. A leaf of autograd's graph in such an object was there before, so it
     is not an output of the module that returns the object.
     """
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     found, inside = tensors_and_those_in_objects(tree)
     return found + [tensor for tensor in inside if tensor.grad_fn is not None]
 
 
 def tensors_and_those_in_objects(tree: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors in nested containers, and those in the attributes of other objects."""
-    if isinstance(tree, torch.Tensor):
-        return [tree], []
     found: list[torch.Tensor] = []
     inside: list[torch.Tensor] = []
     objects: list[object] = []
@@ -128,7 +128,7 @@ def _map_dict(fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[Any, Any]) 
 
 
 def _map_sequence(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    new = [map_tensors(fn, value) for value in tree]
+    new = [fn(each) if isinstance(each, torch.Tensor) else map_tensors(fn, each) for each in tree]
     if all(map(operator.is_, new, tree)):
         return tree
     if hasattr(tree, "_fields"):  # a named tuple
