@@ -277,7 +277,11 @@ def _overhead(setup: Setup, journal: Journal) -> None:
     from overhead import play
 
     options = argparse.Namespace(
-        transport="auto", groups=setup.groups, rounds=setup.pace.rounds, steps=4 * setup.pace.steps
+        transport="auto",
+        groups=setup.groups,
+        build=4 * setup.groups,
+        rounds=setup.pace.rounds,
+        steps=4 * setup.pace.steps,
     )
     journal.case("1 rank", lambda: play(1, options, setup.device))
     if setup.gpus > 1:

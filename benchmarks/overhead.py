@@ -5,11 +5,14 @@
 The model is 64 linear layers of 8 x 8, a group each, so its arithmetic and its bytes are next to
 nothing, and what remains is the runtime: hooks, Python, and the fixed price of a collective. The
 same forward and backward without sharding is taken off. No optimizer: it is not the runtime's.
+
+A second table has the seconds that ``fully_shard`` takes for a model of many such groups.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from pathlib import Path
@@ -34,17 +37,19 @@ class OverheadWorker:
     def __init__(self, name: str, groups: int, device: str = "cpu") -> None:
         torch.manual_seed(0)
         self._synchronize = torch.cuda.synchronize if device == "cuda" else _nothing_to_wait_for
-        layers = (nn.Linear(WIDTH, WIDTH, device=device) for _ in range(groups))
-        self._model = nn.Sequential(*layers)
-        if name != "floor":
-            if name == "ours":
-                from shardwise import fully_shard
-            else:
-                from torch.distributed.fsdp import fully_shard  # type: ignore[assignment]
-            for layer in self._model:
-                fully_shard(layer)
-            fully_shard(self._model)
+        self._name, self._device = name, device
+        self._model = self._layers(groups)
+        self._shard(self._model)
         self._input = torch.ones(2, WIDTH, device=device)
+
+    def build(self, groups: int) -> float:
+        """Shard a new model of ``groups`` layers; return the seconds that takes."""
+        model = self._layers(groups)
+        gc.collect()  # what the last one left
+        dist.barrier()
+        start = time.perf_counter()
+        self._shard(model)
+        return time.perf_counter() - start
 
     def steps(self, count: int) -> list[float]:
         """Take steps; return the seconds of each."""
@@ -59,6 +64,20 @@ class OverheadWorker:
             self._model.zero_grad()
         return seconds
 
+    def _layers(self, count: int) -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=self._device) for _ in range(count)))
+
+    def _shard(self, model: nn.Sequential) -> None:
+        if self._name == "floor":
+            return
+        if self._name == "ours":
+            from shardwise import fully_shard
+        else:
+            from torch.distributed.fsdp import fully_shard  # type: ignore[assignment]
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+
 
 def _nothing_to_wait_for() -> None:
     """Take the place of a device's ``synchronize`` on CPUs."""
@@ -67,6 +86,7 @@ def _nothing_to_wait_for() -> None:
 def play(ranks: int, options: argparse.Namespace, device: str = "cpu") -> dict[str, Any]:
     """Let all contenders of one world size take turns; return the raw numbers."""
     turns: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
+    builds: dict[str, list[float]] = {name: [] for name in CONTENDERS[:2]}
     worlds: dict[str, World] = {}
     try:
         for name in CONTENDERS:
@@ -82,10 +102,17 @@ def play(ranks: int, options: argparse.Namespace, device: str = "cpu") -> dict[s
             for name in CONTENDERS[shift:] + CONTENDERS[:shift]:
                 by_rank = worlds[name].call("steps", options.steps)
                 turns[name].append([max(step) for step in zip(*by_rank, strict=True)])
+            for name in builds:
+                builds[name].append(max(worlds[name].call("build", options.build)))
     finally:
         for world in worlds.values():
             world.close()
-    return {"ranks": ranks, "groups": options.groups, "seconds": turns}
+    return {
+        "ranks": ranks,
+        "groups": options.groups,
+        "seconds": turns,
+        "build": {"groups": options.build, "seconds": builds},
+    }
 
 
 def _options() -> argparse.Namespace:
@@ -93,6 +120,7 @@ def _options() -> argparse.Namespace:
     add = made.add_argument
     add("--ranks", type=positive_ints, default=[1, 2], help="world sizes (1,2)")
     add("--groups", type=positive_int, default=64, help="tiny groups in the model (64)")
+    add("--build", type=positive_int, default=1000, help="groups of the model to shard (1000)")
     add("--rounds", type=positive_int, default=7, help="turns of a contender (7)")
     add("--steps", type=positive_int, default=20, help="steps in a turn (20)")
     add("--transport", choices=TRANSPORTS, default="auto", help="of ours (auto)")
