@@ -143,6 +143,96 @@ def test_an_input_that_is_not_used_gets_no_gradient(threads: Ranks) -> None:
     threads(_none, 1)
 
 
+class _OnlyWrites(nn.Module):
+    """Returns nothing: it writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(WIDTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH) * 3)
+
+    def forward(self, x: torch.Tensor) -> None:
+        x.add_(self.shift)
+        x[0] *= self.scale
+
+
+class _Calls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), _OnlyWrites(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, middle, last = self.blocks
+        x = first(x)
+        middle(x)
+        return last(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_write_to_an_input_is_an_output(threads: Ranks, world_size: int) -> None:
+    threads(_trains_by_writes, world_size)
+
+
+def _trains_by_writes(rank: int, world_size: int) -> None:
+    net, whole = twins(_Calls)
+    loss_of(net, batches(world_size)[rank]).backward()
+    average_backward(whole, batches(world_size))
+    assert_same_gradients(net, whole)
+    # Nothing else begins the backward of the outermost module.
+    module = fully_shard(_OnlyWrites(), reshard_after_forward=True)
+    whole = _OnlyWrites()
+    x = batches(world_size)[rank].requires_grad_() * 1
+    module(x)
+    loss_of(nn.Identity(), x).backward()
+    for batch in batches(world_size):
+        x = batch.requires_grad_() * 1
+        whole(x)
+        (loss_of(nn.Identity(), x) / world_size).backward()
+    assert_same_gradients(module, whole)
+
+
+class _Tagged(torch.Tensor):
+    """A tensor of a user's class."""
+
+
+class _Remembers(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kind = type(x)
+        return super().forward(x)
+
+
+def _keeps_class(rank: int, world_size: int) -> None:
+    module = fully_shard(seeded(_Remembers))
+    out = module(batches(1)[0].as_subclass(_Tagged).requires_grad_())
+    assert module.kind is _Tagged
+    assert type(out) is _Tagged
+
+
+def test_an_input_of_a_users_class_stays_one(threads: Ranks) -> None:
+    threads(_keeps_class, 1)
+
+
+class _Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.shift
+
+
+def _takes_inference_tensor(rank: int, world_size: int) -> None:
+    module = fully_shard(_Adds())
+    with torch.inference_mode():
+        x = torch.ones(2, WIDTH, requires_grad=True)
+    module(x).sum().backward()
+    assert module.shift.grad is not None
+
+
+def test_an_input_may_be_a_tensor_of_inference_mode(threads: Ranks) -> None:
+    threads(_takes_inference_tensor, 1)
+
+
 # -- what a pass keeps in memory ---------------------------------------------------------------
 
 

@@ -51,11 +51,11 @@ def runs_in_this_backward(node: torch.autograd.graph.Node) -> bool:
 
 
 def view_in_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of all of ``tensor``: a node of autograd's graph, if it needs a gradient."""
-    if type(tensor) is torch.Tensor:
-        return tensor.view_as(tensor)
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.view_as(tensor)
+    """Return a view of all of ``tensor``, of its class: a node of the graph if it needs a gradient.
+
+    Autograd records no view of a tensor of inference mode.
+    """
+    return tensor.view_as(tensor)
 
 
 def is_newer(node: torch.autograd.graph.Node, other: torch.autograd.graph.Node) -> bool:

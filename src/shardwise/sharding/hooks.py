@@ -256,7 +256,8 @@ def mark_inputs(
             return tensor
         marked = autograd.view_in_graph(autograd.wait_in_graph(tensor))
         in_graph = autograd.that_needs_grad(marked) if transformed else marked
-        assert in_graph is not None
+        if in_graph is None or in_graph.grad_fn is None:
+            return tensor
         begun.add_input(in_graph).register_prehook(hook)
         return marked
 
@@ -268,24 +269,33 @@ def mark_outputs(state: FSDPState, output: Any) -> None:
     """Hook the outputs: when the gradient of one is known, the backward of the groups begins.
 
     An in-place operation on a returned view (``out += x``) takes the view, and its hook, out of the
-    graph. The base of the view stays in the graph, so it gets a hook, too.
+    graph. The base of the view stays in the graph, so it gets a hook, too. An input that the module
+    wrote to is also an output, even if it is not returned.
     """
-    passes = tuple(group.passes.end() for group in state.groups)
+    ended = [group.passes.end() for group in state.groups]
     if not torch.is_grad_enabled():
         return
+    passes = tuple(begun for begun, _ in ended)
+    for _, written in ended:
+        for tensor in written:
+            _mark_base(state, passes, tensor)
     for tensor in every_tensor_in(output):
         if not tensor.requires_grad and autograd.in_transform():
             found = autograd.that_needs_grad(tensor)
             tensor = tensor if found is None else found
         if not tensor.requires_grad:
             continue
-        base, node = autograd.writable_base(tensor), tensor.grad_fn
-        if base is not None and base.grad_fn is not None and _precede(passes, base.grad_fn):
-            base.grad_fn.register_prehook(functools.partial(_pre_base, state, passes))
+        _mark_base(state, passes, tensor)
         # The node of an input that is returned must not keep the passes, which keep the node.
-        keeps = _precede(passes, node) or autograd.in_transform()
+        keeps = _precede(passes, tensor.grad_fn) or autograd.in_transform()
         kept = passes if keeps else (None,) * len(passes)
         tensor.register_hook(functools.partial(_pre_backward, state, kept))  # type: ignore[no-untyped-call]
+
+
+def _mark_base(state: FSDPState, passes: tuple[Pass | None, ...], tensor: torch.Tensor) -> None:
+    base = autograd.writable_base(tensor)
+    if base is not None and base.grad_fn is not None and _precede(passes, base.grad_fn):
+        base.grad_fn.register_prehook(functools.partial(_pre_base, state, passes))
 
 
 def wait_for_inputs(

@@ -131,13 +131,21 @@ class Pass:
         self._nodes.append(node)
         return node
 
-    def end_forward(self) -> None:
-        """Note that the forward is over."""
-        # A write to an input in place takes its node out of the graph.
-        self._is_marked = bool(self._nodes) and all(
-            marked.grad_fn is node for marked, node in zip(self._inputs, self._nodes, strict=True)
-        )
+    def end_forward(self) -> list[torch.Tensor]:
+        """Note that the forward is over.
+
+        Returns:
+            The inputs that were written to in place.
+        """
+        # A write takes the node of the input out of the graph.
+        written = [
+            marked
+            for marked, node in zip(self._inputs, self._nodes, strict=True)
+            if marked.grad_fn is not node
+        ]
+        self._is_marked = bool(self._nodes) and not written
         self._inputs = []
+        return written
 
     def precedes(self, node: torch.autograd.graph.Node | None) -> bool:
         """Whether ``node`` was made after the inputs were marked, so that they do not need it."""
@@ -195,12 +203,14 @@ class Passes:
         self._passes.append(weakref.ref(self.current))
         return self.current
 
-    def end(self) -> Pass | None:
-        """End the forward of the current pass, if there is one; release and return the pass."""
+    def end(self) -> tuple[Pass | None, list[torch.Tensor]]:
+        """End the forward of the current pass, if there is one.
+
+        Returns:
+            The pass, which is released, and the inputs that its forward wrote to.
+        """
         ended, self.current = self.current, None
-        if ended is not None:
-            ended.end_forward()
-        return ended
+        return ended, ([] if ended is None else ended.end_forward())
 
     def end_backward(self) -> None:
         """Note that the running backward is over for all passes."""
