@@ -857,6 +857,28 @@ def test_on_one_rank_backward_notices_what_was_written_since_forward_as_without_
     threads(_write_since_forward, 1, reshard, name, when)
 
 
+def _load_in_backward(rank: int, world_size: int) -> None:
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    whole = copy.deepcopy(net)
+    fully_shard(net)  # one group, whose backward is under way when the hook runs
+    for model in (net, whole):
+        values = {name: 2 * value for name, value in model.state_dict().items()}
+
+        def load(grad: torch.Tensor, model: Any = model, values: Any = values) -> None:
+            model.load_state_dict(values)
+
+        def watch(module: nn.Module, args: Any, load: Any = load) -> None:
+            args[0].register_hook(load)
+
+        model[2].register_forward_pre_hook(watch)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(torch.ones(2, 4)).sum().backward()
+
+
+def test_on_one_rank_backward_notices_what_was_loaded_while_it_ran(threads: Ranks) -> None:
+    threads(_load_in_backward, 1)
+
+
 # -- too few addresses -------------------------------------------------------------------------
 
 

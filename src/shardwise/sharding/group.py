@@ -112,8 +112,13 @@ class ParamGroup:
         self.reshard()
 
     def refresh_from_state_dict(self, *_: Any) -> None:
-        """Adopt the parameters that a state dict loaded; a hook."""
+        """Adopt the parameters that a state dict loaded; a hook.
+
+        A backward that is under way, and still needs the values of before, then raises.
+        """
         self.refresh()
+        if self._memory is not None:
+            self._memory.follow_shards()
 
     @property
     def state(self) -> GroupState:
@@ -216,6 +221,7 @@ class ParamGroup:
         if self._state is GroupState.SUMMONED:
             return
         if self._state is GroupState.SHARDED:
+            self._freshness = Freshness.CURRENT
             if self._memory is not None and self._memory.is_allocated:
                 self._free()  # what a gather that failed has left
             return
