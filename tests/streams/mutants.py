@@ -113,9 +113,8 @@ SEEN = {
     "self._works.append(transport.all_gather(shards, buffers, label))": "zero3",
     "sharding/full_params.py FullParams._finish: extension.finish()": "subclass",
     "sharding/group.py ParamGroup.wait_for_unshard: self._memory.finish()": "zero3",
-    "sharding/group.py ParamGroup.enter_backward: self.wait_for_unshard()": "zero3",
     "sharding/group.py ParamGroup.reshard: self.wait_for_unshard()": "unshard_and_reshard",
-    "sharding/group.py ParamGroup.enter_forward: self.wait_for_unshard()": "zero3",
+    "sharding/group.py ParamGroup.use_now: self.wait_for_unshard()": "zero3",
     "sharding/module.py UnshardHandle.wait: self._groups[0].wait_for_unshard()": "unshard_and_read",
     "sharding/module.py FSDPModule.keep_unsharded: group.wait_for_unshard()": "keep_unsharded",
     "sharding/reduce.py Reduction._start_over_shard: "
@@ -162,8 +161,9 @@ SEEN = {
     "sharding/param.py ShardedParam.take_over: local.contiguous()": "channels_last",
     "sharding/policy.py cast_floating: tensor.to(dtype)": "mixed",
     "sharding/reduce.py Reduction._start_over_shard: grad.to(dtype)": "half_reduced",
-    "sharding/reduce.py Reduction._start_over_shard: grad.to(dtype) (2)": "one_rank_mixed",
-    "sharding/reduce.py Reduction._deliver: shard.to(param.dtype)": "half_reduced",
+    "sharding/reduce.py Reduction._start_over_shard: grad.to(dtype) (2)": "scalars",
+    "sharding/reduce.py _deliver: shard.to(dtype)": "half_reduced",
+    "sharding/reduce.py deliver_alone: grad.to(dtype)": "one_rank_mixed",
     "transport/all_to_all.py AllToAll.start: rows.contiguous()": "diloco",
     "transport/collectives.py CollectivesTransport.all_gather: "
     "shard.to(full.dtype)": "integers_plain_collectives",
@@ -194,10 +194,7 @@ UNSEEN = {
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs)": _SELF,
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs) (2)": _SELF,
     "sharding/hooks.py mark_inputs: autograd.wait_in_graph(tensor)": _SELF,
-    "sharding/hooks.py pre_forward: group.wait_for_unshard()": (
-        "the forward that is computed again raises, where autograd cannot: the process ends"
-    ),
-    "sharding/reduce.py Reduction._start_over_shard: grad.contiguous()": (
+    "sharding/reduce.py deliver_alone: grad.contiguous()": (
         "autograd gives gradients the strides of their parameter, so nothing is copied"
     ),
     "sharding/summon.py _rows: "
