@@ -102,6 +102,7 @@ def play(ranks: int, options: argparse.Namespace, device: str = "cpu") -> dict[s
             for name in CONTENDERS[shift:] + CONTENDERS[:shift]:
                 by_rank = worlds[name].call("steps", options.steps)
                 turns[name].append([max(step) for step in zip(*by_rank, strict=True)])
+        for _ in range(options.rounds):  # last, since what they leave slows steps down
             for name in builds:
                 builds[name].append(max(worlds[name].call("build", options.build)))
     finally:

@@ -120,8 +120,8 @@ class FullParams:
     @property
     def is_outdated(self) -> bool:
         """Whether an aliased full parameter no longer shares memory with its shard."""
-        for param in self._aliased:  # noqa: SIM110 (asked at every unshard)
-            if not param.shares_memory:
+        for param in self._aliased:
+            if dtensor.local_of(param.form.parameter).data_ptr() != param.memory_address:
                 return True
         return False
 

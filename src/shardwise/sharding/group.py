@@ -205,9 +205,12 @@ class ParamGroup:
         Raises:
             PeerLostError: a peer died or stalled.
         """
+        unshards = self.options.unshard_in_backward and self._state is not GroupState.UNSHARDED
         if self.options.unshard_in_backward:
             self.use_now()
         for param in self.params:
+            if not unshards:  # otherwise this was done with the full parameters
+                param.freeze_or_unfreeze()
             param.enter_backward()
 
     def reshard(self) -> None:

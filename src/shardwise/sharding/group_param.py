@@ -44,6 +44,8 @@ class GroupParam:
         form: the sharded form, shared with the other groups that the parameter is tied to.
         owners: the modules of the group that hold it; more than one if it is tied.
         full: the full parameter; ``None`` until it is first unsharded.
+        memory_address: where that was made. Only of plain memory: what a subclass makes may have no
+            address.
         accumulated_grad: the unreduced gradient of earlier backwards, in the reduction dtype.
     """
 
@@ -61,8 +63,7 @@ class GroupParam:
         self._is_filled = False
         self._address: int | None = None
         self._memory: torch.Tensor | None = None
-        # Of plain memory only: what a subclass makes may have no address.
-        self._memory_address = 0
+        self.memory_address = 0
         self._is_sealed = False
         # Whether there was no gradient when the backward of the group began.
         self._grad_is_new = False
@@ -156,7 +157,7 @@ class GroupParam:
         full.set_(storage, offset, self.layout.shape, self.layout.strides)
         if size == 0:
             storage.resize_(0)
-        self._memory_address = memory.data_ptr()
+        self.memory_address = memory.data_ptr()
         self.adopt_full(full)
 
     def adopt_full(self, full: torch.Tensor) -> None:
@@ -212,13 +213,6 @@ class GroupParam:
         form = self.form
         return autograd.version_of_sharded(form.parameter) + form.steps
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether the full parameter still has the memory of the shard."""
-        if self._memory is None:
-            return True
-        return dtensor.local_of(self.form.parameter).data_ptr() == self._memory_address
-
     def follow_shard(self) -> None:
         """Let autograd see writes to the shard as writes to the aliased full parameter.
 
@@ -236,7 +230,8 @@ class GroupParam:
         A module does that with ``.data = ...``.
         """
         full = self.full
-        if full is not None and _address(full) != self._address:
+        # A subclass has no address; see _address().
+        if type(full) is nn.Parameter and full.data_ptr() != self._address:
             assert self._memory is not None
             self._memory.copy_(self.full_data)
             full.data = self._memory
@@ -340,9 +335,9 @@ class GroupParam:
     # -- gradients -----------------------------------------------------------------------------
 
     def enter_backward(self) -> None:
-        """Begin a backward of the group. A parameter that was frozen since gets no gradient."""
-        self.freeze_or_unfreeze()
-        self._grad_is_new = self.full is not None and self.full.grad is None
+        """Begin a backward of the group."""
+        full = self.full
+        self._grad_is_new = full is not None and full.grad is None
 
     def freeze_or_unfreeze(self) -> None:
         """Make the shard and the full parameter agree on ``requires_grad``."""

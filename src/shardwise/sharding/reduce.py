@@ -104,17 +104,21 @@ def deliver_alone(
         options: the options of the group.
         growing: the parameters whose hooks are left to the caller.
     """
-    dtypes = tuple([precision.reduce_dtype(param.dtype) for param in params])
+    stored = [param.dtype for param in params]
+    dtypes = tuple([precision.reduce_dtype(dtype) for dtype in stored])
+    if options.keep_low_precision_grads:
+        stored = list(dtypes)
     scalings = _scalings_for(dtypes, 1, options)
     with autograd.no_grad():
-        for param, grad, dtype, scaling in zip(params, grads, dtypes, scalings, strict=True):
+        for param, grad, dtype, scaling, kept in zip(
+            params, grads, dtypes, scalings, stored, strict=True
+        ):
             if grad.dtype != dtype:
                 grad = grad.to(dtype)
             if scaling.before != 1.0:
                 grad = grad / scaling.before
-            stored = dtype if options.keep_low_precision_grads else param.dtype
             form = param.form
-            _deliver(form, grad.contiguous(), scaling, stored)
+            _deliver(form, grad.contiguous(), scaling, kept)
             if form not in growing:
                 form.run_hooks()
 
