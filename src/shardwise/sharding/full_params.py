@@ -57,7 +57,7 @@ class FullParams:
         post_forward: the shards between forward and backward, which are gathered over fewer ranks.
 
     Attributes:
-        is_allocated: whether the full parameters have memory, or are about to get it.
+        is_allocated: whether a gather has given the full parameters memory, or is about to.
         moves: whether a gather does anything at all: not if all parameters are aliased.
         storages: the storages whose memory :meth:`free` frees.
     """
@@ -133,14 +133,15 @@ class FullParams:
     def start(self, label: Label, source: PostForwardShards | None = None) -> None:
         """Allocate memory, and start the all-gather. Shards must not change until :meth:`finish`.
 
+        Not called, as :meth:`finish` is not, if nothing moves.
+
         Args:
             label: the label of the group.
             source: the post-forward shards to gather instead of the shards, if there are any.
         """
         self.is_allocated = True
-        if self.moves:
-            with autograd.no_grad():
-                self._start(label, source)
+        with autograd.no_grad():
+            self._start(label, source)
 
     def _start(self, label: Label, source: PostForwardShards | None) -> None:
         self._source = source
@@ -172,9 +173,8 @@ class FullParams:
         Raises:
             PeerLostError: a peer died or stalled.
         """
-        if self.moves:
-            with autograd.no_grad():
-                self._finish()
+        with autograd.no_grad():
+            self._finish()
 
     def _finish(self) -> None:
         while self._works:
@@ -209,7 +209,7 @@ class FullParams:
                 each.retain()
 
     def _end_use(self) -> bool:
-        if not self.is_allocated:
+        if self.moves and not self.is_allocated:
             return False
         self.is_allocated = False
         for param in self._freed:

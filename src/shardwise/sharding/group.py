@@ -156,7 +156,8 @@ class ParamGroup:
                 )
         if source is None:
             self._gathered = self._versions()
-        self._memory.start(self.label, source)
+        if self._memory.moves:
+            self._memory.start(self.label, source)
         self._move(GroupState.UNSHARDING)  # unless start() raised
 
     def wait_for_unshard(self) -> None:
@@ -168,12 +169,13 @@ class ParamGroup:
         if self._state is not GroupState.UNSHARDING:
             return
         assert self._memory is not None
-        try:
-            self._memory.finish()
-        except BaseException:
-            # The memory stays: messages in flight may still be written to it.
-            self._use_sharded()
-            raise
+        if self._memory.moves:
+            try:
+                self._memory.finish()
+            except BaseException:
+                # The memory stays: messages in flight may still be written to it.
+                self._use_sharded()
+                raise
         if self.post_forward is not None:
             self.post_forward.release()
         for param in self.params:
@@ -502,7 +504,7 @@ class ParamGroup:
             ValueError: the new one is not a ``DTensor`` like the old one, or a tied parameter was
                 replaced in only some of its modules.
         """
-        if self._modules_hold_shards():
+        if ParamOwner.all_hold(self._owners, self._shards()):
             if self._memory is not None and self._memory.is_outdated:  # after swap_tensors, say
                 self.refresh()
             return
@@ -516,9 +518,6 @@ class ParamGroup:
         self.refresh()
         for param, owner in zip(self._owned, self._owners, strict=True):
             param.form.take_over(owner)  # in the other modules that it is tied to
-
-    def _modules_hold_shards(self) -> bool:
-        return ParamOwner.all_hold(self._owners, self._shards())
 
     def _shards(self) -> list[nn.Parameter]:
         """The sharded parameter that belongs into each of the owners."""
