@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from shardwise.sharding.tree import map_tensors, tensors_in
+from shardwise.sharding.tree import map_tensors, tensors_and_those_in_objects
 
 Pair = namedtuple("Pair", "left right")
 
@@ -45,16 +45,21 @@ TREES: dict[str, Any] = {
 }
 
 
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    found, inside = tensors_and_those_in_objects(tree)
+    return found + inside
+
+
 @pytest.mark.parametrize("name", TREES)
 def test_every_tensor_is_mapped_and_types_are_kept(name: str) -> None:
     tree = TREES[name]
-    floats = [t for t in tensors_in(tree) if t.is_floating_point()]
+    floats = [t for t in _tensors_in(tree) if t.is_floating_point()]
     assert floats
 
     mapped = map_tensors(lambda t: t * 2 if t.is_floating_point() else t, tree)
 
     assert type(mapped) is type(tree)
-    doubled = [t for t in tensors_in(mapped) if t.is_floating_point()]
+    doubled = [t for t in _tensors_in(mapped) if t.is_floating_point()]
     assert len(doubled) == len(floats)
     for new, old in zip(doubled, floats, strict=True):
         assert torch.equal(new, old * 2), "the caller's own tree must not change"

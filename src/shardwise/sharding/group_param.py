@@ -218,8 +218,7 @@ class GroupParam:
 
         A backward that needs the value of before then raises, as without sharding.
         """
-        form = self.form
-        version = autograd.version_of_sharded(form.parameter) + form.steps
+        version = self.shard_version
         if version != self._shard_version and self.full is not None:
             self._shard_version = version
             autograd.set_version(self.full, autograd.version_of(self.full) + 1)

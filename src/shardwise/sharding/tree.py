@@ -14,35 +14,13 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists, dicts, dataclasses and packed sequences, in order."""
-    found: list[torch.Tensor] = []
-    _add_tensors(tree, found)
-    return found
-
-
-def _add_tensors(tree: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(tree, torch.Tensor):
-        found.append(tree)
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            _add_tensors(value, found)
-    elif isinstance(tree, tuple | list):
-        for value in tree:
-            _add_tensors(value, found)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            _add_tensors(getattr(tree, field.name), found)
-
-
 # The number of objects of users' own classes that are searched in one output.
 _MOST_OBJECTS = 1000
 _OPAQUE = (str, bytes, int, float, complex, type, nn.Module, types.ModuleType, types.FunctionType)
 
 
 def every_tensor_in(tree: Any) -> list[torch.Tensor]:
-    """As :func:`tensors_in`, and the non-leaf tensors that objects of any class hold as attributes.
+    """The tensors in nested containers, and the non-leaf ones in the attributes of other objects.
 
     Modules are not searched. A leaf of autograd's graph in such an object was there before, so it
     is not an output of the module that returns the object.
