@@ -2,9 +2,11 @@
 
     host 0  10.77.0.1 eth0 ──veth, tbf at each end── eth0 10.77.0.2  host 1
 
+Three hosts and more have such a link to a switch each: a bridge in a namespace of its own.
+
 A host has a network, mounts and inter-process memory of its own, so that only its own ranks share
-memory; files are the same. A process, ``sleep``, holds them. Any number of pairs may exist at once:
-each has a network of its own, so addresses and ports never meet. Needs root and Linux.
+memory; files are the same. A process, ``sleep``, holds them. Any number of networks may exist at
+once: addresses and ports never meet. Needs root and Linux.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ class HostsError(RuntimeError):
 
 @dataclass(frozen=True)
 class Host:
-    """One side of the link.
+    """One end of a link.
 
     Attributes:
         name: of the network namespace.
         address: of its end of the link, ``eth0``.
         pid: of the process that holds its namespaces.
-        cores: the processors of ranks that enter it, and of none that enter the other.
+        cores: the processors of ranks that enter it; if there are enough, no others have them.
     """
 
     name: str
@@ -104,7 +106,7 @@ class Host:
 
 @contextlib.contextmanager
 def two_hosts(gbit: float | None = None) -> Iterator[tuple[Host, Host]]:
-    """Make two hosts; what still runs on them at the end is killed.
+    """Make two hosts with a link between them; what still runs on them at the end is killed.
 
     Args:
         gbit: speed of the link in each direction, in Gbit/s; None: what the machine can do.
@@ -112,28 +114,61 @@ def two_hosts(gbit: float | None = None) -> Iterator[tuple[Host, Host]]:
     Raises:
         HostsError: the machine does not let this process make them.
     """
-    pair = secrets.token_hex(4)
-    names = [f"shardwise-{pair}-{i}" for i in range(2)]
-    every = sorted(os.sched_getaffinity(0))
-    cores = [frozenset(every[i::2] or every) for i in range(2)]
     with contextlib.ExitStack() as stack:
-        for name in names:
-            run("ip", "netns", "add", name)
-            stack.callback(run, "ip", "netns", "delete", name)
-        ends = [("name", "eth0", "netns", name) for name in names]
+        first, second = (_namespace(stack) for _ in range(2))
+        ends = ("name", "eth0", "netns", first), ("name", "eth0", "netns", second)
         run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
-        hosts = []
-        for i, name in enumerate(names):
-            holder = stack.enter_context(_holder(name))
-            host = Host(name, f"10.77.0.{i + 1}", holder, cores[i])
-            host.ip("addr", "add", f"{host.address}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                host.ip("link", "set", device, "up")
-            if gbit is not None:
-                host.shape(gbit)
-            stack.callback(_kill_all, host)
-            hosts.append(host)
+        hosts = _hosts(stack, [first, second], gbit)
         yield hosts[0], hosts[1]
+
+
+@contextlib.contextmanager
+def switched_hosts(count: int, gbit: float | None = None) -> Iterator[tuple[Host, ...]]:
+    """Make hosts that are joined by a switch, as :func:`two_hosts` makes two.
+
+    Args:
+        count: of hosts.
+        gbit: speed at which each host sends, in Gbit/s; None: what the machine can do.
+
+    Raises:
+        HostsError: the machine does not let this process make them.
+    """
+    with contextlib.ExitStack() as stack:
+        switch = _namespace(stack)
+        run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "br0", "up")
+        names = [_namespace(stack) for _ in range(count)]
+        for i, name in enumerate(names):
+            ends = ("name", "eth0", "netns", name), ("name", f"port{i}", "netns", switch)
+            run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+            run("ip", "-n", switch, "link", "set", f"port{i}", "master", "br0", "up")
+        yield _hosts(stack, names, gbit)
+
+
+def _namespace(stack: contextlib.ExitStack) -> str:
+    """Make a network namespace that is deleted when the stack is left; return its name."""
+    name = f"shardwise-{secrets.token_hex(4)}"
+    run("ip", "netns", "add", name)
+    stack.callback(run, "ip", "netns", "delete", name)
+    return name
+
+
+def _hosts(stack: contextlib.ExitStack, names: list[str], gbit: float | None) -> tuple[Host, ...]:
+    """Make hosts of network namespaces that have an ``eth0``."""
+    every = sorted(os.sched_getaffinity(0))
+    hosts = []
+    for i, name in enumerate(names):
+        holder = stack.enter_context(_holder(name))
+        cores = frozenset(every[i :: len(names)] or every)
+        host = Host(name, f"10.77.0.{i + 1}", holder, cores)
+        host.ip("addr", "add", f"{host.address}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            host.ip("link", "set", device, "up")
+        if gbit is not None:
+            host.shape(gbit)
+        stack.callback(_kill_all, host)
+        hosts.append(host)
+    return tuple(hosts)
 
 
 @contextlib.contextmanager

@@ -7,15 +7,19 @@ import io
 import os
 import re
 import runpy
+import signal
 import sys
+import threading
+import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.harness import run_ranks
-from tests.programs import start_program
+from tests.programs import shell_environment, start_program
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -53,16 +57,24 @@ def test_every_example_is_short() -> None:
     assert all(length < 100 for length in lengths.values()), lengths
 
 
-def test_the_minimal_example_is_short_and_learns_under_torchrun() -> None:
+@pytest.mark.parametrize(
+    ("launcher", "shown"),
+    [
+        ("torch.distributed.run --standalone --nproc-per-node 2", [0, 1]),
+        ("shardwise run --nproc 2", [0]),
+    ],
+    ids=["torchrun", "shardwise-run"],
+)
+def test_the_minimal_example_is_short_and_learns(launcher: str, shown: list[int]) -> None:
     example = EXAMPLES / "fully_shard_minimal.py"
     assert len(example.read_text().splitlines()) < 40
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["-W", "ignore", "-m", *launcher.split(), str(example)]
 
-    command = start_program(["-W", "ignore", *torchrun, str(example)], folder=EXAMPLES)
+    command = start_program(words, folder=EXAMPLES, env=shell_environment())
     out, err = command.communicate(timeout=120)
 
     assert command.returncode == 0, err
-    for rank in range(2):
+    for rank in shown:
         assert f"rank {rank} of 2 holds 8,352 of 16,704 parameters" in out
     losses = _losses(out)
     assert len(losses) == 6
@@ -132,3 +144,52 @@ def test_the_training_function_for_ray_runs_under_torchrun_and_goes_on(tmp_path:
     assert len(losses := [*_losses(first), *_losses(then)]) == 6
     assert losses[-1] < 0.5 * losses[0]
     assert losses == pytest.approx(_losses(whole), abs=2e-3)
+
+
+def _stopped(rank: int, world_size: int, cwd: Path) -> str:
+    """Run the elastic example, and ask one of its ranks to stop once it has saved something."""
+
+    def ask() -> None:
+        while not list(cwd.glob("run/step-*")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if rank == 1:
+        threading.Thread(target=ask, daemon=True).start()
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as ended:
+        _example(rank, world_size, "elastic.py", ["--steps", "100000"], cwd)
+    assert ended.value.code == 128 + signal.SIGTERM
+    return errors.getvalue()
+
+
+def test_the_elastic_example_saves_when_asked_and_continues_without_a_step_lost(
+    tmp_path: Path,
+) -> None:
+    said, _ = run_ranks(_stopped, 2, tmp_path, backend=None)
+    found = re.fullmatch(r"Stopped after step (\d+), which is saved\.\n", said)
+    assert found, said
+    steps = int(found[1])
+    more = ["--steps", str(steps + 20), "--every", str(steps + 20)]
+
+    then = _run("elastic.py", *more, cwd=tmp_path)
+    whole = _run("elastic.py", *more, "--out", "whole", cwd=tmp_path, ranks=1)
+
+    assert then.startswith(f"2 ranks, starting after step {steps}\n")
+    assert _losses(then) == pytest.approx(_losses(whole), abs=2e-3)
+
+
+def test_a_recipe_on_ray_is_given_the_options_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``tests/cli/test_worker.py`` runs the worker, and ``tests/ecosystem/test_ray.py`` Ray."""
+    fit = mock.MagicMock()
+    for name in ("ray", "ray.train", "ray.train.torch"):
+        monkeypatch.setitem(sys.modules, name, fit)
+    monkeypatch.setattr(sys, "argv", ["ray_recipe.py", "--workers", "3", "lm", "--steps", "9"])
+    jobs = set()
+    for _ in range(2):
+        runpy.run_path(str(EXAMPLES / "ray_recipe.py"), run_name="__main__")
+        config = fit.TorchTrainer.call_args.kwargs["train_loop_config"]
+        assert config["arguments"] == ["lm", "--steps", "9"]
+        jobs.add(config["job"])
+    assert fit.ScalingConfig.call_args.kwargs["num_workers"] == 3
+    assert len(jobs) == 2, "another start is another job"

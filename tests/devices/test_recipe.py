@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from shardwise.launch.rank import StopSignals
-from shardwise.launch.world import World
+from shardwise.elastic.rank import StopSignals
+from shardwise.elastic.world import World
 from shardwise.recipes.catalog import RECIPES
 from shardwise.recipes.core import plot
 from shardwise.recipes.core.config import AUTO, Existing

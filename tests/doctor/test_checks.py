@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,11 +11,14 @@ from shardwise.doctor.checks import (
     Finding,
     Level,
     check_clocks,
+    check_devices,
     check_interfaces,
     check_limits,
     check_links,
+    check_names,
     check_ports,
     check_ranks,
+    check_start,
     check_versions,
     check_within_hosts,
     check_world,
@@ -25,7 +29,12 @@ from shardwise.doctor.checks import (
 )
 from shardwise.doctor.facts import Facts
 from shardwise.doctor.measure import Link
+from shardwise.doctor.probe import Accelerators, Probe
 
+H100 = ("NVIDIA H100 80GB HBM3", 79 * 2**30)
+A100 = ("NVIDIA A100-SXM4-40GB", 0)
+VERSIONS = {"driver": "580.95.05", "CUDA": "13.0", "NCCL": "2.27.5"}
+GPUS = Accelerators("cuda", [H100] * 4, VERSIONS)
 HOST = Facts(
     rank=0,
     nnodes=2,
@@ -36,7 +45,9 @@ HOST = Facts(
     address="10.0.0.1",
     towards="eth0",
     resolved="10.0.0.1",
+    probe=Probe(accelerators=GPUS),
     files=4096,
+    temporary_free=2**30,
     memory=Link(gbit=80.0, ms=0.01),
     shm_free=2**30,
 )
@@ -66,7 +77,10 @@ def test_healthy_hosts_pass_every_check() -> None:
         check_ranks(PAIR, 2),
         check_world(PAIR),
         check_versions(PAIR),
+        check_start(PAIR),
+        check_devices(PAIR),
         check_clocks(PAIR, {1: -0.2}),
+        check_names(PAIR, {1: "10.0.0.2"}),
         check_interfaces(PAIR),
         check_limits(PAIR),
         check_ports(PAIR, LINKS),
@@ -109,6 +123,111 @@ def test_versions_that_differ() -> None:
 @pytest.mark.parametrize(("ahead", "text"), [(90.0, "90.0 s ahead of"), (-2.0, "2.0 s behind")])
 def test_clocks_that_differ(ahead: float, text: str) -> None:
     assert f"host 1 (b) is {text} host 0" in found(check_clocks(PAIR, {1: ahead}), Level.WARN)
+
+
+def test_clocks_that_differ_more_than_torchruns_rendezvous_allows() -> None:
+    dead = "torchrun takes hosts for dead"
+    assert dead not in found(check_clocks(PAIR, {1: -14.0}), Level.WARN)
+    assert dead in found(check_clocks(PAIR, {1: -16.0}), Level.WARN)
+
+
+def test_a_host_on_which_no_rank_starts() -> None:
+    mute = replace(OTHER, probe=Probe("exit code 1: ImportError: libcudnn.so.9: not found"))
+    text = found(check_start([HOST, mute]), Level.FAIL)
+    assert text.startswith("host 1 (b): a process started as a rank failed (exit code 1: Import")
+    assert found(check_devices([HOST, mute]), Level.OK), "of its devices nothing is known"
+    assert check_devices([mute]) == []
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+def having(**changes: Any) -> list[Facts]:
+    """Both hosts, the second with other accelerators."""
+    return [HOST, replace(OTHER, probe=Probe(accelerators=replace(GPUS, **changes)))]
+
+
+def test_accelerators_are_named_with_their_software() -> None:
+    software = "driver 580.95.05, CUDA 13.0, NCCL 2.27.5"
+    both, one = found(check_devices(PAIR), Level.OK), found(check_devices([HOST]), Level.OK)
+    assert both == f"4 x NVIDIA H100 80GB HBM3 (79.0 GiB) on every host; {software}: "
+    assert one == f"4 x NVIDIA H100 80GB HBM3 (79.0 GiB); {software}: "
+    without = replace(HOST, probe=Probe())
+    assert found(check_devices([without]), Level.OK) == "no accelerators: "
+
+
+def test_accelerators_that_differ() -> None:
+    text = found(check_devices(having(models=[H100, H100, *[A100] * 3])), Level.WARN)
+    assert text.startswith(
+        "4 x NVIDIA H100 80GB HBM3 (79.0 GiB) on host 0 (a), 2 x NVIDIA H100 80GB HBM3 "
+        "(79.0 GiB), 3 x NVIDIA A100-SXM4-40GB on host 1 (b): the slowest sets the pace"
+    )
+
+
+@pytest.mark.parametrize(
+    ("models", "kind", "device"),
+    [([H100] * 3, "cuda", "CPUs"), ([], "", "CPUs"), ([H100] * 4, "xpu", "xpu")],
+)
+def test_hosts_whose_ranks_would_compute_on_other_devices(
+    models: list[tuple[str, int]], kind: str, device: str
+) -> None:
+    text = found(check_devices(having(models=models, kind=kind)), Level.FAIL)
+    assert f"; ranks would compute on cuda on host 0 (a), {device} on host 1 (b): use " in text
+
+
+def test_fewer_accelerators_than_ranks() -> None:
+    text = found(check_devices([replace(host, nproc=8) for host in PAIR]), Level.WARN)
+    assert "GiB) on every host: too few for 8 ranks: pass --nproc 4, or" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "level"), [("driver", Level.WARN), ("CUDA", Level.WARN), ("NCCL", Level.FAIL)]
+)
+def test_software_that_differs(name: str, level: Level) -> None:
+    named, differing = check_devices(having(versions={**VERSIONS, name: "1.2.3"}))
+    assert found([differing], level).startswith(
+        f"{name} is {VERSIONS[name]} on host 0 (a), 1.2.3 on host 1 (b): "
+    )
+    same = ", ".join(f"{each} {VERSIONS[each]}" for each in VERSIONS if each != name)
+    assert found([named], Level.OK).endswith(f"; {same}: ")
+
+
+def test_software_that_one_host_lacks() -> None:
+    _, differing = check_devices(having(versions={"driver": "580.95.05", "CUDA": "13.0"}))
+    text = found([differing], Level.FAIL)
+    assert text.startswith("NCCL is 2.27.5 on host 0 (a), missing on host 1 (b): load the same")
+
+
+def test_a_driver_without_a_device_is_explained() -> None:
+    lost = replace(HOST, probe=Probe(accelerators=Accelerators(problem="The driver is too old.")))
+    problem, named = check_devices([lost])
+    text = found([problem], Level.WARN)
+    assert text.startswith("host 0 (a): torch finds no accelerator: The driver is too old.: ")
+    assert named.text == "no accelerators"
+
+
+# -- names and interfaces --------------------------------------------------------------------------
+
+
+def test_a_host_without_localhost() -> None:
+    text = found(check_names([replace(HOST, localhost="Name not known")], {}), Level.WARN)
+    assert text.startswith("host 0 (a): no port of localhost can be taken (Name not known): write")
+
+
+@pytest.mark.parametrize("resolved", ["10.9.9.9", "unknown (Name or service not known)"])
+def test_a_name_that_leads_elsewhere(resolved: str) -> None:
+    text = found(check_names([HOST, replace(OTHER, resolved=resolved)], {}), Level.WARN)
+    assert text.startswith(f"host 1 (b): its name leads to {resolved}, which is not this host: ")
+    alone = [replace(HOST, nnodes=1, resolved=resolved)]
+    assert found(check_names(alone, {}), Level.OK), "nobody looks for a host alone"
+
+
+def test_a_host_behind_a_translation_of_addresses() -> None:
+    text = found(check_names(PAIR, {1: "192.0.2.1"}), Level.FAIL)
+    assert text.startswith("host 1 (b) connects from 192.0.2.1, and its own address is 10.0.0.2: ")
+    assert found(check_names(PAIR, {1: "::ffff:10.0.0.2"}), Level.OK), "the same in IPv6"
+    linked = [HOST, replace(OTHER, address="fe80::2%eth0")]
+    assert found(check_names(linked, {1: "fe80::2%eth1"}), Level.OK), "each end names its own link"
 
 
 def test_a_host_without_a_way_to_host_0() -> None:
@@ -162,6 +281,10 @@ def test_backends_choose_interfaces_as_they_document_it() -> None:
         ({"memory": Link("no room")}, Level.WARN, "host 0 (a): shared memory: no room"),
         ({"shm_free": 2**20}, Level.WARN, "host 0 (a): 1 MiB free in /dev/shm"),
         ({"shm_free": -1}, Level.OK, "4096 files, shared memory works"),
+        ({"tasks": 255}, Level.FAIL, "host 0 (a): 255 more processes and threads can be started: "),
+        ({"tasks": 256}, Level.OK, "4096 files, shared memory works"),
+        ({"temporary": "Read-only file system"}, Level.FAIL, "host 0 (a): the temporary folder "),
+        ({"temporary_free": 2**20}, Level.WARN, "host 0 (a): 1 MiB free in the temporary folder"),
     ],
 )
 def test_limits_of_a_process(change: dict[str, object], level: Level, text: str) -> None:

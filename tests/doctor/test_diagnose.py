@@ -11,6 +11,7 @@ import pytest
 
 from shardwise.cli.main import app
 from shardwise.doctor.diagnose import CHECKS, SECONDS
+from shardwise.doctor.probe import START
 from shardwise.transport.shm import futex
 
 GUIDE = Path(__file__).parents[2] / "docs" / "multi-node.md"
@@ -24,6 +25,7 @@ def test_the_troubleshooting_table_has_a_row_for_every_check() -> None:
 
 def test_the_documented_limits_are_those_of_the_code() -> None:
     text = " ".join(GUIDE.read_text().split())
+    assert f"{START:.0f} s for a process that is started as a rank" in text
     assert f"{SECONDS['facts']:.0f} s for each host to describe itself" in text
     assert f"{SECONDS['clocks']:.0f} s per host for clocks" in text
     assert f"{SECONDS['links']:.0f} s for each of the N rounds" in text
@@ -55,8 +57,15 @@ def test_mistakes_are_one_line(
     assert capsys.readouterr() == ("", f"error: {message}\n")
 
 
-def test_the_doctor_needs_no_torch() -> None:
-    code = "import sys, shardwise.doctor.diagnose; sys.exit('torch' in sys.modules)"
+def test_a_host_alone_needs_no_torch() -> None:
+    code = """
+import sys
+import shardwise.doctor.diagnose
+from shardwise.doctor.group import HostGroup
+from shardwise.elastic.hosts import Nodes
+assert HostGroup(Nodes(1, 0, "127.0.0.1", 0)).all_gather(1, 1.0) == [1]
+sys.exit("torch" in sys.modules)
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

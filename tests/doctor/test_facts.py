@@ -6,6 +6,8 @@ import json
 import os
 import resource
 import socket
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,8 @@ import pytest
 from shardwise.doctor import facts
 from shardwise.doctor.facts import Facts, collect_facts
 from shardwise.doctor.measure import Link
-from shardwise.launch.hosts import Nodes
+from shardwise.doctor.probe import Accelerators, Probe
+from shardwise.elastic.hosts import Nodes
 
 ALONE = Nodes(1, 0, "127.0.0.1", 0)
 
@@ -22,6 +25,8 @@ ALONE = Nodes(1, 0, "127.0.0.1", 0)
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "measure_shared_memory", lambda: Link(gbit=1.0, ms=1.0))
+    there = Accelerators("xpu", [("a card", 2**30)], {"driver": "1"})
+    monkeypatch.setattr(facts, "probe_rank", lambda: Probe(accelerators=there))
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
 
@@ -37,13 +42,18 @@ def test_facts_travel_as_json() -> None:
 def test_a_host_knows_itself_and_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.node", lambda: "host-b")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1234, 4096))
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=10, f_frsize=4096))
+    free = {"/dev/shm": 10, tempfile.gettempdir(): 20}
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_bavail=free[path], f_frsize=4096)
+    )
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("LD_PRELOAD_NOT_OURS", "x")
     found = collect_facts(Nodes(4, 3, "127.0.0.1", 29400), 8)
     assert (found.rank, found.nnodes, found.nproc) == (3, 4, 8)
     assert found.label == "host 3 (host-b)"
     assert (found.files, found.shm_free) == (1234, 40960)
+    assert (found.temporary, found.temporary_free) == ("", 81920)
+    assert found.probe.accelerators.models == [("a card", 2**30)]
     assert found.settings == {"NCCL_SOCKET_IFNAME": "eth7"}
     assert (found.address, found.towards) == ("127.0.0.1", "lo")
     assert found.versions.keys() == {"python", "torch", "shardwise"}
@@ -74,3 +84,74 @@ def test_a_host_without_dev_shm_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(os, "statvfs", missing)
     assert collect_facts(ALONE, 1).shm_free == -1
+
+
+def test_a_temporary_folder_that_cannot_be_written_to_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
+    found = collect_facts(ALONE, 1)
+    assert (found.temporary, found.temporary_free) == ("No such file or directory", 0)
+
+
+def test_a_localhost_that_is_unknown_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert collect_facts(ALONE, 1).localhost == ""
+
+    def unknown(address: str) -> socket.socket:
+        assert address == "localhost"
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(facts, "listening", unknown)
+    assert collect_facts(ALONE, 1).localhost == "Name or service not known"
+
+
+# -- processes and threads -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of control groups; this process is in ``job/step`` of version 2."""
+    (tmp_path / "job" / "step").mkdir(parents=True)
+    (tmp_path / "pids").mkdir()
+    monkeypatch.setattr(facts, "_CGROUPS", tmp_path)
+    read = Path.read_text
+
+    def read_text(path: Path, *args: Any, **kwargs: Any) -> str:
+        if path == Path("/proc/self/cgroup"):
+            return "8:pids:/\n4:memory:/job\n0::/job/step\n"
+        return read(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    return tmp_path
+
+
+def limit(group: Path, most: str, current: int) -> None:
+    (group / "pids.max").write_text(f"{most}\n")
+    (group / "pids.current").write_text(f"{current}\n")
+
+
+def test_nothing_limits_processes(groups: Path) -> None:
+    limit(groups / "job" / "step", "max", 3)
+    assert collect_facts(ALONE, 1).tasks == -1
+
+
+def test_the_smallest_limit_of_all_groups_counts(groups: Path) -> None:
+    limit(groups / "job" / "step", "max", 3)
+    limit(groups / "job", "100", 40)
+    assert collect_facts(ALONE, 1).tasks == 60, "of a group around that of this process"
+    limit(groups / "pids", "50", 40)
+    assert collect_facts(ALONE, 1).tasks == 10, "of the other version"
+    limit(groups / "pids", "50", 60)
+    assert collect_facts(ALONE, 1).tasks == 0
+
+
+def test_the_limit_of_a_user_counts_all_threads_of_that_user(
+    monkeypatch: pytest.MonkeyPatch, groups: Path
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (10**6,) * 2)
+    left = collect_facts(ALONE, 1).tasks
+    assert 0 < left <= 10**6 - len(os.listdir("/proc/self/task"))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert collect_facts(ALONE, 1).tasks == -1, "root is free of it"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -17,27 +18,35 @@ from shardwise.doctor import group
 from shardwise.doctor.checks import (
     Finding,
     Level,
+    check_devices,
     check_interfaces,
+    check_limits,
+    check_names,
     check_ranks,
+    check_start,
     check_versions,
     check_world,
     ok,
 )
 from shardwise.doctor.diagnose import diagnose
 from shardwise.doctor.facts import Facts, collect_facts
-from shardwise.doctor.group import HostGroup, RendezvousError
+from shardwise.doctor.group import HostGroup, RendezvousError, check_backend
 from shardwise.doctor.measure import Link
-from shardwise.launch.hosts import Nodes
-from shardwise.launch.network import connect
+from shardwise.doctor.probe import Accelerators, Probe
+from shardwise.elastic.hosts import Backend, Nodes
+from shardwise.elastic.network import listening
+from shardwise.elastic.store import GuardedStore, StoreServer
 
 ESCAPES = "\x1b[2J\x1b]0;mine\x07\r\n\u202eok   ranks"
 FACTS = collect_facts(Nodes(2, 1, "127.0.0.1", 1), 1)
+PEER = "the name of a peer"
 NOT_LOCAL = "203.0.113.7"  # reserved for documentation
 
 
 @pytest.fixture(autouse=True)
-def _no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "_GRACE", 0.05)
+    monkeypatch.setattr(group, "_SLACK", 0.5)
 
 
 def free_port() -> int:
@@ -46,45 +55,79 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def unknown_peer(port: int, *lines: bytes) -> Iterator[None]:
-    """Connect to host 0, send some lines, and stay until host 0 hangs up."""
+def peer(nodes: Nodes, *values: bytes) -> Iterator[None]:
+    """Connect to host 0 as a host does, send what that would send, and stay."""
 
     def talk() -> None:
-        line = connect("127.0.0.1", port, 10.0)
-        with contextlib.closing(line), socket.socket(fileno=os.dup(line.fileno())) as raw:
-            raw.setblocking(True)
-            with contextlib.suppress(OSError):
-                raw.sendall(b"".join(each + b"\n" for each in lines))
-                while raw.recv(65536):
-                    pass
+        deadline = time.monotonic() + 10.0
+        while True:
+            try:
+                store = GuardedStore(nodes.address, nodes.port, nodes.token, PEER, 10.0)
+                break
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        with contextlib.closing(store):
+            for step, each in enumerate(values, 1):
+                store.set(f"{PEER}/{step}", each)
+            left.wait(10.0)
 
+    left = threading.Event()
     thread = threading.Thread(target=talk)
     thread.start()
-    yield
-    thread.join()
-
-
-@contextlib.contextmanager
-def impostor(*answers: Any) -> Iterator[Nodes]:
-    """Listen in place of host 0, and answer anything; yields the job of a host that connects."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def talk() -> None:
-            connection, _ = listener.accept()
-            with connection, connection.makefile("rb") as heard:
-                for answer in answers:
-                    heard.readline()
-                    connection.sendall(json.dumps(answer).encode() + b"\n")
-                heard.readline()
-
-        thread = threading.Thread(target=talk)
-        thread.start()
-        yield Nodes(4, 1, "127.0.0.1", listener.getsockname()[1], 5.0)
+    try:
+        yield
+    finally:
+        left.set()
         thread.join()
 
 
-def value(told: Any) -> bytes:
-    return json.dumps({"value": told}).encode()
+class Impostor:
+    """Something that serves a store in place of host 0.
+
+    Args:
+        index: the index that the host is given.
+        hosts: the addresses of all hosts.
+    """
+
+    def __init__(self, index: Any, hosts: Any) -> None:
+        listener = listening("127.0.0.1")
+        self.nodes = Nodes(4, 1, "127.0.0.1", listener.getsockname()[1], 5.0)
+        self._answers = [(group._ADDRESSES, hosts)]
+        self._index = index
+        self.server = StoreServer(listener, b"")
+        self.server.start()
+        self._thread = threading.Thread(target=self._admit)
+        self._thread.start()
+
+    def _admit(self) -> None:
+        while not (names := self.server.clients()):
+            time.sleep(0.01)
+        self.put(group._index_key(next(iter(names))), self._index)
+        for key, value in self._answers:
+            self.put(key, value)
+
+    def put(self, key: str, value: Any) -> None:
+        self.server.put(key, json.dumps(value).encode())
+
+    def answer(self, step: int, *values: Any) -> None:
+        """Publish the values of a step."""
+        for at, value in enumerate(values):
+            self.put(group._public_key(str(step), at), value)
+
+    def close(self) -> None:
+        self._thread.join()
+        self.server.close()
+
+
+@contextlib.contextmanager
+def impostor(index: Any = 1, hosts: Any = ("", "10.1.1.1")) -> Iterator[Impostor]:
+    with contextlib.closing(Impostor(index, hosts)) as there:
+        yield there
+
+
+def sent(value: Any) -> bytes:
+    return json.dumps(value).encode()
 
 
 def check_lines(findings: list[Finding]) -> None:
@@ -106,14 +149,19 @@ def test_a_diagnosis_shows_nothing_raw_and_connects_to_nobody_who_was_named() ->
         towards="eth0; rm -rf ~",
         settings={"GLOO_SOCKET_IFNAME": ESCAPES},
         memory=replace(FACTS.memory, error=ESCAPES * 50),
+        localhost=ESCAPES,
+        probe=Probe("", Accelerators(ESCAPES, [(ESCAPES, 1)], {ESCAPES: ESCAPES}, ESCAPES)),
     )
-    port, said = free_port(), list[Finding]()
+    nodes, said = host_0(), list[Finding]()
     with socket.create_server(("127.0.0.2", 0)) as trap:
-        endpoint = ["127.0.0.2", trap.getsockname()[1]]
-        lines = [value(hostile.to_json()), value(1e18), value(ESCAPES), value(endpoint)]
-        lines += [value({"error": ESCAPES, "gbit": 1.0, "ms": 1e17})] * 2
-        with unknown_peer(port, *lines):
-            assert not diagnose(Nodes(2, 0, "127.0.0.1", port, 10.0), 1, 0.0, said.append)
+        port = trap.getsockname()[1]
+        values = [sent(hostile.to_json()), *[sent(1e18)] * 3, sent(ESCAPES)]
+        values += [
+            sent(["127.0.0.2", port]),
+            *[sent({"error": ESCAPES, "gbit": 1, "ms": 1e17})] * 2,
+        ]
+        with peer(nodes, *values):
+            assert not diagnose(nodes, 1, 0.0, said.append)
         trap.settimeout(0.0)
         with pytest.raises(BlockingIOError):
             trap.accept()
@@ -125,88 +173,238 @@ def test_a_diagnosis_shows_nothing_raw_and_connects_to_nobody_who_was_named() ->
 
 
 @pytest.mark.parametrize(
-    "lines",
+    "value",
     [
-        [b"GET / HTTP/1.1", b"Host: here"],
-        [b"[" * 100_000],
-        [b'{"value": ' + b"[" * 900 + b"]" * 900 + b"}"] * 3,
-        [b"\xff\xfe\0"],
-        [b"{}", b"{}"],
-        [value(None), value("now"), value("here")],
-        [value([]), value([1]), value([NOT_LOCAL, 22])],
-        [value({"rank": 1}), value(float("nan")), value(-1)],
-        [value(FACTS.to_json()), value(float("inf")), value(True)],
-        [value(FACTS.to_json()), value(10**400), value(80)],
+        b"GET / HTTP/1.1",
+        b"[" * 100_000,
+        b"[" * 900 + b"]" * 900,
+        b"\xff\xfe\0",
+        b"",
+        sent(None),
+        sent([1]),
+        sent([NOT_LOCAL, 22]),
+        sent({"rank": 1}),
+        sent(float("nan")),
+        sent(10**400),
+        sent("\x1b" * 2**17),
+        b"1" * 5000,
     ],
+    ids=lambda value: repr(value[:20]),
 )
-def test_whatever_a_peer_sends_host_0_continues(lines: list[bytes]) -> None:
-    port = free_port()
-    with unknown_peer(port, *lines), contextlib.closing(HostGroup(_host_0(port))) as hosts:
+def test_whatever_a_peer_sends_host_0_continues(value: bytes) -> None:
+    nodes = host_0()
+    with peer(nodes, *[value] * 6), contextlib.closing(HostGroup(nodes)) as hosts:
         assert len(hosts.all_gather({"mine": 1}, 0.3)) == 2
         ahead = hosts.clock_offsets(0.3)
         assert all(abs(seconds) < 2.0**64 for seconds in ahead.values())
         assert hosts.endpoints("127.0.0.1", 5555, 0.3) == [("127.0.0.1", 5555), None]
 
 
-def _host_0(port: int) -> Nodes:
-    return Nodes(2, 0, "127.0.0.1", port, 10.0)
+def test_what_is_no_store_client_is_no_host() -> None:
+    nodes = host_0()
+    with contextlib.ExitStack() as stack:
+
+        def knock() -> None:
+            for greeting in (b"GET / HTTP/1.1\r\n\r\n", b"", b"{}\n" * 9):
+                stranger = socket.create_connection((nodes.address, nodes.port), timeout=10.0)
+                stack.enter_context(stranger)
+                stranger.sendall(greeting)
+
+        timer = threading.Timer(0.3, knock)
+        timer.start()
+        short = replace(nodes, timeout=1.0)
+        with contextlib.closing(HostGroup(short)) as hosts:
+            assert hosts.all_gather("mine", 0.3) == ["mine"]
+        timer.join()
+
+
+def test_hosts_with_another_token_are_kept_out() -> None:
+    nodes = replace(host_0(), token=b"the token of this job", timeout=1.0)
+    stranger = replace(nodes, rank=1, token=b"a token of another job")
+    found: list[RendezvousError] = []
+
+    def join() -> None:
+        try:
+            HostGroup(stranger).close()
+        except RendezvousError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    with contextlib.closing(HostGroup(nodes)) as hosts:
+        assert hosts.all_gather("mine", 0.3) == ["mine"]
+    thread.join()
+    [error] = found
+    assert "found another token" in error.finding.text
+    assert error.finding.advice.startswith("give all hosts the same --rdzv-token-file")
+
+
+def host_0() -> Nodes:
+    return Nodes(2, 0, "127.0.0.1", free_port(), 10.0)
 
 
 def test_a_host_is_reached_where_it_came_from() -> None:
-    port = free_port()
-    for named in (4444, 4445):
-        with (
-            unknown_peer(port, value(named)),
-            contextlib.closing(HostGroup(_host_0(port))) as hosts,
-        ):
-            assert hosts.endpoints("10.0.0.1", 5555, 1.0) == [
-                ("10.0.0.1", 5555),
-                ("127.0.0.1", named),
-            ]
+    nodes = host_0()
+    with peer(nodes, sent(4444)), contextlib.closing(HostGroup(nodes)) as hosts:
+        assert hosts.addresses == ["", "127.0.0.1"]
+        expected = [("10.0.0.1", 5555), ("127.0.0.1", 4444)]
+        assert hosts.endpoints("10.0.0.1", 5555, 1.0) == expected
+
+
+@contextlib.contextmanager
+def two(first: Nodes) -> Iterator[tuple[HostGroup, HostGroup]]:
+    """Bring host 0 and another host together, each with a thread of its own at first."""
+    with ThreadPoolExecutor(1) as threads, contextlib.ExitStack() as stack:
+        other = threads.submit(HostGroup, replace(first, rank=1))
+        hosts = stack.enter_context(contextlib.closing(HostGroup(first)))
+        yield hosts, stack.enter_context(contextlib.closing(other.result()))
+
+
+def test_values_reach_all_hosts_and_clocks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    with two(replace(host_0(), token=b"the token of this job")) as (first, other):
+        with ThreadPoolExecutor(1) as threads:
+            theirs = threads.submit(other.all_gather, {"b": 1}, 10.0)
+            assert first.all_gather("a", 10.0) == ["a", {"b": 1}]
+            assert theirs.result() == ["a", {"b": 1}]
+            clocks = threads.submit(other.clock_offsets, 10.0)
+            offsets = first.clock_offsets(10.0)
+            assert clocks.result() == offsets
+            [ahead] = offsets.values()
+            assert abs(ahead) < 0.5, "it is the same clock"
+            where = threads.submit(other.endpoints, "127.0.0.1", 5555, 10.0)
+            assert first.endpoints("127.0.0.1", 4444, 10.0)[1] == ("127.0.0.1", 5555)
+            assert where.result() == [("127.0.0.1", 4444), ("127.0.0.1", 5555)]
+        assert (first.index, other.index) == (0, 1)
+
+
+def test_a_host_that_leaves_is_noticed_at_once() -> None:
+    with two(host_0()) as (first, other):
+        other.close()
+        began = time.monotonic()
+        assert first.all_gather("a", 60.0) == ["a", None]
+        assert first.clock_offsets(60.0) == {}
+        assert time.monotonic() - began < 30.0
+
+
+def test_a_host_that_is_silent_for_too_long_is_dropped_and_is_told() -> None:
+    with two(host_0()) as (first, other):
+        assert first.all_gather("a", 0.1) == ["a", None]
+        with pytest.raises(RendezvousError, match="it was silent for too long"):
+            other.all_gather("b", 10.0)
+
+
+def test_host_0_that_leaves_is_named() -> None:
+    with two(host_0()) as (first, other):
+        thread = threading.Thread(target=first.close)
+        thread.start()
+        with pytest.raises(RendezvousError, match=r"left or went silent .*the store was closed"):
+            other.all_gather("b", 60.0)
+        thread.join()
+
+
+def test_a_host_that_comes_too_late_is_told() -> None:
+    with two(host_0()) as (first, _):
+        late = replace(first._nodes, rank=1)
+        with pytest.raises(RendezvousError, match="has begun without this host: run the command"):
+            HostGroup(late)
+
+
+def test_hosts_that_cannot_import_torch_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr("importlib.import_module", broken)
+    with pytest.raises(RendezvousError, match=r"torch cannot be imported here \(libcudart"):
+        HostGroup(host_0())
+
+
+# ---- with a backend of torch's ----
+
+
+def test_a_backend_that_listens_can_be_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        nodes = replace(host_0(), port=listener.getsockname()[1])
+        for backend in (Backend.C10D, Backend.ETCD):
+            assert check_backend(replace(nodes, backend=backend)).level is Level.OK
+
+
+def test_a_backend_that_does_not_listen_yet_is_well_if_a_host_will_serve_it() -> None:
+    finding = check_backend(replace(host_0(), backend=Backend.C10D))
+    assert finding.level is Level.OK
+    assert finding.text.endswith("can be reached; nothing listens there yet")
+    finding = check_backend(replace(host_0(), backend=Backend.ETCD))
+    assert finding.level is Level.FAIL
+    assert finding.advice == "start etcd there, check the address, open the port"
+
+
+def test_a_backend_of_an_unknown_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any, **__: Any) -> socket.socket:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    finding = check_backend(replace(host_0(), backend=Backend.C10D))
+    assert "cannot be reached from here (Name or service not known)" in finding.text
+    assert finding.advice == "the name does not resolve here; pass the address of host 0"
+
+
+def test_with_a_backend_of_torchs_a_host_checks_itself_and_asks_nobody() -> None:
+    said: list[Finding] = []
+    assert diagnose(replace(host_0(), backend=Backend.C10D), 1, 0.0, said.append)
+    expected = {"rendezvous", "start", "devices", "names", "interfaces", "limits"}
+    assert {finding.check for finding in said} == expected
 
 
 # ---- what host 0 says, or somebody in its place ----
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("index", "hosts"),
     [
-        {},
-        {"index": 1},
-        {"index": "1", "all": [1, 2]},
-        {"index": True, "all": [1, 2]},
-        {"index": 0, "all": [1, 2]},
-        {"index": 2, "all": [1, 2]},
-        {"index": 1, "all": {"0": 1, "1": 2}},
-        {"index": 1, "all": [0] * 300},
+        ("1", ["", ""]),
+        (True, ["", ""]),
+        (0, ["", ""]),
+        (2, ["", ""]),
+        (1, {"0": "", "1": ""}),
+        (1, ["", 2]),
+        (1, [""] * 300),
+        (None, None),
     ],
 )
-def test_what_is_not_the_doctor_is_reported(answer: Any) -> None:
+def test_what_is_not_the_doctor_is_reported(
+    monkeypatch: pytest.MonkeyPatch, index: Any, hosts: Any
+) -> None:
+    monkeypatch.setattr(group, "_SLACK", 0.1)
     told = pytest.raises(RendezvousError, match="is not the doctor: run the command on host 0")
-    with impostor(answer) as nodes, contextlib.closing(HostGroup(nodes)) as hosts, told:
-        hosts.all_gather("mine", 1.0)
+    with impostor(index, hosts) as there, told:
+        HostGroup(replace(there.nodes, timeout=0.1 if hosts is None else 5.0))
 
 
-def test_hosts_do_not_become_more_or_fewer_on_the_way() -> None:
-    answers = [{"index": 1, "all": [1, 2]}, {"index": 1, "all": [1, 2, 3]}]
-    with impostor(*answers) as nodes, contextlib.closing(HostGroup(nodes)) as hosts:
-        assert hosts.all_gather("mine", 1.0) == [1, "mine"]
-        with pytest.raises(RendezvousError, match="is not the doctor"):
-            hosts.all_gather("mine", 1.0)
+def test_another_program_at_the_port_is_reported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def talk() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
+                connection.recv(64)
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        nodes = Nodes(2, 1, "127.0.0.1", listener.getsockname()[1], 5.0)
+        with pytest.raises(
+            RendezvousError, match=r"another program at this port.*: choose another"
+        ):
+            HostGroup(nodes)
+        thread.join()
 
 
 def test_clock_offsets_are_numbers_by_index() -> None:
     told = {"0": 1.5, "x": 2.0, ESCAPES: 3.0, "1": "late", "2": 1e300}
-    answers = [{"clock": True}, {"index": 1, "all": [told, None]}]
-
-    def ask(nodes: Nodes) -> dict[int, float]:
-        with contextlib.closing(HostGroup(nodes)) as hosts:
-            assert hosts._host_0 is not None
-            hosts._host_0.send({"value": "so that it answers"})
-            return hosts.clock_offsets(1.0)
-
-    with impostor(*answers) as nodes:
-        assert ask(nodes) == {0: 1.5}
+    with impostor() as there, contextlib.closing(HostGroup(there.nodes)) as hosts:
+        for step in (1, 2, 3):
+            there.put(group._own_key(str(step), 1), None)
+        there.answer(4, told, None)
+        assert hosts.clock_offsets(1.0) == {0: 1.5}
 
 
 @pytest.mark.parametrize(
@@ -216,28 +414,28 @@ def test_a_host_connects_to_addresses_only_that_hosts_of_the_job_could_have(
     host_0: str, fitting: str
 ) -> None:
     others = [
-        [fitting, 4444],
-        ["127.0.0.1", 4444],
-        ["::ffff:127.0.0.1", 4444],
-        ["0.0.0.0", 4444],  # to connect there means this host
-        ["169.254.169.254" if host_0[0] == "2" else NOT_LOCAL, 4444],
-        ["224.0.0.1", 4444],
-        ["example.org", 4444],
-        [fitting, 22],
-        [fitting, 4444, 1],
-        ESCAPES,
+        (fitting, 4444),
+        ("127.0.0.1", 4444),
+        ("::ffff:127.0.0.1", 4444),
+        ("0.0.0.0", 4444),  # to connect there means this host
+        ("169.254.169.254" if host_0[0] == "2" else NOT_LOCAL, 4444),
+        ("224.0.0.1", 4444),
+        ("example.org", 4444),
+        (fitting, 22),
+        (fitting, True),
+        (fitting, [4444]),
+        (ESCAPES, 4444),
     ]
-    told = [[NOT_LOCAL, 3333], ["10.1.1.1", 9999], *others]
-    with (
-        impostor({"index": 1, "all": told}) as nodes,
-        contextlib.closing(HostGroup(nodes)) as hosts,
-    ):
-        assert hosts._host_0 is not None
-        hosts._host_0.peer = host_0
+    told = [(NOT_LOCAL, 3333), ("10.1.1.1", 9999), *others]
+    addresses, ports = zip(*told, strict=True)
+    with impostor(hosts=addresses) as there, contextlib.closing(HostGroup(there.nodes)) as hosts:
+        assert hosts._store is not None
+        hosts._store.peer = host_0
+        there.answer(1, *ports)
         first, own, *rest = hosts.endpoints("203.0.113.9", 5555, 1.0)
     assert first == (host_0, 3333), "where this host has reached it, whatever it says"
     assert own == ("203.0.113.9", 5555), "of itself it needs to hear from nobody"
-    assert rest == [(fitting, 4444), *[None] * 9]
+    assert rest == [(fitting, 4444), *[None] * 10]
 
 
 # ---- reading and showing ----
@@ -266,6 +464,12 @@ def test_a_host_connects_to_addresses_only_that_hosts_of_the_job_could_have(
         {"memory": {"error": "", "gbit": "fast", "ms": 1.0}},
         {"memory": {"error": "", "gbit": float("nan"), "ms": 1.0}},
         {"files": None},
+        {"localhost": 1},
+        {"temporary": ESCAPES},
+        {"temporary_free": -1},
+        {"tasks": "many"},
+        {"probe": {}},
+        {"probe": {"error": "", "accelerators": []}},
         {"more": 1},
     ],
     ids=str,
@@ -288,12 +492,33 @@ Check = Callable[[list[Facts]], list[Finding]]
 
 @pytest.mark.parametrize(
     "check",
-    [lambda hosts: check_ranks(hosts, 10**6), check_world, check_versions, check_interfaces],
+    [
+        lambda hosts: check_ranks(hosts, 10**6),
+        check_world,
+        check_versions,
+        check_start,
+        check_devices,
+        lambda hosts: check_names(hosts, dict.fromkeys(range(200), "203.0.113.7")),
+        check_interfaces,
+        check_limits,
+    ],
 )
 def test_however_many_hosts_there_are_a_verdict_is_a_line(check: Check) -> None:
     def host(number: int) -> Facts:
         versions = dict.fromkeys(FACTS.versions, f"{number}")
-        return replace(FACTS, rank=number // 2, nproc=number + 1, versions=versions, name="x" * 200)
+        many = [("y" * 200 + str(each), each) for each in range(100)]
+        there = Accelerators("z" * 200, many, dict.fromkeys(versions, f"{number}"), "x" * 200)
+        probe = Probe("x" * 200 if number % 2 else "", there)
+        return replace(
+            FACTS,
+            rank=number // 2,
+            nproc=number + 1,
+            versions=versions,
+            name="x" * 200,
+            probe=probe,
+            temporary="x" * 200,
+            localhost="x" * 200,
+        )
 
     found = check([host(number) for number in range(200)])
     check_lines(found)

@@ -1,4 +1,7 @@
-"""Ray Train's ``TorchTrainer``: ``examples/ray_train.py`` on two workers, one killed."""
+"""Ray Train's ``TorchTrainer``: both examples on two workers, one of which is killed.
+
+One cluster runs them one after the other, since it takes seconds to start.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +19,33 @@ import torch
 from torch import nn
 
 from shardwise import checkpoint
+from tests.recipes.running import train
+from tests.recipes.small import losses, small_config
 
 pytest.importorskip("ray.train", reason="needs Ray Train: install .[ecosystem] or .[ray]")
 
 Ranks = Callable[..., list[Any]]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = EXAMPLES / "ray_train.py"
 STEPS, EVERY = 30, 10
+LM = (
+    "lm --model {0}/config.json --data {0}/words.txt --seq-length 16 --batch-size 2 --lr 0.01 "
+    "--warmup 2 --steps 20 --checkpoint-every 5 --eval-every 0 --device cpu --sample-tokens 0 "
+    "--out {0}/run"
+)
 
-# The example's training function, but its second worker is killed, once, behind step 20.
+# The functions of the examples, but their second worker is killed, once: behind step 20 of the
+# training function, and before step 13 of the recipe.
 DRIVER = """
 import os, runpy, signal, sys
 from pathlib import Path
 
 import ray
 
-path, out, folder, steps, every = sys.argv[1:]
-example = runpy.run_path(path)
-train = example["train"]
+path, recipe_path, out, folder, steps, every, arguments = sys.argv[1:]
+example, recipe = runpy.run_path(path), runpy.run_path(recipe_path)
+train, worker = example["train"], recipe["worker"]
 
 
 def dies_once(config):
@@ -45,14 +57,31 @@ def dies_once(config):
     train(config)
 
 
+def worker_dies_once(config):
+    from shardwise.recipes.core.loop import Loop
+
+    step, died = Loop._step, Path(arguments.split()[-1] + "-died")
+
+    def dies(self, position):
+        if position.step == 12 and os.environ["RANK"] == "1" and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, position)
+
+    Loop._step = dies
+    worker(config)
+
+
 example["on_ray"].__globals__["train"] = dies_once
+recipe["on_ray"].__globals__["worker"] = worker_dies_once
 ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder)
 example["on_ray"]({"out": out, "steps": int(steps), "every": int(every)}, 2)
+recipe["on_ray"](arguments.split(), 2)
 """
 
 
 def _on_ray(out: Path) -> str:
-    """Run the driver; return what workers and driver have printed."""
+    """Run both examples; return what workers and driver have printed."""
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -62,13 +91,15 @@ def _on_ray(out: Path) -> str:
     }
     # Ray has Unix sockets here, whose paths have to be short.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
-        arguments = [str(EXAMPLE), str(out), folder, str(STEPS), str(EVERY)]
+        examples = [str(EXAMPLE), str(EXAMPLES / "ray_recipe.py")]
+        own = [str(out), folder, str(STEPS), str(EVERY)]
+        arguments = [*examples, *own, LM.format(out.parent)]
         ended = subprocess.run(
             [sys.executable, "-c", DRIVER, *arguments],
             env=env,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=400,  # it starts four groups of workers
             check=False,
         )
     output = ended.stdout + ended.stderr
@@ -89,16 +120,41 @@ def _loaded(out: Path) -> tuple[dict[str, torch.Tensor], int]:
     return model.state_dict(), step
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the results of both are."""
+    folder = tmp_path_factory.mktemp("ray")
+    small_config(folder)  # writes model and text
+    return folder
+
+
+@pytest.fixture(scope="module")
+def output(folder: Path) -> str:
+    """What Ray has printed."""
+    return _on_ray(folder / "ray")
+
+
 def test_a_training_on_ray_survives_a_worker_and_ends_as_it_does_elsewhere(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, folder: Path, output: str
 ) -> None:
-    output = _on_ray(tmp_path / "ray")
-    assert (tmp_path / "ray" / "died").exists()
+    assert (folder / "ray" / "died").exists()
     assert "2 ranks, starting after step 0" in output
     assert "2 ranks, starting after step 20" in output
-    ranks(_undisturbed, 2, tmp_path / "here")
-    found, step = _loaded(tmp_path / "ray")
-    expected, _ = _loaded(tmp_path / "here")
+    ranks(_undisturbed, 2, folder / "here")
+    found, step = _loaded(folder / "ray")
+    expected, _ = _loaded(folder / "here")
     assert step == STEPS
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
+
+
+def test_a_recipe_on_ray_continues_by_itself_with_the_same_losses(
+    ranks: Ranks, folder: Path, output: str
+) -> None:
+    assert (folder / "run-died").exists()
+    assert "resume     after step 10 of 20" in output
+    config = small_config(folder, steps=20)
+    assert [session["from_step"] for session in config.files.read()["sessions"]] == [0, 10]
+    whole = small_config(folder, "whole", steps=20)
+    ranks(train, 2, whole)
+    assert losses(config) == losses(whole)

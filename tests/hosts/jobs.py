@@ -1,4 +1,4 @@
-"""Training over two hosts as a user starts it, and faults of host 1 meanwhile."""
+"""Training over hosts as a user starts it, and faults of one of them meanwhile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -15,6 +15,7 @@ import psutil
 
 from benchmarks._hosts import Host
 from tests.hosts.network import left_on, start
+from tests.programs import Program
 
 WAIT = 200.0  # seconds that anything may take on a busy machine
 
@@ -28,7 +29,7 @@ class Ended:
         said: standard output of host 0.
         told: standard error, a host each.
         left: what outlived the commands on either host.
-        named: seconds from the fault until host 0 named what was lost; 0: there was none.
+        named: seconds from the fault until another host named what was lost; 0: there was none.
         closed: seconds from the fault until host 1's command ended.
     """
 
@@ -41,7 +42,7 @@ class Ended:
 
 
 class Job:
-    """A command on each of two hosts.
+    """A command on each of several hosts, and perhaps on others later.
 
     Args:
         hosts: where.
@@ -52,15 +53,29 @@ class Job:
     """
 
     def __init__(
-        self, hosts: tuple[Host, Host], folder: Path, name: str, module: str, arguments: str
+        self,
+        hosts: Sequence[Host],
+        folder: Path,
+        name: str,
+        module: str,
+        arguments: str,
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        self.hosts, self._folder, self._name = hosts, folder, name
-        self.commands = []
+        self.hosts, self._folder, self._name, self._module = hosts, folder, name, module
+        self._arguments, self._env = arguments, env
+        self.commands: list[Program] = []
         for rank, host in enumerate(hosts):
-            words = arguments.replace("RANK", str(rank)).split()
-            with self._file(rank, "out").open("w") as out, self._file(rank, "err").open("w") as err:
-                started = start(host, module, *words, folder=folder, out=out, err=err)
-            self.commands.append(started)
+            self.start(host, str(rank))
+
+    def start(self, host: Host, rank: str) -> None:
+        """Start the command on one more host."""
+        at = len(self.commands)
+        words = self._arguments.replace("RANK", rank).split()
+        with self._file(at, "out").open("w") as out, self._file(at, "err").open("w") as err:
+            started = start(
+                host, self._module, *words, env=self._env, folder=self._folder, out=out, err=err
+            )
+        self.commands.append(started)
 
     def __enter__(self) -> Self:
         return self
@@ -70,45 +85,60 @@ class Job:
             command.kill()
             command.wait()
 
-    def disturb(self, step: int, fault: Fault) -> Ended:
-        """Cause a fault on host 1 after a step, and wait for the end.
+    def wait_for_step(self, step: int) -> None:
+        """Wait until a step is completed."""
+        self._wait_until(lambda: self.steps() >= step, f"step {step}")
 
-        What can be undone is undone as soon as host 0 has named it.
-        """
+    def steps(self) -> int:
+        """Return the steps that are completed."""
         metrics = self._folder / self._name / "metrics.jsonl"
-        self._wait_until(
-            lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= step,
-            f"step {step}",
-        )
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def disturb(self, step: int, fault: Fault, witness: int = 0) -> Ended:
+        """Cause a fault after a step, and wait for the end.
+
+        What can be undone is undone as soon as it is named.
+
+        Args:
+            step: after which it comes.
+            fault: to cause.
+            witness: the host that names it.
+        """
+        self.wait_for_step(step)
         began = time.monotonic()
         undo = fault(self)
-        self._wait_until(lambda: "continuing" in self._told(0), "continuing")
+        self._wait_until(lambda: "continuing" in self._told(witness), "continuing")
         named = time.monotonic() - began
         undo()
         return self.end(began, named)
 
     def end(self, began: float = 0.0, named: float = 0.0) -> Ended:
-        """Wait for both commands to end.
+        """Wait for all commands to end.
 
         Args:
             began: when a fault came, on the monotonic clock.
-            named: seconds until host 0 named it.
+            named: seconds until another host named it.
         """
-        second = self.commands[1].wait(timeout=WAIT)
+        self.commands[1].wait(timeout=WAIT)
         closed = time.monotonic() - began
-        first = self.commands[0].wait(timeout=WAIT)
+        codes = [command.wait(timeout=WAIT) for command in self.commands]
         left = left_on(*self.hosts)
-        told = [self._told(rank) for rank in range(2)]
-        return Ended([first, second], self._file(0, "out").read_text(), told, left, named, closed)
+        told = [self._told(rank) for rank in range(len(self.commands))]
+        return Ended(codes, self._file(0, "out").read_text(), told, left, named, closed)
 
     def _wait_until(self, happens: Callable[[], bool], what: str) -> None:
-        """Wait until a condition holds, which must be before host 0 ends."""
+        """Wait until a condition holds, which must be before all commands end."""
         deadline = time.monotonic() + WAIT
         while not happens():
-            told = f"host 0 told: {self._told(0)!r}"
+            told = f"told: {[self._told(rank) for rank in range(len(self.commands))]}"
             assert time.monotonic() < deadline, f"no {what!r} within {WAIT} s; {told}"
-            assert self.commands[0].poll() is None or happens(), f"no {what!r} at all; {told}"
+            runs = any(command.poll() is None for command in self.commands)
+            assert runs or happens(), f"no {what!r} at all; {told}"
             time.sleep(0.02)
+
+    def wait_until_told(self, rank: int, words: str) -> None:
+        """Wait until a command has written words to standard error."""
+        self._wait_until(lambda: words in self._told(rank), words)
 
     def _told(self, rank: int) -> str:
         return self._file(rank, "err").read_text()
@@ -117,7 +147,7 @@ class Job:
         return self._folder / f"{self._name}-{rank}.{suffix}"
 
 
-#: Disturbs host 1; returns what undoes it as far as that can be.
+#: Disturbs a host; returns what undoes it as far as that can be.
 Fault = Callable[[Job], Callable[[], None]]
 
 
@@ -144,6 +174,13 @@ def pause_host(job: Job) -> Callable[[], None]:
 def cut_link(job: Job) -> Callable[[], None]:
     """Cut the link; both hosts continue."""
     job.hosts[1].ip("link", "set", "eth0", "down")
+    return lambda: None
+
+
+def kill_host_0(job: Job) -> Callable[[], None]:
+    """Kill all processes of host 0."""
+    job.commands[0].kill()
+    _signal_all(job.hosts[0].running(), signal.SIGKILL)
     return lambda: None
 
 

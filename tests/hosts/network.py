@@ -79,7 +79,7 @@ def _enter(host: Host) -> None:
 
 def left_on(*hosts: Host) -> list[str]:
     """What still runs on hosts, once children of killed processes had time to end."""
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + 10.0
     while True:
         running = [pid for host in hosts for pid in host.running()]
         if not running or time.monotonic() > deadline:

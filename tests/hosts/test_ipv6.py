@@ -19,8 +19,8 @@ WAIT = 60.0
 
 RANK = """
 import os
-from shardwise.launch.rank import run_rank
-from shardwise.launch.world import find_world
+from shardwise.elastic.rank import run_rank
+from shardwise.elastic.world import find_world
 
 def body(world, signals):
     told = [os.environ[name] for name in ("MASTER_ADDR", "NCCL_SOCKET_IFNAME")]
@@ -31,8 +31,8 @@ run_rank(find_world(), body)
 
 JOB = """
 import sys
-from shardwise.launch import restarts
-from shardwise.launch.hosts import Nodes
+from shardwise.elastic import restarts
+from shardwise.elastic.hosts import Nodes
 
 script, rdzv, rank = sys.argv[1:]
 nodes = Nodes.of(2, int(rank), rdzv, 30.0)

@@ -1,6 +1,6 @@
 """Jobs that a host joins, leaves, and is lost from.
 
-The rules of joining are tested in ``tests/launch/test_joining.py``; here are commands as their
+The rules of joining are tested in ``tests/elastic/test_joining.py``; here are commands as their
 users start them, without torch and with it.
 """
 
@@ -31,9 +31,9 @@ PORT = 29413
 RANK = """
 import signal, sys, time
 from pathlib import Path
-from shardwise.launch.errors import Stopped
-from shardwise.launch.rank import run_rank
-from shardwise.launch.world import find_world
+from shardwise.elastic.errors import Stopped
+from shardwise.elastic.rank import run_rank
+from shardwise.elastic.world import find_world
 
 here, attempt = Path(sys.argv[1]), sys.argv[2]
 
@@ -53,11 +53,11 @@ run_rank(find_world(), body)
 
 JOB = """
 import sys
-from shardwise.launch import rendezvous, restarts
-from shardwise.launch.errors import UserError
-from shardwise.launch.hosts import Nodes, Terms
+from shardwise.elastic import membership, rendezvous, restarts
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.hosts import Nodes, Terms
 
-rendezvous.BEAT, rendezvous.LAST_CALL = 0.2, 0.2
+rendezvous.BEAT, membership.LAST_CALL = 0.2, 0.2
 script, folder, rank, lr = sys.argv[1:]
 nodes = Nodes.of("1:2", None if rank == "none" else int(rank), "10.77.0.1:29413", 60.0)
 
@@ -74,9 +74,9 @@ except UserError as error:
 # The command itself, except for the time that it waits for more hosts.
 TRAIN = """
 from shardwise.cli.main import app
-from shardwise.launch import rendezvous
+from shardwise.elastic import membership
 
-rendezvous.LAST_CALL = 0.2
+membership.LAST_CALL = 0.2
 app()
 """
 
@@ -99,7 +99,7 @@ def wait_for(condition: Callable[[], object], job: Program) -> None:
 def kill(command: Program) -> None:
     """Kill a launcher and its ranks, as when a host is lost."""
     parent = psutil.Process(command.pid)
-    for process in [*parent.children(recursive=True), parent]:
+    for process in [parent, *parent.children(recursive=True)]:  # it might report its ranks
         process.kill()
     command.communicate()
 

@@ -14,8 +14,16 @@ from typer import Argument, Option
 
 from shardwise.cli.generate import Options, with_options
 from shardwise.cli.run import HostsConfig
-from shardwise.launch.errors import UserError
-from shardwise.launch.hosts import Layout, Nodes, own_lines, slurm_script, torchrun_lines
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.hosts import (
+    TOKEN,
+    TOKEN_FILE,
+    Layout,
+    Nodes,
+    own_lines,
+    slurm_script,
+    torchrun_lines,
+)
 from shardwise.recipes.core.config import require
 from shardwise.recipes.core.option import option
 
@@ -84,7 +92,7 @@ class DoctorConfig(HostsConfig):
         require(self.nproc >= 1, "--nproc", self.nproc, "1 or more")
         require(0 < self.timeout < math.inf, "--timeout", self.timeout, "seconds, above 0")
         require(0 <= self.least_gbit < math.inf, "--least-gbit", self.least_gbit, "0 or more")
-        nodes = Nodes.of(self.nnodes, self.node_rank, self.rdzv, self.timeout)
+        nodes = self.nodes_within(self.timeout)
         nodes = nodes or Nodes(1, 0, "127.0.0.1", 0, self.timeout)
         expected = "the number of hosts that run the doctor now"
         require(nodes.least is None, "--nnodes", self.nnodes, expected)
@@ -135,3 +143,10 @@ def launch_lines(
         raise UserError("--hosts: found none, expected --hosts A,B or --slurm NODES")
     for host, line in torchrun_lines(layout) if torchrun else own_lines(layout):
         typer.echo(f"# on {host}\n{line}")
+    has_token = any(word.partition("=")[0] == TOKEN_FILE for word in layout.arguments)
+    if len(names) > 1 and not torchrun and not has_token:
+        typer.echo(
+            f"note: whoever reaches the port may join; {TOKEN_FILE} FILE after --, or {TOKEN} in "
+            "the environment of all hosts, keeps others out",
+            err=True,
+        )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from shardwise.launch.errors import UserError
-from shardwise.launch.hosts import Nodes, Terms, spans_hosts
-from shardwise.launch.launcher import usable_cores
-from shardwise.launch.rank import run_rank
-from shardwise.launch.restarts import run_here, run_over_hosts
-from shardwise.launch.world import World, find_world, launched_here
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, Backend, Nodes, Terms, spans_hosts
+from shardwise.elastic.rank import StopSignals, run_rank
+from shardwise.elastic.restarts import run_here, run_over_hosts
+from shardwise.elastic.world import LOCKED, World, find_world, launched_here, usable_cores
 from shardwise.recipes.core.config import check_nproc, require
 from shardwise.recipes.core.job import Job
 from shardwise.recipes.core.option import HOSTS, option
@@ -44,6 +47,44 @@ class HostsConfig:
             metavar="HOST:PORT",
         ),
     )
+    rdzv_token_file: Path | None = field(
+        default=None,
+        metadata=option(
+            "File with the token that lets a host take part, the same on all of them; or set "
+            "SHARDWISE_RDZV_TOKEN.",
+            HOSTS,
+            metavar="FILE",
+        ),
+    )
+    rdzv_backend: Backend = field(
+        default=Backend.OURS,
+        metadata=option(
+            "What holds what the hosts share: host 0 itself, or a store of torch's at the address "
+            "of --rdzv, which may outlive host 0.",
+            HOSTS,
+        ),
+    )
+    rdzv_id: str | None = field(
+        default=None,
+        metadata=option(
+            "Name of the job, which tells it from others in the same store of --rdzv-backend.",
+            HOSTS,
+            metavar="NAME",
+            shown="shardwise",
+        ),
+    )
+
+    def nodes_within(self, timeout: float) -> Nodes | None:
+        """Return the hosts of the job, which come within so many seconds; see :meth:`Nodes.of`."""
+        return Nodes.of(
+            self.nnodes,
+            self.node_rank,
+            self.rdzv,
+            timeout,
+            self.rdzv_token_file,
+            self.rdzv_backend,
+            self.rdzv_id,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +99,12 @@ class LaunchConfig(HostsConfig):
     )
     dry_run: bool = field(
         default=False, metadata=option("Show what every rank would hold, and exit.")
+    )
+    plan: bool = field(
+        default=False,
+        metadata=option(
+            "Say first what the training needs and how fast it will be; stop if it cannot fit."
+        ),
     )
     world_size: int | None = field(
         default=None, metadata=option("Number of ranks of the --dry-run.", shown="--nproc")
@@ -76,7 +123,29 @@ class LaunchConfig(HostsConfig):
 
     def nodes(self) -> Nodes | None:
         """Return the hosts of the job; see :meth:`Nodes.of`."""
-        return Nodes.of(self.nnodes, self.node_rank, self.rdzv, self.rdzv_timeout)
+        return self.nodes_within(self.rdzv_timeout)
+
+
+#: What runs a rank in a process that is not its own; see :func:`in_workers`.
+_BE_WORKER: ContextVar[Callable[[World, Callable[[World, StopSignals], None]], None] | None] = (
+    ContextVar("be_worker", default=None)
+)
+
+
+@contextlib.contextmanager
+def in_workers(
+    be_worker: Callable[[World, Callable[[World, StopSignals], None]], None],
+) -> Iterator[None]:
+    """Let :func:`run` return or raise, in a process that another program has started.
+
+    Args:
+        be_worker: what runs a rank there.
+    """
+    token = _BE_WORKER.set(be_worker)
+    try:
+        yield
+    finally:
+        _BE_WORKER.reset(token)
 
 
 def run(job: Job, launch: LaunchConfig) -> None:
@@ -104,6 +173,16 @@ def run(job: Job, launch: LaunchConfig) -> None:
         if not launched_here():
             _check_no_launcher(launch, nodes)
         job.check(world)
+        if launch.plan and world.rank == 0 and not launched_here():
+            held = contextlib.ExitStack()
+            held.enter_context(job.plan(world))
+            atexit.register(held.close)
+        if (be_worker := _BE_WORKER.get()) is not None:
+            out = job.config.train.output.out
+            expected = "an absolute path, since workers may run in folders of their own"
+            require(out.is_absolute(), "--out", out, expected)
+            be_worker(world, job.run)
+            return
         run_rank(world, job.run)
     require(launch.max_restarts >= 0, "--max-restarts", launch.max_restarts, "0 or more")
     # Several hosts may each have a disk of their own, and would each choose for themselves.
@@ -119,7 +198,13 @@ def run(job: Job, launch: LaunchConfig) -> None:
             if nothing_to_do is not None:
                 print(nothing_to_do)
                 sys.exit(0)
+            if launch.plan:
+                held.enter_context(job.plan(_world(hosts, processes)))
+        if nodes is None:
+            # Over several hosts rank 0 locks it, which may be on another host after a restart.
             held.enter_context(job.lock_folder())
+            os.environ[LOCKED] = "1"
+            held.callback(os.environ.pop, LOCKED)
         sys.exit(_launch(job, processes, nodes, launch.max_restarts))
 
 
@@ -152,13 +237,25 @@ def _launch(job: Job, processes: int, nodes: Nodes | None, max_restarts: int) ->
     command = _command_of(job)
     if nodes is None:
         return run_here(command, processes, max_restarts)
+    print(meeting(nodes), flush=True)
     if nodes.least is None:
-        where = f"this is {nodes.rank} of {nodes.count}; meeting at {nodes.where}"
-        print(f"hosts      {where}", flush=True)
         return run_over_hosts(command, processes, nodes, max_restarts)
-    print(f"hosts      {nodes.least} to {nodes.count}; meeting at {nodes.where}", flush=True)
     terms = Terms(job.options(), lambda hosts: _why_not(job, _world(hosts, processes)))
     return run_over_hosts(command, processes, nodes, max_restarts, terms)
+
+
+def meeting(nodes: Nodes) -> str:
+    """Return lines that say where the hosts meet, and whether strangers may take part."""
+    who = f"{nodes.least} to {nodes.count}"
+    if nodes.least is None:
+        who = f"this is {nodes.rank} of {nodes.count}"
+    lines = [f"hosts      {who}; meeting at {nodes.where}"]
+    if nodes.backend is Backend.OURS and not nodes.token:
+        lines.append(
+            f"hosts      warning: no token, so whoever reaches {nodes.where} may take part; set "
+            f"{TOKEN} or {TOKEN_FILE} on all hosts"
+        )
+    return "\n".join(lines)
 
 
 def _world(hosts: int, processes: int) -> World:

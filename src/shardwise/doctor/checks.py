@@ -6,6 +6,8 @@ Every function takes all hosts, and returns at least one finding: what is wrong,
 from __future__ import annotations
 
 import enum
+import ipaddress
+import itertools
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,16 +18,24 @@ from shardwise.doctor.measure import Link
 
 RANKS, WORLD = "node ranks", "world size"
 VERSIONS = "versions"
+START, DEVICES = "start", "devices"
 CLOCKS = "clocks"
-INTERFACES = "interfaces"
+NAMES, INTERFACES = "names", "interfaces"
 LIMITS = "limits"
 PORTS, LINKS, INSIDE = "ports", "links", "inside"
 _LONGEST = 2000  # characters of a line, however many hosts it is about
 MOST_SECONDS = 1.0  # beyond that, logs of several hosts are hard to compare
+# Under torchrun, hosts write the time of each heartbeat into the rendezvous, every 5 seconds, and
+# take a host for dead that has missed three by their own clock. Our own counts heartbeats instead.
+DEAD_SECONDS = 15.0
 MOST_MS = 5.0
 _OWN = 256  # files that a rank opens for itself, with room to spare
 _PER_PEER = 4
+_TASKS = 64  # processes and threads of a rank: of torch, of backends, of data loaders
 _LEAST_SHM = 64 * 2**20
+_LEAST_TEMPORARY = 64 * 2**20
+_CPUS = "CPUs"
+_SAME = ("NCCL", "RCCL")  # ranks with different versions do not communicate
 Links = Mapping[tuple[int, int], Link]
 
 
@@ -130,6 +140,94 @@ def check_versions(hosts: Sequence[Facts]) -> list[Finding]:
     return found or [ok(VERSIONS, same)]
 
 
+def check_start(hosts: Sequence[Facts]) -> list[Finding]:
+    """Find hosts on which a process that is started as a rank ends, or sees no torch."""
+    found = [
+        fail(
+            START,
+            f"{host.label}: a process started as a rank failed ({host.probe.error})",
+            "run python -P -m shardwise --version there, and import torch; repair what fails",
+        )
+        for host in hosts
+        if host.probe.error
+    ]
+    return found or [ok(START, "a process started as a rank imports torch, on every host")]
+
+
+def check_devices(hosts: Sequence[Facts]) -> list[Finding]:
+    """Name the accelerators and their software, and find what differs between hosts.
+
+    Hosts on which no rank starts are left out.
+    """
+    hosts = [host for host in hosts if not host.probe.error]
+    found = [
+        warn(
+            DEVICES,
+            f"{host.label}: torch finds no accelerator: {host.probe.accelerators.problem}",
+            "install a torch that is built for the driver, or the driver that this torch needs",
+        )
+        for host in hosts
+        if host.probe.accelerators.problem
+    ]
+    if hosts:
+        found += _check_models(hosts)
+    names = dict.fromkeys(name for host in hosts for name in host.probe.accelerators.versions)
+    for name in names:
+        values = [host.probe.accelerators.versions.get(name, "missing") for host in hosts]
+        if len(set(values)) > 1:
+            shown = [f"{v} on {host.label}" for v, host in zip(values, hosts, strict=True)]
+            text = f"{name} is {shortened(shown, len(shown))}"
+            if name in _SAME:
+                advice = f"load the same {name} on all hosts; ranks refuse to communicate"
+                found.append(fail(DEVICES, text, advice))
+            else:
+                found.append(warn(DEVICES, text, f"install the same {name} on all hosts"))
+    return found
+
+
+def _check_models(hosts: Sequence[Facts]) -> list[Finding]:
+    """Compare numbers and models, and which device the ranks of each host take by default."""
+    models = [_models(host) for host in hosts]
+    takes = [_default_device(host) for host in hosts]
+    shown = [f"{model} on {host.label}" for model, host in zip(models, hosts, strict=True)]
+    text = shortened(shown, len(shown))
+    if len(set(takes)) > 1:
+        ways = [f"{device} on {host.label}" for device, host in zip(takes, hosts, strict=True)]
+        text = f"{text}; ranks would compute on {shortened(ways, len(ways))}"
+        advice = "use hosts with an accelerator for each rank, or pass the same --device to the job"
+        return [fail(DEVICES, text, advice)]
+    if len(set(models)) > 1:
+        advice = "the slowest sets the pace of all, and the smallest memory the size of the model"
+        return [warn(DEVICES, text, advice)]
+    found = hosts[0].probe.accelerators
+    text = models[0] + (" on every host" if len(hosts) > 1 else "")
+    if found.models and takes == [_CPUS] * len(hosts):
+        advice = f"pass --nproc {len(found.models)}, or leave accelerators unused"
+        return [warn(DEVICES, f"{text}: too few for {hosts[0].nproc} ranks", advice)]
+    same = [
+        f"{name} {version}"
+        for name, version in found.versions.items()
+        if all(host.probe.accelerators.versions.get(name) == version for host in hosts)
+    ]
+    return [ok(DEVICES, "; ".join([text, *([", ".join(same)] if same else [])]))]
+
+
+def _default_device(host: Facts) -> str:
+    """Return what the ranks of a host compute on, unless they are given ``--device``."""
+    found = host.probe.accelerators
+    return found.kind if found.kind and len(found.models) >= host.nproc else _CPUS
+
+
+def _models(host: Facts) -> str:
+    """Describe the accelerators of a host: ``8 x NVIDIA A100 (39.4 GiB)``."""
+    counts = Counter(host.probe.accelerators.models)
+    named = [
+        f"{count} x {name}" + (f" ({memory / 2**30:.1f} GiB)" if memory else "")
+        for (name, memory), count in counts.items()
+    ]
+    return shortened(named, len(named)) or "no accelerators"
+
+
 def check_clocks(hosts: Sequence[Facts], ahead: Mapping[int, float]) -> list[Finding]:
     """Find clocks that differ from the clock of host 0.
 
@@ -137,18 +235,60 @@ def check_clocks(hosts: Sequence[Facts], ahead: Mapping[int, float]) -> list[Fin
         hosts: the hosts.
         ahead: by index in ``hosts``, how far its clock is ahead of the clock of host 0, in seconds.
     """
-    found = [
-        warn(
-            CLOCKS,
-            f"{hosts[place].label} is {abs(seconds):.1f} s "
-            f"{'ahead of' if seconds > 0 else 'behind'} host 0",
-            "synchronize the clocks (chrony, ntpd), or logs of several hosts cannot be compared",
+    found = []
+    for place, seconds in ahead.items():
+        if abs(seconds) <= MOST_SECONDS:
+            continue
+        way = "ahead of" if seconds > 0 else "behind"
+        text = f"{hosts[place].label} is {abs(seconds):.1f} s {way} host 0"
+        advice = (
+            "synchronize the clocks (chrony, ntpd), or logs of several hosts cannot be compared"
         )
-        for place, seconds in ahead.items()
-        if abs(seconds) > MOST_SECONDS
-    ]
+        if abs(seconds) > DEAD_SECONDS:
+            advice += "; torchrun takes hosts for dead whose clocks differ that much"
+        found.append(warn(CLOCKS, text, advice))
     largest = max((abs(seconds) for seconds in ahead.values()), default=0.0)
     return found or [ok(CLOCKS, f"within {largest:.2f} s of host 0")]
+
+
+def check_names(hosts: Sequence[Facts], seen_at: Mapping[int, str]) -> list[Finding]:
+    """Check what torch's agent looks up, and the address that others are given for a host.
+
+    torchrun takes a port of ``localhost``, and its c10d rendezvous looks up the name of the host to
+    find out which host serves it; an unknown name ends it. Our own agent uses addresses.
+
+    Args:
+        hosts: the hosts.
+        seen_at: by index in ``hosts``, the address from which it has connected to host 0.
+    """
+    found = []
+    for at, host in enumerate(hosts):
+        own = [host.address, *itertools.chain(*host.interfaces.values())]
+        seen = seen_at.get(at)
+        if seen is not None and _plain(seen) not in map(_plain, own):
+            text = f"{host.label} connects from {seen}, and its own address is {host.address}"
+            advice = "ranks are told its own; join the hosts without translation of addresses (NAT)"
+            found.append(fail(NAMES, text, advice))
+        if host.localhost:
+            text = f"{host.label}: no port of localhost can be taken ({host.localhost})"
+            advice = (
+                "write 127.0.0.1 localhost into /etc/hosts (ip link set lo up); torchrun needs it"
+            )
+            found.append(warn(NAMES, text, advice))
+        if host.nnodes > 1 and not any(host.resolved in own for own in host.interfaces.values()):
+            text = f"{host.label}: its name leads to {host.resolved}, which is not this host"
+            advice = "write both into /etc/hosts; torchrun and --rdzv-backend c10d look it up"
+            found.append(warn(NAMES, text, advice))
+    return found or [ok(NAMES, "localhost and the name of each host lead to it")]
+
+
+def _plain(address: str) -> str:
+    """Return an address in its usual spelling, without its link, and IPv4 as such."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    return str(getattr(found, "ipv4_mapped", None) or found)
 
 
 def check_interfaces(hosts: Sequence[Facts]) -> list[Finding]:
@@ -219,13 +359,19 @@ def files_needed(ranks: int) -> int:
 
 
 def check_limits(hosts: Sequence[Facts]) -> list[Finding]:
-    """Check the limits on open files, on shared memory and on ``/dev/shm``."""
+    """Check the limits on files, on processes, on temporary files and on shared memory."""
     found = []
     needed = files_needed(sum(host.nproc for host in hosts))
     for host in hosts:
         if host.files < needed:
             text = f"{host.label}: {host.files} open files per process, a rank may need {needed}"
             found.append(fail(LIMITS, text, f"run ulimit -n {needed} before the job"))
+        tasks = _TASKS * host.nproc
+        if 0 <= host.tasks < tasks:
+            text = f"{host.label}: {host.tasks} more processes and threads can be started"
+            advice = f"{host.nproc} ranks need up to {tasks}; raise ulimit -u, or --pids-limit"
+            found.append(fail(LIMITS, text, f"{advice} of the container"))
+        found += _check_temporary(host)
         if host.memory.error:
             advice = "fix it; otherwise ranks of the host send messages, which is slower"
             found.append(warn(LIMITS, f"{host.label}: shared memory: {host.memory.error}", advice))
@@ -234,6 +380,19 @@ def check_limits(hosts: Sequence[Facts]) -> list[Finding]:
             advice = "enlarge it (docker: --shm-size=1g); NCCL and data loaders use it"
             found.append(warn(LIMITS, text, advice))
     return found or [ok(LIMITS, f"{min(host.files for host in hosts)} files, shared memory works")]
+
+
+def _check_temporary(host: Facts) -> list[Finding]:
+    """Check the folder of the reports and logs of ranks."""
+    if host.temporary:
+        text = f"{host.label}: the temporary folder cannot be written to ({host.temporary})"
+        return [
+            fail(LIMITS, text, "set TMPDIR to a folder that can; ranks report their errors there")
+        ]
+    if host.temporary_free < _LEAST_TEMPORARY:
+        text = f"{host.label}: {host.temporary_free / 2**20:.0f} MiB free in the temporary folder"
+        return [warn(LIMITS, text, "make room, or set TMPDIR; logs and errors of ranks go there")]
+    return []
 
 
 def check_ports(hosts: Sequence[Facts], links: Links) -> list[Finding]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 from shardwise.doctor import checks, group
 from shardwise.doctor.checks import Finding, Level, fail, ok
 from shardwise.doctor.facts import Facts, collect_facts
-from shardwise.doctor.group import HostGroup, RendezvousError
+from shardwise.doctor.group import HostGroup, RendezvousError, check_backend
 from shardwise.doctor.measure import CONNECT, DRAIN, STREAM, EchoServer, Link, measure_connection
-from shardwise.launch.hosts import Nodes
+from shardwise.elastic.hosts import Backend, Nodes
 
 #: The names of all checks, in the order in which they run.
 CHECKS = (
@@ -19,7 +19,10 @@ CHECKS = (
     checks.RANKS,
     checks.WORLD,
     checks.VERSIONS,
+    checks.START,
+    checks.DEVICES,
     checks.CLOCKS,
+    checks.NAMES,
     checks.INTERFACES,
     checks.LIMITS,
     checks.PORTS,
@@ -33,6 +36,9 @@ SECONDS = {"facts": 10.0, "clocks": 5.0, "links": CONNECT + STREAM + 2 * DRAIN +
 
 def diagnose(nodes: Nodes, nproc: int, least_gbit: float, say: Callable[[Finding], None]) -> bool:
     """Check this host and, together with all others, the connections between them.
+
+    With a backend of torch's, the hosts do not meet: its store is not the doctor's to write to.
+    Each checks whether it reaches the address, and itself.
 
     Args:
         nodes: the job, as this host was given it; a job of one host needs no other.
@@ -52,18 +58,34 @@ def diagnose(nodes: Nodes, nproc: int, least_gbit: float, say: Callable[[Finding
             say(finding)
 
     own = collect_facts(nodes, nproc)
+    if nodes.backend is not Backend.OURS:
+        report([check_backend(nodes)])
+        report(_check_alone(own))
+        return healthy
     try:
         with contextlib.closing(HostGroup(nodes)) as hosts:
-            _check_all(hosts, own, least_gbit, report)
+            _check_all(nodes, hosts, own, least_gbit, report)
     except RendezvousError as error:
         report([error.finding])
-        # What can be checked without the other hosts.
-        report([*checks.check_interfaces([own]), *checks.check_limits([own])])
+        report(_check_alone(own))
     return healthy
 
 
+def _check_alone(own: Facts) -> Iterator[Finding]:
+    """Check what can be checked without the other hosts."""
+    yield from checks.check_start([own])
+    yield from checks.check_devices([own])
+    yield from checks.check_names([own], {})
+    yield from checks.check_interfaces([own])
+    yield from checks.check_limits([own])
+
+
 def _check_all(
-    group_: HostGroup, own: Facts, least_gbit: float, report: Callable[[Iterable[Finding]], None]
+    nodes: Nodes,
+    group_: HostGroup,
+    own: Facts,
+    least_gbit: float,
+    report: Callable[[Iterable[Finding]], None],
 ) -> None:
     gathered = group_.all_gather(own.to_json(), SECONDS["facts"])
     read = [Facts.from_json(each) for each in gathered]
@@ -72,7 +94,10 @@ def _check_all(
     places = [place for place, each in enumerate(read) if each is not None]
     hosts = [each for each in read if each is not None]
     gone = len(read) - len(hosts)
-    report([ok(group.RENDEZVOUS, f"found {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}")])
+    text = f"found {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}"
+    if nodes.count > 1:
+        text += ", all with the token" if nodes.token else "; no token keeps others out"
+    report([ok(group.RENDEZVOUS, text)])
     if gone:
         text = f"{gone} connected and sent nothing that can be read here"
         advice = "is another version of shardwise there, or does something else use the port?"
@@ -80,9 +105,13 @@ def _check_all(
     report(checks.check_ranks(hosts, hosts[0].nnodes))
     report(checks.check_world(hosts))
     report(checks.check_versions(hosts))
+    report(checks.check_start(hosts))
+    report(checks.check_devices(hosts))
     offsets = group_.clock_offsets(SECONDS["clocks"])
     ahead = {places.index(place): seconds for place, seconds in offsets.items() if place in places}
     report(checks.check_clocks(hosts, ahead))
+    seen_at = {at: group_.addresses[place] for at, place in enumerate(places) if place}
+    report(checks.check_names(hosts, seen_at))
     report(checks.check_interfaces(hosts))
     report(checks.check_limits(hosts))
     measured = _measure_all(group_, own, [each is not None for each in read])

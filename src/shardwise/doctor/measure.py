@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.checkpoint.disk.strict import Fields
+from shardwise.elastic.network import format_endpoint, listening_everywhere
 from shardwise.errors import CheckpointError
-from shardwise.launch.network import format_endpoint, listening_everywhere
 from shardwise.transport.shm import futex
 
 CONNECT = 3.0  # seconds for a connection

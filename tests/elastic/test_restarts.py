@@ -11,9 +11,9 @@ import pytest
 RANK = """
 import os, signal, sys
 from shardwise.errors import PeerLostError
-from shardwise.launch.errors import UserError
-from shardwise.launch.rank import run_rank
-from shardwise.launch.world import find_world, job_id
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.rank import run_rank
+from shardwise.elastic.world import find_world, job_id
 from shardwise.recipes.text.documents import ConnectionLostError
 
 attempt, how = int(sys.argv[1]), sys.argv[2]
@@ -38,7 +38,7 @@ run_rank(find_world(), body)
 
 PARENT = """
 import sys
-from shardwise.launch.restarts import run_here
+from shardwise.elastic.restarts import run_here
 script, how = sys.argv[1:]
 sys.exit(run_here(lambda attempt: [sys.executable, script, str(attempt), how], 2, 2))
 """

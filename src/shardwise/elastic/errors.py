@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 class UserError(Exception):
@@ -17,6 +21,10 @@ class UserError(Exception):
 
     exit_code = 2
     passing = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Classes of errors take what they describe; only the text is in ``args``.
+        return _restored, (type(self), self.args, self.__dict__)
 
 
 class Stopped(BaseException):
@@ -34,10 +42,21 @@ class Stopped(BaseException):
         self.signum = signum
         self.message = message
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
+
     @property
     def exit_code(self) -> int:
         """128 + signal, as shells and schedulers expect."""
         return 128 + self.signum
+
+
+def _restored(kind: type[E], args: tuple[Any, ...], attributes: Mapping[str, Any]) -> E:
+    """Return an error that was pickled: Ray hands it to the program that started the job."""
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
 
 
 def signal_name(signum: int) -> str:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -17,15 +15,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.programs import start_program
+
 WAIT = 30.0  # seconds that anything may take on a busy machine
 
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from shardwise.errors import PeerLostError
-from shardwise.launch.errors import Stopped, UserError
-from shardwise.launch.rank import run_rank
-from shardwise.launch.world import find_world
+from shardwise.elastic.errors import Stopped, UserError
+from shardwise.elastic.rank import run_rank
+from shardwise.elastic.world import find_world
 
 here = Path(sys.argv[1])
 
@@ -49,11 +49,15 @@ run_rank(find_world(), body)
 """
 
 PARENT = """
-import sys
-from shardwise.launch import launcher
-launcher.SETTLE = float(sys.argv[4])
-ranks = launcher.Launcher([sys.executable, sys.argv[1], sys.argv[2]], int(sys.argv[3]))
-sys.exit(ranks.run().exit_code)
+import os, sys, time
+from shardwise.elastic import agent
+from shardwise.elastic.restarts import run_here
+script, folder, nproc, settle = sys.argv[1:]
+agent.SETTLE, agent.SECONDARY = float(settle), WAIT
+if seconds := float(os.environ.get("LATE", "0")):
+    made = agent.LocalRank
+    agent.LocalRank = lambda *words: time.sleep(seconds) or made(*words)
+sys.exit(run_here(lambda attempt: [sys.executable, script, folder], int(nproc), 0))
 """
 
 
@@ -65,24 +69,11 @@ class Run:
     ) -> None:
         self.folder, self.nproc = folder, nproc
         indented = textwrap.indent(textwrap.dedent(body).strip(), "    ").strip()
-        script = folder / "rank.py"
-        script.write_text(RANK.replace("BODY", indented))
+        (folder / "rank.py").write_text(RANK.replace("BODY", indented))
+        (folder / "parent.py").write_text(PARENT.replace("WAIT", str(WAIT)))
         (folder / "ranks").mkdir()
-        self.parent = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                PARENT,
-                str(script),
-                str(folder / "ranks"),
-                str(nproc),
-                str(settle),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**_clean_environment(), **env},
-        )
+        words = ["parent.py", "rank.py", "ranks", str(nproc), str(settle)]
+        self.parent = start_program(words, folder=folder, env={**_clean_environment(), **env})
 
     def wait_until_ready(self) -> None:
         """Wait until every rank runs its body."""
@@ -133,7 +124,8 @@ def launch(tmp_path: Path) -> Callable[..., Run]:
     yield start
     for run in runs:
         run.parent.kill()
-        run.parent.communicate()
+        run.parent.close()
+        run.parent.wait(WAIT)
 
 
 def test_ranks_that_return_end_the_run_well(launch: Callable[..., Run]) -> None:
@@ -177,6 +169,11 @@ def test_an_error_of_the_user_is_one_line_and_exit_code_2(launch: Callable[..., 
     assert run.end() == (2, "", "error: --steps: found 0, expected 1 or more\n")
 
 
+def test_what_a_rank_reports_before_its_launcher_looks_is_read(launch: Callable[..., Run]) -> None:
+    run = launch(1, "raise UserError('--steps: found 0, expected 1 or more')", LATE="1")
+    assert run.end() == (2, "", "error: --steps: found 0, expected 1 or more\n")
+
+
 def test_the_first_error_is_shown_not_a_secondary_one(launch: Callable[..., Run]) -> None:
     # Rank 0 loses its peer, and says so before rank 1, which is the cause.
     body = """
@@ -188,6 +185,22 @@ def test_the_first_error_is_shown_not_a_secondary_one(launch: Callable[..., Run]
     code, _, err = launch(2, body, settle=WAIT).end()
     assert code == 1
     assert "rank 1 of 2" in err
+    assert "the cause" in err
+    assert "closed by peer" not in err
+
+
+def test_the_cause_is_waited_for_longer_than_what_follows_from_it(
+    launch: Callable[..., Run],
+) -> None:
+    body = """
+    if world.rank == 0:
+        raise PeerLostError("Connection closed by peer")
+    wait_until_dead(0)
+    time.sleep(0.3)
+    raise ValueError("the cause")
+    """
+    code, _, err = launch(2, body, settle=0.0).end()
+    assert code == 1
     assert "the cause" in err
     assert "closed by peer" not in err
 
@@ -328,7 +341,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(launch: Callable[..., Run]) ->
 def test_ranks_meet_at_a_store_that_needs_no_fixed_port(launch: Callable[..., Run]) -> None:
     body = """
     import torch, torch.distributed as dist
-    from shardwise.launch.rank import connected
+    from shardwise.elastic.connect import connected
     with connected(world, "gloo"):
         ones = torch.ones(())
         dist.all_reduce(ones)

@@ -1,10 +1,10 @@
-"""The life of one rank: tied to its launcher, connected to its peers, reporting how it ends.
+"""The life of one rank: tied to its launcher, and reporting how it ends.
 
 SIGINT and SIGTERM end a rank at once, or after the current step. Before and after training there is
 nothing to save: a signal raises :class:`Stopped` wherever the rank is. Inside ``with
 signals.deferred():`` it is only noted, and the training loop checks for it between steps.
 
-A rank reports over a pipe of its own: one line for every :class:`Stage`, then one JSON object, the
+A rank reports in a file of its own: one line for every :class:`Stage`, then one JSON object, the
 :class:`Report`. The time in it is from the machine's monotonic clock, which all processes of a host
 share, so the launcher can tell which rank failed first.
 """
@@ -25,13 +25,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from types import FrameType
 from typing import NoReturn
 
+from shardwise.elastic import torchrun
+from shardwise.elastic.errors import Stopped, UserError, signal_name
+from shardwise.elastic.world import PARENT_PID, REPORT, World
 from shardwise.errors import lost_peer_behind
-from shardwise.launch.errors import Stopped, UserError, signal_name
-from shardwise.launch.world import PARENT_PID, REPORT_FD, STORE_FD, World, launched_here
 
 # The disk is full or read-only: a traceback would not help.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -44,77 +44,39 @@ def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoRetu
     one), 128 + signal for :class:`Stopped`, and 1 for every other error. Any error raised from the
     loss of a peer counts as that loss: the same command may succeed later.
     """
-    signals = StopSignals(_report_stage)
+    signals = StopSignals(report_stage)
     try:
         signals.install()
         faulthandler.enable()
-        _die_with_parent()
+        if (parent := os.environ.get(PARENT_PID)) is not None:
+            die_with_parent(int(parent))
         body(world, signals)
     except BaseException as error:  # the launcher must learn of it, whatever it is
-        _report(_ending(world, error), world)
-        code = _exit_code(error)
+        if lost_peer_behind(error) is not None and not signals.noted:
+            torchrun.let_the_first_failure_be_named()
+        code = report_end(world, error)
     else:
         code = 0
     _leave(code)
 
 
-@contextlib.contextmanager
-def connected(world: World, backend: str, timeout: float | None = None) -> Iterator[None]:
-    """Join the default process group of ``torch.distributed`` for the duration of the context.
+def report_end(world: World, error: BaseException) -> int:
+    """Report that an error, or a request to stop, ends this rank; return its exit code."""
+    _report(_ending(world, error), world)
+    return _exit_code(error)
 
-    Under our launcher, rank 0 serves the store on a socket that the launcher has already bound, so
-    no other program can take its port; otherwise MASTER_ADDR and MASTER_PORT locate the store.
+
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies, for whatever reason.
 
     Args:
-        world: this rank.
-        backend: for ``init_process_group``, e.g. ``gloo``.
-        timeout: seconds that a collective may take; None for torch's default.
-
-    Raises:
-        PeerLostError: another rank died, or never started.
+        parent: the id of the process that started this one.
     """
-    import torch.distributed as dist
-
-    from shardwise.transport.peers import Peers, connecting
-
-    with connecting(world.rank, world.size):
-        _connect(world, backend, None if timeout is None else timedelta(seconds=timeout))
-    yield
-    # Only after success: if a peer is gone, shutting down may wait for it. The barrier keeps the
-    # store of rank 0 alive until no rank needs it.
-    with Peers().collective("the barrier at the end"):
-        dist.barrier()
-    dist.destroy_process_group()
-
-
-def _connect(world: World, backend: str, timeout: timedelta | None) -> None:
-    """Create the default process group."""
-    import torch.distributed as dist
-
-    if not launched_here():
-        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
-        return
-    fd = os.environ.get(STORE_FD)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world.size,
-        is_master=world.rank == 0,
-        master_listen_fd=None if fd is None else int(fd),
-    )
-    dist.init_process_group(
-        backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
-    )
-
-
-def _die_with_parent() -> None:
-    """Let the kernel kill this process when its launcher dies, for whatever reason."""
-    parent = os.environ.get(PARENT_PID)
-    if parent is None or not sys.platform.startswith("linux"):
+    if not sys.platform.startswith("linux"):
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it died before the call above
+    if os.getppid() != parent:  # it died before the call above
         os._exit(1)
 
 
@@ -148,22 +110,26 @@ def _exit_code(error: BaseException) -> int:
     return 1
 
 
-def _report_stage(stage: Stage) -> None:
-    fd = os.environ.get(REPORT_FD)
-    if fd is not None:
-        stage.send(int(fd))
+def report_stage(stage: Stage) -> None:
+    """Report how far this rank is; nothing happens without our launcher."""
+    file = os.environ.get(REPORT)
+    if file is not None:
+        stage.send(file)
 
 
 def _report(report: Report, world: World) -> None:
-    fd = os.environ.get(REPORT_FD)
-    if fd is not None:
-        report.send(int(fd))
+    file = os.environ.get(REPORT)
+    if file is not None:
+        report.send(file)
         return
+    # Many ranks lose a peer, and none of them is the cause: one line is enough.
+    shown = report.text.splitlines()[-1] if report.ending is Ending.PEER else report.text
+    is_recorded = torchrun.record_failure(shown, report.text, report.exit_code)
     # Without our launcher, which would choose among reports, every rank shows its own failure.
     if report.ending is Ending.STOPPED and report.rank != 0:
         return
     prefix = f"[rank {report.rank}] " if world.size > 1 else ""
-    print(f"{prefix}{report.text}", file=sys.stderr, flush=True)
+    print(f"{prefix}{shown if is_recorded else report.text}", file=sys.stderr, flush=True)
 
 
 def _leave(code: int) -> NoReturn:
@@ -177,6 +143,21 @@ def _leave(code: int) -> NoReturn:
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def reset_in_children(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Let processes that are forked from now on handle signals as Python does, not by ``handler``.
+
+    Their parent ends them by SIGTERM and waits until they have ended, as a pool of processes does.
+    """
+
+    def reset() -> None:
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) == handler:
+                default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+                signal.signal(signum, default)
+
+    os.register_at_fork(after_in_child=reset)
 
 
 class StopSignals:
@@ -196,12 +177,17 @@ class StopSignals:
         """Handle the signals, and unblock them if a launcher blocked them."""
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._handle)
+        reset_in_children(self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     @property
     def noted(self) -> int:
         """The first stop signal that arrived while deferred, or 0."""
         return self._noted
+
+    def agree(self, signum: int) -> None:
+        """Note a signal that reached another rank: this one stops as well, and needs no second."""
+        self._noted = self._noted or signum
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
@@ -233,8 +219,7 @@ class StopSignals:
             raise Stopped(signum, f"Stopped by {signal_name(signum)}; there was nothing to save.")
 
 
-# Characters. Long enough for a traceback; short enough, at four bytes each, for the buffer of a
-# pipe, so that a dying rank never waits for its launcher.
+# Characters. Long enough for a traceback, short enough for a terminal.
 MAX_TEXT = 14 * 1024
 
 
@@ -249,9 +234,9 @@ class Stage(enum.Enum):
         """Return the stage that a line names, or None if it belongs to a report."""
         return next((stage for stage in Stage if stage.value.encode() == line), None)
 
-    def send(self, fd: int) -> None:
-        """Write to the launcher's pipe."""
-        _send(fd, self.value)
+    def send(self, file: str) -> None:
+        """Write to the launcher's file."""
+        _send(file, self.value)
 
 
 class Ending(enum.Enum):
@@ -296,14 +281,18 @@ class Report:
         fields = json.loads(line)
         return Report(**{**fields, "ending": Ending(fields["ending"])})
 
-    def send(self, fd: int) -> None:
-        """Write to the launcher's pipe."""
-        _send(fd, self.to_json())
+    def send(self, file: str) -> None:
+        """Write to the launcher's file."""
+        _send(file, self.to_json())
 
 
-def _send(fd: int, line: str) -> None:
+def _send(file: str, line: str) -> None:
     with contextlib.suppress(OSError):  # it is no error if the launcher is gone
-        os.write(fd, line.encode() + b"\n")
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(descriptor, line.encode() + b"\n")
+        finally:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -1,18 +1,12 @@
-"""How the hosts of a job reach each other: addresses, listening sockets, lines of JSON.
-
-IPv4 and IPv6 alike.
-"""
+"""How the hosts of a job reach each other: addresses and listening sockets, of IPv4 and IPv6."""
 
 from __future__ import annotations
 
 import fcntl
 import ipaddress
-import json
 import re
-import select
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,120 +204,3 @@ def listening_everywhere() -> socket.socket:
         except OSError:  # IPv6 is disabled here
             pass
     return socket.create_server(("", 0))
-
-
-MAX_LINE = 2**20  # bytes; only another program sends more
-
-_RETRY = 0.3  # seconds between attempts to connect
-_ATTEMPT = 3.0  # seconds for one attempt
-
-
-class ClosedError(ConnectionError):
-    """The other end is gone, or does not speak this protocol."""
-
-
-class Connection:
-    """Messages, one line of JSON each, over a non-blocking socket between two hosts of a job.
-
-    Args:
-        connection: the connected socket, which this closes.
-
-    Attributes:
-        peer: the address of the other end.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setblocking(False)
-        self._socket = connection
-        self.peer = str(connection.getpeername()[0])
-        self._received = b""
-        self._waiting: list[dict[str, Any]] = []
-
-    def fileno(self) -> int:
-        """Return the descriptor, for ``select``."""
-        return self._socket.fileno()
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send one message. Messages are small: the buffer of a socket takes them at once.
-
-        Raises:
-            ClosedError: the other end is gone, or has not read for 5 seconds.
-        """
-        data = json.dumps(message).encode() + b"\n"
-        while data:
-            try:
-                data = data[self._socket.send(data) :]
-            except BlockingIOError:
-                _, ready, _ = select.select([], [self._socket], [], 5.0)
-                if not ready:
-                    raise ClosedError("the other end does not read") from None
-            except OSError as error:
-                raise ClosedError(str(error)) from None
-
-    def receive(self, seconds: float = 0.0) -> list[dict[str, Any]]:
-        """Return the messages that have arrived, after waiting up to ``seconds`` for the first.
-
-        Raises:
-            ClosedError: the other end is gone, or sent something else than messages.
-        """
-        if b"\n" not in self._received and self._socket.fileno() >= 0:
-            select.select([self._socket], [], [], max(0.0, seconds))
-        self._received += self._read()
-        *lines, self._received = self._received.split(b"\n")
-        if len(self._received) > MAX_LINE:
-            raise ClosedError("a message does not end")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):
-            raise ClosedError("what arrived is not a message of this protocol") from None
-        if not all(isinstance(message, dict) for message in messages):
-            raise ClosedError("what arrived is not a message of this protocol")
-        return messages
-
-    def _read(self) -> bytes:
-        try:
-            chunk = self._socket.recv(65536)
-        except BlockingIOError:
-            return b""
-        except ConnectionResetError:
-            chunk = b""
-        except OSError as error:
-            raise ClosedError(error.strerror or str(error)) from None
-        if not chunk:
-            raise ClosedError("the connection was closed")
-        return chunk
-
-    def next(self, seconds: float) -> dict[str, Any] | None:
-        """Return the next message, or None if none arrives within ``seconds``.
-
-        Raises:
-            ClosedError: as for :meth:`receive`.
-        """
-        deadline = time.monotonic() + seconds
-        while not self._waiting:
-            left = deadline - time.monotonic()
-            self._waiting = self.receive(left)
-            if left <= 0:
-                break
-        return self._waiting.pop(0) if self._waiting else None
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._socket.close()
-
-
-def connect(host: str, port: int, seconds: float) -> Connection:
-    """Connect to another host, and retry for ``seconds``, since its command may start later.
-
-    Raises:
-        OSError: why the last attempt failed.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return Connection(socket.create_connection((host, port), timeout=_ATTEMPT))
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(_RETRY)

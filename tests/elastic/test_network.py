@@ -1,22 +1,16 @@
-"""How hosts reach each other: addresses, listening sockets, lines of JSON."""
+"""How hosts reach each other: addresses and listening sockets."""
 
 from __future__ import annotations
 
 import socket
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from shardwise.launch import network
-from shardwise.launch.network import (
-    ClosedError,
-    Connection,
+from shardwise.elastic import network
+from shardwise.elastic.network import (
     address_towards,
     addresses,
-    connect,
     format_endpoint,
     interface_of,
     interface_towards,
@@ -118,79 +112,3 @@ def test_listening_everywhere_is_reached_at_any_address() -> None:
     with listening_everywhere() as listener:
         port = listener.getsockname()[1]
         socket.create_connection(("127.0.0.1", port), timeout=WAIT).close()
-
-
-# -- messages --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[Connection, socket.socket]]:
-    """A connection, and the plain socket at its other end."""
-    with listening("127.0.0.1") as listener:
-        connection = connect("127.0.0.1", listener.getsockname()[1], WAIT)
-        other, _ = listener.accept()
-    with other:
-        yield connection, other
-    connection.close()
-
-
-Pair = tuple[Connection, socket.socket]
-
-
-def test_messages_arrive_whole_and_in_order(pair: Pair) -> None:
-    connection, other = pair
-    assert connection.peer == "127.0.0.1"
-    assert connection.receive() == []
-    other.sendall(b'{"a": 1}\n{"b"')
-    assert connection.receive(WAIT) == [{"a": 1}]
-    other.sendall(b": 2}\n")
-    assert connection.next(WAIT) == {"b": 2}
-    assert connection.next(0.01) is None
-    connection.send({"c": [3]})
-    assert other.recv(100) == b'{"c": [3]}\n'
-
-
-def test_messages_that_came_together_are_taken_one_by_one(pair: Pair) -> None:
-    connection, other = pair
-    other.sendall(b'{"a": 1}\n{"b": 2}\n')
-    assert [connection.next(WAIT), connection.next(0)] == [{"a": 1}, {"b": 2}]
-
-
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\n", b"[1]\n", b"\xff\n", b"[" * 100_000 + b"\n"])
-def test_what_is_no_message_ends_the_connection(pair: Pair, data: bytes) -> None:
-    connection, other = pair
-    sender = threading.Thread(target=other.sendall, args=(data,))
-    sender.start()
-    with pytest.raises(ClosedError, match="is not a message of this protocol"):
-        connection.next(WAIT)
-    sender.join()
-
-
-def test_a_line_without_end_is_cut_off(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "MAX_LINE", 100)
-    connection, other = pair
-    other.sendall(b"x" * 101)
-    with pytest.raises(ClosedError, match="does not end"):
-        connection.receive(WAIT)
-
-
-def test_the_end_of_the_other_side_is_noticed(pair: Pair) -> None:
-    connection, other = pair
-    other.close()
-    with pytest.raises(ClosedError, match="the connection was closed"):
-        connection.receive(WAIT)
-
-
-def test_a_host_is_waited_for_until_it_listens() -> None:
-    with listening("127.0.0.1") as free:
-        port = free.getsockname()[1]
-    began = time.monotonic()
-    with pytest.raises(ConnectionRefusedError):
-        connect("127.0.0.1", port, 0.5)
-    assert time.monotonic() - began >= 0.5
-    listeners: list[socket.socket] = []
-    later = threading.Timer(0.4, lambda: listeners.append(listening("127.0.0.1", port)))
-    later.start()
-    connect("127.0.0.1", port, WAIT).close()
-    later.join()
-    listeners[0].close()

@@ -12,13 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.launch.errors import UserError
+from shardwise.elastic.errors import UserError
 
 # Set by our launcher for its children, in addition to torch's variables.
 PARENT_PID = "SHARDWISE_PARENT_PID"  # the process that must outlive the rank
-REPORT_FD = "SHARDWISE_REPORT_FD"  # pipe for this rank's Report
+REPORT = "SHARDWISE_REPORT"  # file for this rank's stages and its Report
+LOCKED = "SHARDWISE_LOCKED"  # set if the launcher holds the lock of the run's folder
+LOST = "SHARDWISE_LOST"  # who was lost before this generation of ranks began
 JOB = "SHARDWISE_JOB"  # id of the job, the same after a restart
-STORE_FD = "SHARDWISE_STORE_FD"  # rank 0: the listening socket of the store
+
+# Set by a program that runs ranks in workers of its own.
+WORKER_JOB = "SHARDWISE_WORKER_JOB"  # id of the job, the same after a restart
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,13 @@ def find_world(environ: Mapping[str, str] | None = None) -> World | None:
     return World(rank, size, local_rank, local_size)
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def launched_here() -> bool:
     """Whether this process is a rank that our own launcher started."""
     return PARENT_PID in os.environ
@@ -73,12 +84,15 @@ def launched_here() -> bool:
 def job_id() -> str | None:
     """Return the id of the job that this process is a rank of, which stays the same over restarts.
 
-    Our launcher hands one down. Under torchrun it is the process that starts the ranks, again after
+    Our launcher hands one down, and so does a program that runs ranks in workers of its own. Under
+    torchrun it is the process that starts the ranks, again after
     one failed: run ids are names, and two jobs may have the same one. None if nobody restarts the
     job, or if that process cannot be identified.
     """
     if launched_here():
         return os.environ.get(JOB)
+    if WORKER_JOB in os.environ:
+        return os.environ[WORKER_JOB]
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return None

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from shardwise.launch.errors import UserError
-from shardwise.launch.world import JOB, PARENT_PID, World, find_world, job_id
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import JOB, PARENT_PID, WORKER_JOB, World, find_world, job_id
 
 TORCHRUN = {
     "RANK": "3",
@@ -56,6 +56,8 @@ def test_a_job_is_named_by_our_launcher(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(JOB, "of a launcher further up")
     assert job_id() is None
+    monkeypatch.setenv(WORKER_JOB, "of a program with workers")
+    assert job_id() == "of a program with workers"
     monkeypatch.setenv(PARENT_PID, "1")
     assert job_id() == "of a launcher further up"
 
@@ -65,7 +67,7 @@ import subprocess, sys
 for _ in range(2):
     subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)
 """
-RANK = "from shardwise.launch.world import job_id; print(job_id())"
+RANK = "from shardwise.elastic.world import job_id; print(job_id())"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel in /proc")

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from shardwise.launch.errors import Stopped
-from shardwise.launch.rank import (
+from shardwise.elastic.errors import Stopped
+from shardwise.elastic.rank import (
     MAX_TEXT,
     STOP_SIGNALS,
     Ending,
@@ -21,7 +22,7 @@ from shardwise.launch.rank import (
     StopSignals,
     importing,
 )
-from shardwise.launch.world import REPORT_FD
+from shardwise.elastic.world import REPORT
 
 
 def test_what_is_imported_is_not_looked_through_for_garbage() -> None:
@@ -87,6 +88,16 @@ def test_a_signal_during_training_is_noted_once(stages: list[Stage]) -> None:
     assert stages == [Stage.TRAINING, Stage.ENDING], "each stage is reported once"
 
 
+def test_a_rank_that_stops_with_another_is_not_interrupted_again(stages: list[Stage]) -> None:
+    """torchrun sends SIGTERM to the ranks that still write when the first one has ended."""
+    signals = StopSignals(stages.append)
+    signals.install()
+    with signals.deferred():
+        signals.agree(signal.SIGINT)
+    signal.raise_signal(signal.SIGTERM)
+    assert signals.noted == signal.SIGINT
+
+
 def test_signals_that_a_launcher_blocked_are_delivered(stages: list[Stage]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     signals = StopSignals()
@@ -100,9 +111,9 @@ def test_signals_that_a_launcher_blocked_are_delivered(stages: list[Stage]) -> N
 BODY = """
 import errno, os, sys
 from shardwise.errors import PeerLostError
-from shardwise.launch.errors import Stopped, UserError
-from shardwise.launch.rank import run_rank
-from shardwise.launch.world import World
+from shardwise.elastic.errors import Stopped, UserError
+from shardwise.elastic.rank import run_rank
+from shardwise.elastic.world import World
 
 class TryLaterError(UserError):
     passing = True
@@ -128,18 +139,18 @@ run_rank(World(1, 2, 1, 2), body)
         ("raise BrokenPipeError()", 1, Ending.USER, "error: standard output was closed"),
     ],
 )
-def test_a_rank_reports_why_it_ends(body: str, code: int, ending: Ending | None, text: str) -> None:
-    read, write = os.pipe()
+def test_a_rank_reports_why_it_ends(
+    body: str, code: int, ending: Ending | None, text: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "report"
+    file.touch()
     ended = subprocess.run(
         [sys.executable, "-c", BODY.format(body)],
-        env={**os.environ, REPORT_FD: str(write)},
-        pass_fds=[write],
+        env={**os.environ, REPORT: str(file)},
         check=False,
         timeout=60,
     )
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        lines = pipe.read().splitlines()
+    lines = file.read_bytes().splitlines()
     assert ended.returncode == code
     if ending is None:
         assert lines == []

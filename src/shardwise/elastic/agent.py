@@ -1,0 +1,571 @@
+"""The parent of local ranks, on torch's elastic agent: it watches them, and leaves nothing running.
+
+    rendezvous ──> start ──> watch ──┬─ every rank ended well
+        ^                            ├─ one failed: let the others notice, kill, show the first
+        │                            ├─ more hosts join: ask every rank to save and stop
+        │                            └─ a signal: forward it once; a second one kills
+        └── another generation <──────── what follows (membership.py)
+
+torch's agent starts the processes, holds the loop and meets the other hosts through a rendezvous
+handler, ours. What is added here is how ranks are watched: torch's agent ends the other ranks at
+once when one has failed, before it is known which was first, and gives ranks that save no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+from shardwise.elastic.errors import say, signal_name
+from shardwise.elastic.hosts import Command
+from shardwise.elastic.membership import SECONDARY, Next
+from shardwise.elastic.network import interface_towards
+from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result, StoppedBy
+from shardwise.elastic.rank import STOP_SIGNALS, Ending, Report, Stage
+from shardwise.elastic.rendezvous import Order, Rendezvous
+from shardwise.elastic.world import JOB, LOST, PARENT_PID, REPORT, usable_cores
+
+POLL = 0.02  # seconds between looks at the ranks
+SETTLE = 0.5  # seconds to wait after a failure, until other ranks that it affects have reported too
+SAME_SIGNAL = 0.5  # seconds within which a second signal is the same Ctrl-C, delivered twice
+TAIL_LINES = 20
+_DEATH = 30.0  # seconds that a process may take to die of SIGKILL
+
+
+class Signals:
+    """The stop signals of this process, noted from the construction until :meth:`close`."""
+
+    def __init__(self) -> None:
+        self.noted: list[int] = []
+        self._first_at = 0.0
+        self._before: dict[int, Any] = {}
+        with contextlib.suppress(ValueError):  # signals reach the main thread only
+            self._before = {signum: signal.signal(signum, self._note) for signum in STOP_SIGNALS}
+
+    def close(self) -> None:
+        """Restore the handlers."""
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        del frame
+        now = time.monotonic()
+        if not self.noted:
+            self._first_at = now
+        elif now - self._first_at < SAME_SIGNAL:
+            return
+        self.noted.append(signum)
+
+
+class _Phase(enum.Enum):
+    """How far the ranks are."""
+
+    RUNNING = "running"
+    REGROUPING = "regrouping"  # they were asked to save and stop, since more hosts join
+    STOPPING = "stopping"  # they received the signal that asked to stop
+    ENDED = "ended"
+
+
+class Agent(LocalElasticAgent):
+    """Runs one command as the ranks of this host.
+
+    Args:
+        command: gives the program and arguments of a generation, the same for every rank.
+        nproc: number of ranks.
+        rendezvous: where the hosts meet.
+        restarts: how often the job may be restarted after a failure.
+        signals: what asks to stop.
+    """
+
+    def __init__(
+        self, command: Command, nproc: int, rendezvous: Rendezvous, restarts: int, signals: Signals
+    ) -> None:
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=nproc,
+            rdzv_handler=rendezvous,
+            entrypoint=command(0)[0],
+            max_restarts=0,  # it is the rules of the membership that count
+            monitor_interval=POLL,
+        )
+        self._folder = tempfile.TemporaryDirectory(prefix="shardwise-")
+        self._logs = _RankLogs(Path(self._folder.name), rendezvous)
+        super().__init__(spec, self._logs, exit_barrier_timeout=5.0)
+        self._command = command
+        self._meeting = rendezvous
+        self._restarts = restarts
+        self._signals = signals
+        self._ranks: list[LocalRank] = []
+        self._phase = _Phase.RUNNING
+        self._outcome: Outcome | None = None
+        self._stopped_since: float | None = None
+
+    def run_job(self) -> int:
+        """Run the ranks of this host from the first generation to the last.
+
+        Returns:
+            The exit code. When this returns, no rank is running.
+
+        Raises:
+            UserError: the hosts did not come together, or were lost.
+        """
+        try:
+            with _environment():
+                self.run()
+        finally:
+            self._kill_ranks()
+            self._meeting.shutdown()
+            self._folder.cleanup()
+        noted = self._signals.noted
+        verdict, outcome = self._meeting.verdict, self._outcome
+        if outcome is None or verdict is None or verdict.next.begins_again:
+            say("Stopped while waiting for the other hosts.")
+            return 128 + (noted[0] if noted else signal.SIGTERM)
+        return outcome.exit_code or (1 if verdict.text else 0)
+
+    # -- what torch's agent asks for ---------------------------------------------------------------
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        for rank in self._ranks:
+            rank.close()
+        spec, generation = worker_group.spec, self._meeting.generation
+        spec.entrypoint, *arguments = self._command(generation)
+        spec.args = tuple(arguments)
+        self._phase, self._outcome, self._stopped_since = _Phase.RUNNING, None, None
+        # Blocked while ranks start: they inherit the mask, and unblock the signals when they can
+        # tell a stop from a crash.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            pids = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        self._ranks = [
+            LocalRank(worker.global_rank, pids[worker.local_rank], self._logs.of(worker.local_rank))
+            for worker in worker_group.workers
+        ]
+        return dict(pids)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        order = self._meeting.order()
+        if self._outcome is None:
+            self._outcome = self._watch(order)
+            if all(rank.has_stepped for rank in self._ranks):
+                self._meeting.report_step()
+            if self._outcome is not None:
+                self._phase = _Phase.ENDED
+                self._meeting.end(self._outcome)
+        verdict = self._meeting.verdict
+        if verdict is None or self._outcome is None:
+            if self._outcome is not None and len(self._signals.noted) > 1:
+                return RunResult(WorkerState.FAILED)  # nobody wants to wait for the other hosts
+            return RunResult(WorkerState.HEALTHY)
+        self._show_verdict(self._outcome)
+        if verdict.next.begins_again and not self._signals.noted:
+            return RunResult(WorkerState.HEALTHY)  # and the rendezvous asks for the next generation
+        if verdict.next is Next.END and not self._outcome.result.is_failure:
+            ended = {worker.global_rank: None for worker in worker_group.workers}
+            return RunResult(WorkerState.SUCCEEDED, return_values=ended)
+        return RunResult(WorkerState.FAILED)
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:  # torch 2.12 added an argument
+        # Ranks that torch's agent is still to stop have nothing to save: they would have ended.
+        self._kill_ranks()
+        super()._shutdown(*args, **kwargs)
+
+    # -- the ranks ---------------------------------------------------------------------------------
+
+    def _watch(self, order: Order) -> Outcome | None:
+        """Look at the ranks; return how they ended, or None while they run."""
+        for rank in self._ranks:
+            rank.poll()
+        if any(self._has_failed(rank) for rank in self._ranks):
+            return self._by_signal(self._fail())
+        if all(rank.code is not None for rank in self._ranks):
+            return self._by_signal(self._finish())
+        if order is Order.ABORT:
+            self._kill_ranks()
+            return Outcome(1)
+        if len(self._signals.noted) > 1:
+            return self._by_signal(self._kill("at once"))
+        self._ask_to_stop(order)
+        if any(self._has_stopped(rank) for rank in self._ranks):
+            self._stopped_since = self._stopped_since or time.monotonic()
+            if time.monotonic() - self._stopped_since > STOP_GRACE:
+                if self._phase is _Phase.REGROUPING and not self._signals.noted:
+                    return self._end_regrouping()
+                return self._by_signal(self._kill("without waiting for all ranks"))
+        return None
+
+    def _by_signal(self, outcome: Outcome) -> Outcome:
+        if self._signals.noted:
+            interrupted = self._signals.noted[0] == signal.SIGINT
+            by = StoppedBy.INTERRUPT if interrupted else StoppedBy.TERMINATE
+            return replace(outcome, stopped_by=by)
+        if any(self._has_stopped(rank) for rank in self._ranks):
+            return replace(outcome, stopped_by=StoppedBy.RANK)
+        return outcome
+
+    def _has_stopped(self, rank: LocalRank) -> bool:
+        """Whether a rank stopped as asked: it said so, or died of the signal that it was sent."""
+        asked = self._phase in (_Phase.REGROUPING, _Phase.STOPPING)
+        return rank.stopped or (asked and rank.report is None and rank.code in _STOPPED)
+
+    def _has_failed(self, rank: LocalRank) -> bool:
+        return rank.failed and not self._has_stopped(rank)
+
+    def _ask_to_stop(self, order: Order) -> None:
+        """Ask the ranks to stop, once, if a signal or the job asks for it."""
+        if self._phase is not _Phase.RUNNING:
+            return
+        # Ranks that have not completed a step have nothing to save, and would not stop in order.
+        training = all(rank.stage is Stage.TRAINING for rank in self._ranks)
+        if self._signals.noted:
+            self._phase, signum = _Phase.STOPPING, self._signals.noted[0]
+        elif order is Order.SAVE_AND_STOP and training:
+            self._phase, signum = _Phase.REGROUPING, signal.SIGTERM
+        else:
+            return
+        for rank in self._ranks:
+            rank.send(signum)
+
+    def _finish(self) -> Outcome:
+        words = [rank.report for rank in self._ranks if rank.stopped and rank.report]
+        if words:
+            return Outcome(words[0].exit_code, farewell=words[0].text)
+        if any(self._has_stopped(rank) for rank in self._ranks):
+            signum = self._signals.noted[0] if self._signals.noted else signal.SIGTERM
+            return Outcome(128 + signum, farewell=f"Stopped by {signal_name(signum)}.")
+        return Outcome(0)
+
+    def _fail(self) -> Outcome:
+        began = time.monotonic()
+        while any(rank.code is None for rank in self._ranks):
+            limit = SECONDARY if self._lacks_cause() else SETTLE
+            if time.monotonic() - began > limit:
+                break
+            time.sleep(POLL)
+            for rank in self._ranks:
+                rank.poll()
+        failed = [rank for rank in self._ranks if self._has_failed(rank)]
+        secondary = all(rank.is_secondary for rank in failed)
+        if secondary and self._signals.noted:
+            # These ranks lost a peer that had already stopped, as asked.
+            return self._stop_early()
+        if secondary and self._phase is _Phase.REGROUPING:
+            return self._end_regrouping()
+        first = min(failed, key=lambda rank: (rank.is_secondary, rank.failed_at))
+        self._kill_ranks()
+        code = _show(first, self._meeting.nproc * self._meeting.hosts)
+        self._logs.lost = f"rank {first.rank} {_how(first)}"
+        if secondary:
+            return Outcome(code, Result.SECONDARY)
+        mistakes = [rank for rank in failed if rank.report and rank.report.ending is Ending.USER]
+        final = mistakes or self._signals.noted
+        return Outcome(code, Result.FAILED if final else Result.CRASHED)
+
+    def _lacks_cause(self) -> bool:
+        """Whether ranks here were affected by another one here, which has not reported yet."""
+        failed = [rank for rank in self._ranks if self._has_failed(rank)]
+        runs = any(rank.code is None and rank.report is None for rank in self._ranks)
+        is_here = self._meeting.hosts == 1  # else the other hosts are asked, see membership.py
+        is_asked = self._phase is not _Phase.RUNNING or bool(self._signals.noted)
+        return runs and is_here and not is_asked and all(rank.is_secondary for rank in failed)
+
+    def _end_regrouping(self) -> Outcome:
+        # All ranks save together: where one of them has stopped, everything is saved.
+        self._kill_ranks()
+        return Outcome(128 + signal.SIGTERM, stopped_by=StoppedBy.RANK)
+
+    def _stop_early(self) -> Outcome:
+        self._kill_ranks()
+        signum = self._signals.noted[0]
+        say(f"Stopped by {signal_name(signum)} before the first step; there was nothing to save.")
+        return Outcome(128 + signum, Result.FAILED)
+
+    def _kill(self, how: str) -> Outcome:
+        self._kill_ranks()
+        signum = self._signals.noted[0] if self._signals.noted else signal.SIGTERM
+        say(f"Stopped {how} by {signal_name(signum)}; what was not saved is lost.")
+        return Outcome(128 + signum, Result.FAILED)
+
+    def _kill_ranks(self) -> None:
+        killed = [rank for rank in self._ranks if rank.code is None]
+        for rank in killed:
+            rank.send(signal.SIGKILL)
+        deadline = time.monotonic() + _DEATH
+        for rank in killed:
+            rank.wait(deadline)
+        # A rank that is killed cannot show the cursor again that its progress bar hid.
+        if killed:
+            with contextlib.suppress(OSError):
+                if sys.stdout.isatty():
+                    sys.stdout.write("\x1b[?25h\n")
+                    sys.stdout.flush()
+
+    def _show_verdict(self, outcome: Outcome) -> None:
+        """Say how the generation ended and what follows, once."""
+        verdict = self._meeting.take_verdict()
+        if verdict is None:
+            return
+        # A rank says that the job has stopped; say so only if it has.
+        if outcome.farewell and verdict.next in (Next.END, Next.FAIL):
+            say(outcome.farewell)
+        text = verdict.text
+        if self._meeting.is_alone:
+            attempt = self._meeting.generation + 1
+            text = f"{attempt} of {self._restarts}, from the last checkpoint"
+            text = text if verdict.next is Next.RESTART else ""
+        elif text:
+            self._logs.lost = text  # names the host
+        if text:
+            say(f"{verdict.label:<11}{text}")
+
+
+_STOPPED = tuple(-signum for signum in STOP_SIGNALS)
+
+
+class _RankLogs(LogsSpecs):
+    """Where ranks write, and the environment that torch's agent does not set.
+
+    Args:
+        folder: for the output of ranks, and what they report.
+        rendezvous: where the hosts meet.
+
+    Attributes:
+        lost: who was lost in the generation before, and how; empty: nobody was.
+    """
+
+    def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:
+        super().__init__(str(folder))
+        self._folder = folder
+        self._meeting = rendezvous
+        self.lost = ""
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder."""
+        return str(self._folder)
+
+    def of(self, local_rank: int) -> Path:
+        """Return the folder of a rank in this generation."""
+        return self._folder / f"{self._meeting.generation}-{local_rank}"
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Complete the environment of every rank, and return the files for its output."""
+        files = LogsDest()
+        generation = str(self._meeting.generation)
+        threads = str(max(1, usable_cores() // len(envs)))
+        for local_rank, env in envs.items():
+            folder = self.of(local_rank)
+            folder.mkdir()
+            env[PARENT_PID], env[JOB] = str(os.getpid()), self._meeting.job_id
+            env[LOST] = self.lost
+            report = folder / "report"
+            report.touch()  # a rank may fail before anything else is done here
+            env[REPORT] = str(report)
+            env["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+            env["TORCHELASTIC_RESTART_COUNT"] = generation
+            env.setdefault("OMP_NUM_THREADS", threads)
+            self._name_interfaces(env)
+            # Rank 0 writes to the user. The output of the others is kept in case they crash.
+            shown = env["RANK"] == "0"
+            files.stdouts[local_rank] = "" if shown else str(folder / "stdout")
+            files.stderrs[local_rank] = "" if shown else str(folder / "stderr")
+            files.error_files[local_rank] = env["TORCHELASTIC_ERROR_FILE"]
+        return files
+
+    def _name_interfaces(self, env: dict[str, str]) -> None:
+        # Otherwise backends look up the name of this host, which may not resolve, or may resolve to
+        # an address that other hosts cannot reach.
+        interface = interface_towards(self._meeting.nodes.address)
+        if not sys.platform.startswith("linux") or interface is None:
+            return
+        backends = ("GLOO",) if self._meeting.is_alone else ("GLOO", "NCCL")
+        for backend in backends:
+            name = f"{backend}_SOCKET_IFNAME"
+            if name not in os.environ:
+                env[name] = interface
+
+
+class LocalRank:
+    """One child process, with its file for stages and a :class:`Report`, and its output.
+
+    Args:
+        rank: its number among all ranks.
+        pid: its process, which leads a process group.
+        folder: for its files.
+    """
+
+    def __init__(self, rank: int, pid: int, folder: Path) -> None:
+        self.rank = rank
+        self.report: Report | None = None
+        self.stage: Stage | None = None
+        self.has_stepped = False
+        self.ended_at = 0.0
+        self.code: int | None = None  # -9 for SIGKILL; None while the rank is running
+        self._pid = pid
+        self._folder = folder
+        self._file = (folder / "report").open("ab+", buffering=0)
+        self._read = 0
+        self._received = b""
+
+    def poll(self) -> None:
+        """Read what the rank has reported since the last call, and whether it has ended."""
+        self._look()
+        chunk = os.pread(self._file.fileno(), 1 << 20, self._read)
+        self._read += len(chunk)
+        *lines, self._received = (self._received + chunk).split(b"\n")
+        for line in lines:
+            stage = Stage.from_line(line)
+            if stage is not None:
+                self.stage = stage
+                self.has_stepped |= stage is Stage.TRAINING
+            elif self.report is None:
+                self.report = Report.from_json(line)
+
+    def _look(self) -> None:
+        """Look whether the process has ended, and leave the rest to torch, which started it."""
+        if self.code is not None:
+            return
+        try:
+            ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:  # torch was first
+            self.code = 0
+            return
+        if ended is not None:
+            killed = ended.si_code != os.CLD_EXITED
+            self.code = -ended.si_status if killed else ended.si_status
+            self.ended_at = time.monotonic()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank ended, or is about to end, with an error."""
+        if self.report is not None:
+            return self.report.ending is not Ending.STOPPED
+        return self.code is not None and self.code != 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether this rank stopped because a signal asked it to."""
+        return self.report is not None and self.report.ending is Ending.STOPPED
+
+    @property
+    def is_secondary(self) -> bool:
+        """Whether this rank failed only because another one failed first."""
+        return self.report is not None and self.report.ending is Ending.PEER
+
+    @property
+    def failed_at(self) -> float:
+        """When it failed, in seconds on the monotonic clock."""
+        return self.ended_at if self.report is None else self.report.time
+
+    def send(self, signum: int) -> None:
+        """Send a signal, to the process group if it is SIGKILL."""
+        if self.code is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if signum == signal.SIGKILL:
+                os.killpg(self._pid, signum)
+            else:
+                os.kill(self._pid, signum)
+
+    def wait(self, deadline: float) -> None:
+        """Wait until the process has ended, but no longer than until ``deadline``.
+
+        A process that hangs in its device does not even die of SIGKILL.
+        """
+        self._look()
+        while self.code is None and time.monotonic() < deadline:
+            time.sleep(POLL / 4)
+            self._look()
+
+    def tail(self) -> str:
+        """Return the last lines that this rank wrote; none for rank 0, which writes to our own."""
+        lines: list[str] = []
+        for name in ("stdout", "stderr"):
+            with contextlib.suppress(FileNotFoundError), (self._folder / name).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
+                lines += file.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-TAIL_LINES:])
+
+    def close(self) -> None:
+        """Close its file."""
+        self._file.close()
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Set what torch's agent reads from the environment, and keep its log from the user."""
+    ours = {
+        # All hosts run the same number of ranks, so ranks follow from the number of the host.
+        "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
+        # Not those that we handle ourselves, nor SIGHUP, which nohup ignores.
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
+    }
+    before = {name: os.environ.get(name) for name in ours}
+    quit_handler = None
+    with contextlib.suppress(ValueError):
+        quit_handler = signal.getsignal(signal.SIGQUIT)
+    log = logging.getLogger("torch.distributed.elastic")
+    propagates, nothing = log.propagate, logging.NullHandler()
+    os.environ.update(ours)
+    if "LOGLEVEL" not in os.environ:
+        log.propagate = False
+        log.addHandler(nothing)
+    try:
+        yield
+    finally:
+        log.propagate = propagates
+        log.removeHandler(nothing)
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGQUIT, quit_handler)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _how(rank: LocalRank) -> str:
+    """Return in a few words how a rank failed."""
+    if rank.report is not None:
+        return f"failed: {rank.report.text.strip().rpartition(chr(10))[2]}"
+    code = rank.code or 1
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+
+def _show(rank: LocalRank, nproc: int) -> int:
+    """Show the user why a rank failed; return the exit code of the run."""
+    if rank.report is not None:
+        if rank.report.ending is not Ending.USER:
+            say(f"error: rank {rank.rank} of {nproc} failed:")
+        say(rank.report.text)
+        return rank.report.exit_code
+    code, how = rank.code or 1, _how(rank)
+    if -code == signal.SIGKILL:
+        how += " (the system may have run out of memory)"
+    tail = rank.tail()
+    if tail:
+        say(tail)
+    say(f"error: rank {rank.rank} of {nproc} {how}")
+    return 128 - code if code < 0 else code

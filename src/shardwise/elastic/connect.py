@@ -1,0 +1,168 @@
+"""How a rank joins the default process group, under any launcher.
+
+    ours, torchrun     torch's agent serves the store, under torchrun one for all attempts of a job
+    Ray, the user      the process group is there already; whoever created it ends it
+    any other          MASTER_ADDR and MASTER_PORT, where rank 0 serves the store
+
+Nothing here imports torch before a rank connects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import World
+
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: "True" if its agent serves the store
+_ATTEMPT = "shardwise/attempt"  # the key under which rank 0 names the attempt
+_POLL = 0.02  # seconds between looks into the store
+
+
+@contextlib.contextmanager
+def connected(world: World, backend: str, timeout: float | None = None) -> Iterator[None]:
+    """Be a member of the default process group of ``torch.distributed`` during the context.
+
+    A process group that exists already is used, and left to whoever created it.
+
+    Args:
+        world: this rank.
+        backend: for ``init_process_group``, e.g. ``gloo``.
+        timeout: seconds that a collective may take; None for torch's default. A process group that
+            exists keeps its own.
+
+    Raises:
+        PeerLostError: another rank died, or never started.
+        UserError: a process group exists, for another world or without a backend of ``backend``.
+    """
+    import torch.distributed as dist
+
+    from shardwise.transport.peers import Peers, connecting
+
+    exists = dist.is_initialized()
+    if exists:
+        _check_group(world, backend)
+    else:
+        with connecting(world.rank, world.size):
+            _connect(world, backend, None if timeout is None else timedelta(seconds=timeout))
+    yield
+    # Only after success: if a peer is gone, shutting down may wait for it. The barrier keeps the
+    # store of rank 0 alive until no rank needs it.
+    with Peers().collective("the barrier at the end"):
+        dist.barrier()
+    if not exists:
+        dist.destroy_process_group()
+
+
+def _check_group(world: World, backend: str) -> None:
+    """Check that the default process group is that of ``world`` and has all backends."""
+    import torch.distributed as dist
+
+    place = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+    if place != f"rank {world.rank} of {world.size}":
+        raise UserError(
+            f"process group: found {place}, expected rank {world.rank} of {world.size}, as RANK "
+            "and WORLD_SIZE say"
+        )
+    found = _backends(dist.get_backend_config())
+    # One name alone stands for all devices, of which only the CPU is used.
+    needed = _backends(backend) if ":" in backend else {"cpu": backend}
+    if any(found.get(device) != name for device, name in needed.items()):
+        raise UserError(
+            f"process group: found backend {dist.get_backend_config()}, expected {backend}; with "
+            f"Ray Train, pass torch_config=TorchConfig(backend={backend!r}) to TorchTrainer"
+        )
+
+
+def _backends(names: str) -> dict[str, str]:
+    """Return the name of the backend for each device."""
+    import torch.distributed as dist
+
+    return dict(dist.BackendConfig(dist.Backend(names)).get_device_backend_map())
+
+
+def _connect(world: World, backend: str, timeout: timedelta | None) -> None:
+    """Create the default process group."""
+    import torch.distributed as dist
+
+    if os.environ.get(_AGENT_STORE) != str(True):
+        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
+        return
+    store = _store_of_agent(world, timeout)
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
+    )
+
+
+def _store_of_agent(world: World, timeout: timedelta | None) -> Any:
+    """Connect to the store of torch's agent, which outlives its ranks."""
+    import torch.distributed as dist
+    from torch.distributed.constants import default_pg_timeout
+
+    timeout = timeout or default_pg_timeout
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout
+    )
+    return dist.PrefixStore(  # type: ignore[attr-defined]
+        agree_on_attempt(store, world, timeout.total_seconds()), store
+    )
+
+
+def agree_on_attempt(store: Any, world: World, timeout: float) -> str:
+    """Return a prefix for keys that only the ranks of this attempt know.
+
+    The store of torch's agent serves every attempt of a job, and keeps the keys of all: a rank that
+    is started again may read the address of a peer that has ended, and fail to connect
+    (https://github.com/pytorch/pytorch/issues/135712; found again in torch 2.13). No variable of
+    the environment tells attempts apart on all hosts, since each agent counts its own restarts. So
+    rank 0 names the attempt, and answers each rank by a name that the rank has chosen for itself.
+
+    Args:
+        store: of all attempts.
+        world: this rank.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        PeerLostError: a rank did not come in time.
+    """
+    me, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+    if world.rank == 0:
+        store.set(_ATTEMPT, me)
+        for rank in range(1, world.size):
+            key = f"{_ATTEMPT}/{me}/{rank}"
+            _wait(functools.partial(store.check, [key]), world, rank, deadline)
+            store.set(f"{_ATTEMPT}/{me}/{store.get(key).decode()}", "")
+        return f"{_ATTEMPT}/{me}"
+    known = ""
+
+    def is_answered() -> bool:
+        nonlocal known
+        if not store.check([_ATTEMPT]):
+            return False
+        if (attempt := store.get(_ATTEMPT).decode()) != known:  # at first perhaps an earlier one
+            known = attempt
+            store.set(f"{_ATTEMPT}/{known}/{world.rank}", me)
+        return bool(store.check([f"{_ATTEMPT}/{known}/{me}"]))
+
+    _wait(is_answered, world, 0, deadline)
+    return f"{_ATTEMPT}/{known}"
+
+
+def _wait(happens: Callable[[], bool], world: World, peer: int, deadline: float) -> None:
+    """Wait until a rank has done its part."""
+    from shardwise.errors import PeerLostError
+
+    while not happens():
+        if time.monotonic() > deadline:
+            raise PeerLostError(
+                f"rank {world.rank} waited for rank {peer} of {world.size}, which did not connect; "
+                "look for the first error in its output"
+            )
+        time.sleep(_POLL)

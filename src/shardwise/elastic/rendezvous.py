@@ -1,0 +1,850 @@
+"""Where the hosts of a job meet: a torch rendezvous handler for torch's elastic agent.
+
+The hosts share one value, the :class:`Membership`, in any of torch's rendezvous backends. Each of
+them, in a thread beside its agent, counts up a heartbeat once a second, reads the value, adds what
+has happened here, does what is due by the rules, and writes it back if nobody else has meanwhile
+(compare and set). So every host comes to the same decisions, and none is special.
+
+Three things may hold the value:
+
+    --rdzv HOST:PORT                   a store behind a token, which host 0 serves (``store.py``)
+    --rdzv-backend c10d | etcd-v2      torch's own, wherever it runs
+    one host alone                     a store in this process
+
+torch's own handler (``DynamicRendezvousHandler``) is not used. It compares clocks of hosts, numbers
+hosts by their names, unpickles what it is sent, and does not tell the others who was lost.
+
+If the host that serves the store is lost, the others move it. See :meth:`Rendezvous._move`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import socket
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+    create_backend as create_c10d_backend,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+
+from shardwise.elastic.errors import UserError, say
+from shardwise.elastic.hosts import Backend, Nodes, Terms
+from shardwise.elastic.membership import (
+    Host,
+    Loss,
+    Membership,
+    Next,
+    Rules,
+    Standing,
+    Timers,
+    Verdict,
+    counted,
+)
+from shardwise.elastic.network import (
+    address_towards,
+    format_endpoint,
+    listening,
+    parse_endpoint,
+)
+from shardwise.elastic.outcome import Outcome
+from shardwise.elastic.store import (
+    CLOSED,
+    GuardedStore,
+    StoreDroppedError,
+    StoreRefusedError,
+    StoreServer,
+)
+
+SILENCE = 10.0  # seconds without a heartbeat after which a host counts as lost
+BEAT = 1.0  # seconds between heartbeats
+_POLL = 0.1  # seconds between looks at the membership
+_POLL_PER_HOST = 0.005  # seconds for each host, if that is more
+_LINGER = 5.0  # seconds for hosts to read the last verdict
+_GLANCE = 0.02  # seconds between looks at what the thread has read
+_RETRY = 0.3  # seconds between attempts to connect
+_ATTEMPT = 2.0  # seconds for one attempt
+_MOVED = "moved"  # the key that shows newcomers where the hosts meet now: "ID ADDRESS:PORT"
+_VOTE = "vote/"  # before the id of a host: the last membership that it has read
+
+# What a store and a backend raise, ours or torch's, that cannot be reached.
+_FAILURES = (OSError, RuntimeError, RendezvousConnectionError)
+
+_Change = Callable[[Membership], None]
+
+
+class Order(enum.Enum):
+    """What the job asks of the ranks of this host."""
+
+    CONTINUE = "continue"
+    SAVE_AND_STOP = "save and stop"  # once they train, since more hosts join
+    ABORT = "abort"  # at once: the job, or its generation, has ended elsewhere
+
+
+class LostError(UserError):
+    """The rendezvous is gone, or the others have continued without this host."""
+
+    exit_code = 1
+
+
+class Rendezvous(RendezvousHandler):
+    """This host's part in the meeting of all hosts.
+
+    Args:
+        nodes: the job, as this host was given it.
+        nproc: ranks of this host.
+        restarts: how often to restart after a failure, with the hosts that remain.
+        terms: what hosts have to agree on, and how many the job can run over.
+        stopped: whether a signal asked to stop.
+
+    Attributes:
+        nodes: the job.
+        nproc: ranks of this host.
+        generation: the number of the generation that this host takes part in; -1 before the first.
+        hosts: the number of hosts in it.
+        verdict: what followed it; None while it runs.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        nproc: int,
+        restarts: int,
+        terms: Terms | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.nodes, self.nproc = nodes, nproc
+        self.generation, self.hosts = -1, 1
+        self.verdict: Verdict | None = None
+        self._terms = terms or Terms()
+        self._stopped = stopped
+        self._restarts = restarts
+        self._ours = nodes.backend is Backend.OURS and not self.is_alone
+        self._rules = Rules(nodes, self._terms.why_not, quorum=self._ours)
+        self._id = uuid.uuid4().hex
+        self._store: Store | None = None
+        self._backend: RendezvousBackend | None = None
+        self._server: StoreServer | None = None  # if this host serves the rendezvous, or may
+        self._server_port = 0
+        self._met_at = ""  # id of the host to which the meeting has moved
+        self._ranks_store: Store | None = None  # which the ranks use, if this host is first
+        self._seen = Membership()
+        self._changes: deque[_Change] = deque()  # that are not written yet
+        self._facts: list[_Change] = []  # what has happened here in this generation
+        self._failure: BaseException | None = None
+        self._said = True  # whether the verdict was taken
+        self._noticed: int | None = None  # how many notices were said
+        self._has_stepped = False
+        self._timers = Timers()
+        self._beaten = self._turned = 0.0  # when the thread did that last
+        self._checked = self._resumed = 0.0
+        self._woke: int | None = None  # the generation in which this host was suspended
+        self._paused = 0.0  # seconds, the longest pause before or in the last turn
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._keep_in_touch, daemon=True)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the job is on this host alone."""
+        return self.nodes.count == 1 and not self.nodes.is_elastic
+
+    # -- what torch's agent asks -------------------------------------------------------------------
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for all hosts of the next generation.
+
+        Raises:
+            UserError: this host is refused, or not all hosts came in time.
+            LostError: the rendezvous is gone, or the others have continued without this host.
+            RendezvousGracefulExitError: a signal asked to stop.
+        """
+        listener = listening(self.nodes.address if self.is_alone else self._own_address())
+        try:
+            port = listener.getsockname()[1]
+            if self._store is None:
+                try:
+                    self._join()
+                except _FAILURES as error:  # the other end has gone in the middle of it
+                    reason = error.__cause__ or error
+                    raise UserError(f"--rdzv: {reason}") from error
+            else:
+                self._facts.clear()
+            seen = self._wait_for_generation(port)
+            members = sorted(seen.members, key=lambda host: host.number)
+            index = next(at for at, host in enumerate(members) if host.id == self._id)
+            first = members[0]
+            self._ranks_store = None  # closes that of the generation before
+            if index == 0:
+                self._ranks_store = TCPStore(
+                    first.address,
+                    port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=listener.detach(),
+                )
+        finally:
+            listener.close()
+        self.generation, self.hosts = seen.generation, len(members)
+        self.verdict, self._said, self._has_stepped = None, False, False
+        if self.nodes.is_elastic:
+            self._describe(index)
+        assert self._store is not None
+        store = PrefixStore(f"{self.nodes.job}/{self.generation}", self._store)
+        where = RendezvousStoreInfo(first.address, first.store_port)
+        return RendezvousInfo(store, index, len(members), where)
+
+    def num_nodes_waiting(self) -> int:
+        """Return 1 if another generation follows this one, else 0."""
+        return int(self.verdict is not None and self.verdict.next.begins_again)
+
+    def is_closed(self) -> bool:
+        """Whether the job is over."""
+        return self._seen.is_over
+
+    def set_closed(self) -> None:
+        """Do nothing: the job is over when its ranks have ended, see :meth:`end`."""
+
+    def shutdown(self) -> bool:
+        """Leave, once the other hosts have had time to read what follows."""
+        deadline = time.monotonic() + _LINGER
+        self._post(self._note_leaving)
+        while (self._changes or self._is_needed()) and time.monotonic() < deadline:
+            if not self._thread.is_alive():
+                break
+            time.sleep(_GLANCE)
+        self._closing.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * SILENCE)
+        if isinstance(self._store, GuardedStore):
+            self._store.close()
+        if self._server is not None:
+            self._server.close()
+        self._ranks_store = None
+        return True
+
+    def get_backend(self) -> str:
+        """Return the name of the backend."""
+        return "shardwise" if self._backend is None else self._backend.name
+
+    def get_run_id(self) -> str:
+        """Return the name of the job."""
+        return self.nodes.job
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether ranks use the store that the first host serves for them."""
+        return True
+
+    # -- what our agent asks and reports -----------------------------------------------------------
+
+    def order(self) -> Order:
+        """Return what the job asks of this host's ranks. Call it often.
+
+        Raises:
+            LostError: the rendezvous is gone, or the others have continued without this host.
+        """
+        self._check()
+        seen = self._seen
+        self._say_news(seen)
+        parted = seen.parted.get(self._id)
+        if parted is not None:
+            self.verdict = parted
+        elif seen.host(self._id) is None or seen.generation > self.generation:
+            raise self._left_behind()
+        elif seen.generation == self.generation:
+            self.verdict = seen.verdict
+        if self.verdict is not None:
+            return Order.ABORT
+        return Order.SAVE_AND_STOP if seen.regrouping else Order.CONTINUE
+
+    def report_step(self) -> None:
+        """Report, once per generation, that all ranks of this host have completed a step."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            at = self.generation
+            self._post(lambda seen: seen.note_step(self._id, at))
+
+    def end(self, outcome: Outcome) -> None:
+        """Report how this host's ranks ended; ``verdict`` is set when it is known what follows."""
+        at = self.generation
+        self._post(lambda seen: seen.note_end(self._id, at, outcome, self.nodes))
+
+    @property
+    def job_id(self) -> str:
+        """Tells the job from every other one; the same after a restart, and on all hosts."""
+        return self._seen.job
+
+    def take_verdict(self) -> Verdict | None:
+        """Return what follows the generation, once."""
+        if self._said:
+            return None
+        self._said = self.verdict is not None
+        return self.verdict
+
+    # -- meeting -----------------------------------------------------------------------------------
+
+    def _own_address(self) -> str:
+        """Return the address at which the other hosts reach this one."""
+        nodes = self.nodes
+        if nodes.rank == 0 and nodes.backend is Backend.OURS:
+            return nodes.address
+        try:
+            return address_towards(nodes.address)
+        except OSError as error:
+            raise self._unreachable(error) from None
+
+    def _join(self) -> None:
+        """Take part in the job, or be refused."""
+        if self.is_alone:
+            store: Store = HashStore()
+            self._use(store, C10dRendezvousBackend(store, self.nodes.job))
+        elif self._ours:
+            self._join_ours()
+        else:
+            self._use(*self._torchs())
+        assert self._store is not None
+        if self.nodes.rank != 0:
+            self._wait_for_host_0(self._store)
+        elif not self._has_begun():
+            self._store.set(self._terms_key, json.dumps(self._agreed()))
+        self._compare(self._store)
+        self._store.add(self._beat_key(self._id), 1)
+        me = Host(self._id, self.nodes.rank, self._own_address(), self._server_port)
+        self._post(lambda seen: seen.admit(replace(me), self.nodes))
+        self._turned = time.monotonic()
+        self._thread.start()
+
+    def _meet_at(self, server: str, store: Store) -> None:
+        """Use the meeting that has moved to a host, which may have served another one before."""
+        if isinstance(self._store, GuardedStore):
+            self._store.close()
+        self._met_at = server
+        self._use(store, C10dRendezvousBackend(store, f"{self.nodes.job}/{server}"))
+
+    def _use(self, store: Store, backend: RendezvousBackend) -> None:
+        self._store, self._backend = store, backend
+
+    def _join_ours(self) -> None:
+        nodes = self.nodes
+        if nodes.rank == 0:
+            try:
+                listener = listening(nodes.address, nodes.port)
+            except OSError as error:
+                raise UserError(
+                    f"--rdzv: host 0 cannot listen at {nodes.where} ({error.strerror or error}); "
+                    "expected an address of this host, and a free port"
+                ) from None
+        else:
+            listener = listening(self._own_address())  # in case that host 0 is lost
+        self._server_port = listener.getsockname()[1]
+        self._server = StoreServer(listener, nodes.token)
+        self._server.start()
+        store = self._connect(nodes.address, nodes.port, nodes.timeout)
+        self._use(store, C10dRendezvousBackend(store, self.nodes.job))
+
+    def _connect(self, address: str, port: int, seconds: float) -> GuardedStore:
+        """Connect to a host that serves the rendezvous; its command may start later."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return GuardedStore(address, port, self.nodes.token, self._id, SILENCE)
+            except StoreRefusedError as error:
+                raise UserError(f"--rdzv: {error}") from None
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise self._unreachable(error) from None
+            if self._stopped():
+                raise RendezvousGracefulExitError("a signal asked to stop")
+            time.sleep(_RETRY)
+
+    def _unreachable(self, error: OSError) -> UserError:
+        nodes = self.nodes
+        return UserError(
+            f"--rdzv: host 0 cannot be reached at {nodes.where} for {nodes.timeout:.0f} s "
+            f"({error.strerror or error}); is the command running there, and the port open? "
+            "`shardwise doctor` checks further"
+        )
+
+    def _torchs(self) -> tuple[Store, RendezvousBackend]:
+        """Connect to one of torch's backends."""
+        nodes = self.nodes
+        parameters = RendezvousParameters(
+            nodes.backend.value,
+            nodes.where,
+            nodes.job,
+            nodes.least or 1,
+            nodes.count,
+            read_timeout=int(SILENCE),
+        )
+        create: Any = create_c10d_backend
+        if nodes.backend is Backend.ETCD:
+            from torch.distributed.elastic.rendezvous import etcd_rendezvous_backend
+
+            create = etcd_rendezvous_backend.create_backend
+        try:
+            backend, store = create(parameters)
+        except Exception as error:
+            reason = " ".join(str(error.__cause__ or error).split())
+            raise UserError(
+                f"--rdzv: the {nodes.backend.value} backend cannot be reached at {nodes.where} "
+                f"({reason})"
+            ) from None
+        return store, backend
+
+    def _agreed(self) -> dict[str, Any]:
+        """Return what all hosts have to agree on."""
+        facts: dict[str, Any] = {"--nnodes": self.nodes.nnodes, "--nproc": self.nproc}
+        facts |= {name: _version(name) for name in ("shardwise", "torch")}
+        if self.nodes.is_elastic:
+            facts |= self._terms.options
+        agreed: dict[str, Any] = json.loads(json.dumps(facts))
+        return agreed
+
+    def _compare(self, store: Store) -> None:
+        """Compare what all hosts have to agree on with what host 0 has."""
+        facts, expected = self._agreed(), json.loads(store.get(self._terms_key))
+        for name in {**facts, **expected}:
+            if facts.get(name) != expected.get(name):
+                raise UserError(
+                    f"{name}: found {facts.get(name)}, expected {expected.get(name)}, as host 0 has"
+                )
+
+    def _has_begun(self) -> bool:
+        """Whether the job has begun. A store of torch's may hold one of this name that is over."""
+        assert self._backend is not None
+        found = self._backend.get_state()
+        return found is not None and (self._ours or not Membership.read(found[0]).is_over)
+
+    def _wait_for_host_0(self, store: Store) -> None:
+        deadline = time.monotonic() + self.nodes.timeout
+        while not (store.check([self._terms_key]) and (self._ours or self._has_begun())):
+            if self._stopped():
+                raise RendezvousGracefulExitError("a signal asked to stop")
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"--rdzv: host 0 did not come to {self.nodes.where} within "
+                    f"{self.nodes.timeout:.0f} s; is the command running there?"
+                )
+            time.sleep(_POLL)
+
+    def _wait_for_generation(self, store_port: int) -> Membership:
+        after = self.generation
+        self._post_ready(after, store_port)
+        while True:
+            self._check()
+            seen = self._seen
+            last = seen.parted.get(self._id, seen.verdict if seen.is_over else None)
+            if last is not None:
+                kind = LostError if last.next is Next.FAIL else UserError
+                raise kind(last.text or f"--rdzv: the job at {self.nodes.where} has ended")
+            me = seen.host(self._id)
+            if me is not None:
+                if self._noticed is None:  # the first time that this host is among the others
+                    self._noticed = seen.noticed
+                    if me.standing is Standing.JOINING:
+                        say("hosts      the other hosts save first, and continue with this host")
+                self._say_news(seen)
+                if seen.generation > after and me.standing is not Standing.JOINING:
+                    if seen.is_running:
+                        return seen
+                    after = seen.generation  # it ended before this host has seen it
+                    self._post_ready(after, store_port)
+            if self._stopped():
+                raise RendezvousGracefulExitError("a signal asked to stop")
+            time.sleep(_GLANCE)
+
+    def _post_ready(self, generation: int, store_port: int) -> None:
+        self._post(lambda seen: seen.note_ready(self._id, generation, store_port))
+
+    def _say_news(self, seen: Membership) -> None:
+        unread = seen.noticed - (self._noticed or 0)
+        for text in seen.notices[max(0, len(seen.notices) - unread) :]:
+            say(f"hosts      {text}")
+        self._noticed = seen.noticed
+
+    def _describe(self, index: int) -> None:
+        first = index * self.nproc
+        last = first + self.nproc - 1
+        ranks = f"rank {last}" if self.nproc == 1 else f"ranks {first} to {last}"
+        size = self.hosts * self.nproc
+        say(f"hosts      {counted(self.hosts)}; {ranks} of {size} here")
+
+    # -- staying in touch --------------------------------------------------------------------------
+
+    def _post(self, change: _Change) -> None:
+        """Change the membership, soon."""
+        self._facts.append(change)
+        self._changes.append(change)
+        self._wake.set()
+
+    def _check(self) -> None:
+        """Raise what has ended the thread."""
+        if self._failure is not None:
+            raise self._failure
+        now = time.monotonic()
+        if now - self._checked > SILENCE / 2:
+            self._resumed = now  # this process was suspended, and so was the thread
+        self._checked = now
+        if self._thread.is_alive() and now - max(self._turned, self._resumed) > 3 * SILENCE:
+            raise LostError(self._lost(f"no answer for {3 * SILENCE:.0f} s"))
+
+    def _lost(self, why: str) -> str:
+        return (
+            f"{self._server_name()} was lost: {why}; the job ends here. Start it again on all "
+            "hosts with --auto-resume"
+        )
+
+    def _server_name(self) -> str:
+        server = self._seen.host(self._seen.server)
+        name = f"host 0 ({self.nodes.where})"
+        if server is not None and self._seen.moves:
+            name = f"host {server.number} ({format_endpoint(server.address, server.port)})"
+        return name
+
+    def _note_leaving(self, seen: Membership) -> None:
+        if not seen.is_over:
+            seen.note_lost(self._id, Loss.DEAD, "its command has ended")
+
+    def _left_behind(self) -> LostError:
+        follows = "Once they have ended, start the job again on all hosts with --auto-resume"
+        if self.nodes.is_elastic:
+            follows = "Start the same command here again to join them"
+        return LostError(
+            f"{self._server_name()} was lost: this host was suspended, and counts as lost; the "
+            f"others have gone on without it. {follows}"
+        )
+
+    def _is_needed(self) -> bool:
+        """Whether other hosts have not read yet what follows, in the store that is served here."""
+        if not self._serves or self._server is None:
+            return False
+        seen = self._seen
+        if seen.is_over:
+            return any(name != self._id for name in self._server.clients())
+        return seen.generation == self.generation and not all(host.ready for host in seen.hosts)
+
+    def _keep_in_touch(self) -> None:
+        try:
+            while not self._closing.is_set():
+                # With many hosts less often, so that the one that serves them has time for them.
+                self._wake.wait(max(_POLL, _POLL_PER_HOST * len(self._seen.hosts)))
+                self._wake.clear()
+                try:
+                    self._turn()
+                except _FAILURES as error:
+                    if not self._closing.is_set():
+                        self._recover(error)
+        except BaseException as error:  # the agent must learn of it, whatever it is
+            self._failure = error
+
+    def _turn(self) -> None:
+        self._paused = 0.0
+        self._look_for_pause()
+        if not self.is_alone and self._turned - self._beaten >= BEAT:
+            self._beaten = self._turned
+            self._beat()
+        if self._serves:
+            self._look_for_closed()
+        if self._ours and self.generation < 0:
+            self._go_where_they_meet()
+        self._update()
+        self._turned = time.monotonic()
+
+    def _look_for_pause(self) -> None:
+        """Note that this host was suspended, if the last call is too long ago.
+
+        It may have been at any place, so this comes before each decision on what others have done.
+        """
+        now = time.monotonic()
+        pause, self._turned = now - self._turned, now
+        self._paused = max(self._paused, pause)
+        if pause > SILENCE / 2:
+            self._timers = Timers()
+            self._woke = self.generation
+
+    def _beat(self) -> None:
+        """Count up this host's heartbeat, and look for those of the others."""
+        assert self._store is not None
+        self._store.add(self._beat_key(self._id), 1)
+        others = [host.id for host in self._seen.hosts if host.id != self._id]
+        if not self._store.check([self._beat_key(id_) for id_ in others]):
+            # After a move, hosts that have not come yet have none.
+            others = [id_ for id_ in others if self._store.check([self._beat_key(id_)])]
+        if not others:
+            return
+        beats = self._store.multi_get([self._beat_key(id_) for id_ in others])
+        self._look_for_pause()
+        for id_, beat in zip(others, beats, strict=True):
+            # One beat less: the last one may have come that long before it was read.
+            if self._timers.elapsed(f"beat of {id_}", beat) > SILENCE - BEAT:
+                self._note_lost(id_, Loss.SILENT, f"no sign of life for {SILENCE:.0f} s")
+
+    @property
+    def _terms_key(self) -> str:
+        return f"{self.nodes.job}/terms"
+
+    @property
+    def _serves(self) -> bool:
+        """Whether this host serves the rendezvous."""
+        return self._ours and self._seen.server == self._id
+
+    def _look_for_closed(self) -> None:
+        """Note the hosts whose connections have ended."""
+        assert self._store is not None
+        for host in self._seen.hosts:
+            if host.id == self._id or host.loss is Loss.DEAD:
+                continue
+            if self._store.check([CLOSED + host.id]):
+                why = self._store.get(CLOSED + host.id).decode()
+                is_dead = _refuses(host)
+                # While this host was suspended, the others may have continued, and ended since.
+                self._look_for_pause()
+                is_dead = is_dead and self._woke != self._seen.generation
+                self._note_lost(host.id, Loss.DEAD if is_dead else Loss.SILENT, why)
+
+    def _go_where_they_meet(self) -> None:
+        """Go on from ``--rdzv`` to where the hosts meet now, if they have moved.
+
+        A host 0 that was started again may serve newcomers there as well, until all have gone on.
+        """
+        assert self._store is not None
+        if self._seen.generation >= 0 or not self._store.check([_MOVED]):
+            return
+        server, _, endpoint = self._store.get(_MOVED).decode().partition(" ")
+        where = parse_endpoint(endpoint)
+        if where is None or server == self._met_at:
+            return
+        try:
+            store = GuardedStore(*where, self.nodes.token, self._id, SILENCE)
+        except OSError:
+            return  # lost as well; whoever follows it will say so here
+        try:
+            self._compare(store)
+        except BaseException:
+            store.close()
+            raise
+        self._meet_at(server, store)
+        self._seen, self._noticed = Membership(), None
+        self._repeat()
+
+    def _guide_newcomers(self) -> None:
+        """Show hosts that come to ``--rdzv`` where the hosts meet now, which this host serves."""
+        nodes = self.nodes
+        name, here = f"guide {self._id}", self._here()
+        while self._serves and not self._closing.wait(BEAT):
+            with contextlib.suppress(OSError):
+                guide = GuardedStore(nodes.address, nodes.port, nodes.token, name, _ATTEMPT)
+                with contextlib.closing(guide):
+                    guide.set(_MOVED, here)
+
+    def _here(self) -> str:
+        return f"{self._id} {format_endpoint(self._own_address(), self._server_port)}"
+
+    def _beat_key(self, id_: str) -> str:
+        return f"{self.nodes.job}/beat/{id_}"
+
+    def _note_lost(self, id_: str, loss: Loss, why: str) -> None:
+        self._changes.append(lambda seen: seen.note_lost(id_, loss, why))
+
+    def _update(self) -> None:
+        """Read the membership, add what has happened here, and write it back."""
+        assert self._backend is not None
+        while True:
+            posted = list(self._changes)
+            found = self._backend.get_state()
+            seen, token = (None, None) if found is None else (Membership.read(found[0]), found[1])
+            if seen is None or (seen.is_over and not self._ours and not self._is_known(seen)):
+                if self.nodes.rank != 0:
+                    return  # host 0 begins
+                seen = Membership(restarts=self._restarts, server=self._id)
+            self._look_for_pause()
+            for change in posted:
+                change(seen)
+            seen.advance(self._rules, self._timers)
+            data = seen.written()
+            if found is not None and data == found[0]:
+                break
+            answer = self._backend.set_state(data, token)
+            if answer is not None and answer[2]:
+                break
+        for _ in posted:
+            self._changes.popleft()
+        before, self._seen = self._seen, seen
+        is_known = seen.host(self._id) is not None or self._id in seen.parted
+        leaves = seen.is_over or self._note_leaving in posted
+        if before.host(self._id) is not None and not is_known and not leaves:
+            raise self._left_behind()
+        if self._serves and self._server is not None:
+            # One that went silent and comes back finds out that the others have continued.
+            for host in before.hosts:
+                gone = seen.host(host.id) is None and host.id not in seen.parted
+                if gone and host.id != self._id:
+                    self._server.drop(host.id, "counts as lost")
+
+    # -- moving the rendezvous ---------------------------------------------------------------------
+
+    def _is_known(self, seen: Membership) -> bool:
+        """Whether this host has to do with what a store holds, and not with a job before."""
+        return seen.host(self._id) is not None or self._id in seen.parted or self.generation >= 0
+
+    def _recover(self, error: BaseException) -> None:
+        """Go on after the store failed: meet elsewhere if that is sound, or raise why not."""
+        seen, cause = self._seen, error.__cause__ or error
+        silent = isinstance(cause, TimeoutError)
+        why = f"no sign of life for {SILENCE:.0f} s" if silent else "the connection was closed"
+        gap = max(self._paused, time.monotonic() - self._turned)
+        suspended = gap > (2 * SILENCE if silent else SILENCE / 2)
+        if suspended or isinstance(cause, StoreDroppedError):
+            raise self._left_behind() from error
+        me = seen.host(self._id)
+        if not self._ours or me is None or seen.server == self._id or seen.is_over:
+            raise LostError(self._lost(why)) from error
+        if seen.generation < 0:
+            raise LostError(self._lost(why)) from error
+        is_loss = seen.host(seen.server) is not None  # or it has left in order
+        if seen.is_running and is_loss and not seen.restarts:
+            raise LostError(self._lost(why)) from error
+        self._move(why, silent, error)
+
+    def _move(self, why: str, silent: bool, error: BaseException) -> None:
+        """Meet at the host with the lowest number, of those that can be reached.
+
+        Two halves of a job must never both continue. A host whose system refuses connections at its
+        port has ended. A host that is silent may continue, so a majority of the others is needed.
+        """
+        seen = self._seen
+        server = seen.host(seen.server)
+        gone = [] if server is None else [server]
+        dead = set() if silent else {host.id for host in gone if _refuses(host)}
+        voters = [host for host in seen.members if host.loss is Loss.NONE]
+        for host in sorted(voters, key=lambda voter: voter.number):
+            if host.id == self._id:
+                self._serve(voters, gone, dead, why, error)
+                return
+            if host.id == seen.server:
+                continue
+            if self._follow(host, time.monotonic() + 2 * SILENCE):
+                return
+            gone.append(host)
+            if _refuses(host):
+                dead.add(host.id)
+        raise LostError(self._lost(why)) from error
+
+    def _follow(self, host: Host, deadline: float) -> bool:
+        """Meet at another host, once it serves the rendezvous; return whether it does."""
+        vote = f"{_VOTE}{self._id}"
+        try:
+            store = GuardedStore(host.address, host.port, self.nodes.token, self._id, SILENCE)
+        except OSError:
+            return False
+        try:
+            store.set(vote, self._seen.written())
+            while not store.check([_MOVED]) or not store.get(_MOVED).startswith(host.id.encode()):
+                if time.monotonic() > deadline or self._closing.is_set():
+                    store.delete_key(vote)
+                    store.close()
+                    return False
+                self._closing.wait(_POLL)
+            self._meet_at(host.id, store)
+        except _FAILURES:
+            store.close()
+            return False
+        self._repeat()
+        return True
+
+    def _serve(
+        self, voters: list[Host], gone: list[Host], dead: set[str], why: str, error: BaseException
+    ) -> None:
+        """Serve the rendezvous, if the hosts that come here are enough."""
+        try:
+            address = self._own_address()
+            store = GuardedStore(address, self._server_port, self.nodes.token, self._id, SILENCE)
+        except (UserError, *_FAILURES):  # its own link is down
+            raise LostError(self._lost(why)) from error
+        others = [host.id for host in voters if host not in gone and host.id != self._id]
+        needed = len(voters) - len(dead)
+        began = time.monotonic()
+        while True:
+            came = [id_ for id_ in others if self._votes_here(store, id_)]
+            waited = time.monotonic() - began
+            enough = 2 * (1 + len(came)) > needed
+            if len(came) == len(others) or (enough and waited > SILENCE / 2):
+                break
+            if waited > 1.5 * SILENCE:
+                break
+            self._closing.wait(_POLL)
+        if not enough:
+            store.close()
+            raise LostError(self._lost(why)) from error
+        # Some may have read later changes than this host.
+        known = [self._seen, *(Membership.read(store.get(f"{_VOTE}{id_}")) for id_ in came)]
+        seen = max(known, key=lambda each: (each.generation, not each.is_running, each.noticed))
+        for host in gone:
+            seen.note_lost(host.id, Loss.DEAD if host.id in dead else Loss.SILENT, why)
+        seen.server, seen.moves = self._id, seen.moves + 1
+        self._meet_at(self._id, store)
+        assert self._backend is not None
+        for host in seen.hosts:  # one that does not come is silent
+            store.add(self._beat_key(host.id), 0)
+        store.set(self._terms_key, json.dumps(self._agreed()))
+        self._backend.set_state(seen.written())
+        store.set(_MOVED, self._here())
+        self._seen = seen
+        self._repeat()
+        if self.nodes.is_elastic:
+            threading.Thread(target=self._guide_newcomers, daemon=True).start()
+
+    def _votes_here(self, store: Store, id_: str) -> bool:
+        return store.check([f"{_VOTE}{id_}"]) and not store.check([CLOSED + id_])
+
+    def _repeat(self) -> None:
+        """Report again what the hosts that meet now may not have read."""
+        assert self._store is not None
+        self._store.add(self._beat_key(self._id), 1)
+        self._changes = deque(self._facts)
+        self._timers = Timers()
+        self._turned = time.monotonic()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # it runs from its source, and is not installed
+        return "not installed"
+
+
+def _refuses(host: Host) -> bool:
+    """Whether the system of a host answers that nothing listens at its port: it has ended."""
+    deadline = time.monotonic() + _ATTEMPT
+    while time.monotonic() < deadline:  # a process that ends closes one socket after the other
+        try:
+            socket.create_connection((host.address, host.port), timeout=_ATTEMPT).close()
+        except ConnectionRefusedError:
+            return True
+        except ConnectionResetError:
+            pass
+        except OSError:
+            return False
+        time.sleep(_POLL)
+    return False

@@ -1,0 +1,611 @@
+"""Keys and values that the hosts of a job share, served to the holders of a token only.
+
+Both ends prove with HMAC-SHA256 over fresh nonces that they hold the token, and sign every message
+that follows. The server parses nothing that others send. Messages are signed, not encrypted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import itertools
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.distributed_c10d import Store
+
+from shardwise.elastic.network import format_endpoint
+
+CLOSED = "closed/"  # the server sets this key plus a client's name when it loses the client
+SERVER = "server/"  # only the server's own process sets the keys that begin with it
+MAX_MESSAGE = 2**20  # bytes
+
+_MAGIC = b"shardwise-store1"  # names the protocol and its version
+_NONCE = 32  # bytes
+_MAC = 32  # bytes of HMAC-SHA256
+_REFUSED = bytes(_MAC)  # in place of the server's proof
+_HANDSHAKE = 5.0  # seconds for a client to prove that it holds the token
+_MAX_STRANGERS = 256  # connections that have not; the oldest gives way to the next
+_TICK = 0.01  # seconds
+# So that a flood takes little time from the ranks of this host, and so that a client has at least
+# _TICK * _MAX_STRANGERS / _ACCEPTS_PER_TICK = 0.25 s until others push it out.
+_ACCEPTS_PER_TICK = 10
+_POLLS = 0.01, 0.2  # seconds between two looks for a key: at first, and later
+_WAIT = 0.25  # seconds that a client waits at a time
+_UNASKED = bytes(8)  # number of a message that answers no request
+
+
+class StoreTimeoutError(DistStoreError, TimeoutError):
+    """A key was not set in time. The server answers."""
+
+
+class StoreSilentError(DistNetworkError, TimeoutError):
+    """The server does not answer: its host hangs or cannot be reached."""
+
+
+class StoreClosedError(DistNetworkError, ConnectionError):
+    """The connection to the server has ended."""
+
+
+class StoreDroppedError(StoreClosedError):
+    """The server dropped this client on purpose."""
+
+
+class StoreRefusedError(StoreClosedError):
+    """The other end is no store, or it has another token."""
+
+
+class _ProtocolError(ConnectionError):
+    """What arrived is not a message of this protocol, or is not signed with the token."""
+
+
+class _Session:
+    """Messages between two holders of a token. Each is valid once, and in its place.
+
+    Args:
+        token: the shared secret.
+        nonces: of the client and of the server, fresh for this connection.
+        own: this end, ``b"client"`` or ``b"server"``.
+        other: the other end.
+    """
+
+    def __init__(self, token: bytes, nonces: bytes, own: bytes, other: bytes) -> None:
+        self.proof, self._others_proof, self._sending, self._receiving = (
+            hmac.digest(token, purpose + end + nonces, "sha256")
+            for purpose in (b"proof of ", b"messages of ")
+            for end in (own, other)
+        )
+        self._sent = self._received = 0
+
+    def is_proof(self, proof: bytes) -> bool:
+        """Whether the other end holds the token."""
+        return hmac.compare_digest(proof, self._others_proof)
+
+    def seal(self, *fields: bytes) -> bytes:
+        """Return the message of these fields, as it is sent.
+
+        Raises:
+            ValueError: it is too long.
+        """
+        payload = b"".join(len(field).to_bytes(4) + field for field in fields)
+        if len(payload) > MAX_MESSAGE:
+            raise ValueError(f"found {len(payload)} bytes, expected at most {MAX_MESSAGE}")
+        mac = hmac.digest(self._sending, self._sent.to_bytes(8) + payload, "sha256")
+        self._sent += 1
+        return len(payload).to_bytes(4) + mac + payload
+
+    @staticmethod
+    def rest(head: bytes) -> int:
+        """Return how many bytes of a message follow the first 4."""
+        length = int.from_bytes(head)
+        if length > MAX_MESSAGE:
+            raise _ProtocolError("what arrived is not a message of this protocol")
+        return _MAC + length
+
+    def open(self, rest: bytes) -> list[bytes]:
+        """Return the fields of the next message, given all but its first 4 bytes."""
+        payload = rest[_MAC:]
+        mac = hmac.digest(self._receiving, self._received.to_bytes(8) + payload, "sha256")
+        if not hmac.compare_digest(rest[:_MAC], mac):
+            raise _ProtocolError("what arrived is not signed with the token")
+        self._received += 1
+        fields, at = [], 0
+        while at < len(payload):
+            start, at = at + 4, at + 4 + int.from_bytes(payload[at : at + 4])
+            fields.append(payload[start:at])
+        return fields
+
+
+def _carry_out(values: dict[bytes, bytes], request: bytes, arguments: list[bytes]) -> list[bytes]:
+    """Carry out a request of a client, and return the answer.
+
+    Raises:
+        ValueError: it makes no sense, or it changes a key of the server.
+    """
+    if request in (b"set", b"add", b"compare_set", b"delete_key"):
+        for key in arguments[::2] if request == b"set" else arguments[:1]:
+            if key.startswith(SERVER.encode()):
+                raise ValueError(f"found the key {key!r}, expected none that begins with {SERVER}")
+    match request, arguments:
+        case b"set", pairs:
+            values.update(zip(pairs[::2], pairs[1::2], strict=True))
+            return [b"done"]
+        case b"get", keys if all(key in values for key in keys):
+            return [b"done", *_that_fit([values[key] for key in keys])]
+        case b"get", _:
+            return [b"missing"]
+        case b"check", keys:
+            return [b"done" if all(key in values for key in keys) else b"missing"]
+        case b"add", [key, amount]:
+            values[key] = b"%d" % (int(values.get(key, b"0")) + int(amount))
+            return [b"done", values[key]]
+        case b"compare_set", [key, expected, desired]:
+            if values.get(key, b"") == expected:
+                values[key] = desired
+            return [b"done", values.get(key, expected)]
+        case b"delete_key", [key]:
+            return [b"missing" if values.pop(key, None) is None else b"done"]
+        case b"num_keys", []:
+            return [b"done", b"%d" % len(values)]
+    raise ValueError(f"found request {request!r} with {len(arguments)} arguments")
+
+
+def _that_fit(values: list[bytes]) -> list[bytes]:
+    """Return the first values, at least one, that one message can hold."""
+    sizes = itertools.accumulate(4 + len(value) for value in values)
+    return values[: max(1, sum(size < MAX_MESSAGE - 64 for size in sizes))]
+
+
+@dataclass(frozen=True)
+class _Client:
+    """A connection whose other end has proven that it holds the token."""
+
+    name: bytes
+    address: str
+    connection: socket.socket
+    session: _Session
+    task: asyncio.Task[None]
+
+    def end(self, how: bytes, reason: str) -> None:
+        """Say why the connection ends, and end it."""
+        with contextlib.suppress(OSError):
+            self.connection.send(self.session.seal(_UNASKED, how, reason.encode()))
+        self.task.cancel()
+
+
+class StoreServer:
+    """Keys and values in this process, served by a thread of its own.
+
+    When the connection to a client ends without a goodbye, the server sets the key ``closed/NAME``
+    to the reason.
+
+    Args:
+        listener: the listening socket, which this closes.
+        token: what clients must hold. An empty one keeps out other programs, not enemies.
+    """
+
+    def __init__(self, listener: socket.socket, token: bytes) -> None:
+        self._listener = listener
+        self._token = token
+        self._loop = asyncio.new_event_loop()
+        self._closed = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="shardwise store", daemon=True)
+        # Used by that thread alone.
+        self._values: dict[bytes, bytes] = {}
+        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._clients: dict[bytes, _Client] = {}
+
+    def start(self) -> None:
+        """Serve from now on."""
+        self._listener.setblocking(False)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all connections and the thread. Clients raise :class:`StoreClosedError`."""
+        self._call(self._closed.set)
+        if self._thread.is_alive():
+            self._thread.join()
+        self._loop.close()
+        self._listener.close()
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set a key. Clients cannot change those that begin with ``server/``."""
+        self._call(lambda: self._values.update({key.encode(): value}))
+
+    def clients(self) -> dict[str, str]:
+        """Return the address that each client comes from, by name, in the order of connections."""
+        clients = list(self._clients.values())
+        return {client.name.decode(errors="replace"): client.address for client in clients}
+
+    def drop(self, name: str, reason: str) -> None:
+        """End the connection to a client on purpose. It raises :class:`StoreDroppedError`."""
+        self._call(lambda: self._drop(name.encode(), reason))
+
+    def _call(self, function: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # closed already
+            self._loop.call_soon_threadsafe(function)
+
+    def _drop(self, name: bytes, reason: str) -> None:
+        client = self._clients.pop(name, None)
+        if client is not None:
+            self._values[CLOSED.encode() + name] = reason.encode()
+            client.end(b"dropped", reason)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        accepting = asyncio.create_task(self._accept())
+        await self._closed.wait()
+        accepting.cancel()
+        for client in self._clients.values():
+            client.end(b"closed", "the store was closed")
+
+    async def _accept(self) -> None:
+        while True:
+            tick = asyncio.create_task(asyncio.sleep(_TICK))
+            try:
+                for _ in range(_ACCEPTS_PER_TICK):
+                    connection, _ = await self._loop.sock_accept(self._listener)
+                    while len(self._strangers) >= _MAX_STRANGERS:
+                        self._evict()
+                    self._attend_to(connection)
+                    await asyncio.sleep(0)  # clients come in between
+            except OSError:  # no descriptor is left, or the other end is gone already
+                self._evict()
+            await tick
+
+    def _attend_to(self, connection: socket.socket) -> None:
+        task = asyncio.create_task(self._attend(connection))
+        task.add_done_callback(lambda _: connection.close())  # even if it never begins
+        self._strangers[task] = None
+
+    def _evict(self) -> None:
+        oldest = next(iter(self._strangers), None)
+        if oldest is not None:
+            del self._strangers[oldest]
+            oldest.cancel()
+
+    async def _attend(self, connection: socket.socket) -> None:
+        """Attend to a connection from its first byte to its last."""
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            with contextlib.suppress(OSError, ValueError):
+                async with asyncio.timeout(_HANDSHAKE):
+                    session = await self._shake_hands(connection)
+                    (name,) = await self._message(connection, session)
+                self._strangers.pop(task, None)
+                address = str(connection.getpeername()[0])
+                await self._serve_client(_Client(name, address, connection, session, task))
+        finally:
+            self._strangers.pop(task, None)
+
+    async def _shake_hands(self, connection: socket.socket) -> _Session:
+        """Let the other end prove that it holds the token, and prove the same to it.
+
+        Raises:
+            OSError: it does not, or it is gone.
+        """
+        hello = await self._receive(connection, len(_MAGIC) + _NONCE)
+        if not hello.startswith(_MAGIC):
+            raise _ProtocolError
+        nonce = secrets.token_bytes(_NONCE)
+        await self._loop.sock_sendall(connection, _MAGIC + nonce)
+        session = _Session(self._token, hello[len(_MAGIC) :] + nonce, b"server", b"client")
+        is_proven = session.is_proof(await self._receive(connection, _MAC))
+        await self._loop.sock_sendall(connection, session.proof if is_proven else _REFUSED)
+        if not is_proven:
+            raise _ProtocolError
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Notice within half a minute that a host is gone without a word.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
+        return session
+
+    async def _serve_client(self, client: _Client) -> None:
+        earlier = self._clients.pop(client.name, None)
+        if earlier is not None:
+            earlier.end(b"dropped", "another connection has its name")
+        self._clients[client.name] = client
+        reason: str | None = "the connection was closed"
+        try:
+            await self._answer(client)
+            reason = None
+        except ConnectionResetError:
+            pass
+        except Exception as error:  # what goes wrong with one client ends that client alone
+            reason = getattr(error, "strerror", None) or str(error)
+        finally:
+            if self._clients.get(client.name) is client:
+                del self._clients[client.name]
+                if reason is not None:
+                    self._values[CLOSED.encode() + client.name] = reason.encode()
+
+    async def _answer(self, client: _Client) -> None:
+        """Answer the requests of a client until its goodbye."""
+        while True:
+            number, request, *arguments = await self._message(client.connection, client.session)
+            if request == b"goodbye":
+                return
+            try:
+                answer = _carry_out(self._values, request, arguments)
+            except ValueError as error:
+                answer = [b"error", str(error).encode()[:1000]]
+            await self._loop.sock_sendall(client.connection, client.session.seal(number, *answer))
+
+    async def _message(self, connection: socket.socket, session: _Session) -> list[bytes]:
+        rest = session.rest(await self._receive(connection, 4))
+        return session.open(await self._receive(connection, rest))
+
+    async def _receive(self, connection: socket.socket, count: int) -> bytes:
+        received = bytearray()
+        while len(received) < count:
+            arrived = await self._loop.sock_recv(connection, count - len(received))
+            if not arrived:
+                raise ConnectionResetError
+            received += arrived
+        return bytes(received)
+
+
+class _Limit:
+    """A limit for how long a client waits. While its process is suspended, the time does not count.
+
+    Otherwise a host that was suspended in the middle of a request would take its server for silent
+    as soon as it wakes. That may even be its own server, which was suspended with it.
+
+    Args:
+        seconds: the limit.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+
+    @contextlib.contextmanager
+    def wait(self) -> Iterator[float]:
+        """Yield the seconds for one wait; it may end with ``TimeoutError``, and another may follow.
+
+        Raises:
+            TimeoutError: the limit was reached before.
+        """
+        if self._left <= 0:
+            raise TimeoutError
+        seconds = max(0.001, min(self._left, _WAIT))
+        began = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            yield seconds
+        # A wait that took longer than it may was suspended.
+        self._left -= min(time.monotonic() - began, seconds)
+
+
+class GuardedStore(Store):
+    """A client of a :class:`StoreServer`, with the methods of torch's ``TCPStore``.
+
+    Its queues and ``append`` are left out. Unlike there, a value is set when ``set`` returns.
+
+    It makes one attempt to connect, and does not connect again: when the connection has ended, all
+    methods raise. Several threads may use it at once; one that waits for a key does not hold up the
+    others. After an error it is unknown whether the server has carried out the request.
+
+    Args:
+        address: of the server, a name or a number.
+        port: of the server.
+        token: the shared secret. The server must prove that it holds it, too.
+        name: of this client. A later connection with the same name replaces this one.
+        seconds: limit for connecting, and for the server's answer to each request; the time for
+            which this process is suspended does not count. It is also the first value of
+            ``timeout``, how long ``get``, ``wait`` and ``multi_get`` wait for keys.
+
+    Attributes:
+        peer: the address at which this client has reached the server.
+
+    Raises:
+        StoreRefusedError: another program is at the port, or the server has another token.
+        StoreSilentError: nothing answers in time.
+        OSError: there is no connection, or it has ended, as :mod:`socket` raises it.
+    """
+
+    timeout: timedelta  # an attribute of torch's class
+
+    def __init__(self, address: str, port: int, token: bytes, name: str, seconds: float) -> None:
+        super().__init__()
+        self.set_timeout(timedelta(seconds=seconds))
+        self._at = f"store at {format_endpoint(address, port)}"
+        self._seconds = seconds
+        self._numbers = itertools.count(1)
+        self._turn = threading.Lock()
+        self._received = bytearray()
+        self._end: tuple[type[StoreClosedError], str] | None = None
+        try:
+            self._socket = socket.create_connection((address, port), timeout=seconds)
+            try:
+                self.peer = str(self._socket.getpeername()[0])
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._session = self._shake_hands(token, _Limit(seconds))
+                self._socket.sendall(self._session.seal(name.encode()))
+            except BaseException:
+                self._socket.close()
+                raise
+        except TimeoutError:
+            raise self._silent() from None
+
+    def _shake_hands(self, token: bytes, limit: _Limit) -> _Session:
+        """Prove that this end holds the token, and let the other end prove the same."""
+        nonce = secrets.token_bytes(_NONCE)
+        self._socket.sendall(_MAGIC + nonce)
+        for count in range(1, len(_MAGIC) + 1):  # another program may say less than that
+            if self._first(count, limit) != _MAGIC[:count]:
+                raise StoreRefusedError(
+                    f"{self._at}: found another program at this port, expected Shardwise; choose "
+                    "another port, or end that program"
+                )
+        hello = self._first(len(_MAGIC) + _NONCE, limit)
+        session = _Session(token, nonce + hello[len(_MAGIC) :], b"client", b"server")
+        self._socket.sendall(session.proof)
+        everything = self._first(len(hello) + _MAC, limit)
+        if not session.is_proof(everything[len(hello) :]):
+            raise StoreRefusedError(
+                f"{self._at}: found another token, expected that of this host; give all hosts the "
+                "same --rdzv-token-file or SHARDWISE_RDZV_TOKEN"
+            )
+        self._received.clear()
+        return session
+
+    def close(self) -> None:
+        """Say goodbye, and close the connection."""
+        with self._turn:
+            if self._end is None:
+                self._end = StoreClosedError, "it was closed here"
+                with contextlib.suppress(OSError):
+                    self._socket.sendall(self._session.seal(_UNASKED, b"goodbye"))
+            self._socket.close()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self.multi_set([key], [value])
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key; wait until there is one."""
+        return self.multi_get([key])[0]
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number, 0 if there is none yet, and return the sum."""
+        return int(self._ask(b"add", key, b"%d" % value)[1])
+
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        """Set a key if it has the expected value, or if that is empty and the key has none.
+
+        Returns:
+            The value that the key has then; the expected one if it has none.
+        """
+        return self._ask(b"compare_set", key, expected_value, desired_value)[1]
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys have values."""
+        return self._ask(b"check", *keys) == [b"done"]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys have values."""
+        self._wait(b"check", keys, self.timeout if timeout is None else timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key, and return whether it had a value."""
+        return self._ask(b"delete_key", key) == [b"done"]
+
+    def num_keys(self) -> int:
+        """Return the number of keys."""
+        return int(self._ask(b"num_keys")[1])
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of several keys; wait until all have one."""
+        values: list[bytes] = []
+        while len(values) < len(keys):  # one message may not hold them all
+            found = self._wait(b"get", keys[len(values) :], self.timeout)
+            if not found:
+                raise ValueError(f"{self._at}: found no values in an answer, expected some")
+            values += found
+        return values
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys."""
+        self._ask(b"set", *itertools.chain(*zip(keys, values, strict=True)))
+
+    # How torch's C++ code, such as PrefixStore, calls these two.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
+    def _wait(self, request: bytes, keys: list[str], timeout: timedelta) -> list[bytes]:
+        """Ask for keys until they are there.
+
+        Polling keeps the server free of requests that wait, and notices when it falls silent.
+        """
+        limit = timeout.total_seconds()
+        deadline = time.monotonic() + limit
+        pause, longest = _POLLS
+        while (answer := self._ask(request, *keys)) == [b"missing"]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise StoreTimeoutError(
+                    f"{self._at}: found no value of {', '.join(keys)} within {limit:g} s, "
+                    "expected one"
+                )
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, longest)
+        return answer[1:]
+
+    def _ask(self, request: bytes, *arguments: str | bytes) -> list[bytes]:
+        """Send a request, and return the answer to it."""
+        fields = [part.encode() if isinstance(part, str) else part for part in arguments]
+        self._take_turn()
+        try:
+            if self._end is None:
+                answer = self._exchange(request, *fields)
+        except TimeoutError:
+            raise self._silent() from None
+        except OSError as error:
+            self._end = self._end or (StoreClosedError, error.strerror or str(error))
+        finally:
+            self._turn.release()
+        if self._end is not None:
+            kind, reason = self._end
+            raise kind(f"{self._at}: {reason}")
+        if answer[0] == b"error":
+            raise ValueError(f"{self._at}: {answer[1].decode()}")
+        return answer
+
+    def _take_turn(self) -> None:
+        limit, is_taken = _Limit(self._seconds), False
+        while not is_taken:
+            try:
+                with limit.wait() as seconds:
+                    is_taken = self._turn.acquire(timeout=seconds)
+            except TimeoutError:
+                raise self._silent() from None
+
+    def _exchange(self, *fields: bytes) -> list[bytes]:
+        limit = _Limit(self._seconds)
+        number = next(self._numbers).to_bytes(len(_UNASKED))
+        message = self._session.seal(number, *fields)
+        self._socket.settimeout(self._seconds)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.sendall(message)  # if that fails, the server may have said why it left
+        while True:
+            rest = self._session.rest(self._first(4, limit))
+            message = self._first(4 + rest, limit)
+            del self._received[: len(message)]
+            answered, *answer = self._session.open(message[4:])
+            if answered == number:  # else the answer to an earlier request, which came too late
+                return answer
+            if answered == _UNASKED:
+                kind = StoreDroppedError if answer[0] == b"dropped" else StoreClosedError
+                self._end = kind, answer[1].decode()
+                raise ConnectionError
+
+    def _first(self, count: int, limit: _Limit) -> bytes:
+        """Return the first bytes that have arrived, and keep them, so that no error loses any."""
+        while len(self._received) < count:
+            with limit.wait() as seconds:
+                self._socket.settimeout(seconds)
+                arrived = self._socket.recv(2**16)
+                if not arrived:
+                    raise ConnectionError("the connection was closed")
+                self._received += arrived
+        return bytes(self._received[:count])
+
+    def _silent(self) -> StoreSilentError:
+        return StoreSilentError(
+            f"{self._at}: found no answer within {self._seconds:g} s, expected one; its host hangs "
+            "or cannot be reached"
+        )

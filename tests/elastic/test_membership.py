@@ -1,0 +1,845 @@
+"""Who may take part in a job over hosts, and what follows a generation: decisions, no sockets."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.elastic import membership
+from shardwise.elastic.hosts import UNNUMBERED, Nodes
+from shardwise.elastic.membership import (
+    Host,
+    Loss,
+    Membership,
+    Next,
+    Rules,
+    Standing,
+    Timers,
+    Verdict,
+)
+from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result, StoppedBy
+
+FIXED = Nodes(2, 0, "a", 1)
+ELASTIC = Nodes(3, 0, "a", 1, least=1)
+SEEDS = 15  # orders of events; faults of the rules showed within the first ten
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(membership, "time", clock)
+    return clock
+
+
+def make_host(number: int, address: str = "") -> Host:
+    return Host(f"id{number}", number, address or f"10.0.0.{number}")
+
+
+class Job:
+    """A state, and one host's rules and timers for it."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        clock: Clock,
+        *,
+        restarts: int = 0,
+        why_not: Callable[[int], str | None] = lambda hosts: None,
+        quorum: bool = False,
+    ) -> None:
+        self.nodes, self.clock = nodes, clock
+        self.rules = Rules(nodes, why_not, quorum)
+        self.timers = Timers(clock.monotonic)
+        self.state = Membership(restarts=restarts)
+
+    def admit(self, host: Host) -> str | None:
+        """Let a host take part, and return why it may not."""
+        self.state.admit(host, self.nodes)
+        refused = self.state.parted.get(host.id)
+        return None if refused is None else refused.text
+
+    def ready(self, *hosts: Host) -> None:
+        for host in hosts:
+            self.state.note_ready(host.id, self.state.generation, 1)
+
+    def begin(self, count: int) -> list[Host]:
+        """Start the first generation with ``count`` hosts."""
+        hosts = [make_host(number) for number in range(count)]
+        for host in hosts:
+            assert self.admit(host) is None
+        self.ready(*hosts)
+        self.advance()
+        self.clock.now += membership.LAST_CALL + 1
+        self.advance()
+        assert self.state.is_running
+        return hosts
+
+    def advance(self) -> Verdict | None:
+        self.state.advance(self.rules, self.timers)
+        return self.state.verdict
+
+    def step(self, *hosts: Host) -> None:
+        for host in hosts:
+            self.state.note_step(host.id, self.state.generation)
+
+    def end(self, host: Host, result: Result, by: StoppedBy = StoppedBy.NOTHING) -> None:
+        outcome = Outcome(0, result, by)
+        self.state.note_end(host.id, self.state.generation, outcome, self.nodes)
+
+    def lose(self, host: Host, loss: Loss = Loss.DEAD) -> None:
+        self.state.note_lost(host.id, loss, "no sign of life for 10 s")
+
+    def join(self, number: int) -> Host:
+        """Let a host join the generation that runs, and start another with it."""
+        host = make_host(number)
+        assert self.admit(host) is None
+        self.ready(host)
+        self.advance()
+        self.clock.now += membership.LAST_CALL + 1
+        self.advance()
+        assert self.state.regrouping
+        before = list(self.state.members)
+        for each in before:
+            self.end(each, Result.COMPLETED, StoppedBy.RANK)
+        assert self.advance() is not None
+        self.ready(*before)
+        assert self.advance() is None
+        return host
+
+
+# -- admission -------------------------------------------------------------------------------------
+
+
+def test_a_number_is_taken_once_and_a_place_is_kept_for_host_0(clock: Clock) -> None:
+    job = Job(FIXED, clock)
+    assert job.admit(make_host(1)) is None
+    twin = job.admit(Host("twin", 1, "10.0.0.9"))
+    assert twin == (
+        "--node-rank: found 1, which the host 10.0.0.1 has too; expected a different one for every "
+        "host"
+    )
+    assert job.admit(make_host(2)) == "--nnodes: the job at a:1 has its 2 hosts already"
+    assert job.admit(make_host(0)) is None
+
+
+def test_a_fixed_job_that_has_started_takes_nobody_in(clock: Clock) -> None:
+    job = Job(FIXED, clock)
+    job.begin(2)
+    found = job.admit(Host("late", 1, "10.0.0.9"))
+    assert found is not None
+    assert found.startswith("--rdzv: the job at a:1 has started without this host")
+
+
+def test_a_job_that_is_over_takes_nobody_in(clock: Clock) -> None:
+    job = Job(ELASTIC, clock)
+    [only] = job.begin(1)
+    job.end(only, Result.FAILED)
+    job.advance()
+    found = job.admit(make_host(1))
+    assert found == "--rdzv: the job at a:1 ended before this host could join it"
+
+
+def test_a_host_0_that_comes_later_counts_like_any_other(clock: Clock) -> None:
+    job = Job(Nodes(2, 0, "a", 1, least=1), clock, restarts=1)
+    first, second = job.begin(2)
+    job.lose(first)
+    job.advance()
+    job.ready(second)
+    job.advance()
+    job.join(2)
+    found = job.admit(Host("again", 0, "10.0.0.0"))
+    assert found == "--nnodes: the job at a:1 has its 2 hosts already"
+
+
+def test_hosts_without_a_number_get_the_first_that_is_free(clock: Clock) -> None:
+    job = Job(Nodes(5, 0, "a", 1, least=1), clock)
+    numbers = []
+    for name, number in (("a", UNNUMBERED), ("b", 3), ("c", UNNUMBERED), ("d", UNNUMBERED)):
+        host = Host(name, number, "b")
+        assert job.admit(host) is None
+        numbers.append(host.number)
+    assert numbers == [1, 3, 2, 4], "0 is that of host 0, present or not"
+
+
+def test_a_host_that_failed_while_it_joined_rests(clock: Clock) -> None:
+    job = Job(ELASTIC, clock)
+    job.begin(1)
+    joined = job.join(1)
+    job.end(joined, Result.CRASHED)
+    verdict = job.advance()
+    assert verdict is not None
+    assert verdict.next is Next.EXPEL
+    clock.now += membership.REST - 1
+    found = job.admit(Host("again", 1, joined.address))
+    assert found is not None
+    assert "failed 599 s ago" in found
+    assert "try again in 1 s" in found
+    clock.now += 1
+    assert job.admit(Host("once more", 1, joined.address)) is None
+
+
+def test_a_host_whose_clock_is_behind_rests_no_longer_than_others(clock: Clock) -> None:
+    job = Job(ELASTIC, clock)
+    job.begin(1)
+    job.state.failed["b"] = clock.now + 10_000
+    found = job.admit(Host("again", 1, "b"))
+    assert found is not None
+    assert "failed 0 s ago" in found
+    assert "try again in 600 s" in found
+
+
+def test_as_many_hosts_take_part_as_the_job_can_run_over() -> None:
+    rules = Rules(ELASTIC, lambda hosts: "odd" if hosts == 3 else None)
+    assert rules.most(5) == (2, "the job cannot run over 3 hosts: odd")
+    assert rules.most(2) == (2, "")
+    none = Rules(ELASTIC, lambda hosts: "never")
+    assert none.most(1) == (0, "the job cannot run over 1 host: never")
+    assert Rules(FIXED).most(5) == (5, ""), "a fixed job takes those that agree"
+
+
+# -- gathering -------------------------------------------------------------------------------------
+
+
+def test_a_fixed_job_waits_for_all_its_hosts_and_no_longer_than_its_limit(clock: Clock) -> None:
+    job = Job(replace(FIXED, timeout=60.0), clock)
+    only = make_host(0)
+    assert job.admit(only) is None
+    job.ready(only)
+    job.advance()
+    clock.now += 60
+    job.advance()
+    assert not job.state.is_over
+    clock.now += 1
+    verdict = job.advance()
+    assert job.state.is_over
+    assert verdict == Verdict(
+        Next.REFUSE,
+        "--rdzv: found hosts [0] within 60 s, expected [1] too; is the command running there?",
+    )
+
+
+def test_an_elastic_job_starts_with_fewer_hosts_when_no_more_come(clock: Clock) -> None:
+    job = Job(ELASTIC, clock)
+    for number in range(2):
+        host = make_host(number)
+        assert job.admit(host) is None
+        job.ready(host)
+        job.advance()
+        clock.now += membership.LAST_CALL - 1
+        job.advance()
+        assert not job.state.is_running, "another host may come"
+    clock.now += 2
+    job.advance()
+    assert [host.number for host in job.state.members] == [0, 1]
+
+
+def test_host_0_starts_a_job_and_a_later_generation_needs_none(clock: Clock) -> None:
+    job = Job(Nodes(2, 0, "a", 1, least=1), clock, restarts=1)
+    second = make_host(1)
+    assert job.admit(second) is None
+    job.ready(second)
+    job.advance()
+    clock.now += membership.LAST_CALL + 1
+    job.advance()
+    assert not job.state.is_running
+    first = make_host(0)
+    assert job.admit(first) is None
+    job.ready(first)
+    job.advance()
+    assert job.state.is_running
+    job.lose(first)
+    job.advance()
+    job.ready(second)
+    job.advance()
+    assert [host.number for host in job.state.members] == [1]
+
+
+def test_below_the_least_the_job_waits_for_another_and_gives_up_in_time(clock: Clock) -> None:
+    job = Job(Nodes(2, 0, "a", 1, timeout=60.0, least=2), clock, restarts=1)
+    first, second = job.begin(2)
+    job.lose(second)
+    verdict = job.advance()
+    assert verdict is not None
+    assert verdict.text.endswith("waiting for more hosts than 1")
+    job.ready(first)
+    for _ in range(2):
+        assert job.advance() is verdict
+        clock.now += 60
+    clock.now += 1
+    verdict = job.advance()
+    assert verdict is not None
+    assert verdict.next is Next.REFUSE
+
+
+def test_ready_for_an_earlier_generation_is_not_ready(clock: Clock) -> None:
+    """A host repeats what it has reported where it meets the others after a move."""
+    job = Job(FIXED, clock, restarts=1)
+    hosts = job.begin(2)
+    for host in hosts:
+        job.end(host, Result.CRASHED)
+    verdict = job.advance()
+    assert verdict is not None
+    assert verdict.next is Next.RESTART
+    for host in hosts:
+        job.state.note_ready(host.id, -1, 7)
+    job.advance()
+    assert not job.state.is_running, "the stores for ranks that were at these ports are gone"
+    job.ready(*hosts)
+    job.advance()
+    assert job.state.is_running
+
+
+def test_the_hosts_that_were_there_stay_if_not_all_fit(clock: Clock) -> None:
+    nodes = Nodes(4, 0, "a", 1, least=1)
+    job = Job(nodes, clock, why_not=lambda hosts: "odd" if hosts == 3 else None)
+    job.begin(2)
+    third = make_host(2)
+    assert job.admit(third) is None
+    job.ready(third)
+    job.advance()
+    clock.now += membership.LAST_CALL + 1
+    job.advance()
+    assert not job.state.regrouping
+    assert job.state.parted[third.id].text == "the job cannot run over 3 hosts: odd"
+    assert job.state.generation == 0
+    assert job.state.is_running
+
+
+def test_two_at_once_join_together_where_one_would_not_fit(clock: Clock) -> None:
+    nodes = Nodes(4, 0, "a", 1, least=1)
+    job = Job(nodes, clock, why_not=lambda hosts: "odd" if hosts == 3 else None)
+    job.begin(2)
+    for number in (2, 3):
+        assert job.admit(make_host(number)) is None
+        job.advance()
+    assert job.state.regrouping, "all four are enough"
+    assert job.state.notices[-1] == (
+        "host 2 (10.0.0.2) and host 3 (10.0.0.3) join; saving, to continue with 4 hosts"
+    )
+
+
+# -- what follows ----------------------------------------------------------------------------------
+
+
+def test_a_generation_ends_when_all_ranks_have_completed(clock: Clock) -> None:
+    job = Job(FIXED, clock, restarts=1)
+    hosts = job.begin(2)
+    assert job.advance() is None
+    job.end(hosts[0], Result.COMPLETED)
+    assert job.advance() is None
+    job.end(hosts[1], Result.COMPLETED)
+    assert job.advance() == Verdict(Next.END, "")
+    assert job.state.is_over
+
+
+@pytest.mark.parametrize(
+    ("result", "restarts", "follows"),
+    [
+        (Result.CRASHED, 1, Next.RESTART),
+        (Result.CRASHED, 0, Next.FAIL),
+        (Result.FAILED, 1, Next.FAIL),
+    ],
+)
+def test_a_failure_restarts_the_job_if_that_may_help(
+    clock: Clock, result: Result, restarts: int, follows: Next
+) -> None:
+    job = Job(FIXED, clock, restarts=restarts)
+    hosts = job.begin(2)
+    job.end(hosts[1], result)
+    verdict = job.advance()
+    assert verdict is not None
+    assert verdict.next is follows
+    assert verdict.text.partition(";")[0] == "a rank of host 1 (10.0.0.1) failed"
+
+
+def test_the_host_that_failed_first_is_waited_for(clock: Clock) -> None:
+    job = Job(FIXED, clock, restarts=1)
+    hosts = job.begin(2)
+    job.end(hosts[0], Result.SECONDARY)
+    assert job.advance() is None, "it says that another was first"
+    clock.now += 1
+    job.end(hosts[1], Result.FAILED)
+    assert job.advance() == Verdict(Next.FAIL, "a rank of host 1 (10.0.0.1) failed", "error:")
+
+
+def test_a_secondary_failure_counts_if_no_other_comes(clock: Clock) -> None:
+    job = Job(FIXED, clock, restarts=1)
+    hosts = job.begin(2)
+    job.end(hosts[0], Result.SECONDARY)
+    assert job.advance() is None
+    clock.now += membership.SECONDARY + 0.5
+    text = "a rank of host 0 (10.0.0.0) failed; continuing with 2 hosts"
+    assert job.advance() == Verdict(Next.RESTART, text, "restart")
+
+
+def test_a_lost_host_is_named_and_one_that_had_ended_well_is_no_loss(clock: Clock) -> None:
+    job = Job(FIXED, clock)
+    hosts = job.begin(2)
+    job.lose(hosts[1])
+    verdict = job.advance()
+    assert verdict is not None
+    assert verdict.text == "host 1 (10.0.0.1) was lost: no sign of life for 10 s"
+    job = Job(FIXED, clock)
+    hosts = job.begin(2)
+    job.end(hosts[1], Result.COMPLETED)
+    job.lose(hosts[1])
+    assert job.advance() is None
+    job.end(hosts[0], Result.COMPLETED)
+    verdict = job.advance()
+    assert verdict is not None
+    assert verdict.next is Next.END
+
+
+def test_a_signal_stops_a_fixed_job_after_the_grace_at_the_latest(clock: Clock) -> None:
+    job = Job(FIXED, clock, restarts=1)
+    hosts = job.begin(2)
+    job.end(hosts[0], Result.COMPLETED, StoppedBy.TERMINATE)
+    assert job.advance() is None, "the other host saves"
+    clock.now += STOP_GRACE
+    assert job.advance() == Verdict(Next.FAIL, "host 0 (10.0.0.0) was stopped", "error:")
+
+
+@pytest.mark.parametrize("result", [Result.COMPLETED, Result.SECONDARY])
+@pytest.mark.parametrize("by", [StoppedBy.INTERRUPT, StoppedBy.TERMINATE])
+def test_a_host_of_an_elastic_job_leaves_when_the_others_have_saved(
+    clock: Clock, result: Result, by: StoppedBy
+) -> None:
+    job = Job(ELASTIC, clock)
+    hosts = job.begin(2)
+    job.step(*hosts)
+    job.end(hosts[1], Result.COMPLETED, by)
+    assert job.advance() is None
+    job.end(hosts[0], result, StoppedBy.RANK)
+    assert job.advance() == Verdict(
+        Next.REGROUP, "host 1 (10.0.0.1) left; continuing with 1 host", "hosts"
+    )
+    text = "this host leaves; the job continues without it"
+    assert job.state.parted == {hosts[1].id: Verdict(Next.LEAVE, text)}
+    assert job.state.hosts == [hosts[0]]
+
+
+def test_a_host_that_leaves_before_a_step_is_not_waited_for(clock: Clock) -> None:
+    job = Job(ELASTIC, clock)
+    hosts = job.begin(2)
+    job.end(hosts[1], Result.COMPLETED, StoppedBy.TERMINATE)
+    verdict = job.advance()
+    assert verdict is not None
+    assert verdict.next is Next.REGROUP
+
+
+def test_ctrl_c_on_host_0_stops_an_elastic_job_and_sigterm_only_host_0(clock: Clock) -> None:
+    for by, follows in ((StoppedBy.INTERRUPT, Next.END), (StoppedBy.TERMINATE, Next.REGROUP)):
+        job = Job(ELASTIC, clock, restarts=1)
+        hosts = job.begin(2)
+        job.step(*hosts)
+        job.end(hosts[0], Result.COMPLETED, by)
+        job.end(hosts[1], Result.COMPLETED, StoppedBy.RANK)
+        verdict = job.advance()
+        assert verdict is not None
+        assert verdict.next is follows
+        assert job.state.restarts == 1
+
+
+def test_ctrl_c_while_hosts_join_stops_the_job_and_tells_them(clock: Clock) -> None:
+    job = Job(ELASTIC, clock)
+    [first] = job.begin(1)
+    second = make_host(1)
+    assert job.admit(second) is None
+    job.ready(second)
+    job.end(first, Result.COMPLETED, StoppedBy.INTERRUPT)
+    assert job.advance() == Verdict(Next.END, "")
+    assert "ended before this host could join it" in job.state.parted[second.id].text
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_hosts_on_probation_are_expelled_if_they_fail(clock: Clock, lost: bool) -> None:
+    job = Job(ELASTIC, clock, restarts=0)
+    job.begin(2)
+    joined = job.join(2)
+    assert joined.standing is Standing.PROBATION
+    if lost:
+        job.lose(joined)
+    else:
+        job.end(joined, Result.CRASHED)
+    verdict = job.advance()
+    assert verdict is not None
+    assert verdict.next is Next.EXPEL, "that costs no restart"
+    assert joined not in job.state.hosts
+    text = "this host failed while it joined; the job continues without it"
+    assert job.state.parted[joined.id] == Verdict(Next.LEAVE, text, "restart")
+
+
+def test_a_host_that_is_lost_beside_one_that_joins_costs_a_restart(clock: Clock) -> None:
+    job = Job(ELASTIC, clock, restarts=1)
+    hosts = job.begin(2)
+    job.join(2)
+    job.lose(hosts[1])
+    verdict = job.advance()
+    assert verdict is not None
+    assert verdict.next is Next.RESTART
+    assert job.state.restarts == 0
+
+
+def test_probation_ends_when_every_host_has_completed_a_step(clock: Clock) -> None:
+    job = Job(Nodes(2, 0, "a", 1, least=1), clock)
+    [first] = job.begin(1)
+    joined = job.join(1)
+    job.step(joined)
+    assert joined.standing is Standing.PROBATION
+    job.step(first)
+    assert joined.standing is Standing.MEMBER
+    job.end(joined, Result.CRASHED)
+    verdict = job.advance()
+    assert verdict is not None
+    assert verdict.next is Next.FAIL
+
+
+def test_a_host_that_waits_to_join_and_vanishes_costs_nothing(clock: Clock) -> None:
+    job = Job(ELASTIC, clock)
+    job.begin(1)
+    second = make_host(1)
+    assert job.admit(second) is None
+    job.advance()
+    job.lose(second)
+    clock.now += membership.LAST_CALL + 1
+    assert job.advance() is None
+    assert not job.state.regrouping
+
+
+def test_regrouping_waits_for_all_to_save_but_not_forever(clock: Clock) -> None:
+    job = Job(ELASTIC, clock)
+    hosts = job.begin(2)
+    job.step(*hosts)
+    assert job.admit(make_host(2)) is None
+    job.advance()
+    assert job.state.regrouping
+    clock.now += 2 * STOP_GRACE
+    job.end(hosts[0], Result.COMPLETED, StoppedBy.RANK)
+    assert job.advance() is None
+    clock.now += STOP_GRACE + 1
+    assert job.advance() == Verdict(Next.REGROUP, "continuing with 3 hosts")
+
+
+@pytest.mark.parametrize(
+    ("silent", "follows"), [(1, Next.RESTART), (2, Next.RESTART), (3, Next.FAIL)]
+)
+def test_the_smaller_part_of_a_job_does_not_continue(
+    clock: Clock, silent: int, follows: Next
+) -> None:
+    for loss, expected in ((Loss.SILENT, follows), (Loss.DEAD, Next.RESTART)):
+        job = Job(Nodes(4, 0, "a", 1, least=1), clock, restarts=1, quorum=True)
+        for host in job.begin(4)[4 - silent :]:
+            job.lose(host, loss)
+        verdict = job.advance()
+        assert verdict is not None
+        assert verdict.next is expected
+        assert ("--auto-resume" in verdict.text) == (expected is Next.FAIL)
+
+
+def test_hosts_that_go_silent_one_after_the_other_are_counted_together(clock: Clock) -> None:
+    job = Job(Nodes(3, 0, "a", 1), clock, restarts=1, quorum=True)
+    hosts = job.begin(3)
+    job.lose(hosts[1], Loss.SILENT)
+    verdict = job.advance()
+    assert verdict is not None
+    assert verdict.next is Next.RESTART
+    job.ready(hosts[0])
+    job.lose(hosts[2], Loss.SILENT)
+    verdict = job.advance()
+    assert verdict is not None
+    assert verdict.next is Next.FAIL
+    assert "--auto-resume" in verdict.text
+
+
+def test_reports_of_another_generation_do_not_count(clock: Clock) -> None:
+    job = Job(FIXED, clock, restarts=1)
+    hosts = job.begin(2)
+    job.state.note_step(hosts[0].id, 1)
+    job.state.note_end(hosts[0].id, -1, Outcome(1, Result.FAILED), FIXED)
+    assert not hosts[0].stepped
+    assert hosts[0].result is None
+    assert job.advance() is None
+
+
+@pytest.mark.parametrize("follows", list(Next))
+def test_every_verdict_has_a_label_that_fits_its_column(follows: Next) -> None:
+    assert 0 < len(follows.label) < 11
+    assert not (follows.begins_again and follows.label == "error:")
+
+
+# -- the value -------------------------------------------------------------------------------------
+
+_TEXTS = st.text(max_size=8)
+_COUNTS = st.integers(min_value=-1, max_value=9)
+_VERDICTS = st.builds(Verdict, st.sampled_from(Next), _TEXTS, _TEXTS)
+_HOSTS = st.builds(
+    Host,
+    id=_TEXTS,
+    number=_COUNTS,
+    address=_TEXTS,
+    port=_COUNTS,
+    store_port=_COUNTS,
+    standing=st.sampled_from(Standing),
+    ready=st.booleans(),
+    stepped=st.booleans(),
+    result=st.none() | st.sampled_from(Result),
+    stopped_by=st.sampled_from(StoppedBy),
+    loss=st.sampled_from(Loss),
+    why_lost=_TEXTS,
+)
+_STATES = st.builds(
+    Membership,
+    job=_TEXTS,
+    restarts=_COUNTS,
+    generation=_COUNTS,
+    hosts=st.lists(_HOSTS, max_size=3),
+    verdict=st.none() | _VERDICTS,
+    parted=st.dictionaries(_TEXTS, _VERDICTS, max_size=3),
+    regrouping=st.booleans(),
+    stopped=_TEXTS,
+    silent=_COUNTS,
+    failed=st.dictionaries(_TEXTS, st.floats(0, 2e9), max_size=3),
+    notices=st.lists(_TEXTS, max_size=3),
+    noticed=_COUNTS,
+    server=_TEXTS,
+    moves=_COUNTS,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(_STATES)
+def test_what_is_written_is_read_the_same(state: Membership) -> None:
+    assert Membership.read(state.written()) == state
+    assert Membership.read(state.written()).written() == state.written(), "order counts, too"
+
+
+def test_the_value_does_not_grow_with_the_hosts_that_came_and_went(clock: Clock) -> None:
+    job = Job(ELASTIC, clock)
+    job.begin(1)
+    sizes = []
+    for number in range(400):
+        job.state.admit(Host(f"twin {number:3}", 0, f"10.1.1.{number:3}"), ELASTIC)
+        host = Host(f"one {number:3}", 1, f"10.0.0.{number:3}")
+        host.standing, host.result = Standing.PROBATION, Result.CRASHED
+        job.state.hosts.append(host)
+        assert job.advance() is not None
+        job.ready(*job.state.hosts)
+        assert job.advance() is None
+        sizes.append(len(job.state.written()))
+        assert host.id in job.state.parted, "it has to read this"
+    assert max(sizes[100:]) < 1.1 * sizes[100]
+    assert sizes[-1] < 2**15
+
+
+# -- any order of events ---------------------------------------------------------------------------
+
+
+class Backend:
+    """One value that changes by compare and set."""
+
+    def __init__(self, restarts: int) -> None:
+        self.value = Membership(restarts=restarts).written()
+        self.history = [self.value]
+
+    def compare_set(self, expected: bytes, desired: bytes) -> bool:
+        if self.value != expected:
+            return False
+        if desired != expected:
+            self.value = desired
+            self.history.append(desired)
+        return True
+
+
+class Player:
+    """A host that behaves as an agent with its rendezvous, one small move at a time."""
+
+    def __init__(self, backend: Backend, rules: Rules, me: Host, clock: Clock, fast: float) -> None:
+        self.backend, self.rules, self.id = backend, rules, me.id
+        self.timers = Timers(lambda: fast * clock.now)
+        self.generation = -1
+        self.worlds: dict[int, list[str]] = {}  # that it has seen, by generation
+        self.runs = self.is_gone = self.was_in = False
+        self.held = b""
+        self.seen = Membership()
+        self.changes: list[Callable[[Membership], None]] = []
+        self.changes.append(lambda seen: seen.admit(replace(me), rules.nodes))
+        self._ready()
+
+    def _ready(self) -> None:
+        at = self.generation
+        self.changes.append(lambda seen: seen.note_ready(self.id, at, 1))
+
+    def read(self) -> None:
+        self.held = self.backend.value
+
+    def write(self) -> None:
+        """Write what follows from what was read, unless another host was faster."""
+        seen = Membership.read(self.held or self.backend.value)
+        for change in self.changes:
+            change(seen)
+        seen.advance(self.rules, self.timers)
+        if self.backend.compare_set(self.held or self.backend.value, seen.written()):
+            self.seen = seen
+            self.changes.clear()
+            self._follow()
+        self.held = b""
+
+    def _follow(self) -> None:
+        seen, me = self.seen, self.seen.host(self.id)
+        overtaken = self.runs and seen.generation > self.generation
+        if me is None or seen.is_over or overtaken:
+            assert me is None or not overtaken, "it would not be ready"
+            self.is_gone = True
+        elif self.runs and not seen.is_running:
+            self.runs = False
+            self._ready()
+        elif seen.generation > self.generation and me in seen.members and not seen.is_running:
+            self.generation = seen.generation  # which it has missed
+            self._ready()
+        elif seen.generation > self.generation and me in seen.members:
+            self.runs, self.generation = True, seen.generation
+            self.worlds[seen.generation] = [host.id for host in seen.members]
+
+    def end(self, outcome: Outcome) -> None:
+        if self.runs:
+            at = self.generation
+            self.changes.append(lambda seen: seen.note_end(self.id, at, outcome, self.rules.nodes))
+
+    def step(self) -> None:
+        at = self.generation
+        self.changes.append(lambda seen: seen.note_step(self.id, at))
+
+    def lose(self, other: str, loss: Loss) -> None:
+        self.changes.append(lambda seen: seen.note_lost(other, loss, "it is gone"))
+
+
+def check_history(backend: Backend, rules: Rules, restarts: int) -> dict[int, list[str]]:
+    """Check each state against the one before; return the hosts of every generation."""
+    worlds: dict[int, list[str]] = {}
+    states = [Membership.read(value) for value in backend.history]
+    refused: set[str] = set()
+    restarted = 0
+    for before, after in itertools.pairwise(states):
+        assert after.generation - before.generation in (0, 1)
+        assert not before.is_over or after.verdict == before.verdict
+        ids = [host.id for host in after.hosts]
+        assert len(set(ids)) == len(ids)
+        assert not set(ids) & set(after.parted)
+        members = [host.id for host in after.members]
+        if after.is_running:
+            assert members == worlds.setdefault(after.generation, members)
+            assert not refused & set(members), "a host that was refused takes part"
+        if after.generation > before.generation:
+            nodes = rules.nodes
+            # After a loss, a fixed job continues with those that remain.
+            least = nodes.least or (1 if after.generation else nodes.count)
+            assert least <= len(members) <= nodes.count
+            assert rules.why_not(len(members)) is None
+            if before.generation >= 0:
+                assert before.verdict is not None
+                assert before.verdict.next.begins_again
+        decided = after.verdict is not None and before.verdict != after.verdict
+        restarted += decided and after.verdict is not None and after.verdict.next is Next.RESTART
+        assert after.restarts == restarts - restarted >= 0
+        if after.regrouping and not before.regrouping:
+            assert any(host.standing is Standing.JOINING for host in after.hosts)
+        refused |= {id_ for id_, it in after.parted.items() if it.next is Next.REFUSE}
+    return worlds
+
+
+_OUTCOMES = [
+    Outcome(0),
+    Outcome(1, Result.FAILED),
+    Outcome(1, Result.CRASHED),
+    Outcome(1, Result.SECONDARY),
+    Outcome(143, stopped_by=StoppedBy.RANK),
+    Outcome(143, stopped_by=StoppedBy.TERMINATE),
+    Outcome(130, stopped_by=StoppedBy.INTERRUPT),
+]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "odd"),
+    [
+        (Nodes(3, 0, "a", 1, timeout=60.0), 0),
+        (Nodes(4, 0, "a", 1, timeout=60.0, least=1), 0),
+        (Nodes(5, 0, "a", 1, timeout=60.0, least=2), 3),
+    ],
+)
+def test_all_orders_of_events_keep_the_rules(clock: Clock, nodes: Nodes, odd: int) -> None:
+    generations = 0
+    for seed in range(SEEDS):
+        chance = random.Random(seed)
+        restarts = chance.randrange(4)
+        rules = Rules(nodes, lambda hosts: "odd" if hosts == odd else None, seed % 2 == 0)
+        backend, players = Backend(restarts), list[Player]()
+        dead: list[str] = []
+
+        def come(number: int) -> None:
+            me = make_host(number)
+            me.id = f"{len(players)}"  # noqa: B023
+            fast = chance.uniform(0.8, 1.2)  # noqa: B023
+            players.append(Player(backend, rules, me, clock, fast))  # noqa: B023
+
+        for number in range(nodes.count):
+            come(number)
+        for move in range(1500):
+            clock.now += chance.choice([0.0, 0.01, 0.1, 2.0])
+            here = [player for player in players if not player.is_gone]
+            if not here:
+                break
+            player = chance.choice(here)
+            if chance.random() < 0.3:
+                player.read()
+            else:
+                player.write()
+            if player.is_gone or move > 1000:
+                player.end(chance.choice(_OUTCOMES[:5]))
+                for other in dead:
+                    player.lose(other, Loss.DEAD)
+                continue
+            if player.seen.regrouping and chance.random() < 0.2:
+                player.end(_OUTCOMES[4])
+            if player.runs and chance.random() < 0.3:
+                player.step()
+            match chance.randrange(200):
+                case 0 | 1 | 2:
+                    player.end(chance.choice(_OUTCOMES))
+                case 3:
+                    player.is_gone = True
+                    dead.append(player.id)
+                case 4 | 5 | 6 | 7 | 8 | 9 if dead:
+                    player.lose(chance.choice(dead), chance.choice(list(Loss)[1:]))
+                case 10:
+                    player.lose(chance.choice(here).id, Loss.SILENT)
+                case 11 | 12 | 13 if nodes.is_elastic and len(players) < 12:
+                    come(chance.choice([UNNUMBERED, UNNUMBERED, 0, 1]))
+        worlds = check_history(backend, rules, restarts)
+        generations += len(worlds)
+        for player in players:
+            for generation, world in player.worlds.items():
+                assert world == worlds[generation], f"seed {seed}: hosts disagree"
+        state = Membership.read(backend.value)
+        known = {host.id for host in state.hosts} | set(state.parted)
+        for player in players:
+            assert player.is_gone or player.changes or player.id in known, f"seed {seed}: forgotten"
+        assert state.is_over or all(player.is_gone for player in players), f"seed {seed}: no end"
+    assert generations > SEEDS, "nothing happened"
