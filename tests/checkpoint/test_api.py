@@ -204,3 +204,31 @@ def test_the_storage_serves_plain_dcp_too(tmp_path: Path) -> None:
         dcp.save({"model": {"x": 1}}, storage_writer=Writer(tmp_path / "b"))
     with pytest.raises(dcp.api.CheckpointException, match="expected state under model"):
         dcp.save({"x": torch.ones(1)}, storage_writer=Writer(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("saves", [checkpoint.save, checkpoint.async_save])
+def test_frozen_parameters_are_left_out_where_asked(tmp_path: Path, saves: Any) -> None:
+    def half_frozen(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, _ = make(seed, steps=0)
+        model.layers[0].requires_grad_(False)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.1)
+        train(model, optimizer)
+        return model, optimizer
+
+    model, optimizer = half_frozen(0)
+    handle = saves(tmp_path / "a", model, optimizer, ignore_frozen_params=True)
+    if handle is not None:
+        handle.result()
+    saved = {entry.fqn for entry in read_manifest(tmp_path / "a").section("model")}
+    assert "model.layers.2.weight" in saved
+    assert not {name for name in saved if name.startswith("model.layers.0.")}
+
+    other, its = half_frozen(1)
+    before = other.layers[0].weight.clone()  # type: ignore[index,union-attr]
+    with pytest.raises(CheckpointError, match="are not in the checkpoint"):
+        checkpoint.load(tmp_path / "a", other, its)
+    checkpoint.load(tmp_path / "a", other, its, ignore_frozen_params=True)
+    assert torch.equal(other.layers[0].weight, before)  # type: ignore[index,union-attr]
+    assert torch.equal(other.layers[2].weight, model.layers[2].weight)  # type: ignore[index,union-attr]
+    assert torch.equal(*(each.state_dict()["state"][0]["exp_avg"] for each in (its, optimizer)))

@@ -286,6 +286,15 @@ def test_convert_goes_everywhere_and_back(shell: Shell, run: Path) -> None:
     assert "without checksums" in shell.refused("verify", "dcp")
 
 
+def test_convert_says_what_transformers_will_miss(shell: Shell, run: Path) -> None:
+    shell("convert", run, "ours", "--to", "shardwise")
+    Path("ours/config.json").write_text('{"model_type": "llama", "vocab_size": 9}')
+    told = shell("convert", "ours", "hf", "--to", "hf")
+    assert "AutoTokenizer needs a tokenizer in hf; the source has none, so add one" in told
+    Path("ours/tokenizer.json").write_text("{}")
+    assert "note:" not in shell("convert", "ours", "hf", "--to", "hf", "--force")
+
+
 # -- refusing --
 
 

@@ -54,7 +54,11 @@ class Outer:
     nested: bool = field(default=True, metadata=option("Flat.", name="--nested/--no-nested"))
     again: Again = field(
         default=Again.NEVER,
-        metadata=option("Again.", flags={Again.ONCE: "Once.", Again.ALWAYS: "Always."}),
+        metadata=option(
+            "Again.",
+            former=("--one-time",),
+            flags={"--once": (Again.ONCE, "Once."), "--always": (Again.ALWAYS, "Always.")},
+        ),
     )
     inner: Inner = Inner()
     flat: Flat | None = field(default=None, metadata={GROUP: Group(Flat(), "shape", Shape.FLAT)})
@@ -91,6 +95,7 @@ def read(
         ("--rate 2 --old-rate 3", Outer(inner=Inner(rate=3.0))),
         ("--old-rate 3 --rate 2", Outer(inner=Inner(rate=2.0))),
         ("--always", Outer(again=Again.ALWAYS)),
+        ("--one-time --once", Outer(again=Again.ONCE)),
         ("--names a --names b", Outer(names=("a", "b"))),
         ("--names a b c", Outer(names=("a", "b", "c"))),
         ("--where there", Outer(where=Path("there"))),

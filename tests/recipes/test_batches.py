@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from shardwise.launch.world import World
+from shardwise.elastic.world import World
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.model import next_token_loss
 from shardwise.recipes.text.batches import (
@@ -175,10 +175,8 @@ def test_batches_are_the_sequences_of_the_order(tmp_path: Path) -> None:
 def test_opened_files_need_no_position_and_say_how_much_there_is(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     text = load_text(config.data, config.seq_length)
-    data = open_data(text, config, ALONE, CPU)
+    data = open_data(text, Bytes(), config, ALONE, CPU)
     assert data.position is None, "the number of examples is enough to go on"
-    assert data.vocabulary.name == "bytes"
-    assert data.validation is text.validation
     assert data.summary == (
         f"{config.data[0]}: {len(text.train):,} tokens to train on, "
         f"{len(text.validation):,} for validation; 1 file"

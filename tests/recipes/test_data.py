@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.launch.errors import UserError
+from shardwise.elastic.errors import UserError
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.position import permute
 from shardwise.recipes.text.data import (

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import World
 from shardwise.errors import CheckpointError
-from shardwise.launch.errors import UserError
-from shardwise.launch.world import World
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.text.batches import validation_tokens
 from shardwise.recipes.text.data import SEPARATOR, Bytes, Tokenizer, decode

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, materialize
+from tests.harness import run_ranks
 
 Ranks = Callable[..., list[Any]]
 
@@ -154,3 +155,66 @@ def _keeps(rank: int, world_size: int) -> None:
 
 def test_what_is_not_on_the_meta_device_keeps_its_values(threads: Ranks) -> None:
     threads(_keeps, 2)
+
+
+class Outer(nn.Module):
+    """Sets a parameter of an inner module, as the attention of GPT-2 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def _from_outside(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+    elif isinstance(module, Outer):
+        assert module.first.weight.numel() == 35  # asking for a shape needs no values
+        nn.init.normal_(module.first.weight)
+        module.second.weight.data[1:].mul_(3)
+
+
+def _is_set_from_outside(rank: int, world_size: int) -> None:
+    torch.manual_seed(5)
+    reference = nn.Sequential(Outer(), Outer())
+    torch.manual_seed(5)
+    reference.apply(_from_outside)
+    with torch.device("meta"):
+        model = nn.Sequential(Outer(), Outer())
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    torch.manual_seed(5)
+    materialize(model, init=_from_outside)
+    for name, full in reference.state_dict().items():
+        found = model.state_dict()[name]
+        assert isinstance(found, DTensor)
+        assert torch.equal(found.full_tensor(), full), name
+    assert torch.equal(model(torch.ones(2, 5)), reference(torch.ones(2, 5)))
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=_after(reference)))
+
+
+def _after(reference: nn.Module) -> torch.Generator:
+    """The generator after the initialization of ``reference``."""
+    torch.manual_seed(5)
+    reference.apply(_from_outside)
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    return generator
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_outer_module_may_initialize_an_inner_one(world_size: int) -> None:
+    run_ranks(_is_set_from_outside, world_size)
+
+
+def test_tensors_that_are_not_sharded_stay_tied() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    materialize(model)
+    assert model.head.weight is model.embed.weight
+    assert not model.head.weight.is_meta

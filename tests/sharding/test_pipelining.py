@@ -56,7 +56,7 @@ def _eight_ranks(rank: int, world_size: int) -> None:
         hybrid, tensor = shape[1] > 1, shape[3] > 1
         data = mesh["replicate", "shard"] if hybrid else mesh["shard"]
         kept = 2 if shape[2] == 4 else True  # between forward and backward on fewer ranks
-        for name in ("1f1b", "zero bubble, v"):
+        for name in ("1f1b", "zero bubble, v") if kept == 2 else ("zero bubble, v",):
             print(f"{name} on {shape}")
             pipeline = Pipeline.of(
                 name, mesh["pp"], data, mesh["tp"] if tensor else None, reshard_after_forward=kept

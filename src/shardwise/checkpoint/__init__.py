@@ -6,9 +6,10 @@ from shardwise._lazy import lazy_names
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.disk.commit import is_complete, keep_last, latest, step_folder, steps
+    from shardwise.checkpoint.ranks.hf import save_hf
     from shardwise.checkpoint.ranks.loading import load
     from shardwise.checkpoint.ranks.saving import Handle, async_save, save
-    from shardwise.checkpoint.ranks.weights import load_weights, save_hf
+    from shardwise.checkpoint.ranks.weights import load_weights
     from shardwise.checkpoint.ranks.xla import (
         consolidate_sharded_model_checkpoints,
         load_rank_checkpoint,
@@ -49,7 +50,7 @@ _HOME = {
     "load_rank_checkpoint": "shardwise.checkpoint.ranks.xla",
     "load_weights": "shardwise.checkpoint.ranks.weights",
     "save": "shardwise.checkpoint.ranks.saving",
-    "save_hf": "shardwise.checkpoint.ranks.weights",
+    "save_hf": "shardwise.checkpoint.ranks.hf",
     "save_rank_checkpoint": "shardwise.checkpoint.ranks.xla",
     "step_folder": "shardwise.checkpoint.disk.commit",
     "steps": "shardwise.checkpoint.disk.commit",

@@ -12,8 +12,8 @@ from typer import Argument, Option
 
 from shardwise.cli import checkpoint_show as show
 from shardwise.cli.values import read_path, read_size
+from shardwise.elastic.errors import UserError
 from shardwise.errors import CheckpointError
-from shardwise.launch.errors import UserError
 
 commands = typer.Typer(
     name="checkpoint",
@@ -36,7 +36,7 @@ Buffer = Annotated[
 Layers = Annotated[bool, Option("--layers", help="Show repeated layers one by one.")]
 Json = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
 Force = Annotated[bool, Option("--force", help="Replace the checkpoint that is at DST.")]
-_BUFFER: Any = "32MiB"
+DEFAULT_BUFFER: Any = "32MiB"
 
 
 class DamagedError(UserError):
@@ -50,7 +50,7 @@ def _example(arguments: str) -> str:
 
 
 @contextlib.contextmanager
-def _reporting_errors() -> Iterator[None]:
+def reporting_errors() -> Iterator[None]:
     """Report errors in one line: exit code 2 for a wrong command line, 1 for damaged data."""
     try:
         yield
@@ -65,7 +65,12 @@ def _reporting_errors() -> Iterator[None]:
         raise UserError(str(error)) from error
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
+    """Return the path of something that exists.
+
+    Raises:
+        UserError: nothing does.
+    """
     if not path.exists():
         raise UserError(f"found nothing at {path}, expected a checkpoint")
     return path
@@ -87,13 +92,13 @@ def ls(
     """List checkpoints: step, size, whether they are complete, and the mesh they were saved on."""
     from shardwise.checkpoint.tools.survey import list_checkpoints
 
-    with _reporting_errors():
-        found = list_checkpoints(_existing(directory))
+    with reporting_errors():
+        found = list_checkpoints(existing(directory))
     show.listing(directory, found, json=json)
 
 
 @commands.command(epilog=_example("verify runs/lm/checkpoints/step-00000300"))
-def verify(path: Checkpoint, buffer: Buffer = _BUFFER, json: Json = False) -> None:
+def verify(path: Checkpoint, buffer: Buffer = DEFAULT_BUFFER, json: Json = False) -> None:
     """Read a checkpoint, and compare every checksum.
 
     Exit code 1: it is damaged, or the run has a newer checkpoint that is not
@@ -103,8 +108,8 @@ def verify(path: Checkpoint, buffer: Buffer = _BUFFER, json: Json = False) -> No
     from shardwise.checkpoint.tools.survey import newer_incomplete
     from shardwise.checkpoint.tools.survey import verify as run
 
-    with _reporting_errors():
-        given = _existing(path)
+    with reporting_errors():
+        given = existing(path)
         path = find_checkpoint(given)
         skipped = newer_incomplete(given, path)
         if format_of(path) is not Format.SHARDWISE:
@@ -130,7 +135,7 @@ def show_(
     """Show what a checkpoint contains: tensors with shapes, dtypes and placements."""
     from shardwise.checkpoint.formats.detect import open_source
 
-    with _reporting_errors(), open_source(_existing(path)) as source:
+    with reporting_errors(), open_source(existing(path)) as source:
         show.contents(source, values=values, layers=layers, json=json)
 
 
@@ -139,7 +144,7 @@ def diff(
     first: Annotated[Path, Argument(parser=read_path, metavar="A", show_default=False)],
     second: Annotated[Path, Argument(parser=read_path, metavar="B", show_default=False)],
     layers: Layers = False,
-    buffer: Buffer = _BUFFER,
+    buffer: Buffer = DEFAULT_BUFFER,
     json: Json = False,
 ) -> None:
     """Compare names, shapes, dtypes and values of two checkpoints. Exit code 1: they differ."""
@@ -147,9 +152,9 @@ def diff(
     from shardwise.checkpoint.tools.diff import differences
 
     with (
-        _reporting_errors(),
-        open_source(_existing(first)) as a,
-        open_source(_existing(second)) as b,
+        reporting_errors(),
+        open_source(existing(first)) as a,
+        open_source(existing(second)) as b,
         show.progress("comparing") as watch,
     ):
         found = list(differences(a, b, buffer=buffer, watch=watch))
@@ -184,7 +189,7 @@ def consolidate(
         bool, Option("--everything", help="Include the optimizer and the rest, in a torch file.")
     ] = False,
     force: Force = False,
-    buffer: Buffer = _BUFFER,
+    buffer: Buffer = DEFAULT_BUFFER,
 ) -> None:
     """Write full tensors to plain files, with little memory for any size of checkpoint.
 
@@ -192,9 +197,9 @@ def consolidate(
     """
     from shardwise.checkpoint.tools.convert import consolidate as run
 
-    with _reporting_errors(), show.progress("consolidating") as watch:
+    with reporting_errors(), show.progress("consolidating") as watch:
         run(
-            _existing(src),
+            existing(src),
             dst,
             everything=everything,
             force=force,
@@ -223,7 +228,7 @@ def convert(
         ),
     ] = None,
     force: Force = False,
-    buffer: Buffer = _BUFFER,
+    buffer: Buffer = DEFAULT_BUFFER,
 ) -> None:
     """Convert a checkpoint to shardwise, dcp (torch's) or hf (Hugging Face's) format."""
     if to not in ("shardwise", "dcp", "hf"):
@@ -233,9 +238,9 @@ def convert(
     from shardwise.checkpoint.formats.detect import Format
     from shardwise.checkpoint.tools.convert import convert as run
 
-    with _reporting_errors(), show.progress("converting") as watch:
+    with reporting_errors(), show.progress("converting") as watch:
         run(
-            _existing(src),
+            existing(src),
             dst,
             Format(to),
             force=force,

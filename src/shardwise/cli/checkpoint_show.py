@@ -255,6 +255,7 @@ def _difference_cells(row: Row[Difference]) -> tuple[str, ...]:
 
 def written(path: Path) -> None:
     """Show what was written, and what ``from_pretrained`` will miss in it."""
+    from shardwise.checkpoint.disk.companions import has_tokenizer
     from shardwise.checkpoint.formats.detect import Format, format_of
     from shardwise.checkpoint.formats.hf import CONFIG
 
@@ -262,9 +263,14 @@ def written(path: Path) -> None:
     size = sum(file.stat().st_size for file in files)
     what = "" if path.is_file() else f" in {counted(files, 'file')}"
     print(f"wrote {path}: {brief_size(size)}{what}")
-    if path.is_dir() and format_of(path) is Format.HF and not (path / CONFIG).exists():
-        note = f"note: from_pretrained needs {path / CONFIG}; the source has none, so add one"
-        print(note)
+    if not path.is_dir() or format_of(path) is not Format.HF:
+        return
+    if not (path / CONFIG).exists():
+        print(f"note: from_pretrained needs {path / CONFIG}; the source has none, so add one")
+        return
+    config = json_module.loads((path / CONFIG).read_bytes())
+    if "vocab_size" in config and not has_tokenizer(path):
+        print(f"note: AutoTokenizer needs a tokenizer in {path}; the source has none, so add one")
 
 
 def _table(*columns: str) -> Table:

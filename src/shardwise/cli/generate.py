@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import keyword
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
@@ -35,7 +36,7 @@ _ARGUMENTS = "arguments"
 
 
 @dataclass(frozen=True)
-class _Setting:
+class Setting:
     """A field of a configuration that is an option."""
 
     keys: Keys
@@ -43,6 +44,13 @@ class _Setting:
     kind: Any  # its type, without None
     default: Any
     group: Group | None  # what it belongs to, if it goes with one value of another setting
+
+    @property
+    def name(self) -> str:
+        """The option; both flags of what is on or off: ``--nested-fsdp/--no-nested-fsdp``."""
+        name = self.option.name or option_name(self.keys[-1])
+        alone = self.kind is bool and "/" not in name
+        return f"{name}/--no-{name[2:]}" if alone else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,24 +71,38 @@ class Options(Generic[C]):
 
     def parameters(self) -> Iterator[Parameter]:
         """Return the parameters of a command, in the order of the fields."""
-        for setting in self._settings():
+        for setting in self.settings():
             yield from self._parameters_of(setting)
 
-    def read(self, given: Mapping[str, Any], default: C | None = None) -> C:
+    def values_of(self, config: C) -> Iterator[tuple[Setting, Any]]:
+        """Return all settings with their values in a configuration; None: it has none."""
+        for setting in self.settings():
+            value: Any = config
+            for key in setting.keys:
+                value = None if value is None else getattr(value, key)
+            yield setting, value
+
+    def read(
+        self,
+        given: Mapping[str, Any],
+        default: C | None = None,
+        file: Mapping[Keys, Any] | None = None,
+    ) -> C:
         """Return the configuration that the options of a command line ask for.
 
         Args:
             given: values by the names of parameters in the order of the command line, None where
                 not given.
             default: what the others are; None: as in :attr:`default`.
+            file: values that a file gives, by fields; the command line wins.
 
         Raises:
             OptionError: options contradict each other.
         """
         changes: dict[Keys, Any] = {}
         groups: dict[Keys, Group] = {}
-        for setting in self._settings():
-            value = _value_of(setting, given)
+        for setting in self.settings():
+            value = _value_of(setting, given, (file or {}).get(setting.keys))
             if value is not None:
                 changes[setting.keys] = value
             if setting.group is not None:
@@ -92,7 +114,7 @@ class Options(Generic[C]):
             if decided is group.value:
                 config = _changed(config, {keys: group.default})
             elif inside:
-                found = _find_setting(self._settings(), inside[0])
+                found = _find_setting(self.settings(), inside[0])
                 raise OptionError(
                     _names_of(found)[0],
                     f"{group.setting} {decided.value}",
@@ -101,18 +123,21 @@ class Options(Generic[C]):
         changed: C = _changed(config, changes)
         return changed
 
-    def _settings(self) -> Iterator[_Setting]:
+    def settings(self) -> Iterator[Setting]:
+        """Return all settings that are options, in the order of the fields."""
         yield from _settings_of(self.default, (), None, self.without)
 
-    def _parameters_of(self, setting: _Setting) -> Iterator[Parameter]:
+    def _parameters_of(self, setting: Setting) -> Iterator[Parameter]:
         told = setting.option
         name = setting.keys[-1]
         text = self.help.get(name, told.help)
         if "{choices}" in text:
-            text = text.format(choices=", ".join(each.value for each in self._choices(setting)))
+            text = text.format(choices=", ".join(each.value for each in self.choices(setting)))
         if told.flags:
-            for value, flag_help in told.flags.items():
-                yield _parameter(f"--{value.value}", bool, told, flag_help, default=False)
+            for flag, (_, flag_help) in told.flags.items():
+                yield _parameter(flag, bool, told, flag_help, default=False)
+            for flag in told.former:
+                yield _parameter(flag, bool, told, text, default=False, hidden=True)
             return
         if told.parts:
             for (part, part_help), default in zip(told.parts.items(), setting.default, strict=True):
@@ -130,7 +155,7 @@ class Options(Generic[C]):
         if told.takes_arguments:
             yield _arguments()
 
-    def _choices(self, setting: _Setting) -> list[enum.Enum]:
+    def choices(self, setting: Setting) -> list[enum.Enum]:
         """Return the values of an enum, but those that need a group which is no option here."""
         needed = {
             field.metadata[GROUP].value
@@ -142,7 +167,10 @@ class Options(Generic[C]):
 
 
 def with_options(
-    act: Callable[[Mapping[str, Any]], None], options: Sequence[Options[Any]], help_text: str
+    act: Callable[[Mapping[str, Any]], None],
+    options: Sequence[Options[Any]],
+    help_text: str,
+    more: Sequence[Parameter] = (),
 ) -> Callable[..., None]:
     """Return a function for typer, with a parameter for each option.
 
@@ -150,8 +178,9 @@ def with_options(
         act: what the command does, with the values of all options by the names of parameters.
         options: of the command, in the order of its help.
         help_text: of the command.
+        more: parameters that no configuration has, such as arguments.
     """
-    parameters = [each for group in options for each in group.parameters()]
+    parameters = [*more, *(each for group in options for each in group.parameters())]
 
     def command(context: typer.Context, **values: Any) -> None:
         def is_default(name: str) -> bool:
@@ -173,7 +202,7 @@ def with_options(
 
 def _settings_of(
     config: Any, keys: Keys, group: Group | None, without: frozenset[str]
-) -> Iterator[_Setting]:
+) -> Iterator[Setting]:
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
         if field.name in without:
@@ -181,7 +210,7 @@ def _settings_of(
         value, inner = getattr(config, field.name), (*keys, field.name)
         if OPTION in field.metadata:
             kind = _without_none(hints[field.name])
-            yield _Setting(inner, field.metadata[OPTION], kind, value, group)
+            yield Setting(inner, field.metadata[OPTION], kind, value, group)
         elif GROUP in field.metadata:
             within: Group = field.metadata[GROUP]
             yield from _settings_of(within.default, inner, within, without)
@@ -206,19 +235,20 @@ def _without_none(hint: Any) -> Any:
 # -- from settings to parameters -------------------------------------------------------------------
 
 
-def _names_of(setting: _Setting) -> list[str]:
+def _names_of(setting: Setting) -> list[str]:
     """Return the names of an option: the one that is shown, and those that are not.
 
     Of ``--on/--off`` the flag that changes the default is shown.
     """
-    name = setting.option.name or option_name(setting.keys[-1])
-    on, _, off = name.partition("/")
+    on, _, off = setting.name.partition("/")
     pair = [off, on] if off and setting.default else [on, off]
     return [*filter(None, pair), *setting.option.former]
 
 
-def _parameter_name(name: str) -> str:
-    return name.removeprefix("--").replace("-", "_")
+def parameter_name(name: str) -> str:
+    """Return the name of the parameter of an option: ``batch_size`` for ``--batch-size``."""
+    parameter = name.removeprefix("--").replace("-", "_")
+    return f"{parameter}_" if keyword.iskeyword(parameter) else parameter
 
 
 def _parameter(
@@ -249,7 +279,7 @@ def _parameter(
         autocompletion=complete,
     )
     return Parameter(
-        _parameter_name(name),
+        parameter_name(name),
         Parameter.KEYWORD_ONLY,
         default=default,
         annotation=Annotated[kind if default is not None else kind | None, info],
@@ -269,17 +299,22 @@ def _arguments() -> Parameter:
 # -- from a command line to a configuration --------------------------------------------------------
 
 
-def _value_of(setting: _Setting, given: Mapping[str, Any]) -> Any:
-    """Return what a command line says about a setting; None: nothing."""
+def _value_of(setting: Setting, given: Mapping[str, Any], filed: Any) -> Any:
+    """Return what a command line says about a setting, else ``filed``; None: nothing."""
     told = setting.option
     if told.flags:
-        chosen = [each for each in told.flags if given[_parameter_name(f"--{each.value}")]]
-        if len(chosen) > 1:
-            first, second = (f"--{each.value}" for each in chosen[:2])
-            raise OptionError(first, f"{second} too", "one of the two")
-        return chosen[0] if chosen else None
+        flags = {flag: value for flag, (value, _) in told.flags.items()}
+        flags |= dict.fromkeys(told.former, next(iter(flags.values())))
+        chosen = [flag for flag in flags if given[parameter_name(flag)]]
+        values = {flags[flag] for flag in chosen}
+        if len(values) > 1:
+            raise OptionError(chosen[0], f"{chosen[-1]} too", "one of the two")
+        return values.pop() if values else filed
     if told.parts:
-        parts = [given[_parameter_name(part)] for part in told.parts]
+        parts = [given[parameter_name(part)] for part in told.parts]
+        if filed is not None:
+            pairs = zip(parts, filed, strict=True)
+            parts = [other if part is None else part for part, other in pairs]
         if all(part is None for part in parts):
             return None
         return tuple(
@@ -287,7 +322,7 @@ def _value_of(setting: _Setting, given: Mapping[str, Any]) -> Any:
             for part, default in zip(parts, setting.default, strict=True)
         )
     names = _names_of(setting)
-    by_parameter = {_parameter_name(name): name for name in names}
+    by_parameter = {parameter_name(name): name for name in names}
     said = [
         (by_parameter[parameter], value)
         for parameter, value in given.items()
@@ -295,14 +330,14 @@ def _value_of(setting: _Setting, given: Mapping[str, Any]) -> Any:
     ]
     name, value = said[-1] if said else (None, None)  # the last one counts, as of one option
     if setting.kind is bool and said:
-        return (told.name or "").partition("/")[2] != name
+        return setting.name.partition("/")[2] != name
     if get_origin(setting.kind) is not tuple:
-        return value
+        return value if said else filed
     more = given[_ARGUMENTS] or () if told.takes_arguments else ()
     if more and not value:
         expected = f"options; what stands behind {names[0]} belongs to it"
         raise OptionError(_ARGUMENTS, " ".join(more), expected)
-    return (*value, *more) if value else None
+    return (*value, *more) if value else filed
 
 
 def _changed(config: Any, changes: Mapping[Keys, Any]) -> Any:
@@ -326,5 +361,5 @@ def _find(config: Any, name: str) -> Any:
     return next(getattr(each, name) for each in _configurations(config) if hasattr(each, name))
 
 
-def _find_setting(settings: Iterator[_Setting], keys: Keys) -> _Setting:
+def _find_setting(settings: Iterator[Setting], keys: Keys) -> Setting:
     return next(setting for setting in settings if setting.keys == keys)

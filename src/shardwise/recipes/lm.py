@@ -1,37 +1,50 @@
-"""``shardwise train lm``: a language model of ``transformers`` on text, and a sample at the end.
-
-Every rank draws the same tokens from the same logits, since all have the same seed; each forward
-gathers the shards of all ranks.
-"""
+"""``shardwise train lm``: a language model of ``transformers`` on text, and a sample at the end."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from shardwise import FSDPModule
+from shardwise import FSDPModule, pretrained
+from shardwise.elastic.errors import UserError
+from shardwise.errors import CheckpointError
 from shardwise.inspect.api import Blueprint
-from shardwise.recipes.core.build import kept_between_forwards, make_adamw, shard, warmup_cosine
+from shardwise.recipes.core.build import (
+    checkpoint_blocks,
+    compile_blocks,
+    learning_rate,
+    make_adamw,
+    shard,
+)
 from shardwise.recipes.core.config import AdamWConfig
 from shardwise.recipes.core.model import (
     Utilization,
     build,
-    checkpoint_layers,
     config_json,
     decoder_layers,
     initialize,
     next_token_loss,
 )
-from shardwise.recipes.core.recipe import Place, Task, no_more
+from shardwise.recipes.core.recipe import Example, Gathers, Place, Task, no_more
 from shardwise.recipes.core.replicas import replicas_of
 from shardwise.recipes.core.rundir import write_text
-from shardwise.recipes.text.batches import ValidationLoss, open_data
+from shardwise.recipes.text.adapters import Adapters
+from shardwise.recipes.text.batches import open_data
+from shardwise.recipes.text.byte_tokenizer import as_transformers
 from shardwise.recipes.text.config import LmConfig, LmInputs
-from shardwise.recipes.text.data import Vocabulary, load_vocabulary
+from shardwise.recipes.text.conversations import check_apart
+from shardwise.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
+from shardwise.recipes.text.generate import Sampling, generate_tokens
+from shardwise.recipes.text.lora import Frozen
+from shardwise.recipes.text.packing import Packing
 from shardwise.units import printable
 
 
@@ -39,17 +52,33 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
     """Build model, optimizer and data on one rank."""
     config, train = inputs.config, inputs.train
     assert isinstance(train.optimizer, AdamWConfig)
-    data = open_data(inputs.text, config, place.world, place.device)
-    model = build(inputs.settings, data.vocabulary.size, data.vocabulary.separator)
-    if train.sharding.activation_checkpointing:
-        checkpoint_layers(model)
-    sharded = shard(model, decoder_layers(model), train.sharding, place)
-    initialize(model, train.seed)
-    curve = warmup_cosine(
-        train.optimizer, inputs.span.steps_in_all(train.examples_per_step(place.world.size))
-    )
+    vocabulary = load_vocabulary(config.tokenizer_name, config.tokenizer_option)
+    model = _build(inputs.settings, config, vocabulary)
+    introduction = _notes(config, vocabulary, model)
+    data = open_data(inputs.text, vocabulary, config, place.world, place.device)
+    introduction += [("data", data.summary), *([("warning", data.notes)] if data.notes else [])]
+    adapters = None if config.lora is None else Adapters(model, config)
+    blocks = decoder_layers(model)
+    checkpoint_blocks(blocks, train.sharding.activation_checkpointing)
+    sharded = shard(model, blocks, train.sharding, place)
+    gathers = Gathers.EVERY_MICROBATCH
+    if config.pretrained is None:
+        initialize(model, train.seed)
+    else:
+        introduction.append(("weights", _fill(model, adapters, config.pretrained, train.seed)))
+    if adapters is not None:
+        frozen, how = adapters.decide(sharded, place)
+        gathers = Gathers.EVERY_STEP if frozen is Frozen.KEEP else gathers
+        introduction += [("adapters", str(adapters)), ("frozen", how)]
+    if config.packing is Packing.PACKED and config.chat:
+        check_apart(model, vocabulary.used, config.model, place.device)
+    if train.sharding.compile:
+        compile_blocks(blocks)
+    span = replace(inputs.span, per_epoch=data.per_epoch)
+    steps = span.steps_in_all(train.examples_per_step(place.world.size))
+    curve = learning_rate(train.optimizer, steps)
     optimizer: torch.optim.Optimizer = make_adamw(model, train.optimizer)
-    introduction, replicas = [("data", data.summary)], None
+    replicas = None
     if train.diloco is not None:
         optimizer, replicas = replicas_of(model, optimizer, place.mesh, train.diloco)
         introduction.append(("replicas", str(train.diloco)))
@@ -59,22 +88,98 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
         model_name=config.model,
         model=sharded,
         model_config=config_json(model),
+        generation_config=_generation_json(config, model),
+        save_tokenizer=lambda folder: as_transformers(vocabulary).save_pretrained(folder),
         optimizer=optimizer,
         schedule=lambda position: curve(position.step),
         data=data.batches,
-        loss=next_token_loss,
-        evaluate=ValidationLoss(model, data.validation, config, place.world, place.device),
+        loss=data.loss,
+        targets=data.targets,
+        evaluate=data.evaluation(model),
         unit="tokens",
         units_per_example=config.seq_length,
         peak_units_per_s=use.peak_tokens_per_s(place.world.size),
+        span=span,
         position=data.position,
         example=f"sequences x {config.seq_length} tokens",
         loss_unit="nats per token",
         introduction=[*introduction, ("compute", str(use))],
         close=data.close,
+        base=None if adapters is None else config.pretrained,
+        gathers=gathers,
         replicas=replicas,
-        finish=functools.partial(_write_sample, inputs, place, sharded, data.vocabulary),
+        finish=functools.partial(_finish, inputs, place, sharded, vocabulary, adapters),
     )
+
+
+def _build(settings: dict[str, Any], config: LmConfig, vocabulary: Vocabulary) -> PreTrainedModel:
+    """Build the model on the meta device.
+
+    Raises:
+        UserError: it cannot be built.
+    """
+    if config.pretrained is None:
+        return build(settings, vocabulary.size, vocabulary.separator)
+    with _naming("--from", config.pretrained):
+        model = pretrained.build(
+            config.pretrained,
+            model_class=AutoModelForCausalLM,
+            dtype=torch.float32,
+            use_cache=False,
+        )
+    model.train()
+    return model
+
+
+def _generation_json(config: LmConfig, model: PreTrainedModel) -> str | None:
+    """Return how a published model generates: where it ends an answer, above all."""
+    generation = model.generation_config
+    if config.pretrained is None or generation is None:
+        return None
+    return str(generation.to_json_string())
+
+
+def _fill(model: PreTrainedModel, adapters: Adapters | None, name: str, seed: int) -> str:
+    """Load published weights into the shards; return what came of it."""
+    torch.manual_seed(seed)
+    with _naming("--from", name):
+        report = pretrained.fill(model, name) if adapters is None else adapters.fill(seed)
+    if not report.missing:
+        return f"all from {name}"
+    some = ", ".join(report.missing[:3])
+    more = f" and {len(report.missing) - 3} more" if len(report.missing) > 3 else ""
+    return f"from {name}, which lacks {some}{more}: initialized by --seed"
+
+
+@contextlib.contextmanager
+def _naming(option: str, name: str) -> Iterator[None]:
+    """Report an error of a published model as one of the option that names it."""
+    try:
+        yield
+    except (CheckpointError, ValueError, TypeError) as error:
+        raise UserError(f"{option} {name}: {error}") from error
+
+
+def _notes(
+    config: LmConfig, vocabulary: Vocabulary, model: PreTrainedModel
+) -> list[tuple[str, str]]:
+    """Return lines about what may not be as the user expects.
+
+    Raises:
+        OptionError: the model has too few rows for the tokenizer.
+    """
+    if config.pretrained is not None:
+        assert isinstance(vocabulary, Tokenizer)
+        embedding = model.get_input_embeddings().weight
+        assert isinstance(embedding, torch.Tensor)
+        note = vocabulary.fit(len(embedding))
+        return [("warning", note)] if note else []
+    path = Path(config.model)
+    folder = path if path.is_dir() else path.parent
+    if path.exists() and any(folder.glob("*.safetensors")):
+        text = f"{config.model} has weights, and --model trains from scratch: --from uses them"
+        return [("warning", text)]
+    return []
 
 
 def blueprint(config: LmConfig) -> Blueprint:
@@ -83,9 +188,36 @@ def blueprint(config: LmConfig) -> Blueprint:
     Raises:
         OptionError: the tokenizer cannot be loaded, or ``transformers`` cannot build the model.
     """
-    vocabulary = load_vocabulary(config.tokenizer)
-    model = build(config.settings(), vocabulary.size, vocabulary.separator)
+    model = _build(
+        config.settings(), config, load_vocabulary(config.tokenizer_name, config.tokenizer_option)
+    )
+    if config.lora is not None:
+        Adapters(model, config)  # changes the model
     return Blueprint(config.model, model, decoder_layers(model))
+
+
+def example(config: LmConfig) -> Example:
+    """Return the batches of documents, and their loss; those of chats have the same size."""
+
+    def batch(count: int) -> torch.Tensor:
+        return torch.zeros(count, config.seq_length + 1, dtype=torch.long)
+
+    return Example(batch=batch, loss=next_token_loss, seq_length=config.seq_length)
+
+
+def _finish(
+    inputs: LmInputs,
+    place: Place,
+    model: FSDPModule,
+    vocabulary: Vocabulary,
+    adapters: Adapters | None,
+    checkpoint: Path,
+    results: Mapping[str, float],
+) -> Mapping[str, float]:
+    """Write the adapters, if there are any, and a sample."""
+    if adapters is not None:
+        adapters.write(place, as_transformers(vocabulary))
+    return _write_sample(inputs, place, model, vocabulary, checkpoint, results)
 
 
 def _write_sample(
@@ -100,16 +232,17 @@ def _write_sample(
     config = inputs.config
     if not config.sample_tokens:
         return no_more(checkpoint, results)
-    tokens = sample_tokens(
-        model,
-        [vocabulary.separator, *vocabulary.encode(config.prompt_text)],
-        config.sample_tokens,
-        vocab_size=vocabulary.used,
-        temperature=config.temperature,
-        window=config.seq_length,
-        seed=config.train.seed,
-        device=place.device,
-    )
+    with torch.compiler.set_stance("force_eager"):  # every token would have a graph of its own
+        drawn = generate_tokens(
+            cast("nn.Module", model),
+            [vocabulary.separator, *vocabulary.encode(config.prompt_text)],
+            config.sample_tokens,
+            Sampling(temperature=config.temperature, seed=config.train.seed),
+            vocab_size=vocabulary.used,
+            window=config.seq_length,
+            device=place.device,
+        )
+        tokens = list(drawn)
     if place.world.rank == 0:
         text = config.prompt_text + vocabulary.decode(tokens)
         say = place.display.say
@@ -117,63 +250,3 @@ def _write_sample(
         say(f"sample     {config.files.sample}")
         say("\n".join(f"    {line}".rstrip() for line in printable(text, keep="\n\t").split("\n")))
     return results
-
-
-# Up to this size the parameters stay whole from token to token; a larger model is gathered anew.
-KEEP_WHOLE_BYTES = 2**28
-
-
-@torch.no_grad()
-def sample_tokens(
-    model: FSDPModule,
-    prompt: Sequence[int],
-    count: int,
-    *,
-    vocab_size: int,
-    temperature: float,
-    window: int,
-    seed: int,
-    device: torch.device,
-) -> list[int]:
-    """Continue a prompt. Every rank calls it and gets the same tokens.
-
-    Args:
-        model: a causal language model of ``transformers``.
-        prompt: at least one token.
-        count: tokens to draw.
-        vocab_size: tokens from here up are never drawn.
-        temperature: 0 takes the likeliest token; 1 draws as the model has learned.
-        window: the most tokens that the model looks back at, as in training; where they are
-            full, the older half is forgotten.
-        seed: of the drawing.
-        device: where the model computes.
-    """
-    module = model
-    assert isinstance(module, nn.Module)
-    size = sum(p.numel() * p.element_size() for p in module.parameters())
-    generator = torch.Generator().manual_seed(seed)
-    module.eval()
-    drawn: list[int] = []
-    context = list(prompt)[-window:]
-    cache = None
-    whole = size <= KEEP_WHOLE_BYTES
-    with model.keep_unsharded() if whole else kept_between_forwards(module):
-        for _ in range(count):
-            if len(context) > window:
-                context, cache = context[-max(1, window // 2) :], None
-            # With a cache the model remembers all but the newest token.
-            fresh = context if cache is None else context[-1:]
-            inputs = torch.tensor([fresh], device=device)
-            output = module(input_ids=inputs, past_key_values=cache, use_cache=True)
-            cache = getattr(output, "past_key_values", None)
-            logits = output.logits[0, -1, :vocab_size].float().cpu()
-            drawn.append(_draw(logits, temperature, generator))
-            context.append(drawn[-1])
-    return drawn
-
-
-def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    odds = torch.softmax(logits / temperature, dim=-1)
-    return int(torch.multinomial(odds, 1, generator=generator))

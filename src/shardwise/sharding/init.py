@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
-from shardwise._torch import fsdp
+from shardwise import devices
+from shardwise._torch import dtensor, fsdp
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import FSDPState, states_of
+from shardwise.sharding.summon import full_value
+from shardwise.sharding.uninitialized import InitializationCheck, is_marked, mark
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,10 @@ class _Visit:
     @property
     def is_empty(self) -> bool:
         return not (self.sharded or self.plain or self.buffers)
+
+    def name_of(self, name: str) -> str:
+        """The name in the model of one of the module's own tensors."""
+        return f"{self.fqn}.{name}" if self.fqn else name
 
 
 def materialize(
@@ -46,43 +57,189 @@ def materialize(
             keep their values.
         device: the device for initialization, for buffers, and for parameters that are not sharded.
             The default is the device on which the shards compute.
-        init: called with every module to set its parameters and buffers. The default calls
-            ``reset_parameters()`` of every module that has tensors on the meta device.
+        init: called with every module to set its parameters and buffers. The default is the
+            model's own initialization of every module that has tensors on the meta device: that of
+            the ``transformers`` model that the module belongs to, or else ``reset_parameters()``.
+            What it leaves uninitialized must be loaded before the first forward, which raises
+            otherwise and names it. An outer module may set the parameters of inner ones: it gets
+            them in full.
 
     Returns:
         ``model``.
 
     Raises:
         ValueError: ``init`` is not given, and a module with tensors on the meta device has no
-            ``reset_parameters``. Nothing was changed.
+            initialization of its own. Nothing was changed.
     """
     states = list(states_of(model))
-    if device is None:
-        device = states[0].device if states else torch.get_default_device()
+    device = torch.device(compute_device(states) if device is None else device)
     visits = list(_visits(model, states))
     if init is None:
-        _check_resettable(visits)
+        init = _OwnInitialization(model, visits)
     visits_left: dict[ShardedParam, int] = {}
     for visit in visits:
         for form in visit.sharded.values():
             visits_left[form] = visits_left.get(form, 0) + 1
     full: dict[ShardedParam, nn.Parameter] = {}  # a tied parameter stays until its last module
+    plain: dict[torch.Tensor, torch.Tensor] = {}
+    initializer = _Initializer(init, device)
+    marked: list[str] = []
     with torch.no_grad():
         for visit in visits:
-            _make_full(visit, full, torch.device(device))
-            if init is not None:
-                init(visit.module)
-            elif not visit.is_empty:
-                visit.module.reset_parameters()  # type: ignore[operator]
+            _make_full(visit, full, plain, device)
+            initializer.run(visit.module)
             for name, form in visit.sharded.items():
                 visits_left[form] -= 1
                 fsdp.ParamOwner(visit.module, name).register(form.parameter)
                 if visits_left[form] == 0:
-                    form.materialize(full.pop(form))
+                    made = full.pop(form)
+                    if is_marked(made):
+                        marked.append(visit.name_of(name))
+                    form.materialize(made)
+                    initializer.forms[id(form.parameter)] = form
+        for visit in visits:
+            left = [
+                name
+                for name in (*visit.plain, *visit.buffers)
+                if is_marked(getattr(visit.module, name))
+            ]
+            marked += map(visit.name_of, left)
+    _refresh(states)
+    if marked:
+        InitializationCheck(model, marked)
+    return model
+
+
+class _WritesShardError(Exception):
+    """An initialization is about to use a parameter that is sharded by now."""
+
+    def __init__(self, form: ShardedParam) -> None:
+        super().__init__(form.fqn)
+        self.form = form
+
+
+class _NoticeShards(TorchFunctionMode):
+    """Stop an initialization before it uses one of the parameters that are sharded by now."""
+
+    def __init__(self, forms: Mapping[int, ShardedParam]) -> None:
+        super().__init__()
+        self._forms = forms
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in _METADATA or _is_data(func):
+            for value in (*args, *kwargs.values()):
+                form = self._forms.get(id(value)) if isinstance(value, DTensor) else None
+                if form is not None:
+                    raise _WritesShardError(form)
+        return func(*args, **kwargs)
+
+
+# What asks for anything but elements; all attributes are asked for by a "__get__".
+_METADATA = frozenset(
+    {"__get__", "__hash__", "__len__", "dim", "is_complex", "is_floating_point", "ndimension"}
+    | {"nelement", "numel", "requires_grad_", "size", "stride"}
+)
+
+
+def _is_data(func: Any) -> bool:
+    return getattr(func, "__self__", None) in (torch.Tensor.data, torch.Tensor.T, torch.Tensor.mT)
+
+
+class _Initializer:
+    """Calls the initialization of modules.
+
+    That of an outer module may set parameters of an inner one, which are sharded by then, as in
+    GPT-2 and CLIP. It gets them in full: else each rank would draw the numbers of its rows alone.
+
+    Args:
+        init: called with a module.
+        device: where full parameters are made.
+
+    Attributes:
+        forms: the parameters that are sharded by now, by the id of the sharded parameter.
+    """
+
+    def __init__(self, init: Callable[[nn.Module], object], device: torch.device) -> None:
+        self._init = init
+        self._device = device
+        self.forms: dict[int, ShardedParam] = {}
+
+    def run(self, module: nn.Module) -> None:
+        """Initialize one module, all of whose own parameters are full."""
+        if not (self.forms and next(module.children(), None) is not None):
+            self._init(module)
+            return
+        used = dict.fromkeys([devices.CPU, self._device])
+        states = {device: devices.random_state(device) for device in used}
+        full: dict[ShardedParam, nn.Parameter] = {}
+        while True:
+            try:
+                with _NoticeShards(self.forms):
+                    self._init(module)
+                break
+            except _WritesShardError as error:
+                form = error.form
+            full[form] = self._gather(form)
+            for device, state in states.items():  # it begins again, and draws the same numbers
+                if state is not None:
+                    devices.set_random_state(device, state)
+        for form, made in full.items():
+            form.materialize(made)
+            self.forms[id(form.parameter)] = form
+
+    def _gather(self, form: ShardedParam) -> nn.Parameter:
+        del self.forms[id(form.parameter)]
+        full = form.empty_full(self._device)
+        dtensor.plain(full).copy_(full_value(form.users[0], form.parameter))
+        for owner in form.owners:
+            owner.register(full)
+        return full
+
+
+def allocate(model: nn.Module, names: Collection[str]) -> bool:
+    """Give tensors on the meta device memory that the caller fills at once.
+
+    A rank allocates its shards and no more.
+
+    Args:
+        model: the model, after all ``fully_shard`` calls, or not sharded.
+        names: names of parameters and buffers. Those that have memory are left as they are.
+
+    Returns:
+        Whether anything was allocated.
+    """
+    states = list(states_of(model))
+    device = compute_device(states)
+    made: dict[torch.Tensor, torch.Tensor] = {}  # tensors that are not sharded may be tied, too
+    forms: dict[ShardedParam, None] = {}
+    wanted = frozenset(names)
+    for visit in _visits(model, states):
+        forms.update(
+            {form: None for name, form in visit.sharded.items() if visit.name_of(name) in wanted}
+        )
+        _make_plain(
+            visit.module,
+            [name for name in visit.plain if visit.name_of(name) in wanted],
+            [name for name in visit.buffers if visit.name_of(name) in wanted],
+            made,
+            device,
+        )
+    for form in forms:
+        form.allocate(device)
+    _refresh(states)
+    return bool(forms or made)
+
+
+def compute_device(states: list[FSDPState]) -> torch.device:
+    """The device on which the shards compute, or torch's default without any."""
+    return states[0].device if states else torch.get_default_device()
+
+
+def _refresh(states: list[FSDPState]) -> None:
     for state in states:
         for group in state.groups:
             group.refresh()
-    return model
 
 
 def _visits(model: nn.Module, states: list[FSDPState]) -> Iterator[_Visit]:
@@ -116,31 +273,93 @@ def _visits(model: nn.Module, states: list[FSDPState]) -> Iterator[_Visit]:
     yield from visit(model)
 
 
-def _make_full(visit: _Visit, full: dict[ShardedParam, nn.Parameter], device: torch.device) -> None:
-    """Replace tensors on the meta device by full, uninitialized ones."""
+def _make_full(
+    visit: _Visit,
+    full: dict[ShardedParam, nn.Parameter],
+    plain: dict[torch.Tensor, torch.Tensor],
+    device: torch.device,
+) -> None:
+    """Replace tensors on the meta device by full ones, marked as uninitialized."""
     module = visit.module
     for name, form in visit.sharded.items():
         if form not in full:
             full[form] = form.empty_full(device)
+            mark(full[form])
         fsdp.ParamOwner(module, name).register(full[form])
-    for name in visit.plain:
+    _make_plain(module, visit.plain, visit.buffers, plain, device, mark)
+
+
+def _make_plain(
+    module: nn.Module,
+    params: Iterable[str],
+    names: Iterable[str],
+    made: dict[torch.Tensor, torch.Tensor],
+    device: torch.device,
+    fill: Callable[[torch.Tensor], None] = lambda tensor: None,
+) -> None:
+    """Replace tensors that are not sharded. Those that were tied on the meta device stay tied."""
+
+    def new(old: torch.Tensor) -> torch.Tensor:
+        if old not in made:
+            made[old] = torch.empty_like(old, device=device)
+            if isinstance(old, nn.Parameter):
+                made[old] = nn.Parameter(made[old], requires_grad=old.requires_grad)
+            fill(made[old])
+        return made[old]
+
+    for name in params:
         owner = fsdp.ParamOwner(module, name)
-        old = owner.registered
-        new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
-        owner.register(new)
-    for name in visit.buffers:
-        buffers = fsdp.buffers_of(module)
-        old_buffer = buffers[name]
-        assert old_buffer is not None
-        buffers[name] = torch.empty_like(old_buffer, device=device)
+        owner.register(cast(nn.Parameter, new(owner.registered)))
+    buffers = fsdp.buffers_of(module)
+    for name in names:
+        old = buffers[name]
+        assert old is not None
+        buffers[name] = new(old)
 
 
-def _check_resettable(visits: list[_Visit]) -> None:
-    for visit in visits:
-        if not visit.is_empty and not hasattr(visit.module, "reset_parameters"):
-            names = [*visit.sharded, *visit.plain, *visit.buffers]
-            raise ValueError(
-                f"{visit.fqn or 'the root'} ({type(visit.module).__name__}) has "
-                f"{', '.join(names)} on the meta device and no reset_parameters(); pass init=, a "
-                "function that initializes a module"
-            )
+class _OwnInitialization:
+    """The initialization that a model brings along.
+
+    A module of a ``transformers`` model is initialized by the innermost such model that it belongs
+    to, since nested models have rules of their own. Any other module is by ``reset_parameters()``.
+
+    Args:
+        model: the model.
+        visits: its modules, children first.
+
+    Raises:
+        ValueError: a module with tensors on the meta device has no initialization.
+    """
+
+    def __init__(self, model: nn.Module, visits: list[_Visit]) -> None:
+        # What is not imported has made no model.
+        transformers = sys.modules.get("transformers.modeling_utils")
+        self._owner: dict[nn.Module, Any] = {}
+        if transformers is not None:
+            for part in model.modules():
+                if isinstance(part, transformers.PreTrainedModel):
+                    self._owner.update(dict.fromkeys(part.modules(), part))
+        self._own = {visit.module for visit in visits if not visit.is_empty}
+        self._around = set(self._own)  # they may set the parameters of modules in them
+        for visit in visits:
+            if any(child in self._around for child in visit.module.children()):
+                self._around.add(visit.module)
+            if visit.module in self._own - self._owner.keys():
+                _check_resettable(visit)
+
+    def __call__(self, module: nn.Module) -> None:
+        if module in self._owner:
+            if module in self._around:
+                self._owner[module]._init_weights(module)
+        elif module in self._own:
+            module.reset_parameters()  # type: ignore[operator]
+
+
+def _check_resettable(visit: _Visit) -> None:
+    if not hasattr(visit.module, "reset_parameters"):
+        names = [*visit.sharded, *visit.plain, *visit.buffers]
+        raise ValueError(
+            f"{visit.fqn or 'the root'} ({type(visit.module).__name__}) has "
+            f"{', '.join(names)} on the meta device and no reset_parameters(); pass init=, a "
+            "function that initializes a module"
+        )

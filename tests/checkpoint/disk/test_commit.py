@@ -75,6 +75,16 @@ def test_the_last_are_kept_and_nothing_else_is_touched(tmp_path: Path) -> None:
         save_small(tmp_path / "x", keep_last=0)
 
 
+def test_named_checkpoints_are_kept_beside_the_last(tmp_path: Path) -> None:
+    best = checkpoint.step_folder(tmp_path, 1)
+    for step in (1, 2, 3, 4):
+        save_small(checkpoint.step_folder(tmp_path, step), keep_last=2, keep=[best])
+    assert checkpoint.steps(tmp_path) == [1, 3, 4]
+    best = checkpoint.step_folder(tmp_path, 4)
+    save_small(checkpoint.step_folder(tmp_path, 5), keep_last=2, keep=[best])
+    assert checkpoint.steps(tmp_path) == [4, 5], "it counts as one of the last, if it is one"
+
+
 # ---- leftovers ----
 
 

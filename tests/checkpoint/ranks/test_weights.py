@@ -11,12 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
-from shardwise import checkpoint
+from shardwise import checkpoint, fully_shard
 from shardwise.checkpoint import CheckpointError, load_weights, save_hf
-from shardwise.checkpoint.ranks.weights import _runs
+from shardwise.checkpoint.disk.manifest import read_manifest
+from shardwise.checkpoint.ranks.hf import _runs
 from tests.checkpoint.small import make, same, save_small
 from tests.checkpoint.tilings import QUICK, boxes_in, part_of, shapes
+from tests.harness import run_ranks
 
 
 @QUICK
@@ -96,6 +99,46 @@ def test_tied_weights_are_saved_once_and_found_under_any_name(tmp_path: Path) ->
     loaded = tied()
     load_weights(tmp_path / "b.safetensors", loaded)
     assert torch.equal(loaded["a"].weight, model["a"].weight)
+
+
+class _Tied(torch.nn.Module):
+    """An embedding, and a head in a group of its own that shares the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(6, 4)
+        self.block = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.head(self.block(self.embed(tokens)))
+        return hidden
+
+
+def _saves_between_forward_and_backward(rank: int, world_size: int, folder: Path) -> None:
+    model = _Tied()
+    for module in (model.embed, model.block, model.head):
+        fully_shard(module, reshard_after_forward=False)
+    fully_shard(model)
+    loss = model(torch.arange(6)).sum()
+    assert not isinstance(model.head.weight, DTensor), "the full parameter of its group"
+    save_hf(folder / "hf", model)
+    loss = model(torch.arange(6)).sum()
+    checkpoint.save(folder / "ours", model)
+    loss.backward()
+
+
+def test_ties_across_groups_hold_between_forward_and_backward(tmp_path: Path) -> None:
+    run_ranks(_saves_between_forward_and_backward, 2, tmp_path)
+    assert "head.weight" not in load_file(tmp_path / "hf" / "model.safetensors")
+    assert read_manifest(tmp_path / "ours").facts.tied == {"head.weight": "embed.weight"}
+    for name in ("hf", "ours"):
+        loaded = _Tied()
+        torch.nn.init.zeros_(loaded.embed.weight)
+        load_weights(tmp_path / name, loaded)
+        assert torch.equal(loaded.head.weight, _Tied().embed.weight), name
 
 
 def test_another_model_is_named_by_what_differs(tmp_path: Path) -> None:

@@ -29,9 +29,10 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from shardwise.checkpoint.disk.companions import is_companion
 from shardwise.checkpoint.disk.entries import Manifest
 from shardwise.checkpoint.disk.files import sync
 from shardwise.checkpoint.disk.manifest import read_manifest
@@ -158,7 +159,13 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             raise CheckpointError(f"{path}: found {status.st_size:,} bytes, expected {size:,}")
 
 
-def keep_last(root: StrPath, count: int, *, spare: StrPath | None = None) -> None:
+def keep_last(
+    root: StrPath,
+    count: int,
+    *,
+    spare: StrPath | None = None,
+    keep: Collection[StrPath] = (),
+) -> None:
     """Delete all but the newest complete checkpoints in a folder.
 
     Args:
@@ -166,6 +173,7 @@ def keep_last(root: StrPath, count: int, *, spare: StrPath | None = None) -> Non
         count: number of checkpoints to keep, at least 1.
         spare: a checkpoint that counts as the newest, whatever its step. The one of the highest
             step is kept as well: another process may have committed it in the meantime.
+        keep: checkpoints that are kept even if they are not among the newest: the best one, say.
 
     Raises:
         ValueError: ``count`` is less than 1.
@@ -176,9 +184,10 @@ def keep_last(root: StrPath, count: int, *, spare: StrPath | None = None) -> Non
     folders = [step_folder(root, step) for step in steps(root)]
     highest = folders[-1:]
     newest = None if spare is None else Path(spare)
+    named = {os.path.abspath(path) for path in keep}
     folders.sort(key=lambda folder: folder == newest)
     for folder in folders[:-count]:
-        if folder not in highest:
+        if folder not in highest and os.path.abspath(folder) not in named:
             delete(folder)
 
 
@@ -442,7 +451,8 @@ def _belongs(path: Path) -> bool:
     """Whether a file has the name of a file of a checkpoint, of any format."""
     return path.is_file() and (
         path.suffix in (".safetensors", ".distcp", ".json")
-        or path.name in (".metadata", "README.md", "tokenizer.model", "merges.txt", "vocab.txt")
+        or path.name in (".metadata", "README.md")
+        or is_companion(path.name)
     )
 
 

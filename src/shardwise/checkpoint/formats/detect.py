@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from enum import Enum
 from pathlib import Path
 
 from shardwise.checkpoint.disk.commit import latest, steps
+from shardwise.checkpoint.disk.companions import TOKENIZER, has_tokenizer
 from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
 from shardwise.checkpoint.formats.source import Source
 from shardwise.errors import CheckpointError
@@ -45,6 +47,21 @@ def find_checkpoint(path: Path) -> Path:
         f"{path}: found no checkpoint; expected {MANIFEST} (shardwise), {_DCP} (dcp), {_INDEX} or "
         "a .safetensors file (hf), a file of torch.save, or step-... folders, one of them complete"
     )
+
+
+def find_tokenizer(path: Path) -> Path | None:
+    """Find the folder of the tokenizer that belongs to a model: beside it, or in its run.
+
+    Args:
+        path: as for :func:`find_checkpoint`, or the folder of a tokenizer alone.
+    """
+    from shardwise.checkpoint.formats.hf import folders_of
+
+    folders = [path]
+    with contextlib.suppress(CheckpointError):
+        folders += folders_of(find_checkpoint(path))
+    inside = (each for folder in folders for each in (folder, folder / TOKENIZER))
+    return next(filter(has_tokenizer, inside), None)
 
 
 def steps_root(path: Path) -> Path:

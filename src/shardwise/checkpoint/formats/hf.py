@@ -7,7 +7,7 @@
 
 A model that fits in one file is ``model.safetensors``, without an index. The format contains only
 the model, neither an optimizer nor plain values. ``config.json`` is written if the checkpoint or
-its run has one; the tokenizer is left to transformers.
+its run has one.
 
 Source: ``transformers.PreTrainedModel.save_pretrained``.
 """
@@ -42,6 +42,7 @@ from shardwise.errors import CheckpointError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 #: Default size of a file in bytes, as in ``save_pretrained``.
 DEFAULT_SHARD = 50 * 10**9
 _MAX_INDEX = 1 << 28
@@ -111,12 +112,12 @@ def _files(where: Path) -> dict[Path, frozenset[str]]:
     """The files of a model, each with the tensors that the index says it contains."""
     if not where.is_dir():
         return {where: frozenset()}
+    single = where / SINGLE
+    if single.exists():  # also beside the index of an earlier model: transformers takes it first
+        return {single: frozenset()}
     if (where / INDEX).exists():
         return _read_index(where)
     found = sorted(where.glob("*.safetensors"))
-    single = where / SINGLE
-    if single in found:
-        return {single: frozenset()}
     if len(found) == 1:
         return {found[0]: frozenset()}
     raise CheckpointError(
@@ -142,7 +143,9 @@ def _and_others(names: list[str]) -> str:
     return f", nor {len(names) - 1} others" if len(names) > 1 else ""
 
 
-def plan_files(tensors: Mapping[str, TensorInfo], max_shard_size: int) -> list[HfFile]:
+def plan_files(
+    tensors: Mapping[str, TensorInfo], max_shard_size: int, single: str = SINGLE
+) -> list[HfFile]:
     """Assign tensors to files: in order, with a new file whenever the next tensor does not fit.
 
     A tensor larger than ``max_shard_size`` gets a file of its own.
@@ -150,6 +153,7 @@ def plan_files(tensors: Mapping[str, TensorInfo], max_shard_size: int) -> list[H
     Args:
         tensors: dtype and shape of the tensors, by name.
         max_shard_size: largest size of a file in bytes.
+        single: name of the file, if all tensors are in one.
     """
     groups: list[dict[str, TensorInfo]] = [{}]
     filled = 0
@@ -160,7 +164,7 @@ def plan_files(tensors: Mapping[str, TensorInfo], max_shard_size: int) -> list[H
         groups[-1][name] = info
         filled += info.nbytes
     if len(groups) == 1:
-        return [HfFile(SINGLE, groups[0])]
+        return [HfFile(single, groups[0])]
     return [
         HfFile(f"model-{i:05}-of-{len(groups):05}.safetensors", group)
         for i, group in enumerate(groups, 1)
@@ -237,6 +241,20 @@ def _chunks_of(
     return lambda name: window.chunks(source, paths[name])
 
 
+def folders_of(checkpoint: Path) -> list[Path]:
+    """The folders where files beside a checkpoint may be: its own, and that of its run.
+
+    Args:
+        checkpoint: a file or a folder. ``step-00000040`` and ``checkpoints/step-00000040`` are in
+            the folder of a run.
+    """
+    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    if not folder.name.startswith("step-"):
+        return [folder]
+    run = folder.resolve().parent
+    return [folder, run.parent if run.name == "checkpoints" else run]
+
+
 def find_config(source: Source) -> tuple[bytes, Mapping[str, Any]] | None:
     """Find the configuration that belongs to a checkpoint.
 
@@ -244,19 +262,12 @@ def find_config(source: Source) -> tuple[bytes, Mapping[str, Any]] | None:
     checkpoint recorded about its model.
 
     Args:
-        source: a checkpoint. ``step-00000040`` and ``checkpoints/step-00000040`` are in the folder
-            of a run.
+        source: a checkpoint; see :func:`folders_of`.
 
     Returns:
         The text of the file, and its contents; ``None`` if there is none with a ``model_type``.
     """
-    checkpoint = source.where
-    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    folders = [folder]
-    if folder.name.startswith("step-"):
-        run = folder.resolve().parent
-        folders.append(run.parent if run.name == "checkpoints" else run)
-    for each in folders:
+    for each in folders_of(source.where):
         file = each / CONFIG
         if file.exists():
             try:

@@ -184,12 +184,23 @@ def _whole_rows(elements: int, sizes: Sequence[int]) -> int:
     return elements // row * row
 
 
+#: Where the trainings of this package record that a checkpoint leaves out a base, and which.
+_BASE = ("extra", "base", "name")
+
+
 def model_tensors(source: Source) -> dict[str, StatePath]:
     """The tensors of the model in a source: path in the source, by name in the model.
 
     Raises:
-        CheckpointError: there are none, or two have the same name.
+        CheckpointError: there are none, two have the same name, or the checkpoint has adapters
+            alone, without the base that they belong to.
     """
+    if _BASE in source.values:
+        raise CheckpointError(
+            f"{source.where}: contains the adapters of a training with --lora alone, without their "
+            f"base {source.values[_BASE]}; shardwise merge-lora makes full weights of the adapters "
+            "that a run writes at its end"
+        )
     found: dict[str, StatePath] = {}
     for path in source.tensors:
         if path[0] == "model" and found.setdefault(dotted(path[1:]), path) != path:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     set_model_state_dict,
 )
 
@@ -27,7 +26,7 @@ from shardwise.checkpoint.disk.values import leaves, unflatten
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.optimizer import destinations, load_optimizer_tree, parameter_names
 from shardwise.checkpoint.ranks.saving import wait_for_save
-from shardwise.checkpoint.ranks.state import check_same_names, check_tensor, local_of
+from shardwise.checkpoint.ranks.state import check_same_names, check_tensor, local_of, model_state
 from shardwise.checkpoint.storage import Reader
 from shardwise.errors import CheckpointError
 from shardwise.sharding.state_dict import sharded_state_dicts
@@ -39,6 +38,7 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     strict: bool = True,
+    ignore_frozen_params: bool = False,
     buffer: int = CHUNK,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
@@ -55,6 +55,8 @@ def load(
         model: the model, with memory, not on the meta device.
         optimizer: an optimizer of the model's parameters; new, or with a state, which is replaced.
         strict: whether the model must have exactly the names that were saved.
+        ignore_frozen_params: leave parameters that require no gradient as they are. The checkpoint
+            was saved without them.
         buffer: bytes that reading may hold beside the shards.
         group: the ranks that load together; the default process group if ``None``.
 
@@ -69,7 +71,14 @@ def load(
     ranks = Ranks(group_for(group))
     return ranks.all(
         f"loading {path}",
-        lambda: load_into(Path(path), model, optimizer, strict=strict, buffer=buffer),
+        lambda: load_into(
+            Path(path),
+            model,
+            optimizer,
+            strict=strict,
+            ignore_frozen_params=ignore_frozen_params,
+            buffer=buffer,
+        ),
     )
 
 
@@ -79,6 +88,7 @@ def load_into(
     optimizer: torch.optim.Optimizer | None,
     *,
     strict: bool,
+    ignore_frozen_params: bool,
     buffer: int,
 ) -> dict[str, Any]:
     """Load a checkpoint on this rank. No rank waits for another.
@@ -88,6 +98,7 @@ def load_into(
         model: the model, with memory.
         optimizer: an optimizer of its parameters.
         strict: whether the model must have exactly the names that were saved.
+        ignore_frozen_params: leave parameters that require no gradient as they are.
         buffer: bytes that reading may hold beside the shards.
 
     Returns:
@@ -99,8 +110,7 @@ def load_into(
     """
     manifest = read_manifest(path)
     check_files(path, manifest)
-    with sharded_state_dicts(model):
-        saved = get_model_state_dict(model)
+    saved = model_state(model, ignore_frozen_params=ignore_frozen_params)
     names = parameter_names(model, saved)
     into = _model_tensors(saved)
     _check_names(manifest, into, saved, strict=strict, where=str(path))
@@ -118,7 +128,7 @@ def load_into(
         str(path),
     )
     if not _is_filled_in_place(model, saved):
-        options = StateDictOptions(strict=strict)
+        options = StateDictOptions(strict=strict and not ignore_frozen_params)
         with sharded_state_dicts(model):
             set_model_state_dict(model, {**saved, **tree.get("model", {})}, options=options)
     if optimizer is not None:

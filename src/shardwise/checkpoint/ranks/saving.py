@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ def save(
     extra: Mapping[str, Any] | None = None,
     *,
     keep_last: int | None = None,
+    keep: Collection[StrPath] = (),
+    ignore_frozen_params: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save a checkpoint. Every rank calls this, with the same path.
@@ -61,6 +63,10 @@ def save(
             what differs.
         keep_last: after the commit, delete all complete checkpoints named ``step-...`` beside it
             except this many of the newest.
+        keep: checkpoints beside it that ``keep_last`` does not delete, whatever their age: the best
+            one, say.
+        ignore_frozen_params: leave out parameters that require no gradient, as torch's option of
+            this name does. :func:`load` needs it too.
         group: the ranks that save together; the default process group if ``None``.
 
     Raises:
@@ -70,8 +76,8 @@ def save(
         ValueError: ``keep_last`` is less than 1.
     """
     wait_for_save()
-    Saving(Path(path), facts_of(model), Ranks(group_for(group)), keep_last).run(
-        lambda: state_of(model, optimizer, extra)
+    Saving(Path(path), facts_of(model), Ranks(group_for(group)), keep_last, keep).run(
+        lambda: state_of(model, optimizer, extra, ignore_frozen_params=ignore_frozen_params)
     )
 
 
@@ -82,6 +88,8 @@ def async_save(
     extra: Mapping[str, Any] | None = None,
     *,
     keep_last: int | None = None,
+    keep: Collection[StrPath] = (),
+    ignore_frozen_params: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Handle:
     """Save a checkpoint while training goes on. Every rank calls this, with the same path.
@@ -99,6 +107,8 @@ def async_save(
         optimizer: may change as soon as this returns.
         extra: may change as soon as this returns.
         keep_last: as for :func:`save`.
+        keep: as for :func:`save`.
+        ignore_frozen_params: as for :func:`save`.
         group: as for :func:`save`.
 
     Returns:
@@ -110,7 +120,16 @@ def async_save(
         ValueError: something on this rank is on the meta device, or has the same name as something
             else; or ``keep_last`` is less than 1.
     """
-    snapshot = Snapshot(path, model, optimizer, extra, keep_last=keep_last, group=group)
+    snapshot = Snapshot(
+        path,
+        model,
+        optimizer,
+        extra,
+        keep_last=keep_last,
+        keep=keep,
+        ignore_frozen_params=ignore_frozen_params,
+        group=group,
+    )
     handle = start_saving(snapshot.write, snapshot.path)
     if snapshot.error is not None:
         # The other ranks wait for this one's part: the thread reports the error to them.
@@ -199,6 +218,7 @@ class Saving:
         facts: what to record about the model.
         ranks: the ranks that save.
         keep_last: number of checkpoints to keep, this one included; all if ``None``.
+        keep: checkpoints that are kept besides.
 
     Raises:
         ValueError: ``keep_last`` is less than 1.
@@ -208,10 +228,12 @@ class Saving:
     facts: ModelFacts
     ranks: Ranks
     keep_last: int | None
+    keep: Collection[StrPath] = ()
 
     def __post_init__(self) -> None:
         # The thread of async_save uses it later, when the working directory may have changed.
         self.path = Path(os.path.abspath(self.path))
+        self.keep = [os.path.abspath(path) for path in self.keep]
         if self.keep_last is not None and self.keep_last < 1:
             raise ValueError(f"keep_last: found {self.keep_last}, expected 1 or more")
 
@@ -258,7 +280,7 @@ class Saving:
         if self.keep_last is None:
             return
         try:
-            keep_last(self.path.parent, self.keep_last, spare=self.path)
+            keep_last(self.path.parent, self.keep_last, spare=self.path, keep=self.keep)
         except OSError as error:
             raise CheckpointError(
                 "the checkpoint is saved, but an older one cannot be deleted: "
@@ -277,6 +299,8 @@ class Snapshot:
         optimizer: may change as soon as the snapshot is made.
         extra: may change as soon as the snapshot is made.
         keep_last: as for :func:`save`.
+        keep: as for :func:`save`.
+        ignore_frozen_params: as for :func:`save`.
         group: as for :func:`save`.
 
     Attributes:
@@ -297,16 +321,20 @@ class Snapshot:
         extra: Mapping[str, Any] | None,
         *,
         keep_last: int | None = None,
+        keep: Collection[StrPath] = (),
+        ignore_frozen_params: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         wait_for_save()
         ranks = Ranks(group_for(group))
-        self._saving = Saving(Path(path), facts_of(model), ranks, keep_last)
+        self._saving = Saving(Path(path), facts_of(model), ranks, keep_last, keep)
         self._state = State()
         self.path = self._saving.path
         self.error: Exception | None = None
         try:
-            self._state = state_of(model, optimizer, extra)
+            self._state = state_of(
+                model, optimizer, extra, ignore_frozen_params=ignore_frozen_params
+            )
             self._state.tensors = copies(self._state.tensors)
         except Exception as error:
             self.error = error

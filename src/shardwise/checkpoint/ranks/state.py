@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from shardwise._torch import dtensor
@@ -151,21 +151,31 @@ def _placement(placement: Placement) -> str:
 def facts_of(model: nn.Module) -> ModelFacts:
     """What to record about a model: its strategy, its tied tensors, and its ``config.json``."""
     tied = {name: names[0] for name, names in ties(model).items() if name != names[0]}
-    return ModelFacts(strategy_of(model), tied, _config_of(model))
+    return ModelFacts(strategy_of(model), tied, config_of(model))
 
 
 def ties(model: nn.Module) -> dict[str, list[str]]:
-    """The names of each tensor that has several, by each of these names, in model order."""
+    """The names of each tensor that has several, by each of these names, in model order.
+
+    A tied parameter counts as one in every state of its groups: two groups that are unsharded hold
+    a full parameter each.
+    """
+    form_of = {
+        id(owner.registered): id(param.form)
+        for group in groups_of(model)
+        for param in group.params
+        for owner in param.owners
+    }
     names: dict[int, list[str]] = {}
     for name, tensor in itertools.chain(
         model.named_parameters(remove_duplicate=False),
         model.named_buffers(remove_duplicate=False),
     ):
-        names.setdefault(id(tensor), []).append(name)
+        names.setdefault(form_of.get(id(tensor), id(tensor)), []).append(name)
     return {name: group for group in names.values() if len(group) > 1 for name in group}
 
 
-def _config_of(model: nn.Module) -> dict[str, Any]:
+def config_of(model: nn.Module) -> dict[str, Any]:
     """The ``config.json`` of a transformers model, or of anything that looks like one."""
     config = getattr(model, "config", None)
     try:
@@ -199,8 +209,24 @@ def strategy_of(model: nn.Module) -> str:
     return "full" if frees else "grad-op"
 
 
+def model_state(model: nn.Module, *, ignore_frozen_params: bool) -> dict[str, Any]:
+    """The state dict of a model with its shards as ``DTensor``s, by torch's names.
+
+    Args:
+        model: the model, sharded or not.
+        ignore_frozen_params: leave out parameters that require no gradient.
+    """
+    options = StateDictOptions(ignore_frozen_params=ignore_frozen_params)
+    with sharded_state_dicts(model):
+        return get_model_state_dict(model, options=options)
+
+
 def state_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    *,
+    ignore_frozen_params: bool = False,
 ) -> State:
     """Collect what this rank has to save. Tensors share the memory of the model and the optimizer.
 
@@ -208,14 +234,14 @@ def state_of(
         model: the model, sharded or not.
         optimizer: an optimizer of its parameters.
         extra: anything else; see :func:`.saving.save`.
+        ignore_frozen_params: leave out parameters that require no gradient.
 
     Raises:
         TypeError: something is neither a tensor that can be saved nor a plain value.
         ValueError: two things have the same name, or a tensor is on the meta device.
     """
     state = State()
-    with sharded_state_dicts(model):
-        saved = get_model_state_dict(model)
+    saved = model_state(model, ignore_frozen_params=ignore_frozen_params)
     state.add("model", saved)
     if optimizer is not None:
         state.add("optimizer", optimizer_tree(optimizer, parameter_names(model, saved)))

@@ -12,11 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.disk.commit import check_destination, written_beside
+from shardwise.checkpoint.disk.companions import copy_companions
 from shardwise.checkpoint.disk.entries import dotted
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.formats.dcp import write_dcp
 from shardwise.checkpoint.formats.detect import TORCH_SUFFIXES, Format, find_checkpoint, open_source
-from shardwise.checkpoint.formats.hf import DEFAULT_SHARD, write_hf, write_single
+from shardwise.checkpoint.formats.hf import (
+    CONFIG,
+    DEFAULT_SHARD,
+    folders_of,
+    write_hf,
+    write_single,
+)
 from shardwise.checkpoint.formats.native import write_shardwise
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
@@ -48,8 +55,8 @@ def consolidate(
 
     - ``.safetensors``: one file with the model;
     - ``.pt``, ``.pth``, ``.bin``: a ``torch.save`` file with the model's state dict;
-    - a name without an extension: a folder of safetensors files with an index, as written by
-      ``save_pretrained``.
+    - a name without an extension: a folder as written by ``save_pretrained``, with the
+      configuration and the tokenizer if the checkpoint or its run has them.
 
     Args:
         source: the checkpoint, of any format.
@@ -88,9 +95,16 @@ def consolidate(
                 _write_torch(partial, opened, window, everything=everything)
             elif to_folder:
                 partial.mkdir()
-                write_hf(partial, opened, window, max_shard_size or DEFAULT_SHARD)
+                _write_hf(partial, opened, window, max_shard_size)
             else:
                 write_single(partial, opened, window)
+
+
+def _write_hf(folder: Path, source: Source, window: Window, max_shard_size: int | None) -> None:
+    """Write a model for transformers, with the tokenizer that is beside it or in its run."""
+    write_hf(folder, source, window, max_shard_size or DEFAULT_SHARD)
+    if (folder / CONFIG).exists():  # else it is no model of transformers
+        copy_companions(folders_of(source.where), folder)
 
 
 def _write_torch(file: Path, source: Source, window: Window, *, everything: bool) -> None:
@@ -118,7 +132,8 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format.
 
-    ``hf`` checkpoints contain the model only. The others contain everything that the source has;
+    ``hf`` checkpoints contain the model only, with its configuration and tokenizer if the source or
+    its run has them. The others contain everything that the source has;
     ``hf`` and ``torch`` sources have only the model.
 
     Args:
@@ -151,4 +166,4 @@ def convert(
                 case Format.DCP:
                     write_dcp(folder, opened, window)
                 case _:
-                    write_hf(folder, opened, window, max_shard_size or DEFAULT_SHARD)
+                    _write_hf(folder, opened, window, max_shard_size)

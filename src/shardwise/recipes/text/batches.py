@@ -17,32 +17,39 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from shardwise.launch.world import World
+from shardwise.elastic.world import World
 from shardwise.recipes.core.build import kept_between_forwards
 from shardwise.recipes.core.checkpointing import Resumable
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.model import next_token_loss
 from shardwise.recipes.core.progress import brief
 from shardwise.recipes.core.recipe import Data, nothing
+from shardwise.recipes.text.chat import ChatData, ChatLines
 from shardwise.recipes.text.config import LmConfig
+from shardwise.recipes.text.conversations import (
+    ChatBatches,
+    ChatLoss,
+    ChatRows,
+    survey,
+    target_loss,
+)
 from shardwise.recipes.text.data import (
     VALIDATION_SHARE,
-    Bytes,
     Sequences,
     TextData,
+    Tokenizer,
     Vocabulary,
-    load_vocabulary,
 )
 from shardwise.recipes.text.documents import Documents, Source
 from shardwise.recipes.text.streams import ShuffleBuffer, StreamBatches
+from shardwise.recipes.text.turns import ChatEncoder
 from shardwise.transport.peers import Peers
 
 VALIDATION_SEQUENCES = 64
@@ -117,52 +124,77 @@ class ValidationLoss:
                 loss = next_token_loss(self._model, torch.stack(rows).to(self._device))
                 total += loss.item() * len(rows)
         self._model.train()
-        everyone = [torch.empty_like(total) for _ in range(self._world.size)]
-        with Peers().collective("the sum of validation losses"):
-            dist.all_gather(everyone, total)
-        mean = torch.cat(everyone).sum().item() / (len(self._mine) * self._world.size)
-        return {"validation_loss": mean}
+        everyone = Peers().gather_numbers(total, "the sum of validation losses")
+        return {"validation_loss": everyone.sum().item() / (len(self._mine) * self._world.size)}
 
 
-@dataclass(frozen=True)
+#: Evaluates a model: names and values, such as ``validation_loss``.
+Evaluate: TypeAlias = Callable[[], dict[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class LmData:
     """Opened data.
 
     Attributes:
         batches: to train on.
-        validation: tokens to evaluate on.
-        vocabulary: what tokens mean.
-        position: what has to be saved to go on; None where the number of examples says it all.
+        evaluation: for a model, what evaluates it.
         summary: for people: how much there is.
+        notes: for people: what is not as they may expect; empty: nothing.
+        loss: of a model on a batch: the mean over its tokens; or the sum, if targets are counted.
+        targets: counts the targets of a batch; None: all batches have the same number.
+        per_epoch: examples of an epoch; None: nothing is counted in epochs.
+        position: what has to be saved to go on; None where the number of examples says it all.
         close: ends what reads ahead.
     """
 
     batches: Data
-    validation: Tokens
-    vocabulary: Vocabulary
-    position: Resumable | None
+    evaluation: Callable[[nn.Module], Evaluate]
     summary: str
+    notes: str = ""
+    loss: Callable[[nn.Module, Any], torch.Tensor] = next_token_loss
+    targets: Callable[[Any], int] | None = None
+    per_epoch: int | None = None
+    position: Resumable | None = None
     close: Callable[[], None] = nothing
 
 
 def open_data(
-    text: TextData | Documents, config: LmConfig, world: World, device: torch.device
+    text: TextData | Documents | ChatData,
+    vocabulary: Vocabulary,
+    config: LmConfig,
+    world: World,
+    device: torch.device,
 ) -> LmData:
-    """Open what :func:`check_lm` found.
+    """Open what :meth:`LmConfig.check` found. Every rank calls it.
 
     Raises:
         UserError: it cannot be opened, or there is too little.
     """
-    if isinstance(text, TextData):
-        files = f"{text.files:,} {'file' if text.files == 1 else 'files'}"
-        summary = (
-            f"{text.name}: {brief(len(text.train))} tokens to train on, "
-            f"{brief(len(text.validation))} for validation; {files}"
-        )
-        batches = TextBatches(text, config, device)
-        return LmData(batches, text.validation, Bytes(), None, summary)
+    match text:
+        case TextData():
+            return _open_files(text, config, world, device)
+        case Documents():
+            return _open_documents(text, vocabulary, config, world, device)
+        case ChatData():
+            assert isinstance(vocabulary, Tokenizer), "chats need a tokenizer"
+            return _open_chats(text, vocabulary, config, world, device)
+
+
+def _open_files(text: TextData, config: LmConfig, world: World, device: torch.device) -> LmData:
+    files = f"{text.files:,} {'file' if text.files == 1 else 'files'}"
+    return LmData(
+        batches=TextBatches(text, config, device),
+        evaluation=lambda model: ValidationLoss(model, text.validation, config, world, device),
+        summary=f"{text.name}: {brief(len(text.train))} tokens to train on, "
+        f"{brief(len(text.validation))} for validation; {files}",
+    )
+
+
+def _open_documents(
+    text: Documents, vocabulary: Vocabulary, config: LmConfig, world: World, device: torch.device
+) -> LmData:
     source = Source(text)
-    vocabulary = load_vocabulary(text.tokenizer)
     length = config.seq_length
     held = validation_tokens(source, vocabulary, length, VALIDATION_SEQUENCES)
     shuffle = ShuffleBuffer(config.shuffle_buffer, config.train.seed)
@@ -174,12 +206,46 @@ def open_data(
         f"{brief(len(held))} tokens for validation; "
         f"tokenizer {vocabulary.name}, {vocabulary.used:,} tokens"
     )
-    if device.type == "cpu" and source.commit is None:
-        # Local files are read by the cores that train: there is no waiting to hide, and threads
-        # that take turns at the interpreter's lock on busy cores make steps longer.
-        return LmData(streams, held, vocabulary, streams, summary)
-    ahead = ReadAhead(streams, world.size, device)
-    return LmData(ahead, held, vocabulary, ahead, summary, ahead.close)
+    # Local files are read by the cores that train: there is no waiting to hide, and threads that
+    # take turns at the interpreter's lock on busy cores make steps longer.
+    busy = device.type == "cpu" and source.commit is None
+    batches = streams if busy else ReadAhead(streams, world.size, device)
+    return LmData(
+        batches=batches,
+        evaluation=lambda model: ValidationLoss(model, held, config, world, device),
+        summary=summary,
+        position=batches,
+        close=batches.close if isinstance(batches, ReadAhead) else nothing,
+    )
+
+
+def _open_chats(
+    text: ChatData, vocabulary: Tokenizer, config: LmConfig, world: World, device: torch.device
+) -> LmData:
+    encoder = ChatEncoder(vocabulary)
+    length = config.seq_length
+
+    def rows_of(lines: ChatLines) -> tuple[ChatRows, str]:
+        found = survey(lines, encoder, length, world)
+        return ChatRows(lines, encoder, found, length, config.packing), found.notes(length)
+
+    train, notes = rows_of(text.train)
+    held, held_notes = rows_of(text.validation)
+    given = {"": notes, "for validation: ": held_notes}
+    batches: ChatBatches | ReadAhead = ChatBatches(train, config.train.seed)
+    if device.type != "cpu":
+        batches = ReadAhead(batches, world.size, device)
+    return LmData(
+        batches=batches,
+        evaluation=lambda model: ChatLoss(model, held, config.train.batch_size, world, device),
+        summary=f"{text.summary}; {train.summary}; tokenizer {vocabulary.name}, "
+        f"{vocabulary.used:,} tokens",
+        notes="; ".join(f"{part}{note}" for part, note in given.items() if note),
+        loss=target_loss,
+        targets=lambda batch: int(batch.target_count),
+        per_epoch=len(train),
+        close=batches.close if isinstance(batches, ReadAhead) else nothing,
+    )
 
 
 AHEAD = 8  # batches: room for a source that stands still for some steps, and next to no memory
@@ -189,8 +255,8 @@ END = 5.0  # seconds that the thread gets to end, after which it is left to the 
 class Readable(Protocol):
     """Data in host memory that know where they stand."""
 
-    def batch(self, position: int, count: int) -> torch.Tensor:
-        """Examples ``position`` .. ``position + count`` of the order."""
+    def batch(self, position: int, count: int) -> Any:
+        """Examples ``position`` .. ``position + count``: what has a method ``to``, for devices."""
 
     def state(self) -> dict[str, Any]:
         """Where they stand: tensors and plain values that nobody changes later."""
@@ -205,7 +271,7 @@ class _Read:
 
     position: int
     count: int
-    batch: torch.Tensor
+    batch: Any
     state: dict[str, Any]
 
 
@@ -231,7 +297,7 @@ class ReadAhead:
         self._thread: threading.Thread | None = None
         self._state: dict[str, Any] | None = None
 
-    def batch(self, position: int, count: int) -> torch.Tensor:
+    def batch(self, position: int, count: int) -> Any:
         """Examples ``position`` .. ``position + count``; they have to follow those before.
 
         Raises:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.launch.world import World
+from shardwise.elastic.world import World
+from shardwise.planning.presets import LLAMAS, LlamaShape, longest_sequence
 from shardwise.recipes.core.begin import check_extras
 from shardwise.recipes.core.config import (
     AdamWConfig,
@@ -30,10 +31,14 @@ from shardwise.recipes.core.option import (
     model_option,
     option,
 )
-from shardwise.recipes.core.position import Span
+from shardwise.recipes.core.position import Every, Span
 from shardwise.recipes.core.rundir import RunDir, check_same, check_same_model
+from shardwise.recipes.text.chat import ChatData, load_chats
 from shardwise.recipes.text.data import TextData, load_text
 from shardwise.recipes.text.documents import Documents, find_documents, is_streamed
+from shardwise.recipes.text.lora import Frozen, fingerprint, parse_lora
+from shardwise.recipes.text.packing import Packing
+from shardwise.recipes.text.published import find_pretrained
 
 _NOT_BOTH = "none given with --batch-tokens, from which it follows"
 _ONLY_DOCUMENTS = (
@@ -62,63 +67,35 @@ class Defaults:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaPreset:
-    """The shape of a Llama. Sizes in names count all parameters but the embedding and the head.
+    """A Llama, and how it is trained.
 
     Attributes:
-        hidden: width of the residual stream.
-        intermediate: width inside the feed-forward blocks.
-        layers: number of decoder layers.
-        heads: number of attention heads.
-        positions: tokens of the longest sequence.
+        shape: of the model.
         defaults: of its training.
     """
 
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    positions: int
+    shape: LlamaShape
     defaults: Defaults
 
     def settings(self) -> dict[str, Any]:
         """Return the settings, as in a ``config.json`` of ``transformers``."""
-        return {
-            "model_type": "llama",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "max_position_embeddings": self.positions,
-        }
+        return self.shape.settings()
 
 
 PRESETS = {
-    "llama-tiny": LlamaPreset(
-        hidden=128,
-        intermediate=384,
-        layers=4,
-        heads=4,
-        positions=1024,
-        defaults=Defaults(steps=600, batch_size=4, seq_length=128, lr=2e-3),
-    ),
-    "llama-34m": LlamaPreset(
-        hidden=512,
-        intermediate=2048,
-        layers=8,
-        heads=8,
-        positions=2048,
-        defaults=Defaults(steps=1000, batch_size=4, seq_length=512, lr=1e-3),
-    ),
-    "llama-150m": LlamaPreset(
-        hidden=1024,
-        intermediate=2688,
-        layers=12,
-        heads=16,
-        positions=2048,
-        defaults=Defaults(steps=2000, batch_size=8, seq_length=1024, lr=4e-4),
-    ),
+    name: LlamaPreset(shape=LLAMAS[name], defaults=defaults)
+    for name, defaults in {
+        "llama-tiny": Defaults(steps=600, batch_size=4, seq_length=128, lr=2e-3),
+        "llama-34m": Defaults(steps=1000, batch_size=4, seq_length=512, lr=1e-3),
+        "llama-150m": Defaults(steps=2000, batch_size=8, seq_length=1024, lr=4e-4),
+    }.items()
 }
 
+#: The model that is trained where nobody names one.
+DEFAULT_MODEL = "llama-tiny"
+
+#: What fine-tuning commonly uses. Sequences are no longer than the model's positions.
+FOR_PRETRAINED = Defaults(steps=1000, batch_size=4, seq_length=1024, lr=2e-5)
 FOR_CONFIG_FILES = Defaults(steps=1000, batch_size=4, seq_length=256, lr=4e-4)
 
 
@@ -127,6 +104,40 @@ class LmConfig:
     """A training of a language model."""
 
     model: str = field(metadata=model_option(PRESETS))
+    pretrained: str | None = field(
+        default=None,
+        metadata=option(
+            "Weights and tokenizer to continue from, in place of --model: a folder, or a name on "
+            "the Hugging Face Hub.",
+            MODEL,
+            name="--from",
+            metavar="NAME",
+            reads=Reads.NAME,
+        ),
+    )
+    lora: str | None = field(
+        default=None,
+        metadata=option(
+            "Train adapters on the frozen weights of --from: r=16,alpha=32,targets=all-linear, or "
+            "targets=q_proj+v_proj; and dropout=0.05.",
+            MODEL,
+            metavar="SETTINGS",
+            shown="all weights are trained",
+        ),
+    )
+    frozen: Frozen | None = field(
+        default=None,
+        metadata=option(
+            "What becomes of frozen parameters between forward and backward: {choices}.",
+            MODEL,
+            metavar="NAME",
+            shown="keep where memory allows",
+        ),
+    )
+    merge: bool = field(
+        default=False,
+        metadata=option("Merge the adapters into whole weights at the end.", MODEL),
+    )
     data: tuple[str, ...] = field(
         default=(),
         metadata=option(
@@ -139,6 +150,34 @@ class LmConfig:
             takes_arguments=True,
         ),
     )
+    chat: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            "Chats to train on, in place of --data: .jsonl files with messages, or with prompt and "
+            "completion. The loss is on the assistant's tokens.",
+            MODEL,
+            metavar="FILE",
+            reads=Reads.NAME,
+        ),
+    )
+    packing: Packing = field(
+        default=Packing.PACKED,
+        metadata=option(
+            "How chats fill sequences: {choices}. Packed ones do not attend to each other.",
+            MODEL,
+            metavar="NAME",
+        ),
+    )
+    eval_data: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            "Text or chats to evaluate on; of the same kind as what is trained on.",
+            MODEL,
+            metavar="TEXT",
+            reads=Reads.NAME,
+            shown="one part in 20 of --data or --chat",
+        ),
+    )
     tokenizer: str | None = field(
         default=None,
         metadata=option(
@@ -146,7 +185,7 @@ class LmConfig:
             MODEL,
             metavar="NAME",
             reads=Reads.NAME,
-            shown="bytes",
+            shown="that of --from, else bytes",
         ),
     )
     streams: int | None = field(
@@ -212,6 +251,28 @@ class LmConfig:
             ),
         )
 
+    @classmethod
+    def for_pretrained(cls, name: str) -> LmConfig:
+        """Return the configuration with the defaults that go with ``--from``.
+
+        Raises:
+            OptionError: there is no such model, or it has no weights.
+        """
+        defaults = FOR_PRETRAINED
+        longest = longest_sequence(find_pretrained(name)) or defaults.seq_length
+        config = cls.for_model(name)
+        return replace(
+            config,
+            pretrained=name,
+            seq_length=min(defaults.seq_length, longest),
+            train=replace(
+                config.train,
+                steps=defaults.steps,
+                batch_size=defaults.batch_size,
+                optimizer=AdamWConfig(lr=defaults.lr),
+            ),
+        )
+
     @property
     def files(self) -> RunDir:
         """The folder of the run."""
@@ -222,7 +283,17 @@ class LmConfig:
         """What the sample begins with."""
         if self.prompt is not None:
             return self.prompt
-        return "" if self.data else DEFAULT_PROMPT
+        return "" if self.data or self.chat or self.pretrained else DEFAULT_PROMPT
+
+    @property
+    def tokenizer_name(self) -> str | None:
+        """Name or folder of the tokenizer; None: tokens are bytes."""
+        return self.tokenizer or self.pretrained
+
+    @property
+    def tokenizer_option(self) -> str:
+        """The option that names the tokenizer."""
+        return "--from" if self.tokenizer is None and self.pretrained else "--tokenizer"
 
     def check(self, world: World) -> LmInputs:
         """Check everything that can be checked without torch, and find the data.
@@ -231,16 +302,26 @@ class LmConfig:
             UserError: one line that says what is wrong.
         """
         settings = self._check(world)
-        check_extras(["transformers", "matplotlib"], tensorboard=self.train.output.tensorboard)
-        config = with_microbatches(self, world.size)
-        if is_streamed(self.data, self.tokenizer):
-            return LmInputs(config, settings, find_documents(self.data, self.tokenizer))
+        needed = ["transformers", "matplotlib", *(["peft"] if self.lora is not None else [])]
+        check_extras(needed, self.train.output.logs)
+        return LmInputs(with_microbatches(self, world.size), settings, self._find_text())
+
+    def _find_text(self) -> TextData | Documents | ChatData:
+        tokenizer = self.tokenizer_name
+        if self.chat:
+            require(not self.data, "--data", "--chat too", "one of the two")
+            expected = "--from a model with one, or --tokenizer"
+            require(tokenizer is not None, "--chat", "no tokenizer", expected)
+        elif is_streamed(self.data, tokenizer):
+            return find_documents(self.data, tokenizer, self.eval_data)
         for name, given in (
             ("--streams", self.streams),
             ("--shuffle-buffer", self.shuffle_buffer),
         ):
             require(not given, name, given, _ONLY_DOCUMENTS)
-        return LmInputs(config, settings, load_text(self.data, self.seq_length))
+        if self.chat:
+            return load_chats(self.chat, self.eval_data)
+        return load_text(self.data, self.seq_length, self.eval_data)
 
     def check_dry_run(self, world: World) -> None:
         """Check what ``--dry-run`` needs: no data, no folder.
@@ -249,11 +330,20 @@ class LmConfig:
             UserError: one line that says what is wrong.
         """
         self._check(world)
-        check_extras(["transformers"], tensorboard=False)
+        check_extras(["transformers"])
 
     def _check(self, world: World) -> dict[str, Any]:
         check_train(self.train)
         _check_numbers(self)
+        epochs = self.train.epochs
+        require(epochs is None or bool(self.chat), "--epochs", epochs, "--steps, or --chat with it")
+        require(
+            self.pretrained in (None, self.model),
+            "--model",
+            f"{self.model} with --from {self.pretrained}",
+            "one of the two: --model trains from scratch, --from continues from weights",
+        )
+        _check_lora(self)
         self.check_world(world)
         settings = self.settings()
         longest = longest_sequence(settings)
@@ -275,8 +365,10 @@ class LmConfig:
         """Return the settings of the model, as in a ``config.json``.
 
         Raises:
-            OptionError: no model has this name.
+            OptionError: no model has this name, or the one of ``--from`` has no weights.
         """
+        if self.pretrained is not None:
+            return find_pretrained(self.pretrained)
         return find_settings(self.model, {name: each.settings() for name, each in PRESETS.items()})
 
 
@@ -294,7 +386,7 @@ class LmInputs:
 
     config: LmConfig
     settings: dict[str, Any]
-    text: TextData | Documents
+    text: TextData | Documents | ChatData
 
     @property
     def train(self) -> TrainConfig:
@@ -304,14 +396,18 @@ class LmInputs:
     @property
     def span(self) -> Span:
         """How long the training is."""
-        return Span.of(self.train)
+        return replace(Span.of(self.train), evaluation=Every.STEP)
 
     def facts(self) -> dict[str, Any]:
         """Return config, model and data for ``run.json``: what is the same in every session."""
+        tokenizer = {"tokenizer": self.config.tokenizer_name or "bytes"}
+        base = {}
+        if self.config.lora is not None and self.config.pretrained is not None:
+            base = {"base": fingerprint(self.config.pretrained)}
         return {
             "config": as_json(self.config),
-            "model": {"name": self.config.model, "settings": self.settings},
-            "data": self.text.facts(),
+            "model": {"name": self.config.model, "settings": self.settings, **base},
+            "data": {**tokenizer, **self.text.facts()},
         }
 
     def check_same(self, before: Mapping[str, Any]) -> None:
@@ -320,16 +416,40 @@ class LmInputs:
         data = before.get("data", {})
         # First, since the default of --seq-length goes with the model.
         check_same_model(before.get("model", {}), now["model"], {})
-        config = {"shuffle_buffer": 0, **before.get("config", {})}  # as before there was one
-        fixed = {"seq_length": "--seq-length", "shuffle_buffer": "--shuffle-buffer"}
+        # As before there were these.
+        former = {"shuffle_buffer": 0, "packing": Packing.PACKED.value, "lora": None}
+        config = {**former, **before.get("config", {})}
+        fixed = {
+            "seq_length": "--seq-length",
+            "shuffle_buffer": "--shuffle-buffer",
+            "packing": "--packing",
+            "lora": "--lora",
+        }
         check_same(config, now["config"], fixed)
+        if before.get("model", {}).get("base") != now["model"].get("base"):
+            raise OptionError(
+                "--from",
+                f"{self.config.pretrained}, whose weights have changed",
+                "those that the adapters were trained on: checkpoints leave them out",
+            )
         if data.get("fingerprint") != now["data"]["fingerprint"]:
             raise OptionError(
-                "--data",
-                f"{self.text.summary}, tokenizer {self.config.tokenizer or 'bytes'}",
+                "--chat" if self.config.chat else "--data",
+                f"{self.text.summary}, tokenizer {self.config.tokenizer_name or 'bytes'}",
                 f"{data.get('summary')}, tokenizer {data.get('tokenizer', 'bytes')}, as the run "
                 "began that --resume goes on",
             )
+
+
+def _check_lora(config: LmConfig) -> None:
+    for name, given in (("--frozen", config.frozen), ("--merge", config.merge)):
+        require(config.lora is not None or not given, name, "no --lora", "it beside --lora")
+    if config.lora is None:
+        return
+    parse_lora(config.lora)
+    expected = "--from, the weights that adapters are trained on"
+    require(config.pretrained is not None, "--lora", "no --from", expected)
+    require(config.train.diloco is None, "--lora", "--strategy diloco", "another strategy")
 
 
 def _check_numbers(config: LmConfig) -> None:
@@ -370,9 +490,3 @@ def with_microbatches(config: LmConfig, world_size: int) -> LmConfig:
     size = max(n for n in range(1, min(config.train.batch_size, each) + 1) if each % n == 0)
     train = replace(config.train, batch_size=size, accumulate=each // size)
     return replace(config, train=train)
-
-
-def longest_sequence(settings: dict[str, Any]) -> int | None:
-    """Return the number of positions of a model; None if its settings do not say."""
-    found = settings.get("max_position_embeddings", settings.get("n_positions"))
-    return found if isinstance(found, int) else None

@@ -22,7 +22,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardwise.launch.errors import UserError
+from shardwise.elastic.errors import UserError
+from shardwise.planning import presets
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.position import Shuffle
 
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 
 
 # The vocabulary: 256 bytes, one separator, and rows that nothing uses, up to a multiple of 8.
-SEPARATOR = 256
-VOCAB_SIZE = 264
+SEPARATOR, VOCAB_SIZE = presets.SEPARATOR, presets.BYTE_VOCABULARY
 
 VALIDATION_SHARE = 20  # one part in 20
 # Not the standard library's own code; and, of its own, what is tables and prose.
@@ -165,7 +165,7 @@ class TextData:
         return f"{self.train.fingerprint()}-{self.validation.fingerprint()}"
 
 
-def load_text(paths: Sequence[str], seq_length: int) -> TextData:
+def load_text(paths: Sequence[str], seq_length: int, eval_paths: Sequence[str] = ()) -> TextData:
     """Find the files and divide them into training and validation.
 
     From 20 files up every 20th file is for validation; of fewer files the last part of each is.
@@ -174,19 +174,26 @@ def load_text(paths: Sequence[str], seq_length: int) -> TextData:
         paths: files, folders (with all that they hold) and patterns; the Python standard
             library's own source where empty.
         seq_length: tokens of a sequence.
+        eval_paths: the same for validation, in place of a part of ``paths``.
 
     Raises:
         OptionError: a path that does not exist, is empty or cannot be read, or too little text.
     """
     sizes = {file: file.stat().st_size for file in find_files(paths)}
     name = "the Python standard library's source" if not paths else ", ".join(paths)
-    train, validation = _split([(file, size) for file, size in sizes.items() if size], seq_length)
+    if eval_paths:
+        train = [Document(file, 0, size) for file, size in sizes.items() if size]
+        held = find_files(eval_paths, "--eval-data")
+        validation = [Document(file, 0, file.stat().st_size) for file in held]
+    else:
+        given = [(file, size) for file, size in sizes.items() if size]
+        train, validation = _split(given, seq_length)
     data = TextData(name, len(sizes), ByteStream(train), ByteStream(validation))
     smallest = Sequences.tokens_needed(seq_length)
     for stream, part in ((data.train, "training"), (data.validation, "validation")):
         if len(stream) < smallest:
             raise OptionError(
-                "--data",
+                "--eval-data" if eval_paths and stream is data.validation else "--data",
                 f"{sum(sizes.values())} bytes in {len(sizes)} "
                 f"{'file' if len(sizes) == 1 else 'files'}, of which {len(stream)} for {part}",
                 f"at least {smallest} for {part} with --seq-length {seq_length}",
@@ -194,13 +201,17 @@ def load_text(paths: Sequence[str], seq_length: int) -> TextData:
     return data
 
 
-def find_files(paths: Sequence[str]) -> list[Path]:
-    """Return the files that ``--data`` names, each once; by default Python's library.
+def find_files(paths: Sequence[str], option: str = "--data") -> list[Path]:
+    """Return the files that an option names, each once; by default Python's library.
+
+    Args:
+        paths: files, folders (with all that they hold) and patterns.
+        option: what named them, for errors.
 
     Raises:
         OptionError: a path that does not exist, is empty or cannot be read.
     """
-    files = [file for text in paths for file in _expand(text)] if paths else _stdlib_files()
+    files = [file for text in paths for file in _expand(text, option)] if paths else _stdlib_files()
     return list(dict.fromkeys(files))
 
 
@@ -237,45 +248,45 @@ def _stdlib_files() -> list[Path]:
     return sorted(files)
 
 
-def _expand(text: str) -> list[Path]:
+def _expand(text: str, option: str) -> list[Path]:
     path = Path(text)
     if path.is_dir():
-        files = sorted(_walk(path))
+        files = sorted(_walk(path, option))
         if not any(file.stat().st_size for file in files):
-            raise OptionError("--data", f"no text in folder {text}", "files with text in it")
+            raise OptionError(option, f"no text in folder {text}", "files with text in it")
         return files
     if path.exists():
-        return [_checked(path)]
+        return [_checked(path, option)]
     matches = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(text) else []
     if not matches:
-        raise OptionError("--data", f"nothing at {text}", "a file, a folder or a pattern")
-    return [file for match in matches for file in _expand_match(Path(match))]
+        raise OptionError(option, f"nothing at {text}", "a file, a folder or a pattern")
+    return [file for match in matches for file in _expand_match(Path(match), option)]
 
 
-def _expand_match(path: Path) -> Iterator[Path]:
+def _expand_match(path: Path, option: str) -> Iterator[Path]:
     # A pattern takes what it can: folders and empty files that it happens to match are no mistake.
     if path.is_file() and path.stat().st_size:
-        yield _checked(path)
+        yield _checked(path, option)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path, option: str) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders[:] = [n for n in folders if not n.startswith(".") and n != "__pycache__"]
         for name in names:
             file = Path(parent, name)
             if not name.startswith(".") and file.is_file():
-                yield _readable(file)
+                yield _readable(file, option)
 
 
-def _checked(path: Path) -> Path:
+def _checked(path: Path, option: str) -> Path:
     if path.stat().st_size == 0:
-        raise OptionError("--data", f"an empty file: {path}", "files with text in it")
-    return _readable(path)
+        raise OptionError(option, f"an empty file: {path}", "files with text in it")
+    return _readable(path, option)
 
 
-def _readable(path: Path) -> Path:
+def _readable(path: Path, option: str) -> Path:
     if not os.access(path, os.R_OK):
-        raise OptionError("--data", f"a file that cannot be read: {path}", "readable files")
+        raise OptionError(option, f"a file that cannot be read: {path}", "readable files")
     return path
 
 
@@ -373,45 +384,101 @@ class Tokenizer:
 
     Args:
         name: of the hub, or the folder that it was saved in.
+        option: what named it, for errors.
 
     Raises:
         OptionError: it cannot be loaded, or has no token that could separate documents.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, option: str = "--tokenizer") -> None:
         from transformers import AutoTokenizer
 
+        from shardwise.checkpoint.formats.detect import find_tokenizer  # imports torch
+
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(name)
+            folder = find_tokenizer(Path(name))  # that of a run is in a folder of its own
+            # Code from strangers is not run; unless told so, transformers would ask on a terminal.
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(
+                folder or name, trust_remote_code=False
+            )
         except Exception as error:  # each loader fails in its own way
             reason = " ".join(str(error).split())[:200]
+            whose = "which" if option == "--tokenizer" else "whose tokenizer"
             raise OptionError(
-                "--tokenizer",
-                f"{name}, which cannot be loaded ({reason})",
+                option,
+                f"{name}, {whose} cannot be loaded ({reason})",
                 "a tokenizer of the hub, with the network there, or the folder of a saved one",
             ) from None
-        separator = self._tokenizer.eos_token_id
+        separator = self.tokenizer.eos_token_id
         if separator is None:
-            separator = self._tokenizer.bos_token_id
+            separator = self.tokenizer.bos_token_id
         if separator is None:
             raise OptionError(
-                "--tokenizer", f"{name} without eos_token and bos_token", "one that has either"
+                option, f"{name} without eos_token and bos_token", "a tokenizer that has either"
             )
         self.name = name
-        self.used = len(self._tokenizer)
+        self.option = option
+        # Ids may have holes, so that the largest is above their number.
+        self.used = 1 + max(len(self.tokenizer) - 1, *self.tokenizer.get_vocab().values())
         self.size = -(-self.used // _ROWS) * _ROWS
         self.separator = int(separator)
 
+    def fit(self, rows: int) -> str:
+        """Check that a model has a row for each token, except for special tokens.
+
+        Some published models have tokenizers with special tokens for images, which they have no
+        rows for. A text that has one of these is refused by :meth:`check`.
+
+        Args:
+            rows: of the model's embedding.
+
+        Returns:
+            What people should know; empty: there is a row for each token.
+
+        Raises:
+            OptionError: there is none for a token that is not special.
+        """
+        whole, self.used = self.used, min(self.used, rows)
+        if whole <= rows:
+            return ""
+        special = set(self.tokenizer.added_tokens_decoder)
+        lacking = {each for each in self.tokenizer.get_vocab().values() if each >= rows}
+        found = f"a tokenizer of {whole:,} tokens ({self.name}) for a model of {rows:,}"
+        if lacking - special or self.separator >= rows:
+            raise OptionError(
+                self.option,
+                found,
+                "the tokenizer that the model was trained with: its embedding is not made larger",
+            )
+        return f"{found}: texts with {self.tokenizer.decode([min(lacking)])} are refused"
+
+    def check(self, tokens: Sequence[int]) -> None:
+        """Check that the model has a row for each of these tokens.
+
+        Raises:
+            UserError: it has none.
+        """
+        if (found := max(tokens, default=0)) >= self.used:
+            raise UserError(
+                f"{self.option}: found token {found} ({self.tokenizer.decode([found])}) in a text, "
+                f"expected those below {self.used:,}, which the model has rows for"
+            )
+
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
-        found = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        """Return the tokens of a text.
+
+        Raises:
+            UserError: the model has no row for one of them.
+        """
+        found = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        self.check(found)
         return [int(token) for token in found]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
-def load_vocabulary(tokenizer: str | None) -> Vocabulary:
-    """Return the vocabulary that ``--tokenizer`` names; None: bytes."""
-    return Bytes() if tokenizer is None else Tokenizer(tokenizer)
+def load_vocabulary(tokenizer: str | None, option: str = "--tokenizer") -> Vocabulary:
+    """Return the vocabulary that an option names; None: bytes."""
+    return Bytes() if tokenizer is None else Tokenizer(tokenizer, option)

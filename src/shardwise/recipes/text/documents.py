@@ -25,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from shardwise.launch.errors import UserError
+from shardwise.elastic.errors import UserError
 from shardwise.recipes.core.begin import require_installed
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.text.data import VALIDATION_SHARE, find_files
@@ -48,6 +48,7 @@ class Documents:
         files: local files; empty for a dataset of the hub.
         tokenizer: name or folder of a tokenizer of ``transformers``; None: bytes.
         commit: of the hub, at which to read; None: the newest.
+        validation: to evaluate on; None: what the source has for it, or one document in 20.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Documents:
     files: tuple[Path, ...] = ()
     tokenizer: str | None = None
     commit: str | None = None
+    validation: Documents | None = None
 
     @property
     def summary(self) -> str:
@@ -80,7 +82,8 @@ class Documents:
             digest.update(self.builder.encode())
         for file in self.files:
             digest.update(f"{file.name}\0{file.stat().st_size}\n".encode())
-        return digest.hexdigest()[:16]
+        own = digest.hexdigest()[:16]
+        return own if self.validation is None else f"{own}-{self.validation.fingerprint()}"
 
 
 def is_streamed(paths: Sequence[str], tokenizer: str | None) -> bool:
@@ -90,32 +93,44 @@ def is_streamed(paths: Sequence[str], tokenizer: str | None) -> bool:
     return bool(paths) and all(_kind(file) in _DOCUMENTS for file in find_files(paths))
 
 
-def find_documents(paths: Sequence[str], tokenizer: str | None) -> Documents:
+def find_documents(
+    paths: Sequence[str],
+    tokenizer: str | None,
+    eval_paths: Sequence[str] = (),
+    option: str = "--data",
+) -> Documents:
     """Find out what ``--data`` names.
+
+    Args:
+        paths: what it names.
+        tokenizer: name or folder of a tokenizer; None: bytes.
+        eval_paths: what ``--eval-data`` names.
+        option: what named ``paths``, for errors.
 
     Raises:
         OptionError: several sources at once, files of several kinds, or nothing there.
         UserError: a package that reads them is not installed.
     """
     require_installed("streaming --data", ["datasets"], "data")
+    held = find_documents(eval_paths, tokenizer, (), "--eval-data") if eval_paths else None
     if any(path.startswith(HUB) for path in paths):
         if len(paths) > 1:
-            raise OptionError("--data", " and ".join(paths), f"one {HUB}NAME and nothing else")
+            raise OptionError(option, " and ".join(paths), f"one {HUB}NAME and nothing else")
         name, _, configuration = paths[0].removeprefix(HUB).partition(":")
         if not name:
-            raise OptionError("--data", paths[0], "a dataset behind hf:, as hf:allenai/c4:en")
-        return Documents(paths[0], name, configuration or None, (), tokenizer)
-    files = find_files(paths)
+            raise OptionError(option, paths[0], "a dataset behind hf:, as hf:allenai/c4:en")
+        return Documents(paths[0], name, configuration or None, (), tokenizer, validation=held)
+    files = find_files(paths, option)
     builders = {_builder(file): file for file in files}
     if len(builders) > 1:
         found = " and ".join(str(file) for file in builders.values())
-        raise OptionError("--data", found, "files of one kind: .jsonl, .parquet or text")
+        raise OptionError(option, found, "files of one kind: .jsonl, .parquet or text")
     for file in files:
         package = _COMPRESSED.get(file.suffix)
         if package is not None:
             require_installed(f"streaming {file.name}", [package], "data")
     name = ", ".join(paths) or "the Python standard library's source"
-    return Documents(name, next(iter(builders)), None, tuple(files), tokenizer)
+    return Documents(name, next(iter(builders)), None, tuple(files), tokenizer, validation=held)
 
 
 def _kind(file: Path) -> str:
@@ -146,6 +161,7 @@ class Source:
         judged = [name for name in ("validation", "valid", "val") if name in splits]
         self._validation: Any = splits[judged[0]] if judged else None
         self._field = _text_field(self._train, documents.name)
+        self._others = None if documents.validation is None else Source(documents.validation)
 
     @property
     def commit(self) -> str | None:
@@ -165,7 +181,7 @@ class Source:
     @property
     def holds_back(self) -> bool:
         """Whether one document in 20 is for validation: the source has no split for it."""
-        return self._validation is None
+        return self._validation is None and self._others is None
 
     def dealt_by_file(self, streams: int) -> bool:
         """Whether each stream has files of its own; if not, each reads all and takes some."""
@@ -190,10 +206,16 @@ class Source:
 
     def validation_texts(self) -> Iterator[str]:
         """Return the texts that no rank trains on."""
-        if self._validation is not None:
+        if self._others is not None:
+            yield from self._others.texts()
+        elif self._validation is not None:
             yield from self._texts(self._validation)
         else:
             yield from (text for text in self._texts(self._train) if _is_held_back(text))
+
+    def texts(self) -> Iterator[str]:
+        """Return all texts."""
+        return self._texts(self._train)
 
     def _texts(self, dataset: Any, where: Mapping[str, Any] | None = None) -> Iterator[str]:
         try:

@@ -39,8 +39,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shardwise.elastic.world import World
 from shardwise.errors import CheckpointError
-from shardwise.launch.world import World
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.position import mix, permute
 from shardwise.recipes.text.data import Vocabulary

@@ -1,0 +1,338 @@
+"""The weights of a model, written in Hugging Face's format: each rank writes its shards.
+
+The files are planned and made on the first rank, with room for every tensor. Then each rank writes
+its rows to their places. Nothing is gathered, except for what a caller wants written in another
+form than the model has it, such as the experts of a layer one by one: see :class:`Conversion`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardwise._torch import dtensor
+from shardwise.checkpoint.disk.boxes import Box
+from shardwise.checkpoint.disk.commit import written_beside
+from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name
+from shardwise.checkpoint.disk.files import sync, write_new
+from shardwise.checkpoint.disk.pieces import narrow
+from shardwise.checkpoint.disk.safetensors import PT_METADATA, as_bytes, in_order, make_header
+from shardwise.checkpoint.formats.hf import (
+    CONFIG,
+    DEFAULT_SHARD,
+    GENERATION_CONFIG,
+    SINGLE,
+    HfFile,
+    plan_files,
+    write_index,
+)
+from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Window
+from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.saving import wait_for_save
+from shardwise.checkpoint.ranks.shards import parts
+from shardwise.checkpoint.ranks.state import check_tensor, config_of
+from shardwise.checkpoint.ranks.state import ties as ties_of
+from shardwise.errors import CheckpointError
+from shardwise.sharding.state_dict import sharded_state_dict
+
+
+def save_hf(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    max_shard_size: int = DEFAULT_SHARD,
+    buffer: int = DEFAULT_BUFFER,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save a model's weights, and its configuration, in the format of ``save_pretrained``.
+
+    Every rank calls this. Nothing is gathered: each rank writes its shards to their places in the
+    files. The folder is complete, or does not exist. A tied parameter is saved once, under its
+    first name. If the model is one of transformers, ``config.json`` is written and, if it can
+    generate, ``generation_config.json``, so that ``from_pretrained`` loads the folder.
+    :func:`shardwise.save_pretrained` also writes the tokenizer.
+
+    Args:
+        path: the folder to make, on a file system that all ranks share.
+        model: the model, sharded or not.
+        max_shard_size: largest size of a file in bytes; a larger tensor gets a file of its own.
+        buffer: bytes that writing may hold beside the model.
+        group: the ranks that save together; the default process group if ``None``.
+
+    Raises:
+        CheckpointError: it could not be written, or the path exists.
+    """
+    write_model(
+        Path(path),
+        lambda: (named_tensors(model), []),
+        lambda folder: write_configs(folder, model),
+        max_shard_size=max_shard_size,
+        buffer=buffer,
+        group=group,
+    )
+
+
+class Conversion(Protocol):
+    """Tensors of a model that are written in another form."""
+
+    @property
+    def sources(self) -> Mapping[str, torch.Tensor]:
+        """The tensors of the model by name, sharded or not."""
+
+    @property
+    def results(self) -> Mapping[str, TensorInfo]:
+        """What is written in their place, by name."""
+
+    def convert(self, full: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return the tensors to write, made of the full ``sources``, on the CPU."""
+
+
+def write_model(
+    target: Path,
+    contents: Callable[[], tuple[Mapping[str, torch.Tensor], Sequence[Conversion]]],
+    write_others: Callable[[Path], None],
+    *,
+    max_shard_size: int,
+    buffer: int,
+    group: dist.ProcessGroup | None,
+    single: str = SINGLE,
+) -> None:
+    """Write tensors, sharded or not, and other files to a new folder. Every rank calls this.
+
+    Args:
+        target: the folder to make, on a file system that all ranks share.
+        contents: called on every rank; returns what it has to write: tensors by the names in the
+            files, and what is converted first. The sources of one conversion at a time are gathered
+            in full on every rank.
+        write_others: called on the first rank with the folder, to write the other files.
+        max_shard_size: largest size of a file in bytes; a larger tensor gets a file of its own.
+        buffer: bytes that writing may hold beside the model.
+        group: the ranks that save together; the default process group if ``None``.
+        single: name of the file, if all tensors are in one.
+
+    Raises:
+        CheckpointError: it could not be written, or the path exists.
+    """
+    wait_for_save()
+    ranks = Ranks(group_for(group))
+    doing = f"saving {target}"
+    tensors, conversions = ranks.all(doing, contents)
+    with contextlib.ExitStack() as stack:
+
+        def prepare() -> tuple[str, list[HfFile]]:
+            infos = {name: info_of(tensor) for name, tensor in tensors.items()}
+            for conversion in conversions:
+                infos.update(conversion.results)
+            files = plan_files(infos, max_shard_size, single)
+            partial = stack.enter_context(written_beside(target, None))
+            partial.mkdir()
+            for file in files:
+                _make_file(partial / file.name, file)
+            write_index(partial, files)
+            write_others(partial)
+            for written in partial.rglob("*"):
+                sync(written)
+            return str(partial), files
+
+        partial, files = ranks.first(doing, prepare)
+        places = _Places(Path(partial), files)
+        ranks.all(doing, lambda: _write_shards(places, tensors, ranks, Window(buffer)))
+        for number, conversion in enumerate(conversions):
+            full = {name: _gathered(tensor) for name, tensor in conversion.sources.items()}
+            writes = number % ranks.size == ranks.rank
+            made = full if writes else {}
+            ranks.all(doing, functools.partial(_write_converted, places, conversion, made))
+            del full, made
+        ranks.first(doing, stack.close)
+
+
+def named_tensors(model: nn.Module, secondary: Set[str] = frozenset()) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict by name, with tied ones under one name only.
+
+    Args:
+        model: the model, sharded or not.
+        secondary: names that a tied tensor is not saved under if it has another one. Of the others,
+            it is the first.
+
+    Raises:
+        TypeError: a tensor cannot be saved; see :func:`.check_tensor`.
+        ValueError: a tensor is on the meta device.
+    """
+    ties = ties_of(model)
+    return {
+        name: check_tensor(tensor, name)
+        for name, tensor in sharded_state_dict(model).items()
+        if isinstance(tensor, torch.Tensor)
+        and min(ties.get(name, [name]), key=secondary.__contains__) == name
+    }
+
+
+def write_configs(folder: Path, model: nn.Module) -> None:
+    """Write ``config.json`` and ``generation_config.json``, if the model has them.
+
+    Args:
+        folder: the folder of the model.
+        model: a model of transformers, or anything else, for which nothing is written.
+    """
+    if not (config := config_of(model)):
+        return
+    if hasattr(type(model), "config_class"):  # it is not a wrapper that only shows the config
+        config["architectures"] = [_original_class(model).__name__]
+    config.pop("distributed_config", None)  # how this process was to shard the model
+    floats = (p.dtype for p in model.parameters() if p.is_floating_point())
+    if (dtype := next(floats, None)) is not None:
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    write_new(folder / CONFIG, f"{json.dumps(config, indent=2)}\n".encode())
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        write_new(folder / GENERATION_CONFIG, generation.to_json_string().encode())
+
+
+def _original_class(model: nn.Module) -> type[object]:
+    """The class of a model, without the class that ``fully_shard`` mixes in."""
+    return next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+
+
+def info_of(tensor: torch.Tensor) -> TensorInfo:
+    """The dtype and the full shape of a tensor."""
+    return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def _make_file(path: Path, file: HfFile) -> None:
+    """Make a file with a header, and with room for the tensors."""
+    header = make_header(in_order(file.tensors), PT_METADATA)
+    with path.open("xb") as opened:
+        opened.write(header)
+        opened.truncate(len(header) + sum(info.nbytes for info in file.tensors.values()))
+
+
+class _Places:
+    """Where tensors are in the files of a folder.
+
+    Args:
+        folder: the folder.
+        files: the files and their tensors.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[HfFile]) -> None:
+        self._starts: dict[str, tuple[Path, int]] = {}
+        for file in files:
+            ordered = in_order(file.tensors)
+            at = len(make_header(ordered, PT_METADATA))
+            for name, info in ordered.items():
+                self._starts[name] = (folder / file.name, at)
+                at += info.nbytes
+
+    def opened(self, names: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+        """Open the files of tensors, one after the other, and sync each in the end.
+
+        Yields:
+            A name, the descriptor of its file, and where in the file the tensor begins.
+        """
+        ordered = sorted(names, key=lambda name: self._starts[name])
+        for file, group in itertools.groupby(ordered, key=lambda name: self._starts[name][0]):
+            with file.open("r+b") as opened:
+                for name in group:
+                    yield name, opened.fileno(), self._starts[name][1]
+                os.fsync(opened.fileno())
+
+
+def _write_shards(
+    places: _Places, tensors: Mapping[str, torch.Tensor], ranks: Ranks, window: Window
+) -> None:
+    """Write what this rank has to write to the files, and wait until it is on the disk."""
+    own = [name for name, tensor in tensors.items() if _writes(tensor, ranks)]
+    for name, handle, start in places.opened(own):
+        _write_parts(handle, start, tensors[name], window)
+
+
+def _writes(tensor: torch.Tensor, ranks: Ranks) -> bool:
+    """Whether this rank is the one to write its part, of all ranks that have the same part."""
+    if not isinstance(tensor, DTensor):
+        return ranks.coordinates
+    coordinate = tensor.device_mesh.get_coordinate()
+    return coordinate is not None and not any(
+        isinstance(placement, Replicate) and at
+        for placement, at in zip(tensor.placements, coordinate, strict=True)
+    )
+
+
+def _write_parts(handle: int, start: int, tensor: torch.Tensor, window: Window) -> None:
+    info = info_of(tensor)
+    for box, local in parts(tensor):
+        for part in window.boxes(info, box):
+            here = narrow(local.detach(), part.relative_to(box.offsets)).contiguous().cpu()
+            data = as_bytes(here).numpy().data
+            for first, count in _runs(part, info.shape):
+                run, data = data[: count * info.itemsize], data[count * info.itemsize :]
+                _write_all(handle, run, start + first * info.itemsize)
+
+
+def _runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where the elements of a box are in the full tensor, as runs of consecutive elements.
+
+    Yields:
+        Index of the first element of a run, and its length.
+    """
+    outer = len(shape)
+    run = 1
+    while outer and run == _numel(shape[outer:]):
+        outer -= 1
+        run *= box.sizes[outer]
+    for index in itertools.product(*map(range, box.sizes[:outer])):
+        inside = tuple(
+            a + b for a, b in zip(box.offsets, (*index, *[0] * len(shape)), strict=False)
+        )
+        first = 0
+        for place, size in zip(inside, shape, strict=True):
+            first = first * size + place
+        yield first, run
+
+
+def _numel(sizes: Sequence[int]) -> int:
+    return torch.Size(sizes).numel()
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor on the CPU. Every rank calls this."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().cpu()
+    local, device = dtensor.local_of(tensor), tensor.device_mesh.device_type
+    if local.device.type != device:  # offloaded: collectives run on the device of the mesh
+        local = local.to(device)
+    full = dtensor.wrap_local(local.detach(), dtensor.spec_of(tensor)).full_tensor()
+    return dtensor.wait_tensor(full).cpu()
+
+
+def _write_converted(
+    places: _Places, conversion: Conversion, full: Mapping[str, torch.Tensor]
+) -> None:
+    """Convert full tensors and write the results; nothing on a rank that has no full tensors."""
+    if not full:
+        return
+    made = conversion.convert(full)
+    if {name: info_of(tensor) for name, tensor in made.items()} != dict(conversion.results):
+        raise CheckpointError(
+            f"{', '.join(conversion.sources)}: found {', '.join(made)} after the conversion, "
+            f"expected {', '.join(conversion.results)} with the planned shapes"
+        )
+    for name, handle, start in places.opened(list(made)):
+        _write_all(handle, as_bytes(made[name].contiguous()).numpy().data, start)
+
+
+def _write_all(handle: int, data: memoryview, at: int) -> None:
+    while data.nbytes:
+        written = os.pwrite(handle, data, at)
+        data, at = data[written:], at + written

@@ -1,0 +1,56 @@
+"""A name of the Hugging Face Hub instead of a folder.
+
+The packages that talk to the hub read its address when they are imported: hence other processes.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pretrained.small import save_llama
+from tests.programs import shell_environment
+from tests.recipes.hub import Hub
+
+pytest.importorskip("transformers")
+
+PROGRAM = """
+import sys
+from shardwise.errors import CheckpointError
+from shardwise.pretrained import build, fill
+model = build("local/tiny")
+print(fill(model, "local/tiny"), type(model).__name__, model.config.name_or_path)
+for name in sys.argv[1:]:
+    try:
+        build(name)
+    except CheckpointError as error:
+        print(error)
+"""
+
+
+def test_a_name_is_looked_up_at_the_hub(tmp_path: Path) -> None:
+    folder = tmp_path / "pushed"
+    save_llama(folder)
+    (folder / "training_log.bin").write_bytes(b"0" * 100)
+    with Hub() as hub:
+        hub.push("models/local/tiny", folder)
+        ended = subprocess.run(
+            [sys.executable, "-c", PROGRAM, "local/none", "no/repository/name"],
+            cwd=tmp_path,
+            env={**shell_environment("HF_TOKEN"), **hub.environment(tmp_path / "home")},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        fetched = [path for _, path, _ in hub.requests if "/resolve/" in path]
+    assert ended.returncode == 0, ended.stderr
+    loaded, none, wrong = ended.stdout.splitlines()
+    assert loaded == "LoadReport(missing=(), unexpected=()) LlamaForCausalLM local/tiny"
+    assert none.startswith("local/none: found no such folder, and could not get it from the")
+    assert wrong == "no/repository/name: found nothing there, expected a folder of a model"
+    assert any(path.endswith("model.safetensors") for path in fetched)
+    assert not any(path.endswith(".bin") for path in fetched)
