@@ -16,6 +16,7 @@ HOST_ONLY = {
     "checkpoint/disk": "files",
     "checkpoint/formats": "files",
     "checkpoint/tools": "files",
+    "checkpoint/ranks/hf.py": "copies one shard after the other, and waits for each",
     "checkpoint/ranks/optimizer.py": "reads files into the memory of the host",
     "checkpoint/ranks/weights.py": "copies one shard after the other, and waits for each",
     "checkpoint/ranks/xla.py": "reads files into the memory of the host",
@@ -36,8 +37,7 @@ SEEN = {
     "sharding/module.py FSDPModule.unshard: handle.wait()": "unshard_and_read",
     "sharding/summon.py full_value: full.clone()": "one_rank_summon",
     # Shards.
-    "sharding/init.py _make_full: torch.empty_like(old, device=device)": "materialize",
-    "sharding/init.py _make_full: torch.empty_like(old_buffer, device=device)": "materialize",
+    "sharding/init.py _make_plain: torch.empty_like(old, device=device)": "materialize",
     "sharding/param.py ShardedParam.empty_full: "
     "torch.empty(self.layout.shape, dtype=dtype, device=device)": "materialize",
     "sharding/param.py ShardedParam.copy_parameter: self.local.clone()": "copied",
@@ -131,7 +131,8 @@ SEEN = {
     "sharding/state.py Root._finish_reductions: reduction.finish()": "offload_hybrid",
     "sharding/state.py Root._deliver: group.wait_for_offload()": "offload_pinned",
     "transport/collectives.py CollectivesTransport._start: finish()": "zero3",
-    "transport/collectives.py NcclTransport._launch: launched.append(work)": "zero3",
+    "transport/collectives.py CollectivesTransport._start: "
+    "launched.append(self._launch(each))": "zero3",
     # Copies between host and device.
     "sharding/grad.py clip_grad_norm_: scale.to(device)": "clip_offload",
     "sharding/grad.py _local_norm: norm.to(device, dtype)": "clip_offload",
@@ -182,11 +183,14 @@ _ORDERED = (
 )
 _META = "it has no memory: it is on the meta device"
 _ASKS = "it asks whether the device can do this, and nothing follows it"
+_LOADED = "it is filled from the host, which waits for each copy"
 
 #: By place: why no scenario can report that it is gone.
 UNSEEN = {
     "sharding/extension.py Extension.inputs: local.to(self._mesh.device)": _ORDERED,
     "sharding/summon.py full_value: local.to(device)": _ORDERED,
+    "sharding/init.py allocate: form.allocate(device)": _LOADED,
+    "sharding/param.py ShardedParam.allocate: torch.empty_like(self.local, device=device)": _LOADED,
     "sharding/group_param.py GroupParam._plain: dtensor.wait_tensor(dtensor.local_of(grad))": _SELF,
     "sharding/param.py ShardedParam._through_hooks: "
     "dtensor.wait_tensor(dtensor.local_of(grad))": _SELF,
@@ -207,6 +211,7 @@ UNSEEN = {
     "transport/all_to_all.py AllToAll.start: under_way.append(held)": "gloo's, on the host",
     "devices.py _has_streams: "
     "torch.accelerator.current_stream(current(kind)).record_event()": _ASKS,
+    "devices.py _times_events: last.synchronize()": _ASKS,
     "devices.py _pins: torch.empty(1, pin_memory=True)": _ASKS,
     "devices.py copy_to_host: torch.empty_like( tensor, device=CPU, "
     "pin_memory=how is not Copy.PAGEABLE, memory_format=torch.contiguous_format, )": _HOST,

@@ -38,6 +38,25 @@ def in_backward() -> bool:
     return backward_id() is not None
 
 
+def sequence_number() -> int:
+    """Return the number that the next node of the graph on this thread gets; see ``Node``."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+def running_node_number() -> int | None:
+    """Return the number of the node that backward runs now; ``None`` outside, and for leaves."""
+    node: Any = torch._C._current_autograd_node()
+    if node is None:
+        return None
+    number: int = node._sequence_nr()
+    return None if number > _MOST else number
+
+
+#: Nodes that accumulate gradients have the largest number that there is.
+_MOST = 2**62
+
+
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the current backward has finished."""
     engine = torch.autograd.Variable._execution_engine
@@ -246,3 +265,15 @@ class no_grad:  # noqa: N801 (as torch's)
         if self._outside is not None:
             self._outside.close()
         torch._C._set_grad_enabled(self._before)
+
+
+#: Products of groups of rows with a matrix each, as of the experts of a model.
+GROUPED_PRODUCTS: tuple[Any, ...] = (torch.ops.aten._grouped_mm.default,)
+
+#: Operators of attention, and the position of their argument ``dropout_p``.
+ATTENTION: dict[Any, int] = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default: 3,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5,
+}

@@ -5,6 +5,8 @@ Tried on torch 2.11, 2.12 and 2.13.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,24 +56,49 @@ def coalesced(group: dist.ProcessGroup) -> Iterator[_CoalescingManager]:
 
 
 @contextmanager
-def fake_world(world_size: int) -> Iterator[None]:
-    """Act as rank 0 of a world without other processes, whose collectives return at once.
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Act as one rank of a world without other processes, whose collectives return at once.
+
+    A world belongs to the whole process, so other threads wait until they can have one.
+
+    Args:
+        world_size: the number of ranks.
+        rank: which of them this process is.
 
     Raises:
         RuntimeError: this process is already part of a world.
     """
-    if dist.is_initialized():
-        raise RuntimeError(
-            f"this process is rank {dist.get_rank()} of a world of {dist.get_world_size()}; "
-            "simulate another one in a separate process"
-        )
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    with _one_world:
+        if dist.is_initialized():
+            raise RuntimeError(
+                f"this process is rank {dist.get_rank()} of a world of {dist.get_world_size()}; "
+                "simulate another one in a separate process"
+            )
+        from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+        # A process group lets this process print errors as those of a rank, for good.
+        hook = sys.excepthook
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+            sys.excepthook = hook
+            _forget_meshes()
+
+
+_one_world = threading.RLock()
+
+
+def _forget_meshes() -> None:
+    """Forget which placements operations have on meshes of this world.
+
+    ``DTensor`` takes the meshes of a later world for the same, and would look for groups that are
+    gone.
+    """
+    from torch.distributed.tensor import debug
+
+    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()  # not in every torch
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:

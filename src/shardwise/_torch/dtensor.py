@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -111,6 +112,24 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and not is_wrapper(tensor)
 
 
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """Return the storages of a tensor, or those of the tensors in which it keeps its values.
+
+    None of a tensor that has neither: a sparse one, say.
+    """
+    found: Any = tensor
+    if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(found):
+        names, _ = found.__tensor_flatten__()
+        kept = [getattr(found, name) for name in names]  # a DTensor names its mesh, too
+        return [
+            each for part in kept if isinstance(part, torch.Tensor) for each in storages_of(part)
+        ]
+    try:
+        return [tensor.untyped_storage()]
+    except (RuntimeError, NotImplementedError):
+        return []
+
+
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Return a number that identifies the storage of a tensor among all that exist.
 
@@ -125,6 +144,11 @@ def storage_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return which storage a plain tensor is in, and where in it: also if there is no memory."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+
+
 def fake_tensors() -> AbstractContextManager[Any]:
     """Create tensors inside with a dtype, a shape and a CPU storage, but without memory."""
     from torch._subclasses.fake_tensor import (
@@ -132,6 +156,11 @@ def fake_tensors() -> AbstractContextManager[Any]:
     )
 
     return cast(AbstractContextManager[Any], FakeTensorMode())
+
+
+def real_tensors() -> AbstractContextManager[Any]:
+    """Make tensors with values inside, also where others make fake ones: those of ranks, say."""
+    return cast(AbstractContextManager[Any], unset_fake_temporarily())
 
 
 def strided_shard(dim: int, pieces: int) -> Placement:
@@ -165,7 +194,8 @@ def describe_placement(placement: Placement) -> str:
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """Return the mesh with the dimensions of all ``meshes``, in order; all share a root."""
-    return DeviceMesh._concatenate(list(meshes)) if len(meshes) > 1 else meshes[0]
+    with real_tensors():
+        return DeviceMesh._concatenate(list(meshes)) if len(meshes) > 1 else meshes[0]
 
 
 def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

@@ -5,18 +5,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from shardwise._torch import autograd
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _MARK = "_shardwise_checkpointed"
 
 
-def checkpoint_module(module: _Module, *, preserve_rng_state: bool = True) -> _Module:
+#: Returns the contexts around a forward, and around its recomputation in backward.
+Contexts: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+def checkpoint_module(
+    module: _Module, *, preserve_rng_state: bool = True, context_fn: Contexts | None = None
+) -> _Module:
     """Keep only the inputs of ``module`` for backward, and recompute its activations there.
 
     Replaces ``module.forward``. The module keeps its identity, class, names and hooks, and batch
@@ -34,6 +47,9 @@ def checkpoint_module(module: _Module, *, preserve_rng_state: bool = True) -> _M
         module: the module. A second call has no effect.
         preserve_rng_state: draw the same random numbers again, for dropout. This saves the state of
             the random number generators in each forward.
+        context_fn: returns the contexts around forward and around its recomputation, as for
+            ``torch.utils.checkpoint.checkpoint``: those of ``create_selective_checkpoint_contexts``
+            keep what some operators compute.
 
     Returns:
         ``module``.
@@ -44,13 +60,19 @@ def checkpoint_module(module: _Module, *, preserve_rng_state: bool = True) -> _M
 
     @functools.wraps(module.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = types.MethodType(type(self).forward, self) if inner is None else inner
+        # A partial function, into which torch.compile sees; it does not into a new method.
+        run = functools.partial(type(self).forward, self) if inner is None else inner
+        contexts = context_fn
+        # A compiler has the writes to running statistics apart from what it computes again.
+        if not torch.compiler.is_compiling() and (norms := batch_norms(self)):
+            contexts = functools.partial(_contexts, norms, context_fn)
+        given: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
         return checkpoint(
             run,
             *args,
             use_reentrant=False,
             preserve_rng_state=preserve_rng_state,
-            context_fn=functools.partial(_contexts, self),
+            **given,
             **kwargs,
         )
 
@@ -60,27 +82,77 @@ def checkpoint_module(module: _Module, *, preserve_rng_state: bool = True) -> _M
     return module
 
 
+BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+
+
+def batch_norms(module: nn.Module) -> list[BatchNorm]:
+    """Return the batch norms in a module that keep running statistics."""
+    return [m for m in module.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
+
+
 def _contexts(
-    module: nn.Module,
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts around forward and around its recomputation in backward."""
-    return contextlib.nullcontext(), _counted_already(module)
+    norms: list[BatchNorm], context_fn: Contexts | None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts around forward and around its recomputation, for a module with batch norms."""
+    if context_fn is None:
+        return contextlib.nullcontext(), _counted_already(norms)
+    forward, recomputation = context_fn()
+    return forward, _both(recomputation, _counted_already(norms))
 
 
 @contextlib.contextmanager
-def _counted_already(module: nn.Module) -> Iterator[None]:
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
+        yield
+
+
+@contextlib.contextmanager
+def _counted_already(norms: list[BatchNorm]) -> Iterator[None]:
     """Leave the running statistics of batch norms unchanged."""
-    norms = [
-        (m, m.momentum, m.num_batches_tracked)
-        for m in module.modules()
-        if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
-        if m.track_running_stats
-    ]
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     # A momentum of zero, and not eval(): autograd has to save the same tensors as in forward.
-    for norm, _, _ in norms:
+    for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm, momentum, batches in norms:
+        for norm, momentum, batches in before:
             norm.momentum, norm.num_batches_tracked = momentum, batches
+
+
+# -- selective checkpointing -----------------------------------------------------------------------
+
+#: Operators whose results are kept: nearly all of the operations of a model are theirs.
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.linear.default,
+    torch.ops.aten.convolution.default,
+    *autograd.GROUPED_PRODUCTS,
+}
+
+
+def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """A ``context_fn`` that keeps the results of matrix products, convolutions and attention.
+
+    What is recomputed (norms, activations, rotations) takes little time and most of the memory.
+
+    Source: ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+    """
+    forward, recomputation = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return forward, recomputation
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Return whether the result of an operator is kept."""
+    del context
+    if operator in _PRODUCTS:
+        return CheckpointPolicy.MUST_SAVE
+    at = autograd.ATTENTION.get(operator)
+    if at is None:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    dropout = kwargs.get("dropout_p", args[at] if len(args) > at else 0.0)
+    # With dropout it draws random numbers: what follows it would draw others if it did not run.
+    return CheckpointPolicy.PREFER_RECOMPUTE if dropout else CheckpointPolicy.MUST_SAVE

@@ -222,15 +222,19 @@ class WantedMesh:
         return ",".join(f"{n}={s}" for n, s in zip(self.names, self.shape, strict=True))
 
     @classmethod
-    def parse(cls, text: str) -> WantedMesh:
+    def parse(cls, text: str, most_ranks: int = MOST_RANKS) -> WantedMesh:
         """Read ``dp=2,tp=4`` or ``dp_replicate=2,dp_shard=4,tp=2``.
+
+        Args:
+            text: the mesh.
+            most_ranks: how many ranks it may have.
 
         Raises:
             MeshError: a name is unknown, given twice or in the wrong order, a size is no positive
-                number, or there are more than 4,096 ranks.
+                number, or there are more than ``most_ranks`` ranks.
         """
         sizes = parse_mesh(text, _ORDER)
-        _check(text, sizes)
+        _check(text, sizes, most_ranks)
         if REPLICATE in sizes and not {DATA, SHARD} & sizes.keys():
             place = list(sizes).index(REPLICATE) + 1
             items = [*sizes.items()]
@@ -238,7 +242,7 @@ class WantedMesh:
         return cls(tuple(sizes), tuple(sizes.values()))
 
 
-def _check(text: str, sizes: dict[str, int]) -> None:
+def _check(text: str, sizes: dict[str, int], most_ranks: int) -> None:
     if DATA in sizes and SHARD in sizes:
         raise MeshError(f"both {DATA} and {SHARD} in {text!r}", "one of them: they mean the same")
     ordered = sorted(sizes, key=_ORDER.index)
@@ -246,5 +250,5 @@ def _check(text: str, sizes: dict[str, int]) -> None:
         right = ",".join(f"{name}={sizes[name]}" for name in ordered)
         raise MeshError(text, f"{right}: replicas outermost, tensor parallelism innermost")
     ranks = math.prod(sizes.values())
-    if ranks > MOST_RANKS:
-        raise MeshError(f"{text}, {ranks:,} ranks", f"at most {MOST_RANKS:,}")
+    if ranks > most_ranks:
+        raise MeshError(f"{text}, {ranks:,} ranks", f"at most {most_ranks:,}")

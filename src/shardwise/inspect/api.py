@@ -23,11 +23,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shardwise._torch import c10d, fsdp
 from shardwise.frontends.strategies import TENSOR, WantedMesh
-from shardwise.inspect.page import page
-from shardwise.inspect.picture import drawing
 from shardwise.inspect.read import gather_values, read
 from shardwise.inspect.report import MOST_VALUES, Report
-from shardwise.inspect.text import as_text
 from shardwise.inspect.tiling import take
 from shardwise.sharding.api import fully_shard
 
@@ -37,6 +34,8 @@ class ModelReport(Report):
     """A report that can show itself: ``print`` it, or write it as a page or a picture."""
 
     def __str__(self) -> str:
+        from shardwise.inspect.text import as_text  # imports rich
+
         return as_text(self)
 
     def to_html(self, path: str | Path) -> Path:
@@ -48,6 +47,8 @@ class ModelReport(Report):
         Raises:
             OSError: the file cannot be written.
         """
+        from shardwise.inspect.page import page
+
         path = Path(path)
         path.write_text(page(self), encoding="utf-8")
         return path
@@ -67,6 +68,8 @@ class ModelReport(Report):
             KeyError: there is no such parameter.
             OSError: the file cannot be written.
         """
+        from shardwise.inspect.picture import drawing
+
         path = Path(path)
         path.write_text(drawing(self, self.find(parameter), rank), encoding="utf-8")
         return path
@@ -141,7 +144,7 @@ def plan(blueprint: Blueprint, wanted: WantedMesh) -> Report:
     with c10d.fake_world(wanted.size):
         mesh = init_device_mesh("cpu", wanted.shape, mesh_dim_names=wanted.names)
         if TENSOR in wanted.names:
-            _apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
+            apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
         if wanted.data_parallel:
             data = mesh[wanted.data_parallel]
             for module in (*(copies[id(block)] for block in blueprint.blocks), model):
@@ -154,7 +157,7 @@ def plan(blueprint: Blueprint, wanted: WantedMesh) -> Report:
         return read(model, mesh, blueprint.name)
 
 
-def _apply_tensor_parallelism(
+def apply_tensor_parallelism(
     model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]
 ) -> None:
     """Apply the styles, and keep tied parameters tied."""

@@ -6,7 +6,7 @@ Parameters that are sharded alike share a section and its pictures. Links select
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib import resources
 from itertools import groupby
@@ -18,10 +18,34 @@ from shardwise.inspect.words import Row, counted, dimension_name, shape_in_words
 from shardwise.units import brief_size
 
 
-def page(report: Report) -> str:
-    """The HTML of the page."""
+def page(report: Report, above: Iterable[str] = ()) -> str:
+    """The HTML of the page.
+
+    Args:
+        report: what the page shows.
+        above: HTML to show between the head and the parameters.
+    """
     rows = folded(report.parameters)
-    title = f"{report.model} on {report.grid}"
+    body = (
+        *_head(report),
+        *above,
+        '<div class="columns">',
+        *_navigation(rows),
+        "<main>",
+        *_sections(report, rows),
+        "</main></div>",
+        f"<script>{_resource('page.js')}</script>",
+    )
+    return document(f"{report.model} on {report.grid}", body)
+
+
+def document(title: str, body: Iterable[str]) -> str:
+    """An HTML page in the style of the inspector.
+
+    Args:
+        title: of the page, as text.
+        body: HTML.
+    """
     return "\n".join(
         (
             "<!doctype html>",
@@ -29,13 +53,7 @@ def page(report: Report) -> str:
             '<meta name="viewport" content="width=device-width,initial-scale=1">',
             f"<title>{escape(title)}</title>",
             f"<style>{STYLE}\n{_resource('page.css')}</style></head><body>",
-            *_head(report),
-            '<div class="columns">',
-            *_navigation(rows),
-            "<main>",
-            *_sections(report, rows),
-            "</main></div>",
-            f"<script>{_resource('page.js')}</script>",
+            *body,
             "</body></html>\n",
         )
     )
@@ -49,7 +67,7 @@ def _head(report: Report) -> Iterator[str]:
     )
     yield "</p>"
     yield "<details><summary>Bytes per rank</summary>"
-    yield _table(("ranks", *TOTALS), list(rank_rows(report.totals)))
+    yield table(("ranks", *TOTALS), list(rank_rows(report.totals)))
     yield "<p>* estimates in the dtype of the parameters. Activations come on top.</p></details>"
     if report.remarks:
         yield f"<details open><summary>Remarks ({len(report.remarks)})</summary><ul>"
@@ -97,8 +115,8 @@ def _sections(report: Report, rows: Sequence[Row[ParameterReport]]) -> Iterator[
         yield f"<figure>{blocks}</figure></div>"
         yield '<p class="chosen" aria-live="polite">Choose a rank to see its block.</p>'
         heads = ("ranks", *map(dimension_name, range(len(first.shape))), "bytes", "padding")
-        table = _table(heads, block_rows(first))
-        yield f"<details open><summary>Blocks</summary>{table}</details></section>"
+        blocks_table = table(heads, block_rows(first))
+        yield f"<details open><summary>Blocks</summary>{blocks_table}</details></section>"
 
 
 def _about(row: Row[ParameterReport]) -> str:
@@ -121,7 +139,7 @@ def _about(row: Row[ParameterReport]) -> str:
     return " · ".join(parts)
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in a box that scrolls if the page is too narrow."""
     top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
     body = "".join(

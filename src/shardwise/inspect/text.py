@@ -62,12 +62,22 @@ class View:
 def as_text(report: Report, view: View | None = None) -> str:
     """Format the report, or a view of it, without a newline at the end."""
     view = view or View()
-    width = view.width or shutil.get_terminal_size((80, 24)).columns
+    return rendered(_parts(report, view), view.width)
+
+
+def rendered(parts: Iterable[Text | Table | Padding], width: int | None = None) -> str:
+    """Format texts and tables one below the other, without a newline at the end.
+
+    Args:
+        parts: what to format.
+        width: number of columns; ``None`` for those of the terminal.
+    """
+    width = width or shutil.get_terminal_size((80, 24)).columns
     out = io.StringIO()
     console = Console(
         file=out, width=max(width, _LEAST_WIDTH), color_system=None, highlight=False, emoji=False
     )
-    for part in _parts(report, view):
+    for part in parts:
         console.print(part)
     lines = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
     return re.sub(r"\n{3,}", "\n\n", lines).strip("\n")
@@ -136,7 +146,7 @@ def _mesh(report: Report, rank: int | None) -> Table:
 
 def _table(report: Report, rows: Sequence[Row[ParameterReport]]) -> Table:
     """How each parameter is sharded, and the largest block that a rank holds of it."""
-    table = _plain_table("parameter", "shape")
+    table = plain_table("parameter", "shape")
     mixed = len(_dtypes(report)) > 1
     if mixed:
         table.add_column("dtype", no_wrap=True)
@@ -144,7 +154,7 @@ def _table(report: Report, rows: Sequence[Row[ParameterReport]]) -> Table:
         short = name.removeprefix("dp_").replace("replicate", "repl")
         table.add_column(short, no_wrap=True)
     table.add_column("per rank", no_wrap=True)
-    _add_figures(table, "bytes")
+    add_figures(table, "bytes")
 
     def cells(row: Row[ParameterReport]) -> list[str]:
         each = row.first
@@ -164,8 +174,8 @@ def _table(report: Report, rows: Sequence[Row[ParameterReport]]) -> Table:
 
 def _rank_table(rows: Sequence[Row[ParameterReport]], rank: int) -> Table:
     """What one rank holds of each parameter."""
-    table = _plain_table("parameter", "rows", "columns", "shape")
-    _add_figures(table, "bytes", "padding")
+    table = plain_table("parameter", "rows", "columns", "shape")
+    add_figures(table, "bytes", "padding")
 
     def cells(row: Row[ParameterReport]) -> list[str]:
         each = row.first
@@ -191,16 +201,16 @@ def _block_tables(rows: Sequence[Row[ParameterReport]]) -> Iterator[Text | Paddi
             f"{row.full_name}{times}: {shape_in_words(each.shape)} {each.dtype}, "
             f"{brief_size(each.nbytes)}, {placements or each.kind.value}{tied}"
         )
-        table = _plain_table("ranks", *map(dimension_name, range(len(each.shape))))
-        _add_figures(table, "bytes", "padding")
+        table = plain_table("ranks", *map(dimension_name, range(len(each.shape))))
+        add_figures(table, "bytes", "padding")
         for cells in block_rows(each):
             table.add_row(*map(Text, cells))
         yield Padding(table, (0, 0, 1, 2))
 
 
 def _totals(report: Report, rank: int | None) -> Iterator[Text | Table]:
-    table = _plain_table("bytes per rank")
-    _add_figures(table, *TOTALS)
+    table = plain_table("bytes per rank")
+    add_figures(table, *TOTALS)
     for cells in rank_rows(each for each in report.totals if rank in (None, each.rank)):
         table.add_row(*map(Text, cells))
     yield table
@@ -234,7 +244,7 @@ def _values(
             yield Padding(Text(f"{holders_in_words(ranks)}: {text}"), (0, 0, 0, 4))
 
 
-def _plain_table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
     """A table without lines; in a narrow terminal, text of the first column wraps."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
@@ -242,7 +252,8 @@ def _plain_table(*columns: str) -> Table:
     return table
 
 
-def _add_figures(table: Table, *columns: str) -> None:
+def add_figures(table: Table, *columns: str) -> None:
+    """Add columns of numbers to a table."""
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
 

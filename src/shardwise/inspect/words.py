@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from rich.table import Table
-from rich.text import Text
-
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from shardwise.inspect.tiling import Block, Span
 
 _MOST_RANGES = 4
@@ -163,6 +162,8 @@ def add_rows(
         rows: the rows.
         cells: makes the text of the other columns.
     """
+    from rich.text import Text  # the library itself does without rich
+
     for prefix, group in groupby(rows, key=lambda row: row.prefix):
         members = list(group)
         if prefix:

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise import observe
 from shardwise.errors import MisuseError
+from shardwise.observe import Memory
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.policy import Precision
@@ -60,6 +62,8 @@ class Extension:
         self._inner: list[torch.Tensor] = []
         self._metadata: Any = None
         self._is_made = False
+        self._group = ""  # its name, for reports
+        self._reported = 0  # bytes
 
     def inputs(self) -> list[torch.Tensor]:
         """The tensors that this rank sends, each 1-D."""
@@ -80,8 +84,9 @@ class Extension:
         self._sent = list(sent)
         return [tensor.reshape(-1) for tensor in self._sent]
 
-    def outputs(self) -> list[torch.Tensor]:
-        """The tensors to gather into, each 1-D."""
+    def outputs(self, group: str) -> list[torch.Tensor]:
+        """The tensors to gather into, each 1-D. Their memory is reported as that of ``group``."""
+        self._group = group
         world_size = self._mesh.shard.world_size
         if not self._gathered:
             self._gathered = [
@@ -90,6 +95,7 @@ class Extension:
             ]
         for tensor in self._gathered:
             _allocate(tensor)
+        self._report()
         # With another version counter: autograd may have saved what the subclass made of them, and
         # a gather must not look like a modification.
         return [tensor.data for tensor in self._gathered]
@@ -113,11 +119,20 @@ class Extension:
             for tensor in self._inner:
                 _allocate(tensor)
             local.fsdp_post_all_gather(gathered, metadata, self._dtype, out=self._param.full)
+        self._report()
 
     def free(self) -> None:
         """Free the memory of the full parameter."""
         for tensor in (*self._gathered, *self._inner):
             tensor.untyped_storage().resize_(0)
+        self._report()
+
+    def _report(self) -> None:
+        """Report the memory that the full parameter has now."""
+        storages = (tensor.untyped_storage() for tensor in (*self._gathered, *self._inner))
+        held = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+        observe.memory(Memory.FULL_PARAMETERS, self._group, held - self._reported)
+        self._reported = held
 
     def _check_sizes(self, sent: tuple[torch.Tensor, ...]) -> None:
         layout = self._param.layout

@@ -35,7 +35,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise import observe
 from shardwise._torch import autograd, dtensor
+from shardwise.observe import Activity, Memory
 from shardwise.sharding.extension import Extension, has_extension, is_extended
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
@@ -72,6 +74,7 @@ class FullParams:
         self._transport = mesh.shard
         self._post_forward = post_forward
         self._works: list[Work] = []
+        self._name = ""  # of the group
         self.is_allocated = False
         self._source: PostForwardShards | None = None
         self._direct: list[GroupParam] = []
@@ -109,6 +112,7 @@ class FullParams:
         self._buffers = [
             buffers for buffers in (self._owned, self._gathered, self._staging) if buffers.tensors
         ]
+        self._reported = dict.fromkeys(self._buffers, 0)  # how much memory of each
         self._freed = self._direct + owned
         self.moves = bool(self._freed or self._extended)
         self.storages = frozenset(
@@ -145,8 +149,10 @@ class FullParams:
 
     def _start(self, label: Label, source: PostForwardShards | None) -> None:
         self._source = source
+        self._name = label.name
         for each in self._buffers:
             each.allocate()
+            self._report(each)
         for param in self._copied:  # now, since later writes belong to the next gather
             param.full_data.copy_(param.local, non_blocking=True)
         gathered = self._direct + self._staged
@@ -155,7 +161,7 @@ class FullParams:
             shards = [param.local.view(-1) for param in gathered]
             for extension in self._extended:
                 shards += extension.inputs()
-                buffers += extension.outputs()
+                buffers += extension.outputs(label.name)
             transport = self._transport
         else:
             shards = [source.shard_of(param) for param in gathered]
@@ -179,14 +185,28 @@ class FullParams:
     def _finish(self) -> None:
         while self._works:
             self._works.pop().wait()
-        for param, chunks in zip(self._staged, self._staging.tensors, strict=True):
-            layout = param.layout if self._source is None else self._source.layout_of(param)
-            layout.from_chunks(chunks[: layout.padded_numel], param.full_data)
-        self._staging.free()
+        if self._staged:
+            with observe.during(Activity.COPY, self._name):
+                self._interleave()
         for extension in self._extended:
             extension.finish()
         for param in self._freed:
             param.unseal()
+
+    def _interleave(self) -> None:
+        """Copy what was gathered of the staged parameters to where it belongs."""
+        for param, chunks in zip(self._staged, self._staging.tensors, strict=True):
+            layout = param.layout if self._source is None else self._source.layout_of(param)
+            layout.from_chunks(chunks[: layout.padded_numel], param.full_data)
+        self._staging.free()
+        self._report(self._staging)
+
+    def _report(self, buffers: FullBuffers) -> None:
+        """Report the memory that ``buffers`` have now."""
+        before, nbytes = self._reported[buffers], buffers.nbytes
+        if nbytes != before:
+            self._reported[buffers] = nbytes
+            observe.memory(Memory.FULL_PARAMETERS, self._name, nbytes - before)
 
     def abandon(self) -> None:
         """Give up a gather that will not complete."""
@@ -199,6 +219,7 @@ class FullParams:
         if self._end_use():
             for each in self._buffers:
                 each.free()
+                self._report(each)
             for extension in self._extended:
                 extension.free()
 
@@ -299,14 +320,19 @@ class PostForwardShards:
         """The transport that gathers them."""
         return self.mesh.shard
 
-    def keep(self) -> None:
-        """Copy the shards out of the full parameters, and put them into the modules."""
+    def keep(self, label: Label) -> None:
+        """Copy the shards out of the full parameters, and put them into the modules.
+
+        Args:
+            label: the label of the group.
+        """
         for param in self._uncut:
             param.use_sharded()  # every rank has all of it
         with autograd.no_grad():
             for param, layout in self._layouts.items():
                 rows = layout.cut(param.full_data, self.mesh.shard.rank)
                 shard = rows.clone(memory_format=torch.contiguous_format)
+                observe.memory_of(Memory.FULL_PARAMETERS, label.name, shard)
                 spec = dtensor.make_spec(
                     self.mesh.mesh,
                     self.mesh.placements(layout.dim),

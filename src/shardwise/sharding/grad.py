@@ -9,8 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardwise import observe
 from shardwise._torch import autograd, dtensor
+from shardwise.observe import Activity
 from shardwise.transport.peers import Peers
+from shardwise.transport.select import backend_for
+
+#: The name of the norm in reports.
+_NORM = "the gradient norm"
 
 
 def clip_grad_norm_(
@@ -94,10 +100,23 @@ def _grad_norm(
         part = _local_norm(grads, norm_type, wide, device)
         for group in groups:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-            with Peers(group).collective("the all-reduce of a gradient norm"):
-                dist.all_reduce(part, op=op, group=group)
+            _all_reduce(part, op, Peers(group))
         total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
     return total if math.isinf(norm_type) else total ** (1.0 / norm_type), dtype
+
+
+def _all_reduce(part: torch.Tensor, op: dist.ReduceOp.RedOpType, peers: Peers) -> None:
+    """Reduce a norm over a process group, in place."""
+    number = 0
+    if observe.is_observed():
+        wire = peers.wire(backend_for(peers.group, part.device).name)
+        number = observe.collective(Activity.ALL_REDUCE, _NORM, wire, part.itemsize, 1)
+    with (
+        peers.collective("the all-reduce of a gradient norm"),
+        observe.during(Activity.WAIT, _NORM, peers.dimension),
+    ):
+        dist.all_reduce(part, op=op, group=peers.group)
+    observe.end(number)
 
 
 def _local_norm(
@@ -123,8 +142,10 @@ def _sharding_groups(param: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
                 f"a parameter of shape {tuple(param.shape)} has placements {param.placements}: its "
                 "values are pending a reduction. Redistribute it to Shard or Replicate first"
             )
-    return tuple(
-        param.device_mesh.get_group(dim)
-        for dim, placement in enumerate(param.placements)
-        if not isinstance(placement, Replicate)
-    )
+    mesh = param.device_mesh
+    cut = [dim for dim, each in enumerate(param.placements) if not isinstance(each, Replicate)]
+    groups = tuple(mesh.get_group(dim) for dim in cut)
+    if observe.is_observed() and mesh.mesh_dim_names:
+        for dim, group in zip(cut, groups, strict=True):
+            Peers(group).name_dimension(mesh.mesh_dim_names[dim])
+    return groups

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise import observe
 from shardwise._torch import autograd, dtensor
 from shardwise._torch.fsdp import ParamOwner
 from shardwise.errors import MisuseError
+from shardwise.observe import Activity
 from shardwise.sharding.full_params import FullParams, PostForwardShards, check_home
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
@@ -83,6 +85,8 @@ class ParamGroup:
         self._owners = [owner for param in self.params for owner in param.owners]
         self._owned = [param for param in self.params for _ in param.owners]
         self._state = GroupState.SHARDED
+        # What the group has reported as begun: its forward, its backward.
+        self._observed: dict[Activity, int] = {}
         #: Reduces the gradients through the root. ``torch.distributed.pipelining`` calls this.
         self.post_backward: Callable[[], None] = _no_root_yet
 
@@ -125,6 +129,17 @@ class ParamGroup:
         """The state of the group."""
         return self._state
 
+    def begin(self, activity: Activity) -> None:
+        """Report that the group begins its forward or its backward."""
+        self.end(activity)  # an exception may have interrupted it
+        if observe.is_observed():
+            self._observed[activity] = observe.begin(activity, self.label.name)
+
+    def end(self, activity: Activity) -> None:
+        """Report that the forward or the backward of the group has ended, if it had begun."""
+        if self._observed:
+            observe.end(self._observed.pop(activity, 0))
+
     # -- forms ---------------------------------------------------------------------------------
 
     def unshard(self) -> None:
@@ -157,7 +172,8 @@ class ParamGroup:
         if source is None:
             self._gathered = self._versions()
         if self._memory.moves:
-            self._memory.start(self.label, source)
+            with observe.during(Activity.UNSHARD, self.label.name):
+                self._memory.start(self.label, source)
         self._move(GroupState.UNSHARDING)  # unless start() raised
 
     def wait_for_unshard(self) -> None:
@@ -279,7 +295,7 @@ class ParamGroup:
         assert self._memory is not None
         if self.post_forward is not None:
             with torch.no_grad():
-                self.post_forward.keep()
+                self.post_forward.keep(self.label)
             self._free_memory()
             self._move(GroupState.SHARDED_POST_FORWARD)
             self.mark_stale()
@@ -426,7 +442,11 @@ class ParamGroup:
             synchronization is off, and gradients stay here; or this rank is alone, and they are
             complete.
         """
-        params, grads = self._unreduced.take(self.options)
+        with observe.during(Activity.REDUCE, self.label.name):
+            return self._reduce_grads(growing)
+
+    def _reduce_grads(self, growing: dict[ShardedParam, None]) -> Reduction | None:
+        params, grads = self._unreduced.take(self.options, self.label)
         if self.options.reshard_after_backward:
             self.reshard()
         self._reduced_forward = self._forward if self.options.requires_gradient_sync else None
@@ -456,10 +476,13 @@ class ParamGroup:
         """Block until reduced gradients have been copied to the host, where they are offloaded."""
         for param in self.params:  # a parameter tied to another group has that group's offload
             if param.form.offload.enabled:
-                param.form.offload.wait()
+                with observe.during(Activity.COPY, self.label.name):
+                    param.form.offload.wait()
 
     def forget(self) -> None:
         """Drop unreduced gradients and go back to the shards, without waiting for peers."""
+        self.end(Activity.FORWARD)
+        self.end(Activity.BACKWARD)
         if self._state is GroupState.UNSHARDING:
             assert self._memory is not None
             self._memory.abandon()  # a peer that raised never started this gather

@@ -28,6 +28,7 @@ from torch import nn
 
 from shardwise._torch import autograd, dtensor, fsdp
 from shardwise.errors import MisuseError
+from shardwise.observe import Activity
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.state import FSDPState
 from shardwise.sharding.states import GroupState, Pass, Phase
@@ -51,6 +52,7 @@ def pre_forward(
     if state.phase is Phase.BACKWARD:
         # Activation checkpointing recomputes this forward. The hooks of backward do the rest.
         for group in state.groups:
+            group.begin(Activity.FORWARD)
             group.use_now()
         return state.precision.cast_inputs(*wait_for_inputs(args, kwargs))
     first = state.phase is not Phase.FORWARD
@@ -59,6 +61,8 @@ def pre_forward(
         args, kwargs = _enter_root(state, args, kwargs)
     args, kwargs = state.precision.cast_inputs(args, kwargs)
     for group in state.groups:
+        if first:
+            group.begin(Activity.FORWARD)
         group.enter_forward(state.root.forward_number)
     if first:
         _prefetch_in_forward(state)
@@ -77,6 +81,8 @@ def post_forward(state: FSDPState, output: Any) -> Any:
     Returns:
         The output for the caller of ``forward()``.
     """
+    for group in state.groups:
+        group.end(Activity.FORWARD)
     if state.phase is Phase.BACKWARD:
         return state.precision.cast_outputs(output)
     recomputing = autograd.in_backward()
@@ -194,6 +200,7 @@ def fail_forward(state: FSDPState, error: BaseException) -> None:
     """Return to the state before this forward, which raised ``error``."""
     state.modules_to_run.clear()
     for group in state.groups:
+        group.end(Activity.FORWARD)
         group.passes.end()
         is_named = hasattr(error, "__notes__")  # a module inside this one has named itself
         if group.state is GroupState.SHARDED and "DTensor" in str(error) and not is_named:
@@ -334,6 +341,7 @@ def _pre_backward(
         if group.phase is Phase.BACKWARD:
             continue  # another output of the same forward came first
         group.phase = Phase.BACKWARD
+        group.begin(Activity.BACKWARD)
         group.enter_backward()
         before = state.root.order.enter_backward(group)
         if before is not None and not state.backward_prefetch:

@@ -105,6 +105,8 @@ class DataMesh:
     def _over(cls, mesh: DeviceMesh, transport: str | None, shard_dim: int | None) -> DataMesh:
         device = devices.current(mesh.device_type)
         replicates = mesh.ndim == 2 or shard_dim is None
+        for dim, name in enumerate(_names_of(mesh)):
+            Peers(mesh.get_group(dim)).name_dimension(name)
         shard = (
             LocalTransport()
             if shard_dim is None
@@ -165,14 +167,17 @@ class DataMesh:
 
         Only the ranks of this mesh take part. It may be a slice of a larger one.
         """
-        rows = self.mesh.mesh.view(-1, size)
-        me = dist.get_rank()
-        own = next(row for row in rows.tolist() if me in row)
-        column = rows[:, own.index(me)].tolist()
-        groups = [new_group(ranks) for ranks in (column, own)]
-        mesh = DeviceMesh.from_group(
-            groups, self.mesh.device_type, mesh=rows, mesh_dim_names=("replicate", "shard")
-        )
+        with dtensor.real_tensors():
+            rows = self.mesh.mesh.view(-1, size)
+            me = dist.get_rank()
+            own = next(row for row in rows.tolist() if me in row)
+            column = rows[:, own.index(me)].tolist()
+            groups = [new_group(ranks) for ranks in (column, own)]
+            # In reports, such gathers belong to the dimension that the ranks are a part of.
+            Peers(groups[1]).name_dimension(_names_of(self.mesh)[-1])
+            mesh = DeviceMesh.from_group(
+                groups, self.mesh.device_type, mesh=rows, mesh_dim_names=("replicate", "shard")
+            )
         return self._over(mesh, self.requested, mesh.ndim - 1)
 
     def with_scatter_group(self, group: dist.ProcessGroup | None) -> DataMesh:
@@ -193,6 +198,7 @@ class DataMesh:
         made = Peers().once(_separate_groups)
         if ranks not in made:
             made[ranks] = new_group(ranks)
+            Peers(made[ranks]).name_dimension(_names_of(self.mesh)[-1])
         return made[ranks]
 
     def with_memory(self, memory: CommMemory) -> DataMesh:
@@ -235,6 +241,11 @@ class DataMesh:
         group = self.scatter_group or self.shard_group
         scatter = with_custom(self.scatter, group, reduce_scatter=comm)
         return dataclasses.replace(self, scatter=scatter)
+
+
+def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of the dimensions of a data parallel mesh, for reports."""
+    return mesh.mesh_dim_names or (("dp",) if mesh.ndim == 1 else ("replicate", "shard"))
 
 
 def _separate_groups(world: Peers) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -431,7 +442,8 @@ def check_beside(param: nn.Parameter, fqn: str, mesh: DeviceMesh) -> None:
             f"{mesh.device_type!r} as in the mesh to shard over, {mesh}; make one mesh of all "
             "dimensions and slice both out of it"
         )
-    common = set(other.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
+    with dtensor.real_tensors():
+        common = set(other.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
     if len(common) > 1:
         raise MisuseError(
             f"{where}: it is a DTensor on {other} with placements {param.placements}, found ranks "

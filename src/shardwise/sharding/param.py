@@ -16,8 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from shardwise import observe
 from shardwise._torch import autograd, dtensor
 from shardwise._torch.fsdp import ParamOwner
+from shardwise.observe import Activity, Memory
 from shardwise.sharding.placement import Place
 from shardwise.sharding.policy import Offload
 
@@ -159,6 +161,7 @@ class ShardedParam:
             with torch.no_grad():
                 dtensor.set_local_memory(self.parameter, local)
         self.spec = dtensor.spec_of(self.parameter)
+        observe.memory_of(Memory.PARAMETERS, self.fqn, self.local)
 
     def tie_again(self) -> None:
         """Tie modules again whose parameters share memory after a state dict was loaded.
@@ -195,6 +198,19 @@ class ShardedParam:
             )
         self._register_everywhere(made)
 
+    def allocate(self, device: torch.device) -> None:
+        """Replace a shard on the meta device by uninitialized memory on ``device``, or offloaded.
+
+        Only for tensors that are filled at once: nothing marks them as uninitialized.
+        """
+        with torch.no_grad():
+            shard = self.offload.place(torch.empty_like(self.local, device=device))
+            observe.memory_of(Memory.PARAMETERS, self.fqn, shard)
+            made = dtensor.make_parameter(
+                shard, self.spec, requires_grad=self.parameter.requires_grad
+            )
+        self._register_everywhere(made)
+
     def add_grad(self, shard: torch.Tensor) -> None:
         """Add a reduced gradient to the gradient of the parameter.
 
@@ -212,7 +228,9 @@ class ShardedParam:
         if grad is None:
             self._grad_is_new = self.is_tied
             if self.offload.enabled:
-                local = self.offload.grad_to_host(local, parameter)
+                with observe.during(Activity.COPY, self.fqn):
+                    local = self.offload.grad_to_host(local, parameter)
+            observe.memory_of(Memory.GRADIENTS, self.fqn, local)
             spec = dtensor.with_dtype(self.spec, local.dtype)
             if spec is not self.spec:
                 autograd.set_grad_dtype(parameter, local.dtype)
@@ -262,8 +280,9 @@ class ShardedParam:
         """This rank's shard in its own memory, so that ``full`` can be freed."""
         rows = self.layout.cut(full.detach(), self.mesh.shard.rank)
         # Tensor subclasses usually implement clone(), and rarely empty_like().
-        shard = rows.clone(memory_format=torch.contiguous_format)
-        return self.offload.place(shard)
+        shard = self.offload.place(rows.clone(memory_format=torch.contiguous_format))
+        observe.memory_of(Memory.PARAMETERS, self.fqn, shard)
+        return shard
 
     def _register_everywhere(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise import devices
+from shardwise import devices, observe
 from shardwise._torch import autograd
+from shardwise.observe import Memory
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
@@ -256,6 +257,8 @@ class Reduction:
                 outs.append(shard)
                 self._alive.append(full)
             shards.append(shard)
+        for each in (*self._alive, *shards):
+            observe.memory_of(Memory.GRADIENTS, self._label.name, each)
         for op, (fulls, outs) in cut.items():
             self._works.append(transport.reduce_scatter(fulls, outs, op, self._label))
         for op, tensors in uncut.items():
@@ -360,8 +363,14 @@ class UnreducedGrads:
         self._params = params
         self._precision = precision
 
-    def take(self, options: GroupOptions) -> tuple[list[GroupParam], list[torch.Tensor]]:
+    def take(
+        self, options: GroupOptions, label: Label
+    ) -> tuple[list[GroupParam], list[torch.Tensor]]:
         """Take the full gradients. With synchronization off, accumulate them here and take none.
+
+        Args:
+            options: the options of the group.
+            label: its label.
 
         Returns:
             The parameters that have a gradient, or will get zeros, and those gradients.
@@ -371,6 +380,11 @@ class UnreducedGrads:
         if not options.requires_gradient_sync:
             for param in self._params:
                 param.accumulate_grad(self._precision.reduce_dtype(param.dtype))
+                held = param.accumulated_grad
+                if held is None and param.full is not None:
+                    held = param.full.grad
+                if held is not None:
+                    observe.memory_of(Memory.GRADIENTS, label.name, held)
             return params, grads
         for param in self._params:
             grad = param.take_grad()
@@ -381,6 +395,7 @@ class UnreducedGrads:
                 unused = options.reduce_scatter_unused_params and param.sharded.requires_grad
                 grad = param.zeros_for_grad() if completes or unused else None
             if grad is not None:
+                observe.memory_of(Memory.GRADIENTS, label.name, grad)
                 params.append(param)
                 grads.append(grad)
         return params, grads

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise._torch import autograd
+from shardwise.observe import Activity
 from shardwise.sharding.finalization import Finalization, GradientReductionHandle
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.param import COPIED, ShardedParam
@@ -199,6 +200,7 @@ class Root:
         over replicas holds shards only, so backward need not wait for it.
         """
         group.phase = Phase.REDUCED
+        group.end(Activity.BACKWARD)
         if self._pending:
             kept = group.options.reduce_scatter_max_input_buffers - 1
             due = max(0, len(self._pending) - kept)
@@ -234,6 +236,7 @@ class Root:
                 if group.phase is not Phase.REDUCED:
                     # The forward inputs needed no gradient, so no hook saw the backward end.
                     group.passes.end_backward()
+                    group.end(Activity.BACKWARD)
                     if not self.finalization.defers(group):
                         self.post_backward(group)
                 elif self.finalization.is_manual:

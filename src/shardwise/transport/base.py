@@ -143,9 +143,12 @@ class FullBuffers(Protocol):
         tensors: the same objects for life. Views of them stay valid (autograd saves such views for
             backward). Between :meth:`free` and the next :meth:`allocate` they have no memory, and
             reading them ends the process. Their contents are undefined after :meth:`allocate`.
+        nbytes: the bytes of memory that they have now. 0 if the transport itself reports it, as for
+            memory that ranks share.
     """
 
     tensors: list[torch.Tensor]
+    nbytes: int
 
     def allocate(self) -> None:
         """Give every tensor its memory. Does nothing if it has memory already."""

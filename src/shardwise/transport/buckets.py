@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.transport.memory import prefer_huge_pages
+from shardwise.transport.memory import prefer_huge_pages, reported
 
 #: The dtypes that every backend sends; others are gathered as bytes.
 _SENDABLE = frozenset(
@@ -58,7 +58,7 @@ def assign_buckets(nbytes: Sequence[int], kinds: Sequence[Hashable], small: int)
 
 def pack(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate pieces; return the piece itself if there is only one."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+    return pieces[0] if len(pieces) == 1 else reported(torch.cat(list(pieces)))
 
 
 def unpack(packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
@@ -77,7 +77,7 @@ def flat_rows(like: torch.Tensor, world_size: int, chunks: Sequence[int]) -> tor
     """Make an uninitialized ``(world_size, sum of the chunks)`` buffer."""
     flat = like.new_empty(world_size, sum(chunks))
     prefer_huge_pages(flat.untyped_storage())
-    return flat
+    return reported(flat)
 
 
 def fill(chunk: torch.Tensor, values: torch.Tensor) -> None:

@@ -1,5 +1,7 @@
 """A log of the collectives that a rank has called, to compare between ranks that wait too long.
 
+What is logged is also reported to whoever watches this process (:mod:`shardwise.observe`).
+
 Ranks that call different collectives wait for each other forever: one waits for a gather, say,
 that the other never begins. So every rank logs what it calls. A rank that has waited for seconds
 publishes its log in the store of the process group and reads those of its peers. If two ranks
@@ -10,13 +12,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from shardwise import observe
 from shardwise.errors import RanksDivergedError
+from shardwise.observe import Activity
 from shardwise.transport.base import Label
 from shardwise.transport.peers import Peers
 
@@ -29,10 +34,12 @@ class CollectiveLog:
 
     Args:
         peers: the ranks of its process group.
+        transport: the name of the transport, for reports.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, transport: str = "") -> None:
         self._peers = peers
+        self._transport = transport
         self._kinds: dict[tuple[object, ...], Call] = {}
         self._calls: deque[Call] = deque(maxlen=_CAPACITY)
         self._count = 0
@@ -54,6 +61,27 @@ class CollectiveLog:
         self._calls.append(call)
         self._count += 1
         return call
+
+    def issue(self, call: Call, launches: int, nbytes: Callable[[], int]) -> Issued:
+        """Report that a call that was logged is issued now.
+
+        Args:
+            call: what :meth:`add` returned: an all-gather, a reduce-scatter or an all-reduce.
+            launches: as in :meth:`shardwise.observe.Observer.collective`.
+            nbytes: computes what it says there, if anybody watches.
+        """
+        if not observe.is_observed():
+            return UNWATCHED
+        wire = self._peers.wire(self._transport)
+        kind = Activity(call.collective)
+        number = observe.collective(kind, call.name, wire, nbytes(), launches)
+        return Issued(call.name, wire.dimension, number)
+
+    def waiting(self, call: Call) -> Issued:
+        """Make the block in which this thread waits for peers before it can issue a call."""
+        if not observe.is_observed():
+            return UNWATCHED
+        return Issued(call.name, self._peers.dimension, 0)
 
     def compare(self) -> None:
         """Publish this log, and compare it with what peers have published.
@@ -104,10 +132,48 @@ class CollectiveLog:
         return f"shardwise/collective-log/{self._number}/{rank}"
 
 
+class Issued:
+    """A collective under way, as it is reported. Inside a ``with`` block, the thread waits for it.
+
+    Args:
+        name: of the group.
+        dimension: of the mesh.
+        number: of the collective; 0 if it is not issued yet, or nobody watches.
+    """
+
+    __slots__ = ("_began", "_dimension", "_name", "_number", "_waiting")
+
+    def __init__(self, name: str, dimension: str, number: int) -> None:
+        self._name = name
+        self._dimension = dimension
+        self._number = number
+        self._waiting = 0
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+        if self is not UNWATCHED:
+            self._waiting = observe.begin(Activity.WAIT, self._name, self._dimension)
+
+    def __exit__(self, *_: object) -> None:
+        observe.count_wait(time.perf_counter() - self._began)
+        observe.end(self._waiting)
+
+    def end(self) -> None:
+        """Report that it has been waited for."""
+        observe.end(self._number)
+
+
+#: What nobody watches.
+UNWATCHED = Issued("", "", 0)
+
+
 class Call:
     """One kind of collective that a rank calls, any number of times.
 
     Attributes:
+        collective: its name, such as ``"all-gather"``.
+        name: the caller's name for it.
         text: for messages, such as ``"the all-gather of model.layers.3"``.
         size: for messages: how many tensors and elements, and of which dtypes.
         detail: one line per tensor, from the caller.
@@ -116,6 +182,8 @@ class Call:
 
     def __init__(self, collective: str, tensors: Sequence[torch.Tensor], label: Label) -> None:
         count = "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
+        self.collective = collective
+        self.name = label.name
         self.text = f"the {collective} of {label.name or count}"
         dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
         numels = [tensor.numel() for tensor in tensors]

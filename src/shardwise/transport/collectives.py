@@ -50,7 +50,7 @@ from shardwise.transport.buckets import (
     unpack,
 )
 from shardwise.transport.collective_log import Call, CollectiveLog
-from shardwise.transport.memory import OwnMemory
+from shardwise.transport.memory import OwnMemory, reported
 from shardwise.transport.peers import Peers
 from shardwise.transport.waiter import Launched, Waiter
 
@@ -106,7 +106,7 @@ class CollectivesTransport(OwnMemory):
         self._alone_bytes = alone_bytes
         self._packs_all = alone_bytes == sys.maxsize
         self._peers = Peers(group)
-        self._log = CollectiveLog(self._peers) if log is None else log
+        self._log = CollectiveLog(self._peers, self.name) if log is None else log
         self._waiter = Waiter(self._peers, self._log.compare) if backend.sends_messages else None
 
     def overlaps_compute(self) -> bool:
@@ -119,9 +119,11 @@ class CollectivesTransport(OwnMemory):
         """Gather with one collective per bucket."""
         gather = all_gather_function()
         logged = self._log.add("all-gather", fulls, label)
+        gathered = fulls
         if self._packs_all and len({full.dtype for full in fulls}) > 1:
             shards = [
-                as_bytes(shard.to(full.dtype)) for shard, full in zip(shards, fulls, strict=True)
+                as_bytes(shard if shard.dtype == full.dtype else reported(shard.to(full.dtype)))
+                for shard, full in zip(shards, fulls, strict=True)
             ]
             fulls = [as_bytes(full) for full in fulls]
         rows = [as_rows(full, self.world_size) for full in fulls]
@@ -147,9 +149,9 @@ class CollectivesTransport(OwnMemory):
         for _, flat in flats:
             mine = as_sendable(flat[self.rank])
             if not self._backend.gathers_in_place:
-                mine = mine.clone()
+                mine = reported(mine.clone())
             calls.append(Collective.of(gather, as_sendable(flat), mine, group=self.group))
-        return self._start(logged, calls, finish)
+        return self._start(logged, calls, finish, lambda: sum(full.nbytes for full in gathered))
 
     def reduce_scatter(
         self,
@@ -165,12 +167,17 @@ class CollectivesTransport(OwnMemory):
         for bucket in self._buckets(shards):
             outs = [shards[i] for i in bucket.indices]
             flat = contributions([fulls[i] for i in bucket.indices], outs, self.world_size)
-            result = torch.empty_like(flat[0]) if bucket.packed else outs[0]
+            result = reported(torch.empty_like(flat[0])) if bucket.packed else outs[0]
             sums.append((bucket, result))
             out, all_chunks = as_real(result), as_real(flat)
             calls.append(Collective.of(scatter, out, all_chunks, op=self._op(op), group=self.group))
         finish = functools.partial(self._deliver, sums, shards, op)
-        return self._start(self._log.add("reduce-scatter", shards, label), calls, finish)
+        return self._start(
+            self._log.add("reduce-scatter", shards, label),
+            calls,
+            finish,
+            lambda: self.world_size * sum(shard.nbytes for shard in shards),
+        )
 
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
@@ -185,32 +192,49 @@ class CollectivesTransport(OwnMemory):
             for _, summed in sums
         ]
         finish = functools.partial(self._deliver, sums, tensors, op)
-        return self._start(self._log.add("all-reduce", tensors, label), calls, finish)
+        return self._start(
+            self._log.add("all-reduce", tensors, label),
+            calls,
+            finish,
+            lambda: sum(tensor.nbytes for tensor in tensors),
+        )
 
-    def _launch(self, calls: Sequence[Collective]) -> list[Launched]:
-        """Start collectives of one kind."""
-        return [call.start(async_op=True) for call in calls]
+    def _together(self, calls: Sequence[Collective]) -> list[list[Collective]]:
+        """Divide collectives of one kind into those that are launched at once."""
+        return [[call] for call in calls]
+
+    def _launch(self, together: Sequence[Collective]) -> Launched:
+        """Launch collectives that are launched at once."""
+        (call,) = together
+        return call.start(async_op=True)
 
     def _start(
         self,
         logged: Call,
         calls: Sequence[Collective],
         finish: Callable[[], None],
+        nbytes: Callable[[], int],
     ) -> Work:
         doing = logged.text
         if not calls:
             return FinishedWork()
+        launches = self._together(calls)
+        issued = self._log.issue(logged, len(launches), nbytes)
+        launched: list[Launched] = []
         with self._peers.collective(doing):
-            launched = self._launch(calls)
+            for each in launches:
+                launched.append(self._launch(each))  # noqa: PERF401 - tests take it out
         on_host = calls[0].tensor.device.type == "cpu"
 
         def wait_and_finish(calls: object = calls) -> None:  # holds what the collectives read
-            if self._waiter is not None and on_host:
-                self._waiter.wait([(each, None) for each in launched], doing)
-            else:
-                with self._peers.collective(doing):
-                    for each in launched:
-                        each.wait()
+            with issued:
+                if self._waiter is not None and on_host:
+                    self._waiter.wait([(each, None) for each in launched], doing)
+                else:
+                    with self._peers.collective(doing):
+                        for each in launched:
+                            each.wait()
+            issued.end()
             finish()
 
         return PendingWork(wait_and_finish)
@@ -274,17 +298,17 @@ class NcclTransport(CollectivesTransport):
         backend: Backend = devices.NCCL,
         alone_bytes: int | None = None,
     ) -> None:
-        super().__init__(group, backend, SMALL_BYTES if alone_bytes is None else alone_bytes)
         self.name = backend.name
+        super().__init__(group, backend, SMALL_BYTES if alone_bytes is None else alone_bytes)
 
-    def _launch(self, calls: Sequence[Collective]) -> list[Launched]:
+    def _together(self, calls: Sequence[Collective]) -> list[list[Collective]]:
         by_dtype: dict[torch.dtype, list[Collective]] = {}
         for call in calls:
             by_dtype.setdefault(call.tensor.dtype, []).append(call)
-        launched: list[Launched] = []
-        for together in by_dtype.values():
-            with coalesced(self.group) as work:
-                for call in together:
-                    call.start(async_op=False)
-            launched.append(work)
-        return launched
+        return list(by_dtype.values())
+
+    def _launch(self, together: Sequence[Collective]) -> Launched:
+        with coalesced(self.group) as work:
+            for call in together:
+                call.start(async_op=False)
+        return work

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from shardwise.devices import GLOO
 from shardwise.transport.base import NO_LABEL, Label, PendingWork, Reduce, Work
 from shardwise.transport.buckets import Bucket, as_rows, assign_buckets, pack, unpack
-from shardwise.transport.collective_log import Call, CollectiveLog
+from shardwise.transport.collective_log import UNWATCHED, Call, CollectiveLog, Issued
 from shardwise.transport.collectives import CollectivesTransport
-from shardwise.transport.memory import OwnMemory, Scratch
+from shardwise.transport.memory import OwnMemory, Scratch, reported
 from shardwise.transport.peers import PROBE_TAG, Peers
-from shardwise.transport.sums import add_in_order, wire_dtype
+from shardwise.transport.sums import add_in_order, scattered_bytes, wire_dtype
 from shardwise.transport.waiter import Waiter
 
 #: Chunks of fewer bytes are packed together; larger ones are sent from where they lie.
@@ -56,11 +56,11 @@ class GlooTransport(OwnMemory):
         # Each rank starts with its next neighbor, so that not all of them write to rank 0 first.
         self._order = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         peers = Peers(group)
-        self._log = CollectiveLog(peers)
+        self._log = CollectiveLog(peers, self.name)
         self._waiter = Waiter(peers, self._log.compare)
         self._scratch = Scratch()
         self._under_way: list[tuple[weakref.ref[PendingWork], Messages]] = []
-        self._collectives = CollectivesTransport(group, GLOO, SMALL_ALL_REDUCE_BYTES, self._log)
+        self._collectives = self._collectives_type(group, GLOO, SMALL_ALL_REDUCE_BYTES, self._log)
 
     def overlaps_compute(self) -> bool:
         """Return True: gloo's thread sends and receives messages by itself."""
@@ -80,7 +80,9 @@ class GlooTransport(OwnMemory):
             [full.dtype for full in fulls],
             SMALL_BYTES,
         )
-        messages = self._messages(self._log.add("all-gather", fulls, label))
+        messages = self._messages(
+            self._log.add("all-gather", fulls, label), lambda: sum(full.nbytes for full in fulls)
+        )
 
         arrivals: list[tuple[Bucket, Message]] = []
         for number, bucket in enumerate(buckets):
@@ -93,7 +95,9 @@ class GlooTransport(OwnMemory):
             first = rows[bucket.indices[0]]
             for peer in self._order:
                 messages.send(packed, peer, number)
-                landing = torch.empty_like(packed) if bucket.packed else first[peer]
+                landing = first[peer]
+                if bucket.packed:
+                    landing = reported(torch.empty_like(packed))
                 arrivals.append((bucket, messages.recv(landing, peer, number)))
         messages.start()
 
@@ -118,7 +122,10 @@ class GlooTransport(OwnMemory):
             [(full.dtype, shard.dtype) for full, shard in zip(fulls, shards, strict=True)],
             SMALL_BYTES,
         )
-        messages = self._messages(self._log.add("reduce-scatter", shards, label))
+        messages = self._messages(
+            self._log.add("reduce-scatter", shards, label),
+            lambda: scattered_bytes(fulls, shards, self.world_size),
+        )
         reduction = ReduceScatter(
             self.rank, self._order, buckets, messages, self._scratch, fulls, shards, op
         )
@@ -130,11 +137,27 @@ class GlooTransport(OwnMemory):
         """Reduce in place, with gloo's own collective: no composition of messages beat it."""
         return self._collectives.all_reduce(tensors, op, label)
 
-    def _messages(self, call: Call) -> Messages:
+    # A rehearsal sends nothing, and has other types here.
+
+    @property
+    def _messages_type(self) -> type[Messages]:
+        return Messages
+
+    @property
+    def _collectives_type(self) -> type[CollectivesTransport]:
+        return CollectivesTransport
+
+    def _messages(self, call: Call, nbytes: Callable[[], int]) -> Messages:
         # The tag follows from the call, so that messages of ranks that have diverged never meet:
         # gloo ends the process if a message is larger than the memory that waits for it. Messages
         # with the same tag arrive in the order in which they were sent.
-        return Messages(self._group, self._waiter, call.text, call.digest % MAX_TAG)
+        return self._messages_type(
+            self._group,
+            self._waiter,
+            call.text,
+            call.digest % MAX_TAG,
+            lambda launches: self._log.issue(call, launches, nbytes),
+        )
 
     def _pending(self, messages: Messages, finish: Callable[[], None]) -> Work:
         """Make the work of a call, whose messages are received even if nobody waits for it.
@@ -281,15 +304,23 @@ class Messages:
         waiter: waits for works of that group.
         doing: what the call does, for errors.
         first_tag: the tag of message number 0, the same on all ranks.
+        issue: reports that so many messages are sent.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, waiter: Waiter, doing: str, first_tag: int
+        self,
+        group: dist.ProcessGroup,
+        waiter: Waiter,
+        doing: str,
+        first_tag: int,
+        issue: Callable[[int], Issued] = lambda launches: UNWATCHED,
     ) -> None:
         self._group = group
         self._waiter = waiter
         self._doing = doing
         self._first_tag = first_tag
+        self._issue = issue
+        self._issued = UNWATCHED
         self._sends: list[Message] = []
         self._receives: list[Message] = []
 
@@ -315,6 +346,12 @@ class Messages:
             PeerLostError: a peer is gone.
             RanksDivergedError: a peer has called something else.
         """
+        launches = sum(1 for message in self._sends if message.tensor.numel())
+        if launches:
+            self._issued = self._issue(launches)
+        self._post()
+
+    def _post(self) -> None:
         for post, messages in (
             (self._group.send, self._sends),
             (self._group.recv, self._receives),
@@ -336,9 +373,13 @@ class Messages:
         every = [*self._receives, *self._sends] if messages is None else messages
         waiting = [(each.work, each.peer) for each in every if each.work is not None]
         if waiting:
-            self._waiter.wait(waiting, self._doing)
+            with self._issued:
+                self._waiter.wait(waiting, self._doing)
         for each in every:
             each.work = None
+        if messages is None:
+            self._issued.end()
+            self._issued = UNWATCHED
 
     @property
     def held(self) -> list[object]:

@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from shardwise import observe
+from shardwise.observe import Memory
 from shardwise.transport.base import FullBuffers
 
 #: Smaller storages are not put on huge pages.
@@ -56,6 +58,7 @@ class HeapBuffers:
             tensor = torch.empty(numel, dtype=dtype, device=device)
             tensor.untyped_storage().resize_(0)  # at once: never hold the whole group's memory
             self.tensors.append(tensor)
+        self.nbytes = 0
         self._nbytes = [t.numel() * t.itemsize for t in self.tensors]
 
     def allocate(self) -> None:
@@ -65,6 +68,7 @@ class HeapBuffers:
             if storage.size() != nbytes:
                 storage.resize_(nbytes)
                 prefer_huge_pages(storage)
+        self.nbytes = sum(self._nbytes)
 
     def free(self) -> None:
         """Release the memory of every tensor."""
@@ -72,6 +76,7 @@ class HeapBuffers:
             storage = tensor.untyped_storage()
             if storage.size() != 0:
                 storage.resize_(0)
+        self.nbytes = 0
 
     def retain(self) -> None:
         """Keep the memory: its address would change if it were freed."""
@@ -116,6 +121,12 @@ def _madvise() -> Callable[[int, int, int], int] | None:
     return function
 
 
+def reported(tensor: torch.Tensor) -> torch.Tensor:
+    """Report that a transport has allocated a tensor for itself; return the tensor."""
+    observe.memory_of(Memory.TRANSPORT, "", tensor)
+    return tensor
+
+
 class Scratch:
     """One block of host memory that reductions receive into, lent to one of them at a time.
 
@@ -152,7 +163,7 @@ class Loan:
         end = start + numel * dtype.itemsize
         self._taken = (end + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
         if end > self._block.numel():
-            return torch.empty(numel, dtype=dtype)
+            return reported(torch.empty(numel, dtype=dtype))
         return self._block[start:end].view(dtype)
 
     def end(self) -> None:
@@ -168,4 +179,4 @@ class Loan:
 def _block(nbytes: int) -> torch.Tensor:
     block = torch.empty(nbytes, dtype=torch.uint8)
     prefer_huge_pages(block.untyped_storage())
-    return block
+    return reported(block)

@@ -32,9 +32,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise import devices
+from shardwise import devices, observe
 from shardwise._torch import c10d
 from shardwise.errors import PeerLostError, RanksDivergedError, ShardwiseError
+from shardwise.observe import Activity, Wire
 
 T = TypeVar("T")
 
@@ -145,6 +146,20 @@ class Peers:
             kept[make] = make(self)
         found: T = kept[make]
         return found
+
+    @property
+    def dimension(self) -> str:
+        """The name of the mesh dimension that the group serves, for reports; ``""``: none."""
+        return self.once(_dimension)[0]
+
+    def name_dimension(self, name: str) -> None:
+        """Name the mesh dimension that the group serves. The first name stays."""
+        names = self.once(_dimension)
+        names[0] = names[0] or name
+
+    def wire(self, transport: str) -> Wire:
+        """Say what a collective of a transport travels over, for reports."""
+        return Wire(transport, self.dimension, self.size, self.once(_members))
 
     # -- who is there -------------------------------------------------------------------------
 
@@ -265,7 +280,13 @@ class Peers:
             warning_seconds=warning_seconds,
         )
 
-    def call(self, function: Callable[[], T], doing: str, ranks: Sequence[int] | None = None) -> T:
+    def call(
+        self,
+        function: Callable[[], T],
+        doing: str,
+        ranks: Sequence[int] | None = None,
+        warning_seconds: float | None = None,
+    ) -> T:
         """Call a function that blocks until peers do their part, and give up if one is gone.
 
         On gloo the function runs in a thread of its own, which is left behind if it never ends.
@@ -274,6 +295,7 @@ class Peers:
             function: what blocks.
             doing: what it does, such as ``"the creation of a process group"``.
             ranks: the peers that it waits for, as ranks in the group; by default all others.
+            warning_seconds: after which a warning is logged; ``None``: none is.
 
         Raises:
             PeerLostError: a peer is gone, or did not answer in time.
@@ -290,7 +312,7 @@ class Peers:
             except BaseException as error:  # whatever it is, the caller must know
                 future.set_exception(error)
 
-        watch = self._watch(doing)
+        watch = self._watch(doing, warning_seconds)
         threading.Thread(target=run, daemon=True, name="shardwise-call").start()
         watch.wait(
             lambda seconds: bool(concurrent.futures.wait([future], seconds).done), lambda: ranks
@@ -298,12 +320,13 @@ class Peers:
         with self.collective(doing, lambda: self.departed(ranks)):
             return future.result()
 
-    def gather_objects(self, mine: T, doing: str) -> list[T]:
+    def gather_objects(self, mine: T, doing: str, warning_seconds: float | None = None) -> list[T]:
         """Gather an object from every rank. All ranks call it.
 
         Args:
             mine: this rank's object: small, and pickled.
             doing: what it is for, such as ``"the creation of a mesh"``.
+            warning_seconds: after which a warning is logged; ``None``: none is.
 
         Returns:
             The objects in rank order.
@@ -312,8 +335,39 @@ class Peers:
             PeerLostError: a peer is gone, or did not answer in time.
         """
         found = [mine] * self.size
-        self.call(lambda: dist.all_gather_object(found, mine, group=self.group), doing)
+        self.call(
+            lambda: dist.all_gather_object(found, mine, group=self.group),
+            doing,
+            warning_seconds=warning_seconds,
+        )
         return found
+
+    def gather_numbers(self, mine: torch.Tensor, doing: str) -> torch.Tensor:
+        """Gather a few numbers from every rank, in one collective. All ranks call it.
+
+        Args:
+            mine: this rank's numbers, on the CPU; of equal shape and dtype on every rank.
+            doing: what it is for, such as ``"the sum of validation losses"``.
+
+        Returns:
+            The numbers in rank order, of shape ``(ranks, *mine.shape)``.
+
+        Raises:
+            PeerLostError: a peer is gone, or did not answer in time.
+        """
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        with self.collective(doing), observe.during(Activity.WAIT, doing):
+            dist.all_gather(found, mine, group=self.group)
+        return torch.stack(found)
+
+
+def _members(peers: Peers) -> tuple[int, ...]:
+    return tuple(peers.members)
+
+
+def _dimension(peers: Peers) -> list[str]:
+    """Keep the name of the mesh dimension."""
+    return [""]
 
 
 @contextlib.contextmanager

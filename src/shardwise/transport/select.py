@@ -10,14 +10,17 @@ By name, from the argument ``transport=`` or the environment variable ``SHARDWIS
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from shardwise.devices import Backend
 from shardwise.transport.base import Transport
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport
 from shardwise.transport.gloo import GlooTransport
@@ -79,12 +82,21 @@ def c10d_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     Raises:
         ValueError: the group has no backend for the device.
     """
-    backend = Peers(group).backend(device)
+    backend = backend_for(group, device)
     if backend.sends_messages:
-        return GlooTransport(group)
+        return _factory.gloo(group)
     if backend.coalesces and backend.gathers_in_place:
-        return NcclTransport(group, backend)
-    return CollectivesTransport(group, backend)
+        return _factory.nccl(group, backend)
+    return _factory.collectives(group, backend)
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> Backend:
+    """Return the backend of a process group for a device; in a rehearsal, the planned one.
+
+    Raises:
+        ValueError: the group has no backend for the device.
+    """
+    return _factory.backend(group, device)
 
 
 def symmetric_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -110,22 +122,21 @@ def symmetric_transport(group: dist.ProcessGroup, device: torch.device) -> Trans
 
 
 def _collectives(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    return CollectivesTransport(group, Peers(group).backend(device))
+    return _factory.collectives(group, backend_for(group, device))
 
 
 def _shm(group: dist.ProcessGroup, device: torch.device) -> Transport:
     if device.type != "cpu":
         raise ValueError(f"transport 'shm' is for CPU tensors, not for tensors on {device.type}")
-    found = Peers(group).once(_share_memory)
+    found = Peers(group).once(_factory.share_memory)
     if isinstance(found, str):
         raise ValueError(f"transport 'shm' is not available here: {found}")
     return found
 
 
 def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    peers = Peers(group)
-    if peers.backend(device).sends_messages:
-        found = peers.once(_share_memory)
+    if backend_for(group, device).sends_messages:
+        found = Peers(group).once(_factory.share_memory)
         if not isinstance(found, str):
             return found
         if address_limit() is not None:
@@ -145,9 +156,46 @@ def _share_memory(peers: Peers) -> ShmTransport | str:
     one.
     """
     try:
-        return ShmTransport(peers, shake_hands(peers))
+        return ShmTransport.over(peers, shake_hands(peers))
     except SharedMemoryUnavailableError as error:
         return str(error)
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> Backend:
+    return Peers(group).backend(device)
+
+
+@dataclass(frozen=True)
+class TransportFactory:
+    """What transports are made from. A rehearsal puts another one in place, for it is alone.
+
+    Attributes:
+        backend: finds the backend of a process group for a device.
+        share_memory: makes the transport of ranks that share memory, or says why they cannot.
+        gloo: makes the transport of a group that sends messages.
+        nccl: makes the transport of a group that gathers in place and coalesces.
+        collectives: makes the transport of any other group.
+    """
+
+    backend: Callable[[dist.ProcessGroup, torch.device], Backend] = _backend
+    share_memory: Callable[[Peers], Transport | str] = _share_memory
+    gloo: Callable[[dist.ProcessGroup], Transport] = GlooTransport
+    nccl: Callable[[dist.ProcessGroup, Backend], Transport] = NcclTransport
+    collectives: Callable[[dist.ProcessGroup, Backend], Transport] = CollectivesTransport
+
+
+_factory = TransportFactory()
+
+
+@contextlib.contextmanager
+def made_by(factory: TransportFactory) -> Iterator[None]:
+    """Make all transports of this process with another factory until the end of the block."""
+    global _factory
+    before, _factory = _factory, factory
+    try:
+        yield
+    finally:
+        _factory = before
 
 
 _InUse = weakref.WeakValueDictionary[tuple[torch.device, str], Transport]

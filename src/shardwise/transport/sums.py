@@ -58,3 +58,13 @@ def exact_factor(world_size: int, dtype: torch.dtype) -> float | None:
 def wire_dtype(full: torch.Tensor, shard: torch.Tensor) -> torch.dtype:
     """Return the dtype of contributions on the wire: the stored one, if it is exact and smaller."""
     return full.dtype if full.dtype.itemsize < shard.dtype.itemsize else shard.dtype
+
+
+def scattered_bytes(
+    fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], world_size: int
+) -> int:
+    """Return the bytes of all contributions of a rank to a reduce-scatter, padding included."""
+    return sum(
+        world_size * shard.numel() * wire_dtype(full, shard).itemsize
+        for full, shard in zip(fulls, shards, strict=True)
+    )

@@ -32,6 +32,7 @@ from shardwise.transport.base import (
     Work,
 )
 from shardwise.transport.buckets import as_rows, assign_buckets, copy_chunks, fill
+from shardwise.transport.memory import reported
 from shardwise.transport.peers import Peers
 
 #: Chunks of fewer bytes are packed: a copy costs less than one more collective.
@@ -135,6 +136,7 @@ class SymmetricBuffers:
             starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
             end = starts[-1] + numel * dtype.itemsize
             ends.append(end)
+        self.nbytes = 0
         self._nbytes = end
         # Views can only be made while there is memory.
         self.whole = torch.empty(end, dtype=torch.uint8, device=device)
@@ -150,10 +152,12 @@ class SymmetricBuffers:
         if storage.size() != self._nbytes:
             with self._memory.allocating():
                 storage.resize_(self._nbytes)
+        self.nbytes = self._nbytes
 
     def free(self) -> None:
         """Release the memory of every tensor."""
         self.whole.untyped_storage().resize_(0)
+        self.nbytes = 0
 
     def retain(self) -> None:
         """Keep the memory: its address would change if it were freed."""
@@ -287,4 +291,4 @@ class SymmetricTransport:
         with self._memory.allocating():
             made = like.new_empty(numel)
         self._memory.register(made)
-        return made
+        return reported(made)

@@ -14,7 +14,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from shardwise import observe
 from shardwise.errors import RanksDivergedError, ShardwiseError
+from shardwise.observe import Activity
 from shardwise.transport.peers import Loss, Pace, Peers, PeerWatch, how_lost
 
 #: A message: what the peer sent before it left arrives at once.
@@ -61,7 +63,7 @@ class Waiter:
         """
         if not works:
             return
-        job = _Job(works)
+        job = _Job(works, self._peers.members if observe.is_observed() else ())
         if self._thread is None:
             # Nobody joins it: after a loss it may wait until the group's timeout.
             self._thread = threading.Thread(
@@ -87,6 +89,8 @@ class Waiter:
             raise interrupt
         if job.error is not None:
             raise self.explain(job.error, doing, job.peer) from job.error
+        # What they hold is freed when the caller drops it, and not when the thread drops the job.
+        job.works = ()
 
     def explain(self, error: BaseException, doing: str, peer: int | None) -> BaseException:
         """Return the error to raise for what the backend raised, and hang up if a peer is lost.
@@ -139,10 +143,18 @@ class Waiter:
 
 
 class _Job:
-    """Works that a thread waits for, and how far it has come."""
+    """Works that a thread waits for, and how far it has come.
 
-    def __init__(self, works: Sequence[tuple[Launched, int | None]]) -> None:
+    Args:
+        works: as in :meth:`Waiter.wait`.
+        members: the ranks of the group as ranks of the default group; empty: nobody watches.
+    """
+
+    def __init__(
+        self, works: Sequence[tuple[Launched, int | None]], members: Sequence[int] = ()
+    ) -> None:
         self.works = works
+        self._members = members
         self.error: BaseException | None = None
         self._current = 0
         self._is_over = False
@@ -169,13 +181,21 @@ class _Job:
 
     def run(self) -> None:
         try:
-            for self._current, (work, _) in enumerate(self.works):  # noqa: B020
-                work.wait()
+            for self._current in range(len(self.works)):  # noqa: B020
+                self._run_current()
         except BaseException as error:  # whatever it is, the caller must know
             self.error = error
         finally:
             self._is_over = True
             self._done.release()
+
+    def _run_current(self) -> None:
+        work, peer = self.works[self._current]
+        waiting = 0
+        if peer is not None and self._members:
+            waiting = observe.begin(Activity.PEER, str(self._members[peer]))
+        work.wait()
+        observe.end(waiting)
 
 
 def _run_jobs(jobs: queue.SimpleQueue[_Job | None]) -> None:

@@ -18,9 +18,12 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
+
+from shardwise import observe
+from shardwise.observe import Memory
 
 #: Length of the file in bytes. It takes no memory until it is written to.
 LENGTH = 2**62
@@ -69,11 +72,20 @@ class Arena:
             raise
         return fd
 
-    @staticmethod
-    def ranges(fd: int, count: int) -> list[Arena]:
+    @classmethod
+    def ranges(cls, fd: int, count: int) -> list[Self]:
         """Cut the file into ranges of equal length."""
         length = LENGTH // count // _PAGE * _PAGE
-        return [Arena(fd, i * length, (i + 1) * length) for i in range(count)]
+        return [cls(fd, i * length, (i + 1) * length) for i in range(count)]
+
+    def window(self, length: int) -> Window:
+        """Make a window that is to be opened on this range."""
+        return Window(length)
+
+    def report(self, kind: Memory, name: str, nbytes: int) -> None:
+        """Report that so many more bytes of the file are in use, on the account of this rank."""
+        if nbytes:
+            observe.memory(kind, name, nbytes)
 
     def take(self, nbytes: int) -> int:
         """Take the next piece and return where it begins.
@@ -173,6 +185,31 @@ class Window:
     def _protect(self, protection: int) -> None:
         if _libc().mprotect(self.address, self.length, protection) != 0:
             raise _refused("change the protection of shared memory")
+
+
+class Extents:
+    """The pages of a piece that have been touched, and so have memory.
+
+    Attributes:
+        nbytes: of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._ranges: list[tuple[int, int]] = []
+
+    def add(self, first: int, last: int) -> int:
+        """Add the pages of a range of bytes; return how many bytes are new."""
+        if first >= last:
+            return 0
+        first, last = first // _PAGE * _PAGE, whole_pages(last)
+        apart = [each for each in self._ranges if each[1] < first or each[0] > last]
+        touching = [each for each in self._ranges if not (each[1] < first or each[0] > last)]
+        for start, end in touching:
+            first, last = min(first, start), max(last, end)
+        self._ranges = [*apart, (first, last)]
+        before, self.nbytes = self.nbytes, sum(end - start for start, end in self._ranges)
+        return self.nbytes - before
 
 
 def pack_offsets(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int]:

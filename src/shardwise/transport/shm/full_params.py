@@ -29,16 +29,20 @@ them, which :class:`ReferenceCounts` finds out.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from shardwise._torch import dtensor
+from shardwise.observe import Memory
 from shardwise.transport.collective_log import Call
 from shardwise.transport.shm.arena import (
     Arena,
+    Extents,
     PageMap,
     PrivatePages,
     Window,
@@ -59,19 +63,22 @@ class SharedBuffers:
 
     Args:
         pool: where their memory comes from.
-        pagemap: to find out what this rank has written to them.
+        pagemap: to find out what this rank has written to them; ``None``: nothing, ever.
         numels: the number of elements of each tensor.
         dtypes: the dtype of each tensor.
 
     Attributes:
         tensors: the tensors, through private pages.
         is_fresh: whether nothing has been gathered since :meth:`take`, so that no rank reads them.
+        nbytes: 0: the pool reports its memory.
     """
+
+    nbytes = 0
 
     def __init__(
         self,
         pool: Pool,
-        pagemap: PageMap,
+        pagemap: PageMap | None,
         numels: Sequence[int],
         dtypes: Sequence[torch.dtype],
     ) -> None:
@@ -80,14 +87,17 @@ class SharedBuffers:
         self._last: Piece | None = None
         self.is_fresh = False
         _, end = pack_offsets(numels, dtypes)
-        self._window = Window(whole_pages(end)) if end else None
-        self._written = Window(whole_pages(end)) if end else None
+        self._end = end
+        self._window = pool.arena.window(whole_pages(end)) if end else None
+        self._written = pool.arena.window(whole_pages(end)) if end else None
         self._private = (
-            PrivatePages(pagemap, self._window.address, whole_pages(end)) if self._window else None
+            PrivatePages(pagemap, self._window.address, whole_pages(end))
+            if self._window and pagemap
+            else None
         )
         self.tensors = _tensors(self._window, numels, dtypes)
         self._for_all = _tensors(self._written, numels, dtypes)
-        self._index = {tensor.data_ptr(): i for i, tensor in enumerate(self.tensors)}
+        self._index = {dtensor.place_of(tensor): i for i, tensor in enumerate(self.tensors)}
 
     @property
     def at(self) -> int:
@@ -97,10 +107,10 @@ class SharedBuffers:
     def allocate(self) -> None:
         """Do nothing: the ranks agree in the next gather on the memory that each tensor gets."""
 
-    def take(self) -> None:
+    def take(self, call: Call) -> None:
         """Take memory that no rank reads, unless there is memory; then the tensors may be used.
 
-        All ranks call this for the same gather, and get the same memory.
+        All ranks call this for the same gather, ``call``, and get the same memory.
         """
         if self._window is None or self._piece is not None:
             return
@@ -112,6 +122,7 @@ class SharedBuffers:
             self._window.keeps = self._piece  # its memory lives as long as views of it
         else:
             self._window.allow()
+        self._pool.report(self._piece, self._end, call)
         self.is_fresh = True
 
     def free(self) -> None:
@@ -132,7 +143,7 @@ class SharedBuffers:
 
     def for_all(self, full: torch.Tensor) -> torch.Tensor:
         """Return the twin of ``full``, one of the tensors, through which all ranks see writes."""
-        return self._for_all[self._index[full.data_ptr()]]
+        return self._for_all[self._index[dtensor.place_of(full)]]
 
     def forget_writes(self) -> None:
         """Forget what this rank has written to the tensors themselves."""
@@ -158,12 +169,14 @@ class Piece:
         at: where in the arena it begins.
         length: how many bytes of addresses it has.
         taken: the number of collectives that had been posted when it was taken last.
+        extents: what has been in use.
     """
 
     number: int
     at: int
     length: int
     taken: int = 0
+    extents: Extents = field(default_factory=Extents)
 
 
 class Pool:
@@ -225,9 +238,21 @@ class Pool:
     def give_back(self, piece: Piece) -> None:
         """Note that this rank does not use a piece any more."""
         if piece.number < _PIECES:
-            at = piece.number * self._ranks + self._sync.rank
-            self._freed_before[at] = self._sync.posted + 1
+            first = piece.number * self._ranks
+            for rank in self._sync.numbers.written:
+                self._freed_before[first + rank] = self._sync.posted + 1
             self._freed.append(piece)
+
+    def report(self, piece: Piece, end: int, call: Call) -> None:
+        """Report that a call uses the first ``end`` bytes of a piece.
+
+        Its memory is there once for all ranks, so this rank reports its share.
+        """
+        before = piece.extents.nbytes
+        if piece.extents.add(0, end):
+            rank, ranks = self._sync.rank, self._ranks
+            grown = _share(piece.extents.nbytes, rank, ranks) - _share(before, rank, ranks)
+            self.arena.report(Memory.FULL_PARAMETERS, call.name, grown)
 
     def _is_free(self, piece: Piece) -> bool:
         """Whether all ranks had freed ``piece`` before the last gather.
@@ -245,6 +270,9 @@ class Pool:
         piece = Piece(self._made, self.arena.take(length), length)
         self._made += 1
         self._references.add(piece, piece.at, length)
+        # Not this object: it holds pieces.
+        share = functools.partial(_share, rank=self._sync.rank, ranks=self._ranks)
+        weakref.finalize(piece, _report_dropped, self.arena, piece.extents, share).atexit = False
         return piece
 
 
@@ -296,3 +324,12 @@ def _tensors(
     if window is None:
         return [torch.empty(0, dtype=dtype) for dtype in dtypes]
     return window.tensors(numels, dtypes)
+
+
+def _share(nbytes: int, rank: int, ranks: int) -> int:
+    """Return a rank's share of bytes; those of all ranks add up to them."""
+    return (rank + 1) * nbytes // ranks - rank * nbytes // ranks
+
+
+def _report_dropped(arena: Arena, extents: Extents, share: Callable[[int], int]) -> None:
+    arena.report(Memory.FULL_PARAMETERS, "", -share(extents.nbytes))

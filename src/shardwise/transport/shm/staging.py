@@ -5,18 +5,24 @@ its peers read them there. Which buffer it takes is the writer's business alone,
 agreement. A buffer is written to again once all peers have read it. Nobody waits for that: until
 then the rank takes another buffer. As ranks wait for each other in every collective, there are
 few.
+
+How many there are must not depend on which rank is faster, or nobody could say how much memory a
+training takes. So a rank writes to a buffer again only after a collective that all ranks began when
+they had read it: peers that call the same as this rank have then read it for certain.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 
+from shardwise.observe import Memory
 from shardwise.transport.base import PendingWork, Work
-from shardwise.transport.shm.arena import Arena, Window, pack_offsets, whole_pages
+from shardwise.transport.collective_log import Call
+from shardwise.transport.shm.arena import Arena, Extents, Window, pack_offsets, whole_pages
 from shardwise.transport.shm.sync import Count, Sync
 
 # Addresses of a buffer. They cost nothing: it takes as much memory as was ever staged in it.
@@ -34,12 +40,18 @@ class Buffer:
         window: the window through which this rank writes it.
         use: the number of its last use.
         is_open: whether this rank has not yet finished that use itself.
+        closed: how many collectives this rank had posted when it finished that use.
+        extents: what has been written to.
+        calls: those that have written to it.
     """
 
     at: int
     window: Window
     use: int = 0
     is_open: bool = False
+    closed: int = 0
+    extents: Extents = field(default_factory=Extents)
+    calls: set[Call] = field(default_factory=set)
 
 
 class Staging:
@@ -77,7 +89,7 @@ class Staging:
         mapped = self._mapped.setdefault(rank, {})
         window = mapped.pop(at, None)
         if window is None or window.length < length:
-            window = Window(length)
+            window = self._arena.window(length)
             window.open_sparse(self._arena.fd, at)
         mapped[at] = window  # as the last one
         if len(mapped) > _MAPPED:
@@ -87,6 +99,7 @@ class Staging:
     def release(self, use: int, buffer: Buffer) -> None:
         """Note that this rank has finished a use. The garbage collector may call it any time."""
         buffer.is_open = False
+        buffer.closed = self._sync.posted
         self._open.discard(use)
         self._sync.numbers.set(Count.DONE, min(self._open, default=self._uses + 1) - 1)
 
@@ -96,7 +109,8 @@ class Staging:
         read_by_all = min(numbers.get(Count.DONE, peer) for peer in self._sync.others)
         for buffer in self._buffers:
             fits = buffer.window.length >= nbytes
-            if buffer.use <= read_by_all and not buffer.is_open and fits:
+            is_due = not buffer.is_open and buffer.closed < self._sync.waited
+            if fits and is_due and buffer.use <= read_by_all:
                 break
         else:
             buffer = self._make(max(whole_pages(nbytes), _LENGTH))
@@ -105,9 +119,13 @@ class Staging:
         return buffer
 
     def _make(self, length: int) -> Buffer:
-        made = Buffer(self._arena.take(length), Window(length))
+        made = Buffer(self._arena.take(length), self._arena.window(length))
         made.window.open_sparse(self._arena.fd, made.at)
         return made
+
+    def report(self, name: str, nbytes: int) -> None:
+        """Report that so many more bytes of this rank's buffers are in use."""
+        self._arena.report(Memory.TRANSPORT, name, nbytes)
 
 
 class Staged:
@@ -142,6 +160,26 @@ class Staged:
         if self._buffer is None or rank == self._staging.rank:
             return self.own
         return self._staging.window_on(rank, number, self._nbytes).tensors(*self._sizes)
+
+    def report(self, call: Call, written: Callable[[], Iterable[tuple[int, int, int]]]) -> None:
+        """Report the memory that a call uses, the first time that it uses this buffer.
+
+        Args:
+            call: the collective.
+            written: returns the indices of the tensors that this rank writes to, and which elements
+                of each: from the first to before the last.
+        """
+        buffer = self._buffer
+        if buffer is None or call in buffer.calls:
+            return
+        buffer.calls.add(call)
+        numels, dtypes = self._sizes
+        offsets, _ = pack_offsets(numels, dtypes)
+        grown = 0
+        for i, first, last in written():
+            at, size = offsets[i], dtypes[i].itemsize
+            grown += buffer.extents.add(at + first * size, at + last * size)
+        self._staging.report(call.name, grown)
 
     def until(self, finish: Callable[[], None]) -> Work:
         """Make the work that ``finish`` completes, after which this rank reads nothing staged."""

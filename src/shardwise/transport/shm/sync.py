@@ -19,8 +19,11 @@ import ctypes
 import enum
 import time
 import weakref
+from collections.abc import Sequence
 
+from shardwise import observe
 from shardwise.errors import RanksDivergedError
+from shardwise.observe import Activity
 from shardwise.transport.collective_log import Call, CollectiveLog
 from shardwise.transport.peers import Pace, Peers, PeerWatch
 from shardwise.transport.shm import futex
@@ -64,6 +67,7 @@ class Sync:
         connections: as passed.
         numbers: as passed.
         posted: the number of collectives that this rank has posted.
+        waited: the number of the last collective that this rank knows all ranks have posted.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Sync:
         self.connections = connections
         self.numbers = numbers
         self.posted = 0
+        self.waited = 0
         self._peers = peers
         self._log = log
         weakref.finalize(self, connections.close).atexit = False
@@ -109,6 +114,7 @@ class Sync:
                 self._check_not_overwritten(number, peer)
                 self._raise_diverged(call)
             self._check_not_overwritten(number, peer)
+        self.waited = max(self.waited, number)
 
     def wait_until(self, number: int, call: Call) -> None:
         """Wait until all ranks have posted ``number``, on behalf of ``call``, which follows it.
@@ -119,6 +125,7 @@ class Sync:
         """
         for peer in self.others:
             self._wait_for(peer, number, call.text)
+        self.waited = max(self.waited, number)
 
     def offset(self, number: int, rank: int) -> int:
         """Return where in its range ``rank`` has staged the tensors of post ``number``.
@@ -135,8 +142,16 @@ class Sync:
         numbers = self.numbers
         if numbers.get(Count.POSTED, peer) >= number:
             return
-        if numbers.sleep(Count.POSTED, peer, number, _PACE.seconds):
-            return  # as nearly always, without the price of a watch
+        waiting = 0
+        if observe.is_observed():
+            waiting = observe.begin(Activity.PEER, str(self._peers.members[peer]))
+        if not numbers.sleep(Count.POSTED, peer, number, _PACE.seconds):
+            self._watch_for(peer, number, doing)  # hardly ever: a watch has its price
+        observe.end(waiting)
+
+    def _watch_for(self, peer: int, number: int, doing: str) -> None:
+        """Sleep until ``peer`` has posted ``number``, or is gone."""
+        numbers = self.numbers
         watch = PeerWatch(
             self._peers,
             doing,
@@ -181,11 +196,14 @@ class SequenceNumbers:
 
     Args:
         arena: the range of shared memory to keep them in.
-        rank: the rank whose record this process writes.
+        written: the ranks whose records this process writes: its own, or, in a rehearsal, all.
         world_size: the number of records.
+
+    Attributes:
+        written: as passed.
     """
 
-    def __init__(self, arena: Arena, rank: int, world_size: int) -> None:
+    def __init__(self, arena: Arena, written: Sequence[int], world_size: int) -> None:
         nbytes = whole_pages(_STRIDE * world_size)
         self._window = Window(nbytes)
         self._window.open(arena.fd, arena.take(nbytes))
@@ -198,7 +216,7 @@ class SequenceNumbers:
         digests, offsets = ctypes.c_uint32 * CAPACITY, ctypes.c_uint64 * CAPACITY
         self._digests = [digests.from_address(at + _DIGESTS_AT) for at in records]
         self._offsets = [offsets.from_address(at + _OFFSETS_AT) for at in records]
-        self._rank = rank
+        self.written = written
 
     def get(self, count: Count, rank: int) -> int:
         """Return how far ``rank`` has come."""
@@ -206,15 +224,17 @@ class SequenceNumbers:
 
     def set(self, count: Count, value: int) -> None:
         """Announce how far this rank has come. Who sees this sees all that it wrote before."""
-        self._counts[self._rank][count].value = value
-        pulse = self._pulses[self._rank]
-        pulse.value = (pulse.value + 1) & 0xFFFFFFFF
-        futex.wake(self._pulse_at[self._rank])
+        for rank in self.written:
+            self._counts[rank][count].value = value
+            pulse = self._pulses[rank]
+            pulse.value = (pulse.value + 1) & 0xFFFFFFFF
+            futex.wake(self._pulse_at[rank])
 
     def describe(self, number: int, digest: int, offset: int) -> None:
         """Write what collective ``number`` is and where it is staged, before it is posted."""
-        self._digests[self._rank][number % CAPACITY] = digest
-        self._offsets[self._rank][number % CAPACITY] = offset
+        for rank in self.written:
+            self._digests[rank][number % CAPACITY] = digest
+            self._offsets[rank][number % CAPACITY] = offset
 
     def digest(self, number: int, rank: int) -> int:
         """Return what collective ``number`` is to ``rank``, which has posted it recently."""

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from shardwise._torch import dtensor
 from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Work
 from shardwise.transport.buckets import as_rows
 from shardwise.transport.collective_log import Call, CollectiveLog
@@ -26,33 +27,56 @@ from shardwise.transport.shm.full_params import Pool, ReferenceCounts, SharedBuf
 from shardwise.transport.shm.handshake import Connections
 from shardwise.transport.shm.staging import Staging
 from shardwise.transport.shm.sync import SequenceNumbers, Sync
-from shardwise.transport.sums import add_in_order, exact_factor, wire_dtype
+from shardwise.transport.sums import add_in_order, exact_factor, scattered_bytes, wire_dtype
 
 
 class ShmTransport:
     """Collectives between the ranks of one process group that share memory.
 
     Args:
-        peers: the ranks of the group.
-        connections: to those ranks, from their handshake.
+        log: what this rank calls.
+        sync: by which ranks tell each other how far they have come.
+        pool: the memory of full parameters.
+        staging: this rank's buffers.
+        pagemap: as for :class:`SharedBuffers`.
     """
 
     name = "shm"
 
-    def __init__(self, peers: Peers, connections: Connections) -> None:
-        self.rank = peers.rank
-        self.world_size = peers.size
-        self._log = CollectiveLog(peers)
-        common, *own = Arena.ranges(connections.fd, 1 + self.world_size)
-        numbers = SequenceNumbers(common, self.rank, self.world_size)
-        self._sync = sync = Sync(peers, connections, numbers, self._log)
-        references = ReferenceCounts(common, self.rank, self.world_size)
-        self._pool = Pool(common, references, sync)
-        self._pagemap = PageMap()
-        self._staging = Staging(own[self.rank], sync)
-        self._buffers: weakref.WeakValueDictionary[int, SharedBuffers] = (
+    def __init__(
+        self,
+        log: CollectiveLog,
+        sync: Sync,
+        pool: Pool,
+        staging: Staging,
+        pagemap: PageMap | None,
+    ) -> None:
+        self.rank = sync.rank
+        self.world_size = len(sync.others) + 1
+        self._log = log
+        self._sync = sync
+        self._pool = pool
+        self._staging = staging
+        self._pagemap = pagemap
+        self._buffers: weakref.WeakValueDictionary[tuple[int, int], SharedBuffers] = (
             weakref.WeakValueDictionary()
         )
+
+    @classmethod
+    def over(cls, peers: Peers, connections: Connections) -> ShmTransport:
+        """Make the transport of a process group.
+
+        Args:
+            peers: the ranks of the group.
+            connections: to those ranks, from their handshake.
+        """
+        log = CollectiveLog(peers, cls.name)
+        common, *own = Arena.ranges(connections.fd, 1 + peers.size)
+        numbers = SequenceNumbers(common, [peers.rank], peers.size)
+        sync = Sync(peers, connections, numbers, log)
+        references = ReferenceCounts(common, peers.rank, peers.size)
+        pool = Pool(common, references, sync)
+        return cls(log, sync, pool, Staging(own[peers.rank], sync), PageMap())
 
     def overlaps_compute(self) -> bool:
         """Return False: the thread that waits does the work."""
@@ -65,7 +89,7 @@ class ShmTransport:
         buffers = SharedBuffers(self._pool, self._pagemap, numels, dtypes)
         for tensor in buffers.tensors:
             if tensor.numel():
-                self._buffers[tensor.data_ptr()] = buffers
+                self._buffers[dtensor.place_of(tensor)] = buffers
         return buffers
 
     def all_gather(
@@ -79,11 +103,15 @@ class ShmTransport:
         )
         for part, i in zip(staged.own, apart, strict=True):
             part[: shards[i].numel()].copy_(shards[i])
+        staged.report(call, lambda: ((at, 0, shards[i].numel()) for at, i in enumerate(apart)))
+        issued = self._log.issue(call, 1, lambda: sum(full.nbytes for full in fulls))
         number = self._sync.post(call, staged.at, places)
         self._pool.note_gather(number)
 
         def finish() -> None:
-            self._sync.wait(number, call, places)
+            with issued:
+                self._sync.wait(number, call, places)
+            issued.end()
             for rank in range(self.world_size) if apart else ():
                 for i, part in zip(apart, staged.of(rank, number), strict=True):
                     as_rows(fulls[i], self.world_size)[rank].copy_(part)
@@ -114,10 +142,21 @@ class ShmTransport:
                     part[before:after].copy_(full[before:after])
                 else:
                     torch.mul(full[before:after], factor, out=part[before:after])
+        staged.report(
+            call,
+            lambda: (
+                (i, before, after)
+                for i, (full, shard) in enumerate(zip(fulls, shards, strict=True))
+                for before, after in self._around(full.numel(), shard.numel())
+            ),
+        )
+        issued = self._log.issue(call, 1, lambda: scattered_bytes(fulls, shards, self.world_size))
         number = self._sync.post(call, staged.at)
 
         def finish() -> None:
-            self._sync.wait(number, call)
+            with issued:
+                self._sync.wait(number, call)
+            issued.end()
             parts = [staged.of(rank, number) for rank in range(self.world_size)]
             for i, (full, shard) in enumerate(zip(fulls, shards, strict=True)):
                 first = self.rank * shard.numel()
@@ -143,11 +182,15 @@ class ShmTransport:
         )
         for tensor, part in zip(tensors, staged.own, strict=True):
             part.copy_(tensor.view(-1))
+        staged.report(call, lambda: ((i, 0, each.numel()) for i, each in enumerate(tensors)))
+        issued = self._log.issue(call, 1, lambda: sum(tensor.nbytes for tensor in tensors))
         number = self._sync.post(call, staged.at)
         divisor = self.world_size if op is Reduce.AVG else None
 
         def finish() -> None:
-            self._sync.wait(number, call)
+            with issued:
+                self._sync.wait(number, call)
+            issued.end()
             parts = [staged.of(rank, number) for rank in range(self.world_size)]
             for i, tensor in enumerate(tensors):
                 if tensor.numel():
@@ -164,14 +207,16 @@ class ShmTransport:
             A number that depends on where those are, and the indices of the ``fulls`` that only
             this rank sees.
         """
-        shared = [self._buffers.get(full.data_ptr()) for full in fulls]
+        shared = [self._buffers.get(dtensor.place_of(full)) for full in fulls]
         buffers = {id(each): each for each in shared if each is not None}
-        self._pool.wait_for_last_gather(call)
+        with self._log.waiting(call):
+            self._pool.wait_for_last_gather(call)
         for each in buffers.values():
-            each.take()
+            each.take(call)
         if any(not each.is_fresh for each in buffers.values()):
             # Peers may still read what an earlier gather left there.
-            self._sync.wait(self._sync.post(call), call)
+            with self._log.waiting(call):
+                self._sync.wait(self._sync.post(call), call)
             for each in buffers.values():
                 each.forget_writes()
         for each in buffers.values():

@@ -1,0 +1,263 @@
+"""Predicted memory of ranks, compared with what the kernel counts in real trainings here.
+
+    python benchmarks/plan_memory.py --json found.json
+    python benchmarks/plan_memory.py --model tiny --size 64 --mesh dp=2
+
+Each case trains as ``shardwise train`` does: the same groups, precision, optimizer, clipping and
+settings of malloc. What is compared is the proportional set size (PSS) of each rank at its peak,
+sampled by the parent: a page that k ranks share counts 1/k in each. Predicted is what the same rank
+holds before it has the model, after steps of a tiny one, plus the peak of ``shardwise.plan``, plus
+what glibc's heap holds free between tensors (see ``_plan_memory_tables.py``). The plan is made in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import itertools
+import mmap
+import multiprocessing
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from _memory import PssSampler, pss
+from _models import PRESETS, build
+from _plan_memory_tables import Case, plan_memory_tables
+from _report import announce, document, save
+from _worlds import World, stop_server
+from shardwise import materialize
+from shardwise.devices import keep_freed_memory
+from shardwise.frontends.activation import checkpoint_module, keep_products
+from shardwise.frontends.blocks import shard_blocks
+from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.inspect.api import Blueprint
+from shardwise.planning.api import make_plan
+from shardwise.planning.models import find_model, of_module
+from shardwise.planning.settings import Checkpointing, Settings
+from shardwise.sharding.grad import clip_grad_norm_
+
+_POPULATE_WRITE = 23  # of madvise, since Linux 5.14
+WARMUP = 4  # steps: shared memory may settle only after so many
+STEPS = 3  # that are sampled
+
+#: The first ones are those that the slack is fitted on.
+CASES = (
+    Case("34m", 256, "dp=1"),
+    Case("34m", 256, "dp=2"),
+    Case("34m", 256, "dp=2", transport="c10d"),
+    Case("34m", 256, "dp=2", transport="collectives"),
+    Case("34m", 512, "dp=2", dtype="bf16"),
+    Case("34m", 512, "dp=2", dtype="bf16", transport="c10d"),
+    Case("34m", 256, "dp=2", "grad-op"),
+    Case("34m", 256, "dp=2", "no-shard"),
+    Case("34m", 256, "dp=4"),
+    Case("34m", 256, "dp_replicate=2,dp_shard=2", "hybrid", dtype="bf16"),
+    Case("34m", 1024, "dp=2", checkpointing="full"),
+    Case("34m", 1024, "dp=2", checkpointing="selective", dtype="bf16"),
+    Case("34m", 256, "dp=2", accumulate=4),
+    Case("150m", 256, "dp=2"),
+    Case("150m", 256, "dp=2", dtype="bf16", transport="c10d"),
+    Case("vit-small", 8, "dp=2"),
+)
+
+
+def settings_of(case: Case) -> Settings:
+    """Return what to plan for."""
+    text = case.model in PRESETS
+    return Settings(
+        mesh=WantedMesh.parse(case.mesh),
+        strategy=Strategy(case.strategy),
+        batch_size=1 if text else case.size,
+        seq_length=case.size if text else None,
+        param_dtype=None if case.dtype == "fp32" else case.dtype,
+        transport=case.transport,
+        checkpointing=Checkpointing(case.checkpointing),
+        accumulate=case.accumulate,
+    )
+
+
+def blueprint_of(case: Case) -> Blueprint:
+    """Return the model, on the meta device, and how it is sharded."""
+    if case.model in PRESETS:
+        return of_module(build(case.model, 0, "meta"))
+    return find_model(case.model)
+
+
+class Training:
+    """A training on this rank."""
+
+    def __init__(self, case: Case) -> None:
+        settings, blueprint = settings_of(case), blueprint_of(case)
+        if settings.checkpointing is not Checkpointing.NONE:
+            selective = settings.checkpointing is Checkpointing.SELECTIVE
+            for block in blueprint.blocks:
+                checkpoint_module(block, context_fn=keep_products if selective else None)
+        plan = settings.sharding
+        mesh = init_device_mesh("cpu", plan.shape, mesh_dim_names=plan.names)
+        shard_blocks(
+            blueprint.model,
+            blueprint.blocks,
+            mesh=plan.sharding_mesh(mesh),
+            reshard_after_forward=plan.reshard_after_forward,
+            precision=MixedPrecisionPolicy(
+                param_dtype=None if case.dtype == "fp32" else torch.bfloat16,
+                reduce_dtype=torch.float32,
+            ),
+            placement=blueprint.placement,
+            transport=case.transport,
+        )
+        self._model: Any = materialize(blueprint.model.train())
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
+        self._batches = [self._batch(case) for _ in range(case.accumulate)]
+
+    def step(self) -> None:
+        """Take an optimizer step."""
+        for micro, batch in enumerate(self._batches):
+            if len(self._batches) > 1:
+                self._model.set_requires_gradient_sync(micro == len(self._batches) - 1)
+            loss = self._model(**batch).loss
+            (loss / len(self._batches)).backward()
+            del loss
+        clip_grad_norm_(list(self._model.parameters()), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _batch(self, case: Case) -> dict[str, torch.Tensor]:
+        config = self._model.config
+        if case.model in PRESETS:
+            tokens = torch.randint(config.vocab_size, (1, case.size))
+            return {"input_ids": tokens, "labels": tokens}
+        pixels = torch.rand(case.size, config.num_channels, config.image_size, config.image_size)
+        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (case.size,))}
+
+
+class Worker:
+    """One rank."""
+
+    def __init__(self, case: Case) -> None:
+        keep_freed_memory()
+        torch.manual_seed(dist.get_rank())
+        tiny = "tiny" if case.model in PRESETS else "vit-tiny"
+        small = Training(replace(case, model=tiny, size=32 if tiny == "tiny" else 1))
+        for _ in range(2):
+            small.step()
+        del small
+        gc.collect()
+        unshare()
+        with suppress(OSError, AttributeError):  # glibc only
+            ctypes.CDLL(None).malloc_trim(0)
+        dist.barrier()
+        self._base = pss()
+        dist.barrier()
+        self._training = Training(case)
+        self.steps(WARMUP)
+
+    def base(self) -> int:
+        """Return the PSS without the model, in bytes."""
+        return self._base
+
+    def steps(self, count: int) -> None:
+        """Take steps."""
+        for _ in range(count):
+            self._training.step()
+
+
+def unshare() -> None:
+    """Make copies of the pages that this process shares with the one that it was forked from.
+
+    Otherwise they would count a part of a page now, and all of it once it is written to.
+    """
+    libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    with Path("/proc/self/pagemap").open("rb") as pagemap:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            where, permissions = line.split()[:2]
+            if permissions != "rw-p":
+                continue
+            first, last = (int(each, 16) // page for each in where.split("-"))
+            pagemap.seek(8 * first)
+            for at in _runs(pagemap.read(8 * (last - first))):
+                libc.madvise((first + at.start) * page, len(at) * page, _POPULATE_WRITE)
+
+
+def _runs(entries: bytes) -> Iterator[range]:
+    """Find the ranges of pages that are present, by their entries in a page map."""
+    present = [entry >> 7 for entry in entries[7::8]]  # the highest bit of 64
+    begin = 0
+    for is_present, pages in itertools.groupby(present):
+        end = begin + len(list(pages))
+        if is_present:
+            yield range(begin, end)
+        begin = end
+
+
+def measure(case: Case) -> list[dict[str, int]]:
+    """Train; return each rank's PSS before it has a model and at the peak, in bytes."""
+    with World(str(case), settings_of(case).mesh.size, Worker, case) as world:
+        base = world.call("base")
+        with PssSampler(world.pids) as sampler:
+            world.call("steps", STEPS)
+        return [
+            {"base": before, "peak": peak} for before, peak in zip(base, sampler.peaks, strict=True)
+        ]
+
+
+def predict(case: Case) -> dict[str, Any]:
+    """Plan a case; return the bytes of a rank at the peak of a step by kind."""
+    [rank] = make_plan(blueprint_of(case), settings_of(case)).ranks
+    values = asdict(rank)
+    return {name: each for name, each in values.items() if isinstance(each, int | str)}
+
+
+def run(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """Plan the cases, and measure them."""
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, context) as planner:
+        for case, planned in [(case, planner.submit(predict, case)) for case in cases]:
+            ranks = measure(case)
+            yield {"case": asdict(case), "predicted": planned.result(), "ranks": ranks}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--cases", help="numbers of cases from 1, with commas; default: all")
+    parser.add_argument("--model", help="a case of your own: a preset")
+    parser.add_argument("--size", type=int, default=256, help="its tokens, or images")
+    parser.add_argument("--mesh", default="dp=2", help="its ranks")
+    parser.add_argument("--transport", default="shm", help="its transport")
+    parser.add_argument("--json", type=Path, help="write what was found to this file")
+    options = parser.parse_args()
+    if not Path("/proc/self/smaps_rollup").exists():
+        parser.error("this needs Linux, whose kernel counts proportional set sizes")
+    console = announce()
+    names = [int(each) - 1 for each in (options.cases or "").split(",") if each]
+    cases = [CASES[at] for at in names] or list(CASES)
+    if options.model is not None:
+        cases = [Case(options.model, options.size, options.mesh, transport=options.transport)]
+    found: list[dict[str, Any]] = []
+    for each in run(cases):
+        found.append(each)
+        content = document("plan_memory", found)
+        if options.json is not None:
+            save(options.json, content)
+    plan_memory_tables(content)[0].show(console)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    finally:
+        stop_server()

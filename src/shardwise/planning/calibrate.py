@@ -1,0 +1,601 @@
+"""What this machine can do, measured in under a minute, and kept in a file for plans.
+
+Ranks share a machine: its memory, and its processors if there are more of them. So everything is
+measured in as many processes at once as a training has ranks, each with its part of the processors.
+
+Where each process has one thread, its processor time is measured, which other programs hardly
+change. Where it has several, and for links, it is the time on the clock, so the machine should have
+nothing else to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise import devices
+from shardwise.checkpoint.disk.strict import Fields, parse, refuse
+from shardwise.elastic.call import launch
+from shardwise.errors import CheckpointError
+from shardwise.observe import Activity, Memory, Wire, observing
+from shardwise.planning import probes
+from shardwise.planning.costs import calls_of, op_seconds
+from shardwise.planning.events import Op, Phase
+from shardwise.planning.machine import (
+    Curve,
+    Device,
+    Execution,
+    Link,
+    Machine,
+    MachineError,
+    Progress,
+    SharedBy,
+    link_named,
+)
+from shardwise.sharding.api import fully_shard
+
+GLOO = devices.GLOO.name
+_VERSION = 1
+_EACH = 0.008  # seconds for a probe
+_STEPS = 25  # of the small model
+_LARGE_STEPS = 12  # of one that takes as long as its operations do
+_DTYPES = (torch.float32, torch.bfloat16)
+_MOST = 1 << 20  # bytes of the file
+_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What so many processes at once can do, each with its part of the processors.
+
+    Attributes:
+        ranks: how many there were.
+        curves: as in :class:`~shardwise.planning.machine.Device`.
+        overheads: seconds beside each operation by phase: of Python, and of autograd. In the
+            optimizer, beside each tensor that an operation reads or writes.
+        links: by transport.
+    """
+
+    ranks: int
+    curves: Mapping[str, Curve]
+    overheads: Mapping[str, float]
+    links: Mapping[str, Link]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Everything that was measured on this machine.
+
+    Attributes:
+        processor: what it calls itself.
+        cores: how many of them this process may use.
+        torch: version.
+        measured: by ascending number of ranks.
+    """
+
+    processor: str
+    cores: int
+    torch: str
+    measured: tuple[Measured, ...]
+
+    def machine(self, ranks_per_host: int, link: str | None = None) -> Machine:
+        """Return this machine, as so many ranks at once find it.
+
+        Args:
+            ranks_per_host: how many.
+            link: name of the link between hosts; by default, messages on this machine.
+
+        Raises:
+            MachineError: the link is not known.
+        """
+        enough = [each for each in self.measured if each.ranks >= ranks_per_host]
+        found = enough[0] if enough else self.measured[-1]
+        slower = max(1.0, ranks_per_host / found.ranks)
+        curves = {name: curve.scaled(slower) for name, curve in found.curves.items()}
+        links = {name: _slowed(each, slower) for name, each in found.links.items()}
+        messages = links.get(GLOO) or _slowed(self.measured[-1].links[GLOO], slower)
+        between = messages
+        if link is not None:
+            known = link_named(link)
+            between = dataclasses.replace(
+                messages,
+                name=link,
+                bandwidth=min(messages.bandwidth, known.bandwidth),
+                latency=known.latency,
+                shared_by=known.shared_by,
+            )
+        return Machine(
+            device=Device(
+                name="cpu",
+                memory=devices.free_memory(devices.CPU) // ranks_per_host,
+                memory_bandwidth=_rate(curves["copy.float32"]),
+                flops={name: _rate(curves[f"product.{name}"]) for name in ("float32", "bfloat16")},
+                execution=Execution.DIRECT,
+                overheads={name: slower * each for name, each in found.overheads.items()},
+                curves=curves,
+            ),
+            inside=links.get("shm", messages),
+            between=between,
+            ranks_per_host=ranks_per_host,
+            links=links,
+        )
+
+    def summary(self) -> list[tuple[str, list[str]]]:
+        """Return what was measured in words: a name, and a value for each number of ranks."""
+
+        def rates(name: str, unit: float, words: str) -> list[str]:
+            return [f"{_rate(each.curves[name]) / unit:,.0f} {words}" for each in self.measured]
+
+        def links(name: str) -> list[str]:
+            found = [each.links.get(name) for each in self.measured]
+            return ["" if each is None else _words_of(each) for each in found]
+
+        return [
+            ("matrix products in float32", rates("product.float32", 1e9, "GFLOP/s")),
+            ("matrix products in bfloat16", rates("product.bfloat16", 1e9, "GFLOP/s")),
+            ("attention in float32", rates("attention.float32", 1e9, "GFLOP/s")),
+            ("arithmetic in float32", rates("arithmetic.float32", 1e9, "GB/s")),
+            ("AdamW in float32", rates("adamw.float32", 1e9, "GB/s")),
+            (
+                "host, each operation of forward",
+                [f"{1e6 * each.overheads['forward']:.1f} µs" for each in self.measured],
+            ),
+            ("messages (gloo)", links(GLOO)),
+            ("shared memory", links("shm")),
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to values that ``json`` can write."""
+        return {"version": _VERSION, **dataclasses.asdict(self)} | {
+            "measured": [_json_of(each) for each in self.measured]
+        }
+
+    def save(self, path: Path) -> None:
+        """Write the file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(self.to_json()), encoding="utf-8")
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read the file.
+
+        Raises:
+            MachineError: it is damaged.
+            OSError: it cannot be read.
+        """
+        with path.open("rb") as file:
+            content = file.read(_MOST + 1)
+        try:
+            if len(content) > _MOST:
+                refuse(str(path), f"more than {_MOST:,} bytes", "fewer")
+            return cls._of(Fields(parse(content, str(path)), str(path)))
+        except CheckpointError as error:
+            raise MachineError(str(path), error, "what `shardwise calibrate` writes") from None
+
+    @classmethod
+    def _of(cls, fields: Fields) -> Self:
+        fields.number("version", _VERSION, _VERSION)
+        measured = tuple(
+            _measured_of(Fields(each, f"{fields.where}, measured"))
+            for each in fields.items("measured", 100)
+        )
+        if not measured:
+            refuse(fields.where, "no measurements", "some")
+        return cls(
+            processor=fields.text("processor"),
+            cores=fields.number("cores", 1),
+            torch=fields.text("torch"),
+            measured=measured,
+        )
+
+
+def _words_of(link: Link) -> str:
+    each = f"{1e6 * link.launch:,.0f} µs a collective"
+    if link.progress is Progress.WAITING:
+        return each
+    return f"{link.bandwidth / 1e9:.2f} GB/s, {each}"
+
+
+def _slowed(link: Link, slower: float) -> Link:
+    return dataclasses.replace(
+        link,
+        bandwidth=link.bandwidth / slower,
+        launch=link.launch * slower,
+        host_cost=link.host_cost * slower,
+    )
+
+
+def _rate(curve: Curve) -> float:
+    """Return the size by second where it is highest."""
+    return max(size / took for size, took in zip(curve.sizes, curve.seconds, strict=True))
+
+
+def _json_of(measured: Measured) -> dict[str, Any]:
+    values = dataclasses.asdict(measured)
+    for link in values["links"].values():
+        link["shared_by"], link["progress"] = link["shared_by"].value, link["progress"].value
+    return values
+
+
+def _measured_of(fields: Fields) -> Measured:
+    return Measured(
+        ranks=fields.number("ranks", 1, 1 << 20),
+        curves={
+            name: _curve_of(Fields(each, f"{fields.where}, {name}"))
+            for name, each in fields.object("curves").items()
+        },
+        overheads={
+            name: Fields(fields.object("overheads"), fields.where).real(name)
+            for name in fields.object("overheads")
+        },
+        links={
+            name: _link_of(Fields(each, f"{fields.where}, {name}"))
+            for name, each in fields.object("links").items()
+        },
+    )
+
+
+def _curve_of(fields: Fields) -> Curve:
+    columns = [fields.items(name, 1000) for name in ("sizes", "seconds")]
+    for column in columns:
+        if not all(type(each) in (int, float) and 0 < each < 1e30 for each in column):
+            refuse(fields.where, "numbers out of range", "positive ones")
+    sizes, seconds = (tuple(map(float, column)) for column in columns)
+    if not sizes or len(sizes) != len(seconds) or sorted(set(sizes)) != list(sizes):
+        refuse(fields.where, "no curve", "as many seconds as ascending sizes")
+    return Curve(sizes, seconds)
+
+
+def _link_of(fields: Fields) -> Link:
+    bandwidth = fields.real("bandwidth")
+    if not bandwidth:
+        refuse(fields.where, 0, "a bandwidth above 0")
+    by, progress = fields.text("shared_by"), fields.text("progress")
+    if by not in [each.value for each in SharedBy] or progress not in [p.value for p in Progress]:
+        refuse(fields.where, f"{by}, {progress}", "known words")
+    return Link(
+        name=fields.text("name"),
+        bandwidth=bandwidth,
+        latency=fields.real("latency"),
+        shared_by=SharedBy(by),
+        progress=Progress(progress),
+        launch=fields.real("launch"),
+        host_cost=fields.real("host_cost"),
+    )
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def cache_file() -> Path:
+    """Return where the calibration of this machine is kept: in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return folder / "shardwise" / f"machine-{platform.node() or 'here'}.json"
+
+
+def stored() -> Calibration | None:
+    """Return what ``shardwise calibrate`` measured here; ``None`` if it never has.
+
+    Raises:
+        MachineError: the file is damaged, or was written for another torch or other processors.
+    """
+    path = cache_file()
+    try:
+        found = Calibration.load(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise MachineError(str(path), error.strerror, "a file that can be read") from None
+    now = (processor(), cores(), torch.__version__)
+    then = (found.processor, found.cores, found.torch)
+    if now != then:
+        was, is_now = (f"{name}, {count} cores, torch {v}" for name, count, v in (then, now))
+        raise MachineError(str(path), was, f"{is_now}: run `shardwise calibrate` again")
+    return found
+
+
+def processor() -> str:
+    """Return what the processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+def measure_machine(say: Callable[[str], None] = lambda _: None) -> Calibration:
+    """Measure this machine.
+
+    Takes under a minute if nothing else runs. Starts one process, and then one on each processor
+    (at most 16).
+
+    Args:
+        say: is called with what is measured next.
+
+    Raises:
+        RankFailedError: a process was killed.
+    """
+    found = []
+    for ranks in sorted({1, min(16, max(2, cores()))}):
+        say(f"{ranks} at once" if ranks > 1 else "one process alone")
+        found.append(_mean(launch(_measure, nproc=ranks)))
+    return Calibration(
+        processor=processor(), cores=cores(), torch=torch.__version__, measured=tuple(found)
+    )
+
+
+def _mean(measured: Sequence[Measured]) -> Measured:
+    """Return the mean over ranks."""
+    first = measured[0]
+
+    curves = {
+        name: Curve(
+            curve.sizes,
+            tuple(
+                statistics.fmean(each.curves[name].seconds[at] for each in measured)
+                for at in range(len(curve.sizes))
+            ),
+        )
+        for name, curve in first.curves.items()
+    }
+    overheads = {
+        name: statistics.fmean(each.overheads[name] for each in measured)
+        for name in first.overheads
+    }
+    return dataclasses.replace(first, curves=curves, overheads=overheads)
+
+
+def _measure() -> Measured:
+    """Measure on one rank of a job."""
+    devices.keep_freed_memory()
+    dist.init_process_group(GLOO)
+    try:
+        ranks = dist.get_world_size()
+        alone = torch.get_num_threads() == 1
+        clock = time.thread_time if alone else time.perf_counter
+        curves: dict[str, Curve] = {}
+        for dtype in _DTYPES:
+            found = probes.measure(dtype, _EACH, dist.barrier, clock)
+            name = str(dtype).removeprefix("torch.")
+            curves |= {f"{family}.{name}": curve for family, curve in found.items()}
+        overheads = _overheads(_device_of(curves), clock)
+        for dtype in _DTYPES:
+            slower = _slower_in_steps(_device_of(curves), overheads, dtype, clock)
+            name = f".{dtype}".removeprefix(".torch")
+            curves |= {
+                each: curve.scaled(slower) for each, curve in curves.items() if each.endswith(name)
+            }
+        device = _device_of(curves)
+        links = {} if ranks == 1 else {GLOO: _gloo(), "shm": _SHM}
+        links |= {name: _launches(device, overheads, each) for name, each in links.items()}
+        return Measured(ranks=ranks, curves=curves, overheads=overheads, links=links)
+    finally:
+        dist.destroy_process_group()
+
+
+#: Copies are operations of the log; what is left is to wait for each other.
+_SHM = Link(name="shm", bandwidth=1e15, latency=0.0, progress=Progress.WAITING, launch=0.0)
+
+
+def _device_of(curves: Mapping[str, Curve]) -> Device:
+    return Device(name="cpu", memory=1, memory_bandwidth=1.0, flops={"float32": 1}, curves=curves)
+
+
+class _Blocks(nn.Module):
+    """A small transformer, whose operations take less time than calling them does."""
+
+    def __init__(self, layers: int = 6, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 256, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x)
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norms[0](x)
+        shape = (*x.shape[:-1], 4, x.shape[-1] // 4)
+        q, k, v = (each(h).view(shape).transpose(1, 2) for each in (self.q, self.k, self.v))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(a.transpose(1, 2).flatten(2))
+        h = self.norms[1](x)
+        y: torch.Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return y
+
+
+class _Step:
+    """Steps of the small model."""
+
+    def __init__(
+        self,
+        transport: str | None = None,
+        width: int = 64,
+        tokens: tuple[int, int] = (2, 16),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = _Blocks(width=width).to(dtype)
+        if transport is not None:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for module in (*self.model.blocks, self.model):
+                fully_shard(module, mesh=mesh, transport=transport)
+        self._ids = torch.randint(256, tokens)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+
+    def run(self, at: Callable[[Phase], object]) -> None:
+        """Take a step; ``at`` is called before each phase."""
+        at(Phase.FORWARD)
+        loss = self.model(self._ids)
+        at(Phase.BACKWARD)
+        loss.backward()
+        at(Phase.OPTIMIZER)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def _ops_of(step: _Step) -> list[Op]:
+    found = probes.Recorder()
+    with found:
+        step.run(found.enter)
+    return found.ops
+
+
+def _overheads(device: Device, clock: Callable[[], float]) -> Mapping[str, float]:
+    """Return the seconds beside each operation, by phase."""
+    step = _Step()
+    for _ in range(3):
+        step.run(lambda _: None)
+    ops = _ops_of(step)
+    took: dict[Phase, list[float]] = {phase: [] for phase in _PHASES}
+    for _ in range(_STEPS):
+        marks: list[float] = []
+        step.run(lambda _, marks=marks: marks.append(clock()))  # type: ignore[misc]
+        marks.append(clock())
+        for phase, begin, end in zip(_PHASES, marks[:-1], marks[1:], strict=True):
+            took[phase].append(end - begin)
+    found = {}
+    for phase in _PHASES:
+        mine = [op for op in ops if op.phase is phase]
+        inside = sum(op_seconds(op, device) for op in mine)
+        calls = sum(calls_of(op) for op in mine)
+        found[phase.value] = max(0.0, statistics.median(took[phase]) - inside) / calls
+    return found
+
+
+def _slower_in_steps(
+    device: Device,
+    overheads: Mapping[str, float],
+    dtype: torch.dtype,
+    clock: Callable[[], float],
+) -> float:
+    """Return how much longer operations take in a step than one kind after the other.
+
+    There, each finds caches and memory as another kind has left them. All ranks step at once.
+    """
+    step = _Step(width=512, tokens=(1, 256), dtype=dtype)
+    step.run(lambda _: None)
+    ops = _ops_of(step)
+    alone = sum(op_seconds(op, device) + overheads[op.phase.value] * calls_of(op) for op in ops)
+    return max(1.0, _quick(step, _LARGE_STEPS, clock) / alone)
+
+
+def _quick(step: _Step, steps: int, clock: Callable[[], float]) -> float:
+    """Return the lower quartile of the seconds of steps that all ranks take at once."""
+    took = []
+    for _ in range(steps):
+        dist.barrier()
+        begin = clock()
+        step.run(lambda _: None)
+        took.append(clock() - begin)
+    return statistics.quantiles(took, n=4)[0]  # whatever else runs here only adds to it
+
+
+def _launches(device: Device, overheads: Mapping[str, float], link: Link) -> Link:
+    """Return a link with the seconds that a collective takes beside its bytes."""
+    step = _Step("c10d" if link.name == GLOO else link.name)
+    for _ in range(3):
+        step.run(lambda _: None)
+    ops = _ops_of(step)
+    inside = sum(op_seconds(op, device) + overheads[op.phase.value] * calls_of(op) for op in ops)
+    counter = _Collectives()
+    with observing(counter):
+        step.run(lambda _: None)
+    quick = _quick(step, _STEPS, time.perf_counter)
+    return dataclasses.replace(link, launch=max(0.0, quick - inside) / counter.calls)
+
+
+class _Collectives:
+    """An observer that counts collectives."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def begin(self, activity: Activity, name: str, dimension: str, nbytes: int) -> int:
+        return 1
+
+    def collective(
+        self, activity: Activity, name: str, wire: Wire, nbytes: int, launches: int
+    ) -> int:
+        self.calls += 1
+        return 1
+
+    def end(self, number: int) -> None:
+        pass
+
+    def memory(self, kind: Memory, name: str, nbytes: int) -> None:
+        pass
+
+
+def _gloo(nbytes: int = 8 * 2**20, times: int = 12) -> Link:
+    """Measure messages that all ranks send to their neighbors at once."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    leaving, arriving = (
+        torch.ones(nbytes, dtype=torch.uint8),
+        torch.empty(nbytes, dtype=torch.uint8),
+    )
+    walls, costs = [], []
+    for _ in range(times):
+        dist.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        works = [
+            dist.isend(leaving, (rank + 1) % ranks),
+            dist.irecv(arriving, (rank - 1) % ranks),
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+        walls.append(time.perf_counter() - wall)
+        costs.append(time.process_time() - cpu)
+    slowest = torch.tensor(statistics.quantiles(walls, n=4)[0])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return Link(
+        name=GLOO,
+        bandwidth=nbytes / slowest.item(),
+        latency=0.0,
+        launch=0.0,
+        host_cost=min(statistics.median(costs), slowest.item()) / nbytes,
+    )

@@ -1,0 +1,288 @@
+"""Operations to time on this machine: what each is, in which sizes, and on which tensors.
+
+Tensors that a training reads have rarely been written just before: weights, gradients and what
+forward has saved come from memory, not from a cache. So a probe has many sets of inputs, more than
+a cache holds, and takes them in turns. What it returns is allocated anew each time, as in a
+training.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise._torch import aten, fake
+from shardwise.planning.costs import attention_flops
+from shardwise.planning.events import Op, Phase
+from shardwise.planning.machine import Curve
+
+_POOL = 48 * 2**20  # bytes of inputs that take turns
+_MOST_SETS = 64
+_BATCHES = 5  # of calls; the median counts
+
+#: Elements of the tensors of a probe.
+_NUMELS = (2**10, 2**14, 2**17, 2**20, 2**22)
+#: Width of the rows of what works by rows.
+_WIDTH = 512
+#: Rows of tables that are looked up in.
+_ROWS = 8192
+
+Inputs = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One operation in one size.
+
+    Attributes:
+        family: the operations that it stands for; see :mod:`shardwise.planning.costs`.
+        inputs: one set of them.
+        call: the operation.
+    """
+
+    family: str
+    inputs: Inputs
+    call: Callable[..., object]
+
+
+def probes(dtype: torch.dtype) -> Iterator[Probe]:
+    """Yield all probes in a dtype, families one after the other, by size."""
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(dtype)
+
+    for side in (32, 128, 256, 512, 1024):
+        yield Probe("product", (rand(side, side), rand(side, side)), _product)
+    for length in (32, 128, 256):
+        q, k, v = (rand(2, 8, length, 64) for _ in range(3))
+        yield Probe("attention", (q, k, v), _attention)
+        saved = (rand(2, 8, length, 64), q, k, v, *_attention(q, k, v))
+        yield Probe("attention_backward", saved, _attention_backward)
+    other = torch.bfloat16 if dtype is torch.float32 else torch.float32
+    for numel in _NUMELS:
+        width = min(numel, _WIDTH)
+        rows = numel // width
+        x, y = rand(rows, width), rand(rows, width)
+        yield Probe("arithmetic", (x, y), torch.mul)
+        yield Probe("unary", (x,), torch.neg)
+        yield Probe("exponential", (x,), F.silu)
+        yield Probe("exponential_backward", (x, y), torch.ops.aten.silu_backward.default)
+        yield Probe("copy", (x, y), torch.Tensor.copy_)
+        yield Probe("in_place", (x, y), torch.Tensor.add_)
+        yield Probe("cast", (x,), functools.partial(torch.Tensor.to, dtype=other))
+        yield Probe("strided", (x,), _contiguous_heads)
+        yield Probe("cat", (x, y), _joined)
+        yield Probe("row_sum", (x,), functools.partial(torch.mean, dim=-1, keepdim=True))
+        yield Probe("column_sum", (x,), functools.partial(torch.sum, dim=0))
+        yield Probe("softmax", (x,), functools.partial(torch.log_softmax, dim=-1))
+        yield Probe("softmax_backward", (x, y), _softmax_backward)
+        yield Probe("norm", (x,), _norm)
+        moments = rand(rows, 1), rand(rows, 1)
+        yield Probe("norm_backward", (x, y, *moments, rand(width)), _norm_backward)
+        ids = torch.randint(_ROWS, (rows,))
+        yield Probe("lookup", (rand(_ROWS, width), ids), torch.embedding)
+        yield Probe("lookup_backward", (x, ids), _lookup_backward)
+        yield Probe("fill", (x,), torch.zeros_like)
+    for numel in (*_NUMELS, 2**23):
+        states = rand(numel), rand(numel), rand(numel), rand(numel).abs(), torch.ones(())
+        yield Probe("adamw", states, _adamw)
+        yield Probe("total_norm", states[:1], _total_norm)
+
+
+def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w.t()
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
+    out: Inputs = aten.cpu_attention(q, k, v, 0.0, True)
+    return out
+
+
+def _attention_backward(*saved: torch.Tensor) -> object:
+    return aten.cpu_attention_backward(*saved, 0.0, True)
+
+
+def _contiguous_heads(x: torch.Tensor) -> torch.Tensor:
+    """Swap heads and sequence, as attention does."""
+    return x.view(x.shape[0], -1, math.gcd(x.shape[1], 64)).transpose(0, 1).contiguous()
+
+
+def _joined(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Join halves of rows, as rotary embeddings do."""
+    half = x.shape[1] // 2
+    return torch.cat((x[:, half:], y[:, :half]), dim=-1)
+
+
+def _softmax_backward(g: torch.Tensor, y: torch.Tensor) -> object:
+    return aten.log_softmax_backward(g, y, -1, y.dtype)
+
+
+def _norm(x: torch.Tensor) -> object:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def _norm_backward(g: torch.Tensor, x: torch.Tensor, *rest: torch.Tensor) -> object:
+    mean, rstd, weight = rest
+    return torch.ops.aten.native_layer_norm_backward(
+        g, x, x.shape[-1:], mean, rstd, weight, weight, [True, True, True]
+    )
+
+
+def _lookup_backward(g: torch.Tensor, ids: torch.Tensor) -> object:
+    return torch.ops.aten.embedding_dense_backward(g, ids, _ROWS, -1, False)
+
+
+def _total_norm(x: torch.Tensor) -> object:
+    return aten.foreach_norm([x])
+
+
+def _adamw(*states: torch.Tensor) -> None:
+    p, g, m, v, step = states
+    aten.fused_adamw(
+        *([p], [g], [m], [v], [], [step]),
+        lr=1e-9,
+        beta1=0.9,
+        beta2=0.95,
+        weight_decay=0.0,
+        eps=1e-8,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+# -- timing ----------------------------------------------------------------------------------------
+
+
+def measure(
+    dtype: torch.dtype, each: float, together: Callable[[], object], clock: Callable[[], float]
+) -> Mapping[str, Curve]:
+    """Time all probes in a dtype.
+
+    Args:
+        dtype: of their tensors.
+        each: seconds to spend on a probe, beside making its inputs.
+        together: waits until all processes that measure at once are here.
+        clock: what to read the time from.
+
+    Returns:
+        Seconds by size, by family. The size of products and attention is their operations; else
+        the bytes that are read and written.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    with torch.no_grad():
+        for probe in probes(dtype):
+            first = probe.inputs
+            size, nbytes = _size(probe)
+            sets = min(_MOST_SETS, max(2, int(_POOL // max(1, nbytes))))
+            pool = [first, *(_copies(first) for _ in range(sets - 1))]
+            together()
+            found.setdefault(probe.family, []).append((size, _time(probe.call, pool, each, clock)))
+    return {
+        family: Curve(*(tuple(column) for column in zip(*sorted(points), strict=True)))
+        for family, points in found.items()
+    }
+
+
+def _copies(inputs: Inputs) -> Inputs:
+    return tuple(each.detach().clone() for each in inputs)
+
+
+def _time(
+    call: Callable[..., object],
+    pool: Sequence[Inputs],
+    seconds: float,
+    clock: Callable[[], float],
+) -> float:
+    """Return the seconds of a call."""
+    began = time.perf_counter()
+    for inputs in pool[:2]:
+        call(*inputs)
+    once = (time.perf_counter() - began) / 2
+    batches = _BATCHES if once < seconds else 3
+    calls = max(1, min(1000, int(seconds / batches / max(once, 1e-7))))
+    took = []
+    at = 0
+    for _ in range(batches):
+        begin = clock()
+        for _ in range(calls):
+            call(*pool[at % len(pool)])
+            at += 1
+        took.append((clock() - begin) / calls)
+    # Whatever else runs here adds to the time on the clock, and little to processor time.
+    return min(took) if clock is time.perf_counter else statistics.median(took)
+
+
+class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down operations as a rehearsal does, and runs them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[Op] = []
+        self.written = 0
+        self._phase = Phase.FORWARD
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a part of a step."""
+        self._phase = phase
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        op = _op(func, args, out, self._phase)
+        if op is not None:
+            self.ops.append(op)
+            self.written += sum(each.nbytes for each in _tensors(out))
+        return out
+
+
+def _op(func: Any, args: Any, out: Any, phase: Phase) -> Op | None:
+    """Return an operation as a rehearsal writes it down; ``None`` for views."""
+    if fake.only_views(func):
+        return None
+    tensors = [*_tensors(args), *_tensors(out)]
+    shapes = tuple(tuple(each.shape) for each in tensors)
+    flops = 0
+    if "attention" in str(func):
+        flops = attention_flops(shapes, backward="backward" in str(func))
+    elif str(func).startswith("aten.mm"):
+        (m, k), (_, n) = shapes[:2]
+        flops = 2 * m * k * n
+    written = _tensors(out)
+    return Op(
+        name=str(func),
+        module="",
+        phase=phase,
+        flops=flops,
+        nbytes=sum(each.nbytes for each in tensors),
+        shapes=shapes,
+        dtype=str(written[0].dtype).removeprefix("torch.") if written else "",
+        runtime=False,
+    )
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [each for value in values for each in _tensors(value)]
+    return []
+
+
+def _size(probe: Probe) -> tuple[float, int]:
+    """Return the size that a curve has on its axis, and the bytes."""
+    found = Recorder()
+    with found:
+        probe.call(*probe.inputs)
+    nbytes = sum(op.nbytes for op in found.ops)
+    if probe.family == "lookup":  # most of the table is not read
+        return float(found.written), nbytes
+    return float(sum(op.flops for op in found.ops) or nbytes), nbytes

@@ -1,0 +1,571 @@
+"""Writes down what a rehearsed step computes, allocates, sends and waits for.
+
+Operations come from a dispatch mode above the fake tensors. Memory is that of storages: each is
+noted when an operation makes it and when the last reference to it goes, so nothing that torch
+allocates can be missed. What a storage was for is often known only later: a tensor of forward is an
+activation if backward still has it, and a gradient when autograd hands it over. So kinds are
+decided at the end.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from shardwise._torch import autograd, dtensor, fake
+from shardwise.observe import Activity, Memory, Wire
+from shardwise.planning.events import Change, Event, Mark, Op, Phase, Start, Wait
+from shardwise.planning.formulas import MOST_READS, stand_in
+from shardwise.planning.settings import UntraceableError
+
+#: The module that logits, loss and what is computed from them belong to.
+LOSS = "logits and loss"
+
+_ROOT_GROUP = "the root group"
+_FUNCTIONAL = {
+    "all_gather_into_tensor": Activity.ALL_GATHER,
+    "reduce_scatter_tensor": Activity.REDUCE_SCATTER,
+    "all_reduce": Activity.ALL_REDUCE,
+    "all_reduce_": Activity.ALL_REDUCE,
+}
+
+
+# What dispatch modes do not see: they are replaced for as long as a recorder watches.
+_resize = torch.UntypedStorage.resize_
+_get_rng_state = torch.get_rng_state
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A storage.
+
+    Attributes:
+        nbytes: its size now.
+        kind: what it is for, as far as that is known.
+        module: whose it is.
+        phase: the part of the step in which it was made.
+        round: the microbatch in which it was made, counted from 0.
+        outlives: whether it was still there when its phase was over.
+    """
+
+    nbytes: int
+    kind: Memory | None
+    module: str
+    phase: Phase | None
+    round: int
+    outlives: bool = False
+
+    @property
+    def settled(self) -> Memory:
+        """What the storage was for, now that the step is over."""
+        if self.kind is not None:
+            return self.kind
+        makes = self.phase in (Phase.FORWARD, Phase.RECOMPUTE)
+        if makes and self.outlives and self.module != LOSS:
+            return Memory.ACTIVATIONS
+        return Memory.OTHER
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """A change of a storage whose kind is decided at the end."""
+
+    held: Held
+    nbytes: int
+    moment: str
+
+
+class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the steps of one rank on fake tensors. Enter it, and observe with it.
+
+    Args:
+        mode: makes the fake tensors of the rehearsal; ``None`` for a step with values.
+        dimensions: name and number of ranks of each process group of the mesh, by its name.
+
+    Attributes:
+        round: the microbatch that is computed.
+        formulas: modules whose results depend on values, and why; see ``formulas.py``.
+    """
+
+    def __init__(
+        self, mode: fake.FakeTensorMode | None, dimensions: Mapping[str, tuple[str, int]]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+        self._dimensions = dimensions
+        self._records = False
+        self._phase = Phase.FORWARD
+        self.round = 0
+        self._events: list[Event | _Growth] = []
+        self._held: dict[int, Held] = {}
+        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._before: dict[Memory, int] = {}
+        self._names: dict[nn.Module, str] = {}
+        self._modules: list[str] = []
+        self._ends: frozenset[str] = frozenset()
+        self._sequence: list[tuple[int, str]] = [(-1, "")]
+        self._group = ""
+        self._fulls: dict[str, Callable[[], list[nn.Parameter]]] = {}
+        self._number = 0
+        self._under_way: set[int] = set()
+        self._functional: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.model_flops = 0
+        self.formulas: dict[str, str] = {}
+        self._reads = 0
+
+    # -- what the rehearsal says -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module, ends: frozenset[str]) -> Iterator[None]:
+        """Follow which module runs, and every change of a storage's size.
+
+        Args:
+            model: the model.
+            ends: names of modules that compute logits or the loss.
+        """
+        self._names = {module: name for name, module in model.named_modules()}
+        self._ends = ends
+        hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+
+        @functools.wraps(_resize)
+        def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = _resize(storage, nbytes)
+            self._resized(storage)
+            return result
+
+        @functools.wraps(_get_rng_state)
+        def get_rng_state() -> torch.Tensor:
+            state = _get_rng_state()
+            self._hold(state.untyped_storage(), self._module, self._phase)
+            return state
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        torch.get_rng_state = get_rng_state  # activation checkpointing keeps it
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+            torch.get_rng_state = _get_rng_state
+            for hook in hooks:
+                hook.remove()
+
+    def label(self, tensor: torch.Tensor, kind: Memory, module: str) -> None:
+        """Say what a plain tensor's storage is for."""
+        storage = tensor.untyped_storage()
+        held = self._held.get(id(storage)) or self._hold(storage, "", None)
+        held.kind, held.module = kind, module
+
+    def label_gradients(self, groups: Mapping[str, Callable[[], list[nn.Parameter]]]) -> None:
+        """Say what the gradients of full parameters are for.
+
+        Args:
+            groups: returns the full parameters of a group, by its name. They exist as soon as the
+                group has been gathered once.
+        """
+        self._fulls = dict(groups)
+
+    def _follow_gradients(self, group: str, fulls: list[nn.Parameter]) -> None:
+        def label(full: torch.Tensor) -> None:
+            assert full.grad is not None
+            self.label(dtensor.plain(full.grad), Memory.GRADIENTS, group)
+
+        for full in fulls:
+            if full.requires_grad:
+                full.register_post_accumulate_grad_hook(label)  # type: ignore[no-untyped-call]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are allocated now."""
+        return sum(held.nbytes for held in self._held.values())
+
+    def record(self) -> None:
+        """Begin the step to record. What is allocated now is there before it."""
+        self._records = True
+        for held in self._held.values():
+            kind = held.kind or Memory.OTHER
+            self._before[kind] = self._before.get(kind, 0) + held.nbytes
+            held.kind = kind
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a part of the step."""
+        self._outlive(self._phase)
+        self._phase = phase
+        self._group = ""
+
+    def finish(self) -> tuple[Mapping[Memory, int], tuple[Event, ...]]:
+        """Return the bytes by kind before the step, and its events."""
+        events = tuple(
+            Change(each.held.settled, each.nbytes, each.held.module, each.moment)
+            if isinstance(each, _Growth)
+            else each
+            for each in self._events
+        )
+        return self._before, events
+
+    # -- the runtime's reports, as an observer ---------------------------------------------------
+
+    def begin(self, activity: Activity, name: str, dimension: str, nbytes: int) -> int:
+        """Note that an activity of the runtime begins."""
+        self._number += 1
+        if activity in (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER):
+            self._group = _group(name)
+            if self._records:
+                self._events.append(Mark(activity, self._group))
+            if activity is not Activity.OPTIMIZER and self._group in self._fulls:
+                fulls = self._fulls[self._group]()
+                if fulls:  # not yet, when the first forward begins
+                    del self._fulls[self._group]
+                    self._follow_gradients(self._group, fulls)
+        return self._number
+
+    def collective(
+        self, activity: Activity, name: str, wire: Wire, nbytes: int, launches: int
+    ) -> int:
+        """Note that a collective is issued."""
+        self._number += 1
+        if self._records:
+            self._under_way.add(self._number)
+            self._events.append(
+                Start(
+                    number=self._number,
+                    activity=activity,
+                    dimension=wire.dimension,
+                    ranks=wire.ranks,
+                    group=_group(name),
+                    nbytes=nbytes,
+                    launches=launches,
+                    transport=wire.transport,
+                )
+            )
+        return self._number
+
+    def end(self, number: int) -> None:
+        """Note that an activity has ended."""
+        if number in self._under_way:
+            self._under_way.remove(number)
+            self._events.append(Wait(number))
+
+    def memory(self, kind: Memory, name: str, nbytes: int) -> None:
+        """Do nothing: storages say what is allocated."""
+
+    # -- modules ---------------------------------------------------------------------------------
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._modules.append(self._names.get(module, self._module))
+        self._note_sequence()
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._modules:
+            self._modules.pop()
+        self._note_sequence()
+
+    def _note_sequence(self) -> None:
+        self._sequence.append((autograd.sequence_number(), self._module))
+
+    @property
+    def _module(self) -> str:
+        return self._modules[-1] if self._modules else ""
+
+    def _module_of_node(self) -> str:
+        """The module whose forward made the node of the graph that runs now."""
+        number = autograd.running_node_number()
+        if number is None:
+            return self._group
+        at = bisect.bisect_right(self._sequence, number, key=lambda each: each[0]) - 1
+        return self._sequence[at][1]
+
+    # -- operations ------------------------------------------------------------------------------
+
+    def _dispatch(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, and write down what it does."""
+        if (device := fake.device_of(func, args)) is not None:
+            return device
+        kwargs = kwargs or {}
+        traits = _traits(func)
+        try:
+            out = fake.grouped_product(func, args, kwargs)
+            if out is None:
+                out = func(*args, **kwargs)
+        except fake.UNTRACEABLE as error:
+            out = self._stand_in(traits.name, args, error)
+        if traits.only_views:
+            for tensor in _tensors_in(out):
+                self._keep_size(tensor.untyped_storage())
+            return out
+        written = _tensors_in(out)
+        if written and not fake.stands_for_memory(written[0], self._mode):
+            return out  # shapes are also found out on the meta device, or on other fake tensors
+        phase, module = self._where()
+        source = _source(inspect.currentframe())
+        made = 0
+        for tensor in written:
+            storage = tensor.untyped_storage()
+            if id(storage) in self._held:
+                self._keep_size(storage)
+            else:
+                held = self._hold(storage, module, phase)
+                held.kind = source.kind
+                if source.kind is None and module in self._ends and phase is Phase.FORWARD:
+                    held.module = LOSS
+                made += 1
+        if traits.namespace == "c10d":
+            return out
+        if traits.namespace == "_c10d_functional":
+            self._functional_collective(traits, module, args, out)
+            return out
+        if not (self._records and traits.computes and (made or traits.writes)):
+            return out
+        read = _tensors_in((args, tuple(kwargs.values())))
+        flops = fake.flops_of(func, args, kwargs, out)
+        if not source.runtime and phase in (Phase.FORWARD, Phase.BACKWARD):
+            self.model_flops += flops.needed
+        self._events.append(
+            Op(
+                name=traits.name,
+                module=module,
+                phase=phase,
+                flops=flops.done,
+                nbytes=sum(t.numel() * t.element_size() for t in (*read, *written)),
+                shapes=tuple(tuple(t.shape) for t in (*read, *written)),
+                dtype=str(written[0].dtype)[6:] if written else "",
+                runtime=source.runtime,
+            )
+        )
+        return out
+
+    def _stand_in(self, name: str, args: tuple[Any, ...], error: Exception) -> Any:
+        """Return what stands in for a result that depends on values."""
+        _, module = self._where()
+        self._reads += 1
+        try:
+            if self._reads > MOST_READS:
+                raise NotImplementedError
+            found = stand_in(name, args)
+        except NotImplementedError:
+            raise UntraceableError(module, name) from error
+        self.formulas.setdefault(module, f"{name} depends on values")
+        return found
+
+    def _where(self) -> tuple[Phase, str]:
+        """The part of the step, and the innermost module."""
+        if self._phase is not Phase.BACKWARD:
+            return self._phase, self._module
+        if self._modules:
+            return Phase.RECOMPUTE, self._module
+        # Backward itself runs without gradients; what checkpointing runs again, with them.
+        phase = Phase.RECOMPUTE if torch.is_grad_enabled() else Phase.BACKWARD
+        return phase, self._module_of_node()
+
+    def _functional_collective(self, traits: _Traits, module: str, args: Any, out: Any) -> None:
+        """Note a collective of tensor parallelism, or the wait for one."""
+        if traits.short == "wait_tensor":
+            number = self._functional.get(args[0].untyped_storage())
+            if number is not None:
+                self.end(number)
+            return
+        activity = _FUNCTIONAL.get(traits.short)
+        if activity is None:
+            return
+        name, ranks = self._dimensions.get(args[-1], ("", 0))
+        full = args[0] if activity is Activity.REDUCE_SCATTER else out
+        nbytes = full.numel() * full.element_size()
+        number = self.collective(activity, module, Wire("functional", name, ranks), nbytes, 1)
+        self._functional[out.untyped_storage()] = number
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def _hold(self, storage: torch.UntypedStorage, module: str, phase: Phase | None) -> Held:
+        key, nbytes = id(storage), storage.nbytes()
+        held = Held(nbytes, None, module, phase, self.round)
+        self._held[key] = held
+        self._watches[key] = weakref.ref(storage, functools.partial(self._freed, key))
+        self._grow(held, nbytes)
+        return held
+
+    def _freed(self, key: int, _: object) -> None:
+        del self._watches[key]
+        held = self._held.pop(key)
+        self._grow(held, -held.nbytes)
+        held.nbytes = 0
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        held = self._held.get(id(storage))
+        if held is None:
+            return
+        nbytes = storage.nbytes()
+        last = self._events[-1] if self._events else None
+        if nbytes == 0 and isinstance(last, _Growth) and last.held is held and last.nbytes > 0:
+            self._events.pop()  # it only got a size, and no memory: nothing has been written to it
+        else:
+            self._grow(held, nbytes - held.nbytes)
+        held.nbytes = nbytes
+
+    def _keep_size(self, storage: torch.UntypedStorage) -> None:
+        """Free a storage again: a view of one without memory gives it memory, if it is fake."""
+        held = self._held.get(id(storage))
+        if held is not None and held.nbytes == 0 and storage.nbytes():
+            _resize(storage, 0)
+
+    def _grow(self, held: Held, nbytes: int) -> None:
+        if self._records and nbytes:
+            self._events.append(_Growth(held, nbytes, self._moment))
+
+    def _outlive(self, phase: Phase) -> None:
+        for held in self._held.values():
+            if held.phase is phase:
+                held.outlives = True
+
+    @property
+    def _moment(self) -> str:
+        if self._phase is Phase.OPTIMIZER:
+            return "optimizer"
+        return f"{self._phase.value} of {self._group or 'the model'}"
+
+
+# Assigned here, since torch wraps what stands in the class, which costs as much as an operation.
+Recorder.__torch_dispatch__ = Recorder._dispatch  # type: ignore[method-assign, assignment]
+
+
+def _group(label: str) -> str:
+    """The name of a group from its label in reports."""
+    return "" if label == _ROOT_GROUP else label
+
+
+# -- operations and where they come from -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What the schema of an operation says about all its calls."""
+
+    name: str
+    short: str
+    namespace: str
+    only_views: bool
+    writes: bool
+    computes: bool
+
+
+_IDLE = frozenset(
+    {
+        *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
+        *("empty_permuted", "set_", "resize_"),
+    }
+)
+
+
+@functools.cache
+def _traits(func: Any) -> _Traits:
+    name = str(func)
+    namespace, _, rest = name.partition(".")
+    short = rest.partition(".")[0]
+    return _Traits(
+        name=name,
+        short=short,
+        namespace=namespace,
+        only_views=fake.only_views(func),
+        writes=fake.writes(func),
+        computes=short not in _IDLE,
+    )
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [tensor for value in values for tensor in _tensors_in(value)]
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Who calls an operation.
+
+    Attributes:
+        runtime: whether the sharding runtime does.
+        kind: what the memory that it allocates there is for, if the file says so.
+    """
+
+    runtime: bool
+    kind: Memory | None = None
+
+
+_MODEL = _Source(runtime=False)
+_RUNTIME = _Source(runtime=True)
+#: File of the runtime -> what it allocates memory for.
+_KINDS = {
+    "sharding/full_params.py": Memory.FULL_PARAMETERS,
+    "sharding/group_param.py": Memory.FULL_PARAMETERS,
+    "sharding/extension.py": Memory.FULL_PARAMETERS,
+    "sharding/layout.py": Memory.GRADIENTS,  # in the order of chunks
+    "sharding/reduce.py": Memory.GRADIENTS,
+    "sharding/param.py": Memory.GRADIENTS,
+    "transport/memory.py": Memory.FULL_PARAMETERS,
+    "transport/sums.py": Memory.OTHER,
+}
+#: Functions of those files that allocate for something else.
+_EXCEPTIONS = {
+    "accumulate_grad": Memory.GRADIENTS,
+    "zeros_for_grad": Memory.GRADIENTS,
+    "take": Memory.TRANSPORT,  # of a loan of scratch
+    "_shared_full_parameters": Memory.FULL_PARAMETERS,
+    "_block": Memory.TRANSPORT,
+}
+
+
+def _source(frame: FrameType | None) -> _Source:
+    """Find out who calls the operation whose frame this is: the first caller that is not torch."""
+    while frame is not None:
+        code = frame.f_code
+        source = _source_of_file(code.co_filename)
+        if source is not None:
+            kind = _EXCEPTIONS.get(code.co_name) if source.kind is not None else None
+            return source if kind is None else _Source(runtime=True, kind=kind)
+        frame = frame.f_back
+    return _MODEL
+
+
+@functools.cache
+def _source_of_file(path: str) -> _Source | None:
+    """The source that a file stands for; ``None`` for torch and helpers, whose caller counts."""
+    if path.startswith(_TORCH) or path.endswith("planning/recorder.py"):
+        return None
+    if not path.startswith(_HERE):
+        return _MODEL
+    name = path[len(_HERE) :]
+    if name.startswith("_torch/"):
+        return None
+    if name.startswith("transport/") or name == "planning/wires.py":
+        return _Source(runtime=True, kind=_KINDS.get(name, Memory.TRANSPORT))
+    if name.startswith("sharding/"):
+        return _Source(runtime=True, kind=_KINDS.get(name))
+    return _MODEL
+
+
+_TORCH = str(torch.__file__).removesuffix("__init__.py")
+_HERE = __file__.removesuffix("planning/recorder.py")

@@ -1,0 +1,181 @@
+"""Transports of a rank that is alone: they allocate and copy as always, and nobody receives.
+
+A rehearsal runs one rank of a world without other processes. Its transports are the runtime's own
+classes, so that their buckets, scratch memory and copies are those of a training. Only the calls
+that would reach a wire do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.devices import Backend
+from shardwise.observe import Memory
+from shardwise.transport.base import FinishedWork, Transport
+from shardwise.transport.collective_log import CollectiveLog
+from shardwise.transport.collectives import Collective, CollectivesTransport, NcclTransport
+from shardwise.transport.gloo import GlooTransport, Messages
+from shardwise.transport.peers import Peers
+from shardwise.transport.select import TransportFactory, made_by
+from shardwise.transport.shm import futex
+from shardwise.transport.shm.arena import Arena, Window
+from shardwise.transport.shm.full_params import Pool, ReferenceCounts
+from shardwise.transport.shm.handshake import Connections
+from shardwise.transport.shm.staging import Staging
+from shardwise.transport.shm.sync import SequenceNumbers, Sync
+from shardwise.transport.shm.transport import ShmTransport
+from shardwise.transport.waiter import Launched
+
+
+@contextlib.contextmanager
+def simulated(backend: Backend, *, ranks_per_host: int) -> Iterator[None]:
+    """Make transports of rehearsed ranks until the end of the block.
+
+    They are chosen as in a training: by the argument ``transport`` of ``fully_shard``, by the
+    backend, and by who shares a host.
+
+    Args:
+        backend: of the process groups that are planned for; see
+            :func:`shardwise.devices.backend_of`.
+        ranks_per_host: so many consecutive ranks share a host.
+    """
+
+    def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
+        return backend
+
+    def share_memory(peers: Peers) -> Transport | str:
+        return _simulated_shm(peers, ranks_per_host)
+
+    factory = TransportFactory(
+        backend=backend_of,
+        share_memory=share_memory,
+        gloo=SimulatedGloo,
+        nccl=SimulatedNccl,
+        collectives=SimulatedCollectives,
+    )
+    with made_by(factory), warnings.catch_warnings():
+        # Tensors without memory have no address, and nothing here needs one.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield
+
+
+class _Unsent(Messages):
+    """Messages that are prepared, and reach nobody."""
+
+    def _post(self) -> None:
+        pass
+
+
+class _Unlaunched:
+    """The part of a transport that launches nothing."""
+
+    def _launch(self, together: Sequence[Collective]) -> Launched:
+        return FinishedWork()
+
+
+class SimulatedCollectives(_Unlaunched, CollectivesTransport):
+    """Plain collectives that are prepared, and never launched."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: Backend, *args: Any) -> None:
+        # No thread waits for messages: there are none.
+        super().__init__(group, dataclasses.replace(backend, sends_messages=False), *args)
+
+
+class SimulatedNccl(_Unlaunched, NcclTransport):
+    """Collectives in place that are prepared, and never launched."""
+
+
+class SimulatedGloo(GlooTransport):
+    """Messages that are prepared, and never posted."""
+
+    @property
+    def _messages_type(self) -> type[Messages]:
+        return _Unsent
+
+    @property
+    def _collectives_type(self) -> type[CollectivesTransport]:
+        return SimulatedCollectives
+
+
+def _simulated_shm(peers: Peers, ranks_per_host: int) -> Transport | str:
+    """Make the transport of ranks that share a host, or say why they cannot share memory."""
+    hosts = {rank // ranks_per_host for rank in peers.members}
+    if len(hosts) > 1:
+        return f"its ranks are on {len(hosts)} hosts, with {ranks_per_host} ranks on each"
+    if not futex.is_available():
+        return "shared memory is for Linux on x86-64"
+    fd = Arena.create()
+    common, *own = _SimulatedArena.ranges(fd, 1 + peers.size)
+    log = CollectiveLog(peers, ShmTransport.name)
+    # The others are always as far as this rank.
+    numbers = SequenceNumbers(common, range(peers.size), peers.size)
+    sync = Sync(peers, Connections({}, fd), numbers, log)
+    pool = Pool(common, ReferenceCounts(common, peers.rank, peers.size), sync)
+    staging = Staging(own[peers.rank], sync)
+    return ShmTransport(log, sync, pool, staging, pagemap=None)
+
+
+class _SimulatedArena(Arena):
+    """A range of a file, of which nothing is ever written: its windows have no memory.
+
+    What is reported as in use is allocated as a tensor, so that whoever counts tensors sees it.
+    """
+
+    def __init__(self, fd: int, first: int, last: int) -> None:
+        super().__init__(fd, first, last)
+        self._pages: dict[Memory, torch.Tensor] = {}
+
+    def window(self, length: int) -> Window:
+        return _Window(length)
+
+    def report(self, kind: Memory, name: str, nbytes: int) -> None:
+        super().report(kind, name, nbytes)
+        if kind not in self._pages:
+            make = _shared_full_parameters if kind is Memory.FULL_PARAMETERS else _shared_staging
+            self._pages[kind] = make()
+        storage = self._pages[kind].untyped_storage()
+        storage.resize_(storage.nbytes() + nbytes)
+
+
+# The recorder tells by these functions what the memory is for.
+
+
+def _shared_full_parameters() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _shared_staging() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+class _Window(Window):
+    """A window on nothing. Its tensors share a storage of no bytes."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.address = 0
+        self.keeps: object = None
+        self._nothing = torch.empty(0, dtype=torch.uint8)
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        made = self._nothing.view(dtype).as_strided((numel,), (1,), offset // dtype.itemsize)
+        self._nothing.untyped_storage().resize_(0)  # it has grown
+        return made
+
+    def forget_writes(self) -> None:
+        """Do nothing: there are none."""
+
+    def _open(self, fd: int, at: int, flags: int) -> None:
+        pass
+
+    def _protect(self, protection: int) -> None:
+        pass

@@ -1,0 +1,189 @@
+"""``--plan``: what a training needs and how fast it will be, before it is started.
+
+The plan rehearses the step of the recipe itself: its model, sharded as it will be, its batches and
+its loss.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from shardwise import devices
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import World
+from shardwise.frontends.strategies import WantedMesh
+from shardwise.inspect.api import Blueprint
+from shardwise.planning.api import ModelPlan, find_machine, make_plan
+from shardwise.planning.fit import nearest
+from shardwise.planning.machine import Machine, device_reported_as
+from shardwise.planning.report import Available
+from shardwise.planning.settings import (
+    Checkpointing,
+    Compiled,
+    RehearsalError,
+    Settings,
+    UntraceableError,
+)
+from shardwise.planning.text import verdict
+from shardwise.recipes.core.config import (
+    AUTO,
+    AdamWConfig,
+    SgdConfig,
+    TrainConfig,
+    resolve_sharding,
+)
+from shardwise.recipes.core.recipe import PLAN_FILE, Example
+from shardwise.recipes.core.timeline import PREDICTION
+from shardwise.timeline.merged import prediction_to_json
+from shardwise.units import binary_size
+
+_FLAGS = {
+    Checkpointing.NONE: "--keep-activations",
+    Checkpointing.SELECTIVE: "--selective-checkpointing",
+    Checkpointing.FULL: "--activation-checkpointing",
+}
+
+
+def plan_training(
+    blueprint: Blueprint, config: TrainConfig, example: Example, world: World
+) -> ModelPlan:
+    """Plan a training.
+
+    Args:
+        blueprint: its model.
+        config: what it is asked for.
+        example: its batches and its loss.
+        world: of how many ranks, and hosts.
+
+    Raises:
+        UserError: the training cannot be rehearsed.
+    """
+    try:
+        return _rehearsed(blueprint, config, example, world)
+    except (RehearsalError, UntraceableError) as error:
+        raise UserError(f"--plan: {error}; leave out --plan to train all the same") from error
+
+
+def _rehearsed(
+    blueprint: Blueprint, config: TrainConfig, example: Example, world: World
+) -> ModelPlan:
+    device, machine = _machine_for(config, world)
+    settings = settings_for(config, example, world)
+    if machine is None and device.type != devices.CPU.type:
+        # No times are known, but the device is here: it says what is free.
+        own = devices.backends_for(device).rpartition(":")[2]
+        settings = replace(settings, backend=own)
+        available = Available(nbytes=devices.free_memory(device), source=devices.name(device))
+        return make_plan(blueprint, settings, None, available)
+    return make_plan(blueprint, settings, machine)
+
+
+def settings_for(config: TrainConfig, example: Example, world: World) -> Settings:
+    """Return what a training is, as a plan sees it."""
+    sharding = config.sharding
+    plan = resolve_sharding(sharding, world.size, world.hosts)
+    match config.optimizer:
+        case AdamWConfig():
+            optimizer = "adamw"
+        case SgdConfig(momentum=0):
+            optimizer = "sgd"
+        case SgdConfig():
+            optimizer = "sgd-momentum"
+    outer = 0
+    if config.diloco is not None:
+        outer = 3 if config.diloco.error_feedback else 2
+    return Settings(
+        mesh=WantedMesh(plan.names, plan.shape),
+        strategy=sharding.strategy,
+        batch_size=config.batch_size,
+        accumulate=config.accumulate,
+        seq_length=example.seq_length,
+        param_dtype=sharding.compute_dtype.value,
+        reduce_dtype=sharding.reduce_dtype.value,
+        shard_dtype=sharding.shard_dtype.value,
+        optimizer=optimizer,
+        clip_grad=config.optimizer.clip_grad,
+        checkpointing=Checkpointing(sharding.activation_checkpointing.value),
+        transport="auto" if sharding.transport is None else sharding.transport.value,
+        ranks_per_host=world.local_size,
+        compiled=Compiled.BLOCKS if sharding.compile else Compiled.NOTHING,
+        outer_states=outer,
+        batch=example.batch,
+        step=example.loss,
+    )
+
+
+def _machine_for(config: TrainConfig, world: World) -> tuple[torch.device, Machine | None]:
+    """Return the device that ranks will compute on, and the machine if its speed is known."""
+    kind = config.device
+    if kind == AUTO:
+        enough = devices.count() >= world.local_size
+        kind = devices.default_type() if enough else devices.CPU.type
+    if kind == devices.CPU.type:
+        return devices.CPU, find_machine(None, None, world.local_size, None, world.size)
+    device = torch.device(kind)
+    found = device_reported_as(devices.name(device))
+    name = None if found is None else found.name
+    return device, None if name is None else find_machine(name, None, world.local_size)
+
+
+def check_fits(plan: ModelPlan) -> None:
+    """Check that a training fits into the memory of its ranks.
+
+    Raises:
+        UserError: it does not; the message says what would.
+    """
+    if plan.fits is not False:
+        return
+    found: dict[Settings, ModelPlan] = {}
+
+    def fits(settings: Settings) -> bool:
+        # Two microbatches need as much memory as many.
+        few = replace(settings, accumulate=min(settings.accumulate, 2))
+        found[settings] = make_plan(plan.blueprint, few, None, plan.available)
+        return bool(found[settings].fits)
+
+    other = nearest(plan.settings, fits)
+    if other is None:
+        advice = "more ranks, or shorter sequences or smaller images"
+    else:
+        peak = binary_size(found[other].peak)
+        advice = f"{' '.join(_changes(plan.settings, other))}, which needs {peak}"
+    raise UserError(f"--plan: found {verdict(plan)}; expected {advice}")
+
+
+def _changes(before: Settings, after: Settings) -> Iterator[str]:
+    """The options that lead from one to another."""
+    if after.checkpointing is not before.checkpointing:
+        yield _FLAGS[after.checkpointing]
+    if after.strategy is not before.strategy:
+        yield f"--strategy {after.strategy.value}"
+    if after.batch_size != before.batch_size:
+        yield f"--batch-size {after.batch_size} --accumulate {after.accumulate}"
+
+
+@contextmanager
+def kept_for_the_run(plan: ModelPlan | None) -> Iterator[None]:
+    """Hand a plan to the rank that makes the folder of the run, in a file."""
+    if plan is None:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
+        path = Path(folder) / "plan.json"
+        path.write_text(json.dumps(plan.to_json()), encoding="utf-8")
+        if plan.step is not None:
+            text = json.dumps(prediction_to_json(plan.step))
+            path.with_name(PREDICTION).write_text(text, encoding="utf-8")
+        os.environ[PLAN_FILE] = str(path)
+        try:
+            yield
+        finally:
+            os.environ.pop(PLAN_FILE, None)

@@ -1,0 +1,165 @@
+"""``shardwise plan``: a table, JSON or a page; every mistake is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise import devices
+from shardwise.cli import run as cli_run
+from shardwise.cli.main import app
+from shardwise.recipes.core.recipe import PLAN_FILE
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
+
+_NETS = "tests.cli.test_plan"
+
+
+def build() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+
+
+def batch(count: int) -> torch.Tensor:
+    return torch.zeros(count, 4)
+
+
+def call(monkeypatch: Patch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["shardwise", "plan", *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as ended:
+        app()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("llama-80b", "MODEL: found llama-80b, expected llama-tiny"),
+        ("llama-80b", "did you mean llama-8b?"),
+        ("nowhere:build", "MODEL: found nowhere:build (No module named 'nowhere')"),
+        ("llama-tiny --mesh dp=2,tp", "--mesh: found 'tp' in 'dp=2,tp'"),
+        ("llama-tiny --mesh dp=200000", "--mesh: found dp=200000, 200,000 ranks, expected at most"),
+        ("llama-tiny --strategy hybrid", "--mesh: found dp=8 with strategy hybrid, expected the"),
+        ("llama-tiny --mesh dp=2,tp=3", "--mesh: found dp=2,tp=3, expected a tp that divides"),
+        ("llama-tiny --batch-size 0", "--batch-size: found 0, expected 1 or more"),
+        ("llama-tiny --seq-length 9999", "--seq-length: found 9,999, expected at most 1,024"),
+        ("llama-tiny --optimizer lion", "--optimizer: found lion, expected one of adamw"),
+        ("llama-tiny --optimizer nowhere:sgd", "--optimizer: found nowhere:sgd (No module named"),
+        ("llama-tiny --device h100 --transport shm", "--transport: found shm, expected auto"),
+        ("llama-tiny --device h1000", "--device: found h1000 (did you mean h100?), expected"),
+        ("llama-tiny --device h100 --link ib-4", "--link: found ib-4"),
+        ("llama-tiny --device-file no.toml", "no.toml"),
+        ("llama-tiny --fit much", "--fit: found much, expected a size such as 80GiB, or 'device'"),
+        (f"{_NETS}:build --batch {_NETS}:batch --device h100 --fit 99B", "--fit: nothing fits"),
+        (f"{_NETS}:build --batch {_NETS}:batch --fit 99B", "--fit: found no --device"),
+    ],
+)
+def test_mistakes_are_one_line(
+    monkeypatch: Patch, capsys: Capture, arguments: str, message: str
+) -> None:
+    assert call(monkeypatch, *arguments.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: ")
+    assert shown.err.count("\n") == 1
+    assert message in shown.err
+
+
+def test_json_is_one_object(monkeypatch: Patch, capsys: Capture) -> None:
+    words = "llama-tiny --mesh dp=4 --seq-length 16 --device h100 --link ib-200 --json"
+    assert call(monkeypatch, *words.split()) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("\n") == 1
+    found = json.loads(shown.out)
+    assert found["fits"] is True
+    assert found["ranks"][0]["ranks"] == 4
+    assert found["step"]["bytes_sent"]["dp"] > 0
+    assert set(found["step"]["parts"]) == {"compute", "exposed_communication", "optimizer", "host"}
+
+
+def test_a_table_is_for_people(monkeypatch: Patch, capsys: Capture) -> None:
+    assert call(monkeypatch, *["llama-tiny", "--mesh", "dp=2", "--seq-length", "16"]) == 0
+    shown = capsys.readouterr().out
+    assert "model      llama-tiny, 920,704 parameters" in shown
+    assert "peak: " in shown
+
+
+def test_a_model_in_code_is_found_in_the_current_folder(
+    monkeypatch: Patch, capsys: Capture, tmp_path: Path
+) -> None:
+    (tmp_path / "nets_of_a_user.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    return torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))\n"
+        "def batch(count):\n"
+        "    return torch.zeros(count, 4)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = "nets_of_a_user:build --batch nets_of_a_user:batch --mesh dp=2"
+    assert call(monkeypatch, *words.split()) == 0
+    assert "nets_of_a_user:build, 60 parameters" in capsys.readouterr().out
+
+
+def test_a_page_is_written(monkeypatch: Patch, capsys: Capture, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    words = f"llama-tiny --mesh dp=2 --seq-length 16 --html {page}"
+    assert call(monkeypatch, *words.split()) == 0
+    assert capsys.readouterr().out == ""
+    assert page.read_text().startswith("<!doctype html>")
+
+
+# -- before a training -----------------------------------------------------------------------------
+
+
+def _train(monkeypatch: Patch, launch: Callable[..., int]) -> int:
+    monkeypatch.setattr(cli_run, "run_here", launch)
+    monkeypatch.setattr(
+        sys, "argv", ["shardwise", "train", "lm", "--plan", "--nproc", "2", "--device", "cpu"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        app()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.mark.usefixtures("no_world")
+def test_a_training_says_first_what_it_needs_and_its_ranks_find_the_plan(
+    monkeypatch: Patch, capsys: Capture, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plans: list[dict[str, Any]] = []
+
+    def launch(*_: object) -> int:
+        plans.append(json.loads(Path(os.environ[PLAN_FILE]).read_text()))
+        return 0
+
+    assert _train(monkeypatch, launch) == 0
+    assert plans[0]["settings"]["mesh"] == {"dp_shard": 2}
+    assert "at the peak of a rank" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_world")
+def test_a_training_that_cannot_fit_is_not_started(
+    monkeypatch: Patch, capsys: Capture, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(devices, "free_memory", lambda device: 60 << 20)
+
+    def launch(*_: object) -> int:
+        raise AssertionError("it was started")
+
+    assert _train(monkeypatch, launch) == 2
+    shown = capsys.readouterr()
+    assert "does not fit" in shown.out
+    assert "error: --plan: found" in shown.err

@@ -1,0 +1,340 @@
+"""Random small trainings: what a rank really allocates and sends, and what its rehearsal says.
+
+:func:`counted` trains in real processes, and counts there what the runtime reports and what model
+and optimizer hold. :func:`planned` rehearses the same. Both return values to compare.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from shardwise import observe
+from shardwise._torch import dtensor
+from shardwise.frontends.blocks import shard_blocks
+from shardwise.frontends.strategies import TENSOR, Strategy, WantedMesh
+from shardwise.inspect.api import Blueprint, apply_tensor_parallelism
+from shardwise.observe import Activity, Memory, Wire
+from shardwise.planning.events import Start
+from shardwise.planning.memory import memory
+from shardwise.planning.rehearsal import rehearse
+from shardwise.planning.settings import DTYPES, Settings
+from shardwise.sharding.grad import clip_grad_norm_
+from shardwise.sharding.module import FSDPModule
+from shardwise.sharding.state import groups_of
+from tests.harness import run_ranks
+
+#: The kinds whose bytes must be equal.
+EXACT = (
+    Memory.PARAMETERS,
+    Memory.GRADIENTS,
+    Memory.OPTIMIZER,
+    Memory.FULL_PARAMETERS,
+    Memory.TRANSPORT,
+)
+
+
+_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training of a random model, drawn from a seed.
+
+    Attributes:
+        seed: of the model.
+        mesh: such as ``"dp=2,tp=2"``.
+        strategy: what is sharded.
+        transport: as for ``fully_shard``.
+        param_dtype: of forward and backward.
+        reduce_dtype: of reductions.
+        optimizer: by name.
+        accumulate: microbatches of a step.
+        reshard_after_forward: in place of what the strategy says.
+    """
+
+    seed: int
+    mesh: str
+    strategy: Strategy
+    transport: str
+    param_dtype: str | None
+    reduce_dtype: str | None
+    optimizer: str
+    accumulate: int
+    reshard_after_forward: bool | int | None = None
+
+    @classmethod
+    def draw(
+        cls, seed: int, world_size: int | None = None, transport: str | None = None
+    ) -> Training:
+        """Draw one, on 2 to 4 ranks."""
+        draw = random.Random(seed)
+        size = world_size or draw.choice([2, 3, 4])
+        flat = [Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.ZERO1, Strategy.NO_SHARD]
+        mesh, strategy = f"dp={size}", draw.choice(flat)
+        if size == 4:
+            kind = draw.choice(["flat", "hybrid", "tensor"])
+            if kind == "hybrid":
+                mesh = "dp_replicate=2,dp_shard=2"
+                strategy = draw.choice([Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2])
+            elif kind == "tensor":
+                mesh, strategy = "dp=2,tp=2", draw.choice(flat[:2])
+        reshard: int | None = None
+        if mesh == "dp=4" and strategy is Strategy.FULL_SHARD:
+            reshard = 2
+        return cls(
+            seed=seed,
+            mesh=mesh,
+            strategy=strategy,
+            transport=transport or draw.choice(["shm", "c10d", "collectives"]),
+            param_dtype=draw.choice([None, "bf16"]),
+            reduce_dtype=draw.choice([None, "fp32"]),
+            optimizer=draw.choice(["adamw", "sgd", "sgd-momentum"]),
+            accumulate=draw.choice([1, 1, 2]),
+            reshard_after_forward=reshard,
+        )
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return WantedMesh.parse(self.mesh).size
+
+    @property
+    def settings(self) -> Settings:
+        """The same, for a plan."""
+        width = self._width
+        return Settings(
+            mesh=WantedMesh.parse(self.mesh),
+            strategy=self.strategy,
+            batch_size=3,
+            accumulate=self.accumulate,
+            param_dtype=self.param_dtype,
+            reduce_dtype=self.reduce_dtype,
+            optimizer=self.optimizer,
+            reshard_after_forward=self.reshard_after_forward,
+            transport=self.transport,
+            batch=lambda size: torch.ones(size, width),
+        )
+
+    @property
+    def _width(self) -> int:
+        even = 2 if TENSOR in self.mesh else 1
+        return even * random.Random(f"width {self.seed}").choice([5, 48, 301])
+
+    def blueprint(self, device: str = "meta") -> Blueprint:
+        """Build the model: uneven, with tied, frozen and scalar parameters."""
+        draw = random.Random(f"model {self.seed}")
+        width = self._width
+        tensor_parallel = TENSOR in self.mesh
+        with torch.device(device):
+            hidden = [2 * draw.choice([7, 33, 700]) for _ in range(draw.choice([1, 2, 3]))]
+            blocks = [Block(width, each) for each in hidden]
+            model = nn.Sequential(*blocks, nn.Linear(width, draw.choice([1, 10, width])))
+        frozen, tied = draw.random() < 0.3, draw.random() < 0.3 and not tensor_parallel
+        if frozen:
+            blocks[0].first.requires_grad_(False)
+        if tied and len(blocks) > 1:
+            blocks[1].scale = blocks[0].scale
+        styles = {}
+        if tensor_parallel:
+            for i in range(len(blocks)):
+                styles[f"{i}.first"] = ColwiseParallel()
+                styles[f"{i}.second"] = RowwiseParallel()
+        by_columns = draw.random() < 0.3 and self.reshard_after_forward is None
+        return Blueprint(
+            f"model {self.seed}",
+            model,
+            blocks,
+            tensor_parallel=styles,
+            placement=columns if by_columns and not tensor_parallel else None,
+        )
+
+
+def columns(parameter: nn.Parameter) -> Shard | None:
+    """Cut matrices along their columns."""
+    return Shard(1) if parameter.ndim == 2 else None
+
+
+class Block(nn.Module):
+    """Two linear layers beside the input, and a scalar."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, hidden)
+        self.second = nn.Linear(hidden, width, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute."""
+        return x + self.second(torch.relu(self.first(x))) * self.scale
+
+
+@dataclass
+class Found:
+    """What one rank had and did in one step.
+
+    Attributes:
+        most: the most bytes of each kind at once.
+        sent: how often each collective was called, by what it was.
+    """
+
+    most: dict[Memory, int] = field(default_factory=dict)
+    sent: Counter[tuple[str, str, int, str, int, int, str]] = field(default_factory=Counter)
+
+
+def planned(training: Training, rank: int) -> Found:
+    """Rehearse a rank of a training."""
+    log = rehearse(training.blueprint(), training.settings, rank)
+    most = memory(log).most
+    sent = Counter(
+        (
+            each.activity.value,
+            each.dimension,
+            each.ranks,
+            each.group,
+            each.nbytes,
+            each.launches,
+            each.transport,
+        )
+        for each in log.events
+        if isinstance(each, Start) and each.dimension != TENSOR
+    )
+    return Found({kind: most.get(kind, 0) for kind in EXACT}, sent)
+
+
+def counted(training: Training) -> list[Found]:
+    """Train in real processes; return what each rank counted in its third step."""
+    found: list[Found] = run_ranks(count, training.world_size, training)
+    return found
+
+
+class Counts:
+    """An observer that counts."""
+
+    def __init__(self) -> None:
+        self.now: Counter[Memory] = Counter()
+        self.most: Counter[Memory] = Counter()
+        self.sent: Counter[tuple[str, str, int, str, int, int, str]] = Counter()
+        self._number = 0
+
+    def begin(self, activity: Activity, name: str, dimension: str, nbytes: int) -> int:
+        """Count nothing."""
+        return 1
+
+    def collective(
+        self, activity: Activity, name: str, wire: Wire, nbytes: int, launches: int
+    ) -> int:
+        """Count a collective of the runtime; those of tensor parallelism are torch's."""
+        if wire.dimension == TENSOR:
+            return 1
+        group = "" if name == "the root group" else name
+        key = (activity.value, wire.dimension, wire.ranks, group, nbytes, launches, wire.transport)
+        self.sent[key] += 1
+        return 1
+
+    def end(self, number: int) -> None:
+        """Count nothing."""
+
+    def memory(self, kind: Memory, name: str, nbytes: int) -> None:
+        """Count memory."""
+        self.now[kind] += nbytes
+        self.most[kind] = max(self.most[kind], self.now[kind])
+
+    def start(self) -> None:
+        """Count from here on."""
+        self.most = Counter(self.now)
+        self.sent.clear()
+
+
+def count(rank: int, world_size: int, training: Training) -> Found:
+    """Train on one rank, and count in the third step."""
+    torch.manual_seed(0)
+    counts = Counts()
+    with observe.observing(counts):
+        blueprint, settings = training.blueprint("cpu"), training.settings
+        model, blocks = blueprint.model, blueprint.blocks
+        world = settings.world
+        mesh = init_device_mesh("cpu", world.shape, mesh_dim_names=world.names)
+        plan = settings.sharding
+        if TENSOR in world.names:
+            apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
+        reshard = settings.reshard_after_forward
+        shard_blocks(
+            model,
+            blocks,
+            mesh=plan.sharding_mesh(mesh[plan.names] if TENSOR in world.names else mesh),
+            reshard_after_forward=plan.reshard_after_forward if reshard is None else reshard,
+            precision=MixedPrecisionPolicy(
+                param_dtype=_dtype(settings.param_dtype), reduce_dtype=_dtype(settings.reduce_dtype)
+            ),
+            placement=blueprint.placement,
+            transport=settings.transport,
+        )
+        trained = [each for each in model.parameters() if each.requires_grad]
+        optimizer = {
+            "adamw": lambda: torch.optim.AdamW(trained, fused=True),
+            "sgd": lambda: torch.optim.SGD(trained),
+            "sgd-momentum": lambda: torch.optim.SGD(trained, momentum=0.9),
+        }[training.optimizer]()
+        _step(model, settings, optimizer)
+        _report_gradients_early(model)
+        _step(model, settings, optimizer)
+        most: list[Counter[Memory]] = []
+        for _ in range(_STEPS):
+            counts.start()
+            _step(model, settings, optimizer)
+            most.append(counts.most)
+    # Gloo's threads hold what a collective has read a little longer, in some steps.
+    found = Found({kind: min(each[kind] for each in most) for kind in EXACT}, counts.sent)
+    found.most[Memory.PARAMETERS] = held_by(list(model.parameters()))
+    states = [each for state in optimizer.state.values() for each in state.values()]
+    found.most[Memory.OPTIMIZER] = held_by([s for s in states if isinstance(s, torch.Tensor)])
+    return found
+
+
+def held_by(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of the storages of some tensors, each counted once."""
+    storages = [storage for each in tensors for storage in dtensor.storages_of(each)]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+def _report_gradients_early(model: nn.Module) -> None:
+    """Report full gradients as autograd makes them: the runtime does when it takes them."""
+
+    def report(full: torch.Tensor) -> None:
+        assert full.grad is not None
+        observe.memory_of(Memory.GRADIENTS, "", dtensor.plain(full.grad))
+
+    for group in groups_of(model):
+        for param in group.params:
+            if param.full is not None and param.full.requires_grad:
+                param.full.register_post_accumulate_grad_hook(report)
+
+
+def _step(model: nn.Module, settings: Settings, optimizer: torch.optim.Optimizer) -> None:
+    """Take one step as trainings do."""
+    assert isinstance(model, FSDPModule)
+    assert settings.batch is not None
+    for micro in range(settings.accumulate):
+        if settings.accumulate > 1:
+            model.set_requires_gradient_sync(micro == settings.accumulate - 1)
+        loss = model(settings.batch(settings.batch_size)).float().mean()
+        (loss / settings.accumulate).backward()
+        del loss
+    if settings.clip_grad:
+        clip_grad_norm_(list(model.parameters()), settings.clip_grad)
+    optimizer.step()
+    model.zero_grad()
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, DTYPES[name])

@@ -1,0 +1,218 @@
+"""Plans of real models: what is asked for arrives in the rehearsal; mistakes are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+
+import shardwise
+from shardwise import devices
+from shardwise.frontends.strategies import MeshError, WantedMesh
+from shardwise.observe import Memory
+from shardwise.planning.api import (
+    find_machine,
+    kinds_of_ranks,
+    machine_in_words,
+    make_fit,
+    on_machine,
+)
+from shardwise.planning.machine import MachineError
+from shardwise.planning.models import find_model, of_module
+from shardwise.planning.report import Available
+from shardwise.planning.settings import Settings, SettingsError
+
+TINY: dict[str, Any] = {"seq_length": 16}
+
+
+class Perceptron(nn.Module):
+    """No model of transformers: equal layers, and a mean as loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def test_static_bytes_follow_from_the_shards() -> None:
+    plan = shardwise.plan("llama-tiny", mesh="dp=4", **TINY)
+    (rank,) = plan.ranks
+    per_rank = plan.numel * 4 / 4
+    assert rank.parameters == pytest.approx(per_rank, rel=1e-3)
+    assert rank.optimizer == pytest.approx(2 * per_rank, rel=1e-3)
+    assert rank.ranks == 4
+    assert sum(plan.to_json()["ranks"][0]["bytes"].values()) == plan.peak
+    assert plan.bytes_sent["dp"] > 2 * plan.numel * 4 * 3 / 4  # gathered twice, reduced once
+
+
+def test_any_module_is_planned_for_with_a_batch_of_its_own_and_stays_as_it_is() -> None:
+    model = Perceptron()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plan = shardwise.plan(
+        model,
+        mesh={"dp": 2},
+        strategy=ShardingStrategy.SHARD_GRAD_OP,
+        optimizer="sgd",
+        batch_size=3,
+        batch=lambda count: torch.zeros(count, 8),
+        step=lambda model, x: model(x).square().mean(),
+    )
+    assert plan.model == "Perceptron"
+    assert plan.ranks[0].optimizer == 0
+    assert type(model.layers[0]) is nn.Linear
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_known_device_gives_times_and_its_memory() -> None:
+    plan = shardwise.plan("llama-tiny", mesh="dp=16", device="h100", **TINY)
+    assert plan.step is not None
+    assert plan.step.tokens_per_second == pytest.approx(16 * 16 / plan.step.seconds)
+    assert plan.available is not None
+    assert plan.available.source == "h100"
+    assert plan.fits is True
+    assert plan.machine == "h100, nvlink4 inside 2 hosts of 8, ib-400 between"
+    assert plan.settings.backend == devices.NCCL.name
+
+
+def test_a_larger_batch_keeps_more_activations_and_checkpointing_fewer() -> None:
+    def activations(**values: Any) -> int:
+        (rank,) = shardwise.plan("llama-tiny", mesh="dp=2", seq_length=64, **values).ranks
+        return rank.most[Memory.ACTIVATIONS]
+
+    one, four = activations(), activations(batch_size=4)
+    assert four == pytest.approx(4 * one, rel=0.1)
+    assert activations(batch_size=4, activation_checkpointing="full") < four / 2
+
+
+def test_sequences_have_the_usual_length_unless_the_model_is_shorter() -> None:
+    assert shardwise.plan("llama-tiny", mesh="dp=1").settings.seq_length == 1024
+    with pytest.raises(SettingsError, match="at most 1,024, the positions of llama-tiny"):
+        shardwise.plan("llama-tiny", mesh="dp=1", seq_length=1025)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"mesh": "dp=2,tp=3"}, MeshError, "a tp that divides the 4 attention heads"),
+        ({"mesh": "pp=2"}, MeshError, "one of dp_replicate, dp"),
+        ({"strategy": "zero9"}, SettingsError, "strategy: found zero9, expected one of full"),
+        ({"param_dtype": torch.int8}, SettingsError, "param_dtype: found torch.int8"),
+        ({"activation_checkpointing": "some"}, SettingsError, "one of none, full, selective"),
+        ({"device": "h1000"}, MachineError, "h100"),
+        ({"device": "h100", "link": "carrier-pigeon"}, MachineError, "ib-400"),
+        ({"device": "h100", "device_file": "x.toml"}, MachineError, "one of the two"),
+    ],
+)
+def test_what_cannot_be_planned_for_is_refused(
+    values: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        shardwise.plan("llama-tiny", **{**TINY, **values})
+
+
+def test_without_tensor_parallel_styles_a_mesh_with_tp_is_refused() -> None:
+    with pytest.raises(MeshError, match="Perceptron, which has no tensor parallel plan"):
+        shardwise.plan(Perceptron(), mesh="dp=2,tp=2", batch=lambda count: torch.zeros(count, 8))
+
+
+def test_ranks_on_cpus_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "free_memory", lambda device: 12 << 20)
+    plan = shardwise.plan("llama-tiny", mesh="dp=3", **TINY)
+    assert plan.available == Available(nbytes=4 << 20, source="free on this host, over 3 ranks")
+    assert plan.fits is False
+
+
+def test_links_are_named_where_they_are_used() -> None:
+    machine = find_machine("a100", "ethernet-100", ranks_per_host=4)
+    assert machine is not None
+    words = {}
+    for mesh in ("dp=1", "dp=4", "dp=8"):
+        settings = on_machine(Settings(mesh=WantedMesh.parse(mesh)), machine)
+        words[mesh] = machine_in_words(machine, settings)
+    assert words == {
+        "dp=1": "a100",
+        "dp=4": "a100, nvlink3",
+        "dp=8": "a100, nvlink3 inside 2 hosts of 4, ethernet-100 between",
+    }
+
+
+def test_the_page_has_the_plan_and_the_layout(tmp_path: Path) -> None:
+    path = shardwise.plan("llama-tiny", mesh="dp=2", **TINY).to_html(tmp_path / "plan.html")
+    html = path.read_text()
+    assert "<h2>Plan</h2>" in html
+    assert "model.layers.0..3" in html
+    assert re.search(r"<title>llama-tiny on dp=2</title>", html)
+
+
+def test_the_fastest_that_fits_is_planned_in_full() -> None:
+    machine = find_machine("h100")
+    assert machine is not None
+    settings = Settings(mesh=WantedMesh.parse("dp=2"), seq_length=64)
+    available = Available(nbytes=120 << 20, source="--fit")
+    blueprint = replace(find_model("llama-tiny"), tensor_parallel={})
+    plan = make_fit(blueprint, settings, machine, available)
+    assert plan.fits
+    assert any(each.fits for each in plan.alternatives)
+    found = json.loads(json.dumps(plan.to_json()))
+    assert found["fits"] is True
+    assert found["alternatives"][0]["tokens_per_second"] > 0
+    assert "next to it" in str(plan)
+
+
+def test_many_ranks_on_cpus_are_rehearsed_with_plain_collectives() -> None:
+    def transport(mesh: str, device: str | None = None, asked: str = "auto") -> str:
+        settings = Settings(mesh=WantedMesh.parse(mesh), transport=asked)
+        machine = None if device is None else find_machine(device, None, None, None, 17)
+        return on_machine(settings, machine).transport
+
+    assert transport("dp=16") == "auto"
+    assert transport("dp=17") == "collectives"
+    assert transport("dp=17", asked="c10d") == "c10d"
+    assert transport("dp=17", device="h100") == "auto"
+    few = shardwise.plan(Perceptron(), mesh="dp=16", batch=lambda size: torch.ones(size, 8))
+    many = shardwise.plan(Perceptron(), mesh="dp=17", batch=lambda size: torch.ones(size, 8))
+    assert "Plain collectives" not in str(few)
+    assert "Plain collectives among 17 ranks on CPUs" in " ".join(str(many).split())
+
+
+def test_errors_after_a_plan_are_not_those_of_a_rank() -> None:
+    before = sys.excepthook
+    shardwise.plan("llama-tiny", mesh="dp=2", **TINY)
+    assert sys.excepthook is before
+
+
+def test_ranks_whose_shards_differ_are_kinds_of_their_own() -> None:
+    def plan(mesh: str, strategy: str) -> Any:
+        return shardwise.plan(
+            Perceptron(), mesh=mesh, strategy=strategy, batch=lambda size: torch.ones(size, 8)
+        )
+
+    even, uneven = plan("dp=4", "full"), plan("dp_replicate=2,dp_shard=3", "hybrid")
+    assert [rank.ranks for rank in even.ranks] == [4]
+    # 8 rows over 3 ranks are 3, 3 and 2; each of 3 layers has 8 weights and a bias in a row.
+    assert [(rank.ranks, rank.parameters) for rank in uneven.ranks] == [(4, 324), (2, 216)]
+    # Two states, and a count of steps for each of 6 parameters.
+    assert [rank.optimizer for rank in uneven.ranks] == [2 * 324 + 24, 2 * 216 + 24]
+    assert uneven.ranks[0].peak > uneven.ranks[1].peak
+    json_ranks = uneven.to_json()["ranks"]
+    assert [each["bytes"]["parameters"] for each in json_ranks] == [324, 216]
+
+
+def test_no_more_than_three_kinds_of_ranks_are_told_apart() -> None:
+    model = nn.ParameterList([torch.ones(rows, 2) for rows in (3, 5, 7, 11, 16)])
+    settings = Settings(mesh=WantedMesh.parse("dp=16"), batch=torch.ones)
+    kinds = kinds_of_ranks(of_module(model), settings)
+    assert kinds[0].first == 0
+    assert sum(kind.ranks for kind in kinds) == 16
+    assert len(kinds) == 3

@@ -1,0 +1,28 @@
+"""The bytes and collectives of a plan equal, to the byte, those of the same training on ranks.
+
+The models, meshes, dtypes and transports are random, from fixed seeds. ``make fuzz`` tries more.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.transport.shm import futex
+from tests.planning.counted import Training, counted, planned
+
+#: Between them every strategy, mesh, transport and dtype, and every kind of parameter.
+SEEDS = (2, 6, 8, 11, 20, 24, 28, 40, 42)
+
+
+def check(training: Training) -> None:
+    """Compare the plan of a training with what its ranks count."""
+    for rank, found in enumerate(counted(training)):
+        plan = planned(training, rank)
+        assert plan.most == found.most, f"bytes of rank {rank} in {training}"
+        assert plan.sent == found.sent, f"collectives of rank {rank} in {training}"
+
+
+@pytest.mark.skipif(not futex.is_available(), reason="shared memory is for Linux on x86-64")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_plan_is_exact(seed: int) -> None:
+    check(Training.draw(seed))

@@ -1,0 +1,25 @@
+"""Attention in a rehearsal: its operations, and no mask that a training would not make."""
+
+from __future__ import annotations
+
+from shardwise.frontends.strategies import WantedMesh
+from shardwise.planning.events import Op, Phase
+from shardwise.planning.models import find_model
+from shardwise.planning.rehearsal import rehearse
+from shardwise.planning.settings import Settings
+
+
+def test_attention_counts_and_is_causal() -> None:
+    settings = Settings(mesh=WantedMesh.parse("dp=2"), batch_size=2, seq_length=64)
+    log = rehearse(find_model("llama-tiny"), settings)
+    ops = [event for event in log.events if isinstance(event, Op)]
+    product = 2 * (2 * 64 * 128) * 64  # of batch, length and width, with all keys; 4 layers
+    done = {
+        phase: sum(op.flops for op in ops if op.phase is phase and "attention" in op.name)
+        for phase in Phase
+    }
+    assert done[Phase.FORWARD] == 4 * 2 * product // 2
+    assert done[Phase.BACKWARD] == 4 * 5 * product // 2
+    products = sum(op.flops for op in ops if op.name.startswith("aten.mm"))
+    assert log.flops == products + 4 * (2 + 4) * product
+    assert not any(op.dtype == "bool" and len(op.shapes[-1]) == 4 for op in ops), "a mask"

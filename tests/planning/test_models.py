@@ -1,0 +1,112 @@
+"""Models to plan for: by name, from files, from code, and any module."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.inspect.api import Blueprint
+from shardwise.planning.models import find_model, load_object, of_module
+from shardwise.planning.presets import LLAMAS, ModelError, find_settings
+
+
+def _numel(blueprint: Blueprint) -> int:
+    return sum(p.numel() for p in blueprint.model.parameters())
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def no_module() -> int:
+    return 3
+
+
+def failing() -> nn.Module:
+    raise RuntimeError("no such file")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama-8b", 8.03), ("llama-70b", 70.55), ("llama2-13b", 13.02), ("vit-huge", 0.632)],
+)
+def test_published_models_have_their_published_sizes(name: str, billions: float) -> None:
+    blueprint = find_model(name)
+    assert _numel(blueprint) / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert all(p.is_meta for p in blueprint.model.parameters())
+
+
+def test_a_small_llama_has_the_vocabulary_of_bytes() -> None:
+    blueprint = find_model("llama-tiny")
+    assert blueprint.model.get_input_embeddings().weight.shape == (264, 128)  # type: ignore[operator]
+    assert len(blueprint.blocks) == LLAMAS["llama-tiny"].layers
+    assert blueprint.heads["attention heads"] == 4
+    assert "model.layers.0.mlp.up_proj" in blueprint.tensor_parallel
+
+
+def test_a_function_in_code_is_a_model() -> None:
+    blueprint = find_model(f"{__name__}:two_layers")
+    assert _numel(blueprint) == 40
+    assert all(p.is_meta for p in blueprint.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("llama-70", "did you mean llama-70b?"),
+        ("no.such:model", "No module named 'no'"),
+        (f"{__name__}:nobody", "nobody"),
+        (f"{__name__}:no_module", "makes a int, expected an nn.Module"),
+        (f"{__name__}:failing", "raises RuntimeError: no such file"),
+        (f"{__name__}:", "expected package.module:name"),
+    ],
+)
+def test_a_model_that_is_not_there_is_named(name: str, message: str) -> None:
+    with pytest.raises(ModelError, match="expected") as raised:
+        find_model(name)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "no JSON"),
+        ("[1]", 'without "model_type"'),
+        ("{}", 'without "model_type"'),
+        ("[" * 50_000, "no JSON"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(content)
+    with pytest.raises(ModelError) as raised:
+        find_settings(str(file))
+    assert message in str(raised.value)
+
+
+def test_a_configuration_file_is_a_model(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"model_type": "gpt2", "n_layer": 3, "n_embd": 16, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert len(find_model(str(tmp_path)).blocks) == 3
+
+
+def test_any_module_is_sharded_by_its_repeated_blocks() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(
+            nn.Linear(8, 8), *(nn.TransformerEncoderLayer(8, 2) for _ in range(3))
+        )
+    blueprint = of_module(model)
+    assert blueprint.name == "Sequential"
+    assert list(blueprint.blocks) == list(model)[1:]
+    assert of_module(blueprint) is blueprint
+
+
+def test_an_object_inside_a_class_can_be_named() -> None:
+    assert load_object("torch.nn:Linear.forward") is nn.Linear.forward

@@ -1,0 +1,342 @@
+"""A rehearsed step, against arithmetic and against a step with values."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardwise.frontends.activation import checkpoint_module, keep_products
+from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.inspect.api import Blueprint
+from shardwise.observe import Memory
+from shardwise.planning.events import Change, Log, Mark, Op, Start, Wait
+from shardwise.planning.memory import memory
+from shardwise.planning.rehearsal import rehearse
+from shardwise.planning.settings import (
+    Checkpointing,
+    RehearsalError,
+    Settings,
+    SettingsError,
+    UntraceableError,
+)
+from tests.planning.profiled import allocated
+
+
+def _blueprint(width: int = 64, depth: int = 3) -> Blueprint:
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
+        return Blueprint("blocks", nn.Sequential(*blocks, nn.Linear(width, 4)), blocks)
+
+
+def _rehearse(mesh: str, width: int = 64, rank: int = 0) -> Log:
+    settings = Settings(
+        mesh=WantedMesh.parse(mesh),
+        batch_size=8,
+        transport="collectives",
+        batch=lambda size: torch.zeros(size, width),
+    )
+    return rehearse(_blueprint(width), settings, rank)
+
+
+def test_shards_and_optimizer_states_are_counted_to_the_byte() -> None:
+    per_block, rest = 64 * 64 + 64, 64 * 4 + 4
+    log = _rehearse("dp=2")
+    assert log.before[Memory.PARAMETERS] == (3 * per_block + rest) // 2 * 4
+    steps = 8 * 4  # AdamW counts the steps of each parameter in float32
+    assert log.before[Memory.OPTIMIZER] == 2 * log.before[Memory.PARAMETERS] + steps
+
+
+def test_what_a_step_allocates_is_freed_in_it() -> None:
+    log = _rehearse("dp=2")
+    changes = [event for event in log.events if isinstance(event, Change)]
+    for kind in (Memory.FULL_PARAMETERS, Memory.GRADIENTS, Memory.ACTIVATIONS, Memory.TRANSPORT):
+        assert sum(change.nbytes for change in changes if change.kind is kind) == 0, kind
+        assert any(change.kind is kind for change in changes)
+
+
+def test_the_last_ranks_hold_less_of_uneven_parameters() -> None:
+    first, last = (_rehearse("dp=3", width=7, rank=rank).before for rank in (0, 2))
+    assert last[Memory.PARAMETERS] < first[Memory.PARAMETERS]
+
+
+def test_collectives_are_waited_for_once() -> None:
+    log = _rehearse("dp=4")
+    starts = [event.number for event in log.events if isinstance(event, Start)]
+    waits = [event.number for event in log.events if isinstance(event, Wait)]
+    assert starts
+    assert sorted(starts) == sorted(waits)
+
+
+def test_products_are_counted_in_forward_and_twice_in_backward() -> None:
+    log = _rehearse("dp=2")
+    forward = 2 * 8 * (3 * 64 * 64 + 64 * 4)
+    first = 2 * 8 * 64 * 64  # the gradient of the input is not computed
+    assert log.flops == 3 * forward - first
+    assert sum(event.flops for event in log.events if isinstance(event, Op)) == log.flops
+
+
+def test_the_peak_is_named() -> None:
+    found = memory(_rehearse("dp=2"))
+    assert found.peak == sum(getattr(found, kind.value) for kind in Memory)
+    assert found.peak >= max(found.most.values())
+    assert "ward of " in found.peak_moment
+    assert any(isinstance(event, Mark) for event in _rehearse("dp=2").events)
+
+
+# -- against what torch's allocator reports of a step with values ----------------------------------
+
+
+def _llama() -> Blueprint:
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    return Blueprint("llama", model, list(model.model.layers))
+
+
+def _tokens(size: int) -> dict[str, torch.Tensor]:
+    tokens = torch.zeros(size, 64, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = model(**batch).loss
+    assert isinstance(loss, torch.Tensor)
+    return loss
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"strategy": Strategy.SHARD_GRAD_OP, "accumulate": 2},
+        {"param_dtype": "bf16"},
+        {"checkpointing": Checkpointing.FULL, "shard_dtype": "bf16"},
+        {"checkpointing": Checkpointing.SELECTIVE, "param_dtype": "bf16"},
+    ],
+    ids=["fp32", "accumulated", "bf16", "full", "selective"],
+)
+def test_allocates_what_a_step_with_values_allocates(given: dict[str, Any], tmp_path: Path) -> None:
+    settings = Settings(
+        mesh=WantedMesh.parse("dp=2"),
+        batch_size=4,
+        transport="collectives",
+        backend="fake",
+        clip_grad=0,
+        batch=_tokens,
+        step=_loss,
+        **given,
+    )
+    log = rehearse(_llama(), settings)
+
+    def prepare(model: nn.Module) -> None:
+        if settings.checkpointing is not Checkpointing.NONE:
+            selective = settings.checkpointing is Checkpointing.SELECTIVE
+            for block in model.model.layers:
+                checkpoint_module(block, context_fn=keep_products if selective else None)
+
+    found = allocated(_llama(), settings, prepare, tmp_path)
+    now = peak = 0
+    after_forward = None
+    for event in log.events:
+        if isinstance(event, Change):
+            if after_forward is None and event.moment.startswith("backward"):
+                after_forward = now
+            now += event.nbytes
+            peak = max(peak, now)
+    assert after_forward == pytest.approx(found.after_forward, rel=0.01)
+    assert peak == pytest.approx(found.peak, rel=0.03)
+
+
+# -- tensor parallelism, and modules that compute with values ------------------------------------
+
+
+def test_tensor_parallel_collectives_have_a_dimension_of_their_own() -> None:
+    model = _llama().model
+    blueprint = Blueprint(
+        "mlp",
+        model,
+        list(model.model.layers),
+        tensor_parallel={
+            f"model.layers.{i}.mlp.{name}": style()
+            for i in range(3)
+            for name, style in (
+                ("gate_proj", ColwiseParallel),
+                ("up_proj", ColwiseParallel),
+                ("down_proj", RowwiseParallel),
+            )
+        },
+    )
+    settings = Settings(mesh=WantedMesh.parse("dp=2,tp=2"), batch=_tokens, step=_loss)
+    log = rehearse(blueprint, settings)
+    sent = [event for event in log.events if isinstance(event, Start) and event.dimension == "tp"]
+    activations = 64 * 64 * 4  # tokens, width, bytes
+    # Forward reduces the output of each block, and backward the gradients of two inputs.
+    norm = 4
+    assert [event.nbytes for event in sent] == [activations] * 9 + [norm]
+    assert [event.group for event in sent[:3]] == [f"model.layers.{i}.mlp" for i in range(3)]
+    assert {event.ranks for event in sent} == {2}
+    whole = rehearse(_llama(), Settings(mesh=WantedMesh.parse("dp=2"), batch=_tokens, step=_loss))
+    mlp = 3 * 3 * 64 * 160 * 4
+    halved = whole.before[Memory.PARAMETERS] - mlp // 2 // 2
+    assert log.before[Memory.PARAMETERS] == halved
+
+
+class _Reading(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x[x > 0]
+        return x
+
+
+class _Waiting(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        while bool(x.sum() > 0):
+            pass
+        return x
+
+
+def _with(module: nn.Module) -> tuple[Blueprint, Settings]:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), module)
+    return Blueprint("values", model, []), Settings(
+        mesh=WantedMesh.parse("dp=2"), batch=lambda size: torch.zeros(size, 8), batch_size=4
+    )
+
+
+def test_a_module_that_reads_values_is_named_and_gets_the_largest_shape() -> None:
+    log = rehearse(*_with(_Reading()))
+    assert list(log.formulas) == ["1"]
+    assert any(
+        isinstance(event, Change) and event.module == "1" and event.nbytes == 4 * 8 * 4
+        for event in log.events
+    )
+
+
+def test_a_module_that_waits_for_a_value_is_refused_by_name() -> None:
+    with pytest.raises(UntraceableError, match=r"module '1': found aten._local_scalar_dense"):
+        rehearse(*_with(_Waiting()))
+
+
+def _small(**options: Any) -> Settings:
+    given: dict[str, Any] = {"batch": lambda size: torch.zeros(size, 4), **options}
+    return Settings(mesh=WantedMesh.parse("dp=2"), transport="collectives", **given)
+
+
+def _of(*modules: nn.Module) -> Blueprint:
+    return Blueprint("small", nn.Sequential(*modules), [])
+
+
+class _Raises(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise OSError("no such table")
+
+
+def test_an_error_of_the_model_names_the_module_and_keeps_its_cause() -> None:
+    model = _of(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), _Raises()))
+    with pytest.raises(
+        RehearsalError, match=r"forward of module 1\.1: found OSError: no such table"
+    ):
+        rehearse(model, _small())
+    assert rehearse(_of(nn.Linear(4, 4)), _small()).events  # nothing is left of the other
+
+
+def test_errors_outside_of_the_model_say_what_was_being_done() -> None:
+    lazy = pytest.raises(RehearsalError, match=r"copying the model: .* uninitialized parameter")
+    with lazy:
+        rehearse(_of(nn.LazyLinear(4)), _small())
+    with pytest.raises(RehearsalError, match=r"making a batch: found ZeroDivisionError"):
+        rehearse(_of(nn.Linear(4, 4)), _small(batch=lambda size: 1 // 0))
+    with pytest.raises(RehearsalError, match=r"a step of the optimizer: .* 'closure'"):
+        rehearse(_of(nn.Linear(4, 4)), _small(optimizer=torch.optim.LBFGS))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(RehearsalError, match=r"sharding the model: .* a factor of the 2 ranks"):
+        rehearse(Blueprint("two", model, [model[0]]), _small(reshard_after_forward=3))
+
+
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [
+        (lambda model, x: 5, "int"),
+        (lambda model, x: model(x), r"\(1, 4\) trained"),
+        (lambda model, x: x.sum(), r"\(\) that nothing trained went into"),
+    ],
+)
+def test_what_is_no_loss_is_refused(step: Any, found: str) -> None:
+    with pytest.raises(SettingsError, match=f"step: found .*{found}, expected a loss"):
+        rehearse(_of(nn.Linear(4, 4)), _small(step=step))
+
+
+def test_a_model_of_its_own_needs_a_function_that_makes_batches() -> None:
+    with pytest.raises(SettingsError, match="batch: found none, for a FSDPSequential"):
+        rehearse(_of(nn.Linear(4, 4)), _small(batch=None))
+
+
+def test_the_first_trained_tensor_of_an_output_stands_for_the_loss() -> None:
+    class Several(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"inputs": x, "all": (super().forward(x), 5)}
+
+    assert rehearse(Blueprint("several", Several(4, 4), []), _small()).flops > 0
+
+
+def test_a_rehearsal_and_modes_of_its_caller_do_not_change_each_other() -> None:
+    drawn = random.getstate()
+    expected = memory(rehearse(_of(nn.Linear(4, 4)), _small()))
+    assert random.getstate() == drawn
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.device("meta")):
+        with mode:
+            assert memory(rehearse(_of(nn.Linear(4, 4)), _small())) == expected
+
+
+def test_threads_take_turns() -> None:
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: memory(rehearse(_of(nn.Linear(4, 4)), _small())), range(3)))
+    assert found[0] == found[1] == found[2]
+
+
+def test_grouped_products_have_a_result_in_every_dtype() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, 16, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            offs = torch.full((2,), 4, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            return torch._grouped_mm(x, self.weight, offs=offs)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        made = Experts().to(dtype)
+        settings = _small(
+            batch_size=8, batch=lambda size, dtype=dtype: torch.zeros(size, 16, dtype=dtype)
+        )
+        log = rehearse(Blueprint("experts", made, []), settings)
+        named = [
+            event for event in log.events if isinstance(event, Op) and "_grouped_mm" in event.name
+        ]
+        assert {event.shapes[-1] for event in named} == {(8, 8), (2, 16, 8)}
+
+
+def test_every_collective_of_a_mesh_names_its_dimension() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    styles = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    settings = dataclasses.replace(_small(), mesh=WantedMesh.parse("dp=2,tp=2"))
+    log = rehearse(Blueprint("split", model, [], tensor_parallel=styles), settings)
+    named = {event.dimension for event in log.events if isinstance(event, Start)}
+    assert named == {"dp", "tp"}

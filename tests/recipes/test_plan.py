@@ -1,0 +1,133 @@
+"""``--plan`` rehearses what the recipe trains, and stops what cannot fit with what would."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise import devices
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import World
+from shardwise.frontends.strategies import Strategy
+from shardwise.planning.settings import Checkpointing
+from shardwise.recipes.catalog import RECIPES
+from shardwise.recipes.core.config import (
+    AdamWConfig,
+    DilocoConfig,
+    OutputConfig,
+    Precision,
+    SgdConfig,
+    ShardingConfig,
+    TrainConfig,
+)
+from shardwise.recipes.core.plan import check_fits, kept_for_the_run, plan_training, settings_for
+from shardwise.recipes.core.recipe import PLAN_FILE
+
+TWO = World(0, 2, 0, 2)
+MiB = 2**20
+
+
+def _config(recipe: str) -> Any:
+    config: Any = RECIPES[recipe].config
+    small = {"imagenet": {"model": "tiny", "image_size": 32}, "vit": {"layers": 2}}
+    train = replace(config.train, batch_size=2)
+    return replace(config, train=train, **small.get(recipe, {}))
+
+
+def _plan(recipe: str, **changes: Any) -> Any:
+    config = _config(recipe)
+    train = replace(config.train, **changes)
+    known = RECIPES[recipe]
+    return plan_training(known.blueprint(config), train, known.example(config), TWO)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_can_be_planned_for(recipe: str) -> None:
+    plan = _plan(recipe)
+    rank = plan.ranks[0]
+    assert rank.parameters >= plan.numel * 4 // 2
+    assert rank.activations > 0 or rank.most
+    assert plan.bytes_sent["dp_shard"] > 0
+    assert not plan.formulas
+
+
+def _train(optimizer: Any, **changes: Any) -> TrainConfig:
+    return TrainConfig(
+        steps=1, batch_size=1, optimizer=optimizer, output=OutputConfig(out=Path("out")), **changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        (_train(AdamWConfig(lr=1.0)), {"optimizer": "adamw", "clip_grad": 1.0, "outer_states": 0}),
+        (_train(SgdConfig(lr=1.0)), {"optimizer": "sgd-momentum", "clip_grad": 0.0}),
+        (_train(SgdConfig(lr=1.0, momentum=0.0)), {"optimizer": "sgd"}),
+        (
+            _train(
+                AdamWConfig(lr=1.0),
+                diloco=DilocoConfig(error_feedback=True),
+                sharding=ShardingConfig(strategy=Strategy.DILOCO, replicas=2),
+            ),
+            {"outer_states": 3},
+        ),
+        (
+            _train(AdamWConfig(lr=1.0), sharding=ShardingConfig(param_dtype=Precision.BF16)),
+            {"param_dtype": "bf16", "shard_dtype": "fp32"},
+        ),
+        (
+            _train(AdamWConfig(lr=1.0), sharding=ShardingConfig(strategy=Strategy.NO_SHARD)),
+            {"transport": "auto", "ranks_per_host": 2},
+        ),
+    ],
+)
+def test_settings_are_those_of_the_training(train: TrainConfig, expected: dict[str, Any]) -> None:
+    settings = settings_for(train, RECIPES["mnist"].example(RECIPES["mnist"].config), TWO)
+    assert {name: getattr(settings, name) for name in expected} == expected
+    assert settings.world.size == 2
+
+
+def test_the_outer_state_of_diloco_is_counted() -> None:
+    diloco = ShardingConfig(strategy=Strategy.DILOCO, replicas=2)
+    plain = _plan("lm", sharding=diloco)
+    outer = _plan("lm", sharding=diloco, diloco=DilocoConfig())
+    more = outer.ranks[0].optimizer - plain.ranks[0].optimizer
+    assert more == 2 * 4 * plain.numel
+
+
+def test_a_training_that_does_not_fit_is_told_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    roomy = _plan("lm")
+    assert roomy.settings.checkpointing is Checkpointing.NONE
+    two_ranks = 2 * (roomy.peak - MiB)
+    monkeypatch.setattr(devices, "free_memory", lambda device: two_ranks)
+    tight = _plan("lm")
+    assert tight.fits is False
+    with pytest.raises(UserError, match=r"does not fit, 1\.00 MiB too much.* expected --selective"):
+        check_fits(tight)
+    monkeypatch.setattr(devices, "free_memory", lambda device: 4096)
+    with pytest.raises(UserError, match="expected more ranks, or shorter sequences"):
+        check_fits(_plan("mnist", batch_size=1))
+
+
+def test_the_plan_is_handed_to_the_ranks_in_a_file() -> None:
+    plan = _plan("mnist")
+    with kept_for_the_run(plan):
+        path = Path(os.environ[PLAN_FILE])
+        assert json.loads(path.read_text()) == json.loads(json.dumps(plan.to_json()))
+    assert PLAN_FILE not in os.environ
+    assert not path.exists()
+
+
+def test_a_training_that_cannot_be_rehearsed_is_named_as_such() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        raise KeyError("labels")
+
+    config, recipe = _config("lm"), RECIPES["lm"]
+    example = replace(recipe.example(config), loss=loss)
+    with pytest.raises(UserError, match=r"(?s)--plan: .*labels.*; leave out --plan to train"):
+        plan_training(recipe.blueprint(config), config.train, example, TWO)
