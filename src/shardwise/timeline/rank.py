@@ -1,0 +1,266 @@
+"""What one rank did while it was recorded: a value, and its form in a file.
+
+All times are seconds on the clock that all ranks of the recording share; see ``clocks.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardwise.checkpoint.disk.strict import Fields, refuse
+from shardwise.observe import Activity, Memory
+
+#: Activities that are collectives.
+COLLECTIVES = frozenset({Activity.ALL_GATHER, Activity.REDUCE_SCATTER, Activity.ALL_REDUCE})
+
+_MOST = 1 << 24  # spans or changes in a file
+_PLACES = 7  # decimal places of a time: 0.1 microseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time.
+
+    Attributes:
+        activity: what it was.
+        name: of the group, such as ``"model.layers.3"``; for ``PEER``, the rank waited for.
+        begin: when it began on the host.
+        end: when it ended there; ``None`` if it never did.
+        dimension: the mesh dimension of a collective or a wait, else ``""``.
+        nbytes: what a collective moved, as :class:`~shardwise.observe.Observer` says.
+        thread: a small number for the thread that it ran in.
+        transport: of a collective, such as ``"shm"``, else ``""``.
+        launches: of a collective: how many calls of the wire it took.
+        members: of a collective: the ranks that took part.
+        device: when it began and ended on the device, if that was recorded.
+    """
+
+    activity: Activity
+    name: str
+    begin: float
+    end: float | None
+    dimension: str = ""
+    nbytes: int = 0
+    thread: int = 0
+    transport: str = ""
+    launches: int = 0
+    members: tuple[int, ...] = ()
+    device: tuple[float, float] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it took on the host; 0 if it never ended."""
+        return 0.0 if self.end is None else self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Memory grew, or shrank if ``nbytes`` is negative.
+
+    Attributes:
+        time: when.
+        kind: what the memory is for.
+        name: of the group, or of the parameter.
+        nbytes: by how much.
+    """
+
+    time: float
+    kind: Memory
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step of a rank.
+
+    Attributes:
+        number: which one; the same on every rank.
+        begin: when it began.
+        end: when it ended.
+    """
+
+    number: int
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimeline:
+    """What one rank did.
+
+    Attributes:
+        rank: the rank.
+        world_size: how many there were.
+        host: the name of its host.
+        device: what it computed on, such as ``"cpu"``.
+        begin: when the recording began.
+        end: when it ended.
+        spans: what took time, ordered by begin.
+        changes: of memory, in order.
+        held: bytes of each kind when the recording began, as far as that is known.
+        steps: in order.
+        dropped: how many of the oldest spans and changes were dropped, for lack of room.
+        error: the exception that ended the recording; ``""``: none.
+        uncertainty: seconds by which its clock may be off against that of rank 0.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    device: str
+    begin: float
+    end: float
+    spans: tuple[Span, ...]
+    changes: tuple[Change, ...] = ()
+    held: Mapping[Memory, int] = field(default_factory=dict)
+    steps: tuple[Step, ...] = ()
+    dropped: int = 0
+    error: str = ""
+    uncertainty: float = 0.0
+
+    def of(self, step: Step) -> list[Span]:
+        """Return the spans that overlap a step."""
+        return [
+            span
+            for span in self.spans
+            if span.begin < step.end and (span.end is None or span.end > step.begin)
+        ]
+
+    def reduced_to(self, steps: Iterable[int]) -> RankTimeline:
+        """Return only what belongs to some of the steps, by their numbers."""
+        wanted = set(steps)
+        kept = tuple(step for step in self.steps if step.number in wanted)
+
+        def within(begin: float, end: float) -> bool:
+            return any(begin < step.end and end > step.begin for step in kept)
+
+        return replace(
+            self,
+            steps=kept,
+            spans=tuple(s for s in self.spans if within(s.begin, s.end or self.end)),
+        )
+
+    # -- in a file --------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values. Names stand in one list, and spans in columns."""
+        names = _Names()
+        spans = [
+            [
+                names.number(span.activity.value),
+                names.number(span.name),
+                _round(span.begin),
+                None if span.end is None else _round(span.end),
+                names.number(span.dimension),
+                span.nbytes,
+                span.thread,
+                names.number(span.transport),
+                span.launches,
+                list(span.members),
+                None if span.device is None else [_round(time) for time in span.device],
+            ]
+            for span in self.spans
+        ]
+        changes = [
+            [_round(c.time), names.number(c.kind.value), names.number(c.name), c.nbytes]
+            for c in self.changes
+        ]
+        return {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "host": self.host,
+            "device": self.device,
+            "begin": _round(self.begin),
+            "end": _round(self.end),
+            "steps": [[s.number, _round(s.begin), _round(s.end)] for s in self.steps],
+            "spans": spans,
+            "changes": changes,
+            "held": {kind.value: nbytes for kind, nbytes in self.held.items()},
+            "dropped": self.dropped,
+            "error": self.error,
+            "uncertainty": self.uncertainty,
+            "names": names.all,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> RankTimeline:
+        """Read what :meth:`to_json` returned.
+
+        Args:
+            value: plain values, of a file that may be damaged.
+            where: the file, for errors.
+
+        Raises:
+            CheckpointError: they are something else.
+        """
+        fields = Fields(value, where)
+        rank = int(fields.number("rank"))
+        at = f"{where}, rank {rank}"
+        try:
+            names = [str(name) for name in value["names"]]
+            spans = tuple(_span(row, names) for row in value["spans"][:_MOST])
+            changes = tuple(
+                Change(float(time), Memory(names[kind]), names[name], int(nbytes))
+                for time, kind, name, nbytes in value["changes"][:_MOST]
+            )
+            return cls(
+                rank=rank,
+                world_size=int(value["world_size"]),
+                host=str(value["host"]),
+                device=str(value["device"]),
+                begin=float(value["begin"]),
+                end=float(value["end"]),
+                spans=spans,
+                changes=changes,
+                held={Memory(kind): int(nbytes) for kind, nbytes in value["held"].items()},
+                steps=tuple(Step(int(n), float(b), float(e)) for n, b, e in value["steps"]),
+                dropped=int(value["dropped"]),
+                error=str(value["error"]),
+                uncertainty=float(value["uncertainty"]),
+            )
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
+            refuse(at, "other values", "what a recording writes")
+
+
+class _Names:
+    """Names, each with a number."""
+
+    def __init__(self) -> None:
+        self.all: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, name: str) -> int:
+        found = self._numbers.get(name)
+        if found is None:
+            found = self._numbers[name] = len(self.all)
+            self.all.append(name)
+        return found
+
+
+def _round(time: float) -> float:
+    return round(time, _PLACES)
+
+
+def _span(row: Sequence[Any], names: Sequence[str]) -> Span:
+    activity, name, begin, end, dimension, nbytes, thread, transport, launches, members, on = row
+    return Span(
+        activity=Activity(names[activity]),
+        name=names[name],
+        begin=float(begin),
+        end=None if end is None else float(end),
+        dimension=names[dimension],
+        nbytes=int(nbytes),
+        thread=int(thread),
+        transport=names[transport],
+        launches=int(launches),
+        members=tuple(int(member) for member in members),
+        device=None if on is None else (float(on[0]), float(on[1])),
+    )
