@@ -1,0 +1,62 @@
+"""The page of a run, written into its folder: at the end of a session, or while it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+from shardwise.elastic.errors import say
+from shardwise.recipes.core.rundir import RunDir, write_text
+from shardwise.runs.page import Updates, page
+from shardwise.runs.snapshot import RunReader
+
+#: Seconds between two pages of a run that is under way, at least.
+SECONDS = 10.0
+#: Share of the time that goes into writing them, at most.
+SHARE = 0.005
+
+
+def write_report(files: RunDir) -> None:
+    """Write ``report.html``, by what the folder says now.
+
+    If it cannot be written, a line says so: it is no reason for a training to fail.
+    """
+    try:
+        _write(files, RunReader(files.root), Updates.NEVER)
+    except OSError as error:
+        say(f"warning    {files.report} cannot be written ({error.strerror})")
+
+
+@contextlib.contextmanager
+def report_under_way(files: RunDir) -> Iterator[None]:
+    """Write ``report.html`` every few seconds until the block ends, in a thread.
+
+    If it cannot be written, a line says so once, and the training goes on.
+    """
+    over = threading.Event()
+    thread = threading.Thread(target=_keep_writing, args=(files, over), name="shardwise-page")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _keep_writing(files: RunDir, over: threading.Event) -> None:
+    reader, pause = RunReader(files.root), 0.0
+    while not over.wait(pause):
+        began = time.thread_time()
+        try:
+            _write(files, reader, Updates.RELOAD)
+        except OSError as error:
+            say(f"warning    --page: {files.report} cannot be written ({error.strerror})")
+            return
+        pause = max(SECONDS, (time.thread_time() - began) / SHARE)
+
+
+def _write(files: RunDir, reader: RunReader, updates: Updates) -> None:
+    run = reader.read()
+    write_text(files.report, page(run["name"], [run], updates))

@@ -1,0 +1,116 @@
+"""Lines of numbers, such as ``metrics.jsonl``: what one says, and following a file that grows."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint.disk.files import open_file
+from shardwise.checkpoint.disk.strict import Fields, parse, refuse
+from shardwise.errors import CheckpointError
+
+MAX_LINE = 1 << 20  # bytes; whatever has more was not written by a training
+_CHUNK = 1 << 20  # bytes that are read at a time
+_REMEMBERED = 256  # bytes before the place that was read to, which tell whether the file was cut
+
+
+def parse_line(line: bytes, where: str) -> dict[str, Any]:
+    """Return what a line says: ``step``, and numbers or None by name.
+
+    Args:
+        line: the line.
+        where: the file and the number of the line, for errors.
+
+    Raises:
+        CheckpointError: it says something else.
+    """
+    if len(line) > MAX_LINE:
+        refuse(where, f"more than {MAX_LINE:,} bytes", "a line of numbers")
+    fields = Fields(parse(line, where), where)
+    fields.number("step")
+    for name, value in fields.all().items():
+        # An integer may be larger than any that arithmetic, and a picture, can go on with.
+        is_number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+        if value is not None and not is_number:
+            refuse(f"{where}, {name!r}", value, "a number")
+    return fields.all()
+
+
+def without_nan(value: Any) -> Any:
+    """Return plain values with None for NaN and infinities, which JSON cannot hold."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case Mapping():
+            return {name: without_nan(each) for name, each in value.items()}
+        case list() | tuple():
+            return [without_nan(each) for each in value]
+    return value
+
+
+class Follower:
+    """Reads what a file of lines gains, each line once.
+
+    A training that resumes cuts off the lines behind its checkpoint. So the last bytes that were
+    read are compared each time, and if they have changed, reading begins anew.
+
+    Args:
+        path: the file, which need not exist yet.
+        begin: called before the first line, and again if reading begins anew.
+        line: called with each line, without its end, and its number from 1.
+    """
+
+    def __init__(
+        self, path: Path, begin: Callable[[], object], line: Callable[[bytes, int], object]
+    ) -> None:
+        self._path = path
+        self._begin = begin
+        self._line = line
+        self._restart()
+
+    def _restart(self) -> None:
+        self._begin()
+        self._end = 0
+        self._number = 0
+        self._remembered = b""
+
+    def read(self) -> None:
+        """Read all complete lines that have come since the last call.
+
+        Raises:
+            CheckpointError: the file cannot be read, or is not a regular file.
+        """
+        if not os.path.lexists(self._path):
+            self._restart()
+            return
+        handle, size = open_file(self._path)
+        with os.fdopen(handle, "rb") as file:
+            try:
+                before = self._end - len(self._remembered)
+                file.seek(before)
+                if size < self._end or file.read(len(self._remembered)) != self._remembered:
+                    self._restart()
+                    file.seek(0)
+                self._read_lines(file)
+            except OSError as error:
+                raise CheckpointError(f"{self._path}: cannot be read ({error.strerror})") from None
+
+    def _read_lines(self, file: Any) -> None:
+        while line := file.readline(MAX_LINE + 1):
+            length = len(line)
+            while not line.endswith(b"\n"):  # too long, or not complete yet
+                rest = file.readline(_CHUNK)
+                if not rest:
+                    return
+                length += len(rest)
+                line = line[:MAX_LINE] + b"x" + rest[-1:]
+            self._number += 1
+            self._end += length
+            self._remembered = (self._remembered + line)[-_REMEMBERED:]
+            if length > MAX_LINE:
+                self._remembered = b""  # of such a line only the beginning was kept
+            self._line(line[:-1], self._number)

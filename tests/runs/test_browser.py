@@ -1,0 +1,155 @@
+"""Pages of runs in a real browser: no error on the console, and every chart has a curve.
+
+Skipped where there is no Chromium; ``.ci/run`` installs one if it can.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.runs.page import Updates, page
+from shardwise.runs.serve import Server
+from shardwise.runs.snapshot import RunReader
+from tests import chromium
+from tests.runs import folders
+
+pytestmark = pytest.mark.skipif(chromium.find() is None, reason="needs a Chromium")
+
+# By chart: the number of its pixels that have the color of a curve, and not of the grid.
+DRAWN = """Object.fromEntries([...document.querySelectorAll(".chart")].map(chart => {
+  const canvas = chart.querySelector("canvas");
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  let colored = 0;
+  for (let i = 0; i < pixels.length; i += 4) {
+    const [red, green, blue, alpha] = pixels.slice(i, i + 4);
+    if (alpha > 100 && Math.max(red, green, blue) - Math.min(red, green, blue) > 60) colored += 1;
+  }
+  return [chart.dataset.name, colored];
+}))"""
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[chromium.Tab]:
+    path = chromium.find()
+    assert path is not None
+    with chromium.browser(path) as opened:
+        yield opened
+
+
+def written(folder: Path, *roots: Path) -> str:
+    """Write a page of runs; return its address."""
+    file = folder / "page.html"
+    runs = [RunReader(root).read() for root in roots]
+    file.write_text(page("runs", runs, Updates.NEVER))
+    return file.as_uri()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_a_page_has_curves_no_errors_and_asks_for_nothing(
+    tab: chromium.Tab, tmp_path: Path, width: int, scheme: str
+) -> None:
+    address = written(tmp_path, folders.make(tmp_path / "lm"))
+    tab.open(address, width=width, scheme="dark" if scheme == "dark" else "light")
+    drawn = tab.run(DRAWN)
+    assert list(drawn) == ["loss", "lr", "grad_norm", "tokens_per_s", "memory_mib"]
+    assert all(colored > 100 for colored in drawn.values()), drawn
+    assert tab.run("document.documentElement.scrollWidth") <= width, "wider than the screen"
+    assert tab.errors() == []
+    assert tab.requests() == [address]
+
+
+def test_an_empty_chart_would_be_noticed(tab: chromium.Tab, tmp_path: Path) -> None:
+    root = folders.make(tmp_path / "lm")
+    (root / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": None, "lr": 1.0}) + "\n")
+    tab.open(written(tmp_path, root))
+    assert tab.run(DRAWN)["lr"] < 100
+
+
+def test_what_a_run_says_stays_text(tab: chromium.Tab, tmp_path: Path) -> None:
+    hostile = "</script><img src=x onerror=alert(1)><script>document.title='taken'</script>"
+    session = folders.session(command=hostile, status="failed", error=hostile, mesh={hostile: 1})
+    root = folders.make(
+        tmp_path / "<img src=x onerror=alert(1)>",
+        model={"name": hostile},
+        config={hostile: hostile, "__proto__": "x", "constructor": {"a": 1}},
+        sessions=[session],
+    )
+    (root / "sample.txt").write_text(hostile)
+    with (root / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 201, hostile: 1.0, "__proto__": 2.0}) + "\n")
+    tab.open(written(tmp_path, root))
+    assert tab.run("document.title") == "runs"
+    assert tab.run("document.images.length") == 0
+    assert hostile in tab.run("document.body.innerText")
+    assert tab.errors() == []
+
+
+def test_no_text_turns_around_what_follows_it(tab: chromium.Tab, tmp_path: Path) -> None:
+    root = folders.make(tmp_path / "lm", model={"name": "turned\u202earound"})
+    tab.open(written(tmp_path, root))
+    assert "turned\ufffdaround" in tab.run("document.body.innerText")
+
+
+def test_an_empty_folder_and_a_damaged_run_have_a_page(tab: chromium.Tab, tmp_path: Path) -> None:
+    empty, odd = tmp_path / "empty", tmp_path / "odd"
+    empty.mkdir()
+    folders.make(odd, sessions=[{"mesh": 3, "host": "x", "status": 7, "started": {}, "error": [1]}])
+    (odd / "plan.json").write_text('{"ranks": [null, {"peak": "x"}]}')
+    (odd / "metrics.jsonl").write_text('{"step": 1, "loss": 1e308}\n{"step": 2, "loss": -1e308}\n{')
+    for root in (empty, odd):
+        tab.open(written(tmp_path, root))
+        assert tab.run("document.querySelector('h1').textContent") == root.name
+        assert tab.errors() == []
+
+
+def test_an_open_page_follows_its_server(tab: chromium.Tab, tmp_path: Path) -> None:
+    root = folders.make(tmp_path / "lm", steps=3)
+    server = Server([root], "lm")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        tab.open(server.url)
+        assert tab.run("document.querySelector('.tile b').textContent") == "5.795"
+        with (root / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 4, "loss": 0.5, "accuracy": 0.25}) + "\n")
+        tab.wait("document.querySelector('.tile b').textContent === '0.5'")
+        tab.wait("document.querySelector('.chart[data-name=accuracy] canvas') !== null")
+        assert tab.errors() == []
+    finally:
+        server.shutdown()
+        thread.join()
+        server.close()
+
+
+def test_several_runs_share_charts_and_show_what_differs(tab: chromium.Tab, tmp_path: Path) -> None:
+    roots = [folders.make(tmp_path / name, config={"lr": name}) for name in ("one", "other")]
+    tab.open(written(tmp_path, *roots), width=390)
+    assert tab.run("document.documentElement.scrollWidth") <= 390
+    assert all(colored > 100 for colored in tab.run(DRAWN).values())
+    assert "1 of 1 settings differ" in tab.run("document.getElementById('config').innerText")
+    assert tab.errors() == []
+
+
+def test_a_page_inside_of_the_page_can_neither_run_a_script_of_its_own_nor_load(
+    tab: chromium.Tab, tmp_path: Path
+) -> None:
+    root = folders.make(tmp_path / "lm")
+    (root / "layout.html").write_text(
+        "<script>parent.postMessage('taken', '*')</script><img src='http://127.0.0.1:9/x'>"
+    )
+    address = written(tmp_path, root)
+    tab.open(address)
+    tab.run("window.heard = []; addEventListener('message', event => heard.push(event.data))")
+    loaded = (
+        "new Promise(done => { const page = document.querySelector('#frames details');"
+        "new MutationObserver(() => page.querySelector('iframe').onload = () => done(true))"
+        ".observe(page, {childList: true}); page.open = true; })"
+    )
+    assert tab.run(loaded)
+    assert tab.run("heard") == []
+    assert tab.requests() == [address]
