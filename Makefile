@@ -11,8 +11,8 @@ TITAN  := tests/ecosystem/torchtitan.txt
 
 # What you add to a command: make train ARGS="--steps 50", make test ARGS="-k layout"
 ARGS ?=
-# Tests at a time. Most wait a third of their time, so three suit two processors.
-WORKERS ?= 3
+# Tests at a time. Most wait for half of their time, so four suit two processors.
+WORKERS ?= 4
 
 .PHONY: help train test docs wheel matrix fuzz ecosystem check format bench gpu clean
 .DEFAULT_GOAL := help
@@ -37,9 +37,10 @@ wheel: $(DEV) ## build the wheel, and try it in an empty environment
 matrix: ## try all supported versions of Python and torch (an hour, 40 GB)
 	@$(PYTHON) tests/packaging/matrix.py $(ARGS)
 
-fuzz: $(DEV) ## damage a million checkpoints; run ten thousand random programs (hours)
+fuzz: $(DEV) ## damage checkpoints; run random programs; hold plans against trainings (hours)
 	@$(BIN)/python -m tests.fuzz.readers --mutants 1000000 --seed 1
 	@$(BIN)/python -m tests.fuzz.programs --programs 10000 --seed 1
+	@$(BIN)/python -m tests.fuzz.plans --trainings 500 --seed 1000
 
 ecosystem: ## run the tests with other people's programs, all of them, in .venv-ecosystem
 	@$(MAKE) --no-print-directory VENV=.venv-ecosystem .venv-ecosystem/.ready-ecosystem

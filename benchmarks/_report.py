@@ -16,6 +16,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,3 +130,21 @@ def save(path: Path, content: dict[str, Any]) -> None:
     draft = path.with_name(f"{path.name}.{os.getpid()}.part")
     draft.write_text(json.dumps(content, indent=1) + "\n")
     draft.replace(path)
+
+
+def announce() -> Console:
+    """Return a wide console on which the machine is the first line."""
+    console = wide_console()
+    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
+    return console
+
+
+def publish(
+    console: Console, content: dict[str, Any], tables: Sequence[Table], path: Path | None
+) -> None:
+    """Show the tables of a document and its command, and store the document if there is a path."""
+    for table in tables:
+        table.show(console)
+    console.print(content["command"], highlight=False, soft_wrap=True)
+    if path:
+        save(path, content)

@@ -34,7 +34,7 @@ from _checkpoint_tables import CONTENDERS, checkpoint_tables
 from _memory import peak_rss, reset_peak_rss, rss
 from _models import PRESETS, build, groups
 from _options import one_of, positive_int, positive_ints
-from _report import document, machine, machine_line, save, wide_console
+from _report import announce, document, publish
 from _worlds import World, stop_server
 
 
@@ -215,15 +215,10 @@ def _options() -> argparse.Namespace:
 
 def main() -> int:
     options = _options()
-    console = wide_console()
-    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
+    console = announce()
     cases = [play(ranks, params, options) for params in options.params for ranks in options.ranks]
     content = document("checkpoint", cases)
-    for table in checkpoint_tables(content):
-        table.show(console)
-    console.print(content["command"], highlight=False, soft_wrap=True)
-    if options.json:
-        save(options.json, content)
+    publish(console, content, checkpoint_tables(content), options.json)
     return 0
 
 

@@ -26,14 +26,14 @@ import torch.distributed as dist
 
 from _diloco_tables import SYNCHRONOUS, bytes_ratio, diloco_tables, loss_ratio
 from _options import positive_int
-from _report import document, machine, machine_line, save, wide_console
+from _report import announce, document, save
 from _wire import metered
 from _worlds import World, stop_server
 from shardwise import checkpoint, clip_grad_norm_
 from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
+from shardwise.elastic.world import World as Ranks
 from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
-from shardwise.launch.world import World as Ranks
-from shardwise.recipes.core.build import make_adamw, set_lr, shard, warmup_cosine
+from shardwise.recipes.core.build import learning_rate, make_adamw, set_lr, shard
 from shardwise.recipes.core.config import AdamWConfig, ShardingConfig, TransportName
 from shardwise.recipes.core.model import build, decoder_layers, initialize, next_token_loss
 from shardwise.recipes.core.progress import make_display
@@ -114,7 +114,7 @@ class DilocoWorker:
         shard(self._model, decoder_layers(self._model), sharding, place)
         initialize(self._model, settings.seed)
         config = AdamWConfig(lr=settings.lr)
-        self._schedule = warmup_cosine(config, settings.start + settings.steps)
+        self._schedule = learning_rate(config, settings.start + settings.steps)
         self._clip = config.clip_grad
         self._optimizer: torch.optim.Optimizer = make_adamw(self._model, config)
         self._group = mesh.get_group(REPLICATE)
@@ -267,8 +267,7 @@ def _options() -> argparse.Namespace:
 
 def main() -> int:
     options = _options()
-    console = wide_console()
-    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
+    console = announce()
     fields = [field.name for field in dataclasses.fields(Settings)]
     settings = Settings(**{name: getattr(options, name) for name in fields})
     case: dict[str, Any] = {"settings": dataclasses.asdict(settings), "contenders": {}}

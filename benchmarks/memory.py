@@ -38,7 +38,7 @@ from _memory import (
 from _memory_tables import memory_tables, too_high
 from _models import batches, build, groups
 from _options import cases, contender_env, parser
-from _report import document, machine, machine_line, save, wide_console
+from _report import announce, document, save
 from _worlds import World, stop_server
 
 WARMUP = 2  # steps: the first makes the optimizer's state
@@ -214,8 +214,7 @@ def _options() -> argparse.Namespace:
 
 def main() -> int:
     options = _options()
-    console = wide_console()
-    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
+    console = announce()
     measured: list[dict[str, Any]] = []
     for case in cases(options):
         measured.append(

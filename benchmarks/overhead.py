@@ -24,7 +24,7 @@ from torch import nn
 
 from _options import TRANSPORTS, contender_env, positive_int, positive_ints
 from _overhead_tables import overhead_tables
-from _report import document, machine, machine_line, save, wide_console
+from _report import announce, document, publish
 from _worlds import World, stop_server
 
 CONTENDERS = ("ours", "fsdp2", "floor")
@@ -131,14 +131,9 @@ def _options() -> argparse.Namespace:
 
 def main() -> int:
     options = _options()
-    console = wide_console()
-    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
+    console = announce()
     content = document("overhead", [play(ranks, options) for ranks in options.ranks])
-    for table in overhead_tables(content):
-        table.show(console)
-    console.print(content["command"], highlight=False, soft_wrap=True)
-    if options.json:
-        save(options.json, content)
+    publish(console, content, overhead_tables(content), options.json)
     return 0
 
 

@@ -27,13 +27,16 @@ from _checkpoint_stall_tables import stall_tables
 from _checkpoint_tables import checkpoint_tables
 from _diloco_tables import diloco_tables
 from _gpu_tables import gpu_tables
+from _loading_tables import loading_tables
 from _memory_tables import memory_tables
 from _overhead_tables import overhead_tables
+from _plan_memory_tables import plan_memory_tables
 from _report import ROOT, Table, machine_line
 from _scaling_tables import scaling_tables
 from _step_tables import step_tables
 from _strategies_tables import strategies_tables
 from _summary import draw, table
+from _timeline_tables import timeline_tables
 from _transport_tables import transport_tables
 from _vit_build_tables import vit_build_tables
 
@@ -47,11 +50,14 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "overhead": overhead_tables,
     "checkpoint": checkpoint_tables,
     "checkpoint_stall": stall_tables,
+    "loading": loading_tables,
     "scaling": scaling_tables,
     "vit_build": vit_build_tables,
     "diloco": diloco_tables,
     "strategies": strategies_tables,
     "gpu": gpu_tables,
+    "timeline": timeline_tables,
+    "plan_memory": plan_memory_tables,
 }
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL

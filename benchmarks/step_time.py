@@ -23,7 +23,7 @@ from rich.console import Console
 from _contenders import Case
 from _models import PRESETS
 from _options import cases, contender_env, parser, positive_int
-from _report import document, machine, machine_line, save, wide_console
+from _report import announce, document, save
 from _step_tables import disagreement, step_tables
 from _steps import StepWorker, transposed
 from _worlds import World, stop_server
@@ -149,8 +149,7 @@ def _options() -> argparse.Namespace:
 
 def main() -> int:
     options = _options()
-    console = wide_console()
-    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
+    console = announce()
     played: list[dict[str, Any]] = []
     for case in cases(options):
         played.append(Match(case, options, console).play())

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from _options import one_of, positive_int, positive_ints
-from _report import document, machine, machine_line, save, wide_console
+from _report import announce, document, save
 from _transport_tables import transport_tables
 from _worlds import World
 
@@ -185,8 +185,7 @@ def _options() -> argparse.Namespace:
 
 def main() -> int:
     options = _options()
-    console = wide_console()
-    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
+    console = announce()
     played: list[dict[str, Any]] = []
     for ranks in options.ranks:
         for case in _play(ranks, options):

@@ -28,12 +28,14 @@ from torch import nn
 
 from _memory import PROMPT_MALLOC, Formula, PssSampler, Trace, pss
 from _options import TRANSPORTS, positive_int
-from _report import document, machine, machine_line, save, wide_console
+from _report import announce, document, save
 from _vit_build_tables import too_high, vit_build_tables
 from _worlds import World as Processes
+from shardwise.elastic.world import World
 from shardwise.frontends.strategies import SHARD, WantedMesh
 from shardwise.inspect.api import Blueprint, plan
-from shardwise.launch.world import World
+from shardwise.planning.models import vit_placement
+from shardwise.planning.presets import VIT_PRESETS
 from shardwise.recipes.core.build import make_adamw
 from shardwise.recipes.core.config import (
     AdamWConfig,
@@ -44,7 +46,7 @@ from shardwise.recipes.core.config import (
     TransportName,
     resolve_sharding,
 )
-from shardwise.recipes.core.dry_run import STORED, Outlook
+from shardwise.recipes.core.dry_run import ITEMSIZE, Outlook
 from shardwise.recipes.core.model import (
     build_classifier,
     checkpoint_layers,
@@ -52,9 +54,8 @@ from shardwise.recipes.core.model import (
     initialize,
 )
 from shardwise.recipes.core.training import place_for
-from shardwise.recipes.vision.config import VIT_PRESETS
 from shardwise.recipes.vision.task import classification_loss
-from shardwise.recipes.vit import placement, shard_model
+from shardwise.recipes.vit import shard_model
 
 CLASSES = 1000
 STEPS = 2  # the first makes the optimizer's state
@@ -217,7 +218,7 @@ def predict(case: VitCase) -> dict[str, Any]:
     """The formulas, in bytes."""
     model = case.on_meta()
     units = decoder_layers(model) if case.nested else []
-    blueprint = Blueprint(case.model, model, units, placement=placement)
+    blueprint = Blueprint(case.model, model, units, placement=vit_placement)
     report = plan(blueprint, WantedMesh((SHARD,), (case.ranks,)))
     outlook = Outlook(report, resolve_sharding(case.sharding, case.ranks), case.sharding)
     layer = max(
@@ -232,7 +233,10 @@ def predict(case: VitCase) -> dict[str, Any]:
     return {
         "numel": report.numel,
         "whole": report.nbytes,
-        "build": {"shards": outlook.at_rest(0) // outlook.kept.copies, "layer": layer * STORED},
+        "build": {
+            "shards": outlook.at_rest(0) // outlook.kept.copies,
+            "layer": layer * ITEMSIZE[Precision.FP32],
+        },
         "step": asdict(step),
     }
 
@@ -307,8 +311,7 @@ def main() -> int:
         checkpointing=not options.no_checkpointing,
         transport=options.transport,
     )
-    console = wide_console()
-    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
+    console = announce()
     measured = [{**asdict(case), "formula": predict(case), "measured": measure(case)}]
     content = document("vit_build", measured)
     vit_build_tables(content)[-1].show(console)

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
-from shardwise.launch.rank import importing
+from shardwise.elastic.rank import importing
 from tests.harness import run_ranks
 from tests.threads import run_threads
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 
-from shardwise.launch.rank import importing
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as launchers set it, before they import torch
+from shardwise.elastic.rank import importing
 
 with importing():
     import pytest
@@ -16,6 +18,7 @@ with importing():
     import torch.distributed.tensor
     import transformers.models.llama.modeling_llama
 
+    import shardwise.elastic.agent
     import shardwise.sharding.api
     import shardwise.sharding.grad
     import shardwise.sharding.init

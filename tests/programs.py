@@ -22,14 +22,15 @@ import math
 import os
 import runpy
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import time
 import traceback
-import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
@@ -202,36 +203,52 @@ def _begin(
     enter: Callable[[], object] | None,
 ) -> None:
     """Become the program, in a process that the server has forked."""
-    from shardwise.launch import launcher
-
     ends.install()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    gc.unfreeze()
     if enter is not None:
         enter()
-    launcher.THIS_JOB = uuid.uuid4().hex  # which a process has for itself
-    subprocess.Popen = _Forking  # type: ignore[misc]
+    # In the class: modules that the server has imported hold it under names of their own.
+    subprocess.Popen._execute_child = _fork  # type: ignore[attr-defined]
     _become(words, env, str(folder))
 
 
-class _Forking(subprocess.Popen[Any]):
-    """Starts Python programs by forking this one, and other programs as ever."""
+_execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
-    def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:
-        preexec, close, keep, cwd, env, _, _, shell, *pipes = rest[:14]
-        words: list[Any] = [args] if isinstance(args, str | os.PathLike) else list(args)
-        if shell or preexec is not None or not close or words[0] != sys.executable:
-            super()._execute_child(args, executable, *rest)  # type: ignore[misc]
-            return
-        streams = pipes[0], pipes[3], pipes[5]
-        session = _Session.NEW if rest[19] else _Session.SAME
-        sys.stdout.flush()  # or the child would write it, too
-        sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            _be_child(words[1:], streams, keep, env, cwd, session)
-        self.pid = pid
-        self._child_created = True
-        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+def _fork(self: Any, args: Any, executable: Any, *rest: Any) -> None:
+    """Start a Python program by forking this one, and any other program as ever."""
+    preexec, close, keep, cwd, env, _, _, shell, *pipes = rest[:14]
+    words: list[Any] = [args] if isinstance(args, str | os.PathLike) else list(args)
+    if shell or preexec is not None or not close or words[0] != sys.executable:
+        _execute(self, args, executable, *rest)
+        return
+    streams = pipes[0], pipes[3], pipes[5]
+    session = _Session.NEW if rest[19] else _Session.SAME
+    sys.stdout.flush()  # or the child would write it, too
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _be_child(words[1:], streams, {*keep, *_inner_pipes(pipes)}, env, cwd, session)
+    self.pid = pid
+    self._child_created = True
+    self._close_pipe_fds(*pipes)
+
+
+def _inner_pipes(without: Sequence[int]) -> list[int]:
+    """Return the pipes whose ends are both in this process.
+
+    libuv, behind torch's store, has one. After every fork it closes the descriptors that the parent
+    had, which must be its own still.
+    """
+    ends: dict[int, list[int]] = {}
+    with contextlib.suppress(FileNotFoundError):  # not on Linux
+        for handle in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                found = os.fstat(handle)
+                if stat.S_ISFIFO(found.st_mode) and handle > 2 and handle not in without:
+                    ends.setdefault(found.st_ino, []).append(handle)
+    return [handle for each in ends.values() if len(each) > 1 for handle in each]
 
 
 class _Session(enum.Enum):
@@ -242,7 +259,7 @@ class _Session(enum.Enum):
 def _be_child(
     words: list[str],
     streams: Sequence[int],
-    keep: Sequence[int],
+    keep: Collection[int],
     env: Mapping[str, str] | None,
     cwd: str | None,
     session: _Session,
@@ -262,6 +279,10 @@ def _be_child(
                 signal.signal(number, signal.SIG_DFL)
         if session is _Session.NEW:
             os.setsid()
+        # What belongs to the parent is not the child's to close, or to delete at its end.
+        gc.freeze()
+        for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+            finalizer.atexit = False
         _become(words, dict(os.environ if env is None else env), cwd)
     except BaseException:
         traceback.print_exc()
@@ -282,7 +303,6 @@ def _become(words: list[str], env: dict[str, str], cwd: str | None) -> NoReturn:
         sys.stderr = open(2, "w", 1, closefd=False, errors="backslashreplace")  # noqa: SIM115
         sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
         _forget_helpers()
-        gc.unfreeze()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
         sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardwise import devices
-from shardwise.devices import GLOO, NCCL, Backend, Copy, backend_of, backends_for
+from shardwise.devices import GLOO, NCCL, Backend, Copy, Model, backend_of, backends_for
+from shardwise.elastic.world import World
 from shardwise.errors import CheckpointError
-from shardwise.launch.world import World
 from shardwise.recipes.core.checkpointing import _random_state, _set_random_state
 from shardwise.recipes.core.config import AUTO, OptionError
 from shardwise.recipes.core.training import _choose_device
@@ -212,3 +215,101 @@ def test_random_states_go_by_the_type_of_the_device(
     assert len(put) == 1, "a state of another type of device is left alone"
     with pytest.raises(CheckpointError, match="holds no random states"):
         _set_random_state(CUDA, {"random": {"rank0": {"cuda": torch.tensor([7])}}}, tmp_path)
+
+
+# -- what a host has ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file in which the kernel shows the version of the driver; there is none yet."""
+    path = tmp_path / "version"
+    for name in ("_NVIDIA", "_AMD"):
+        monkeypatch.setattr(devices, name, (path, getattr(devices, name)[1]))
+    return path
+
+
+NVIDIA = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"
+    "GCC version:  gcc version 12.2.0 (GCC)\n"
+)
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (root)\n"
+
+
+def test_a_host_without_accelerators_has_none_to_name(kernel: Path) -> None:
+    assert devices.models() == []
+    assert devices.versions() == {}
+    assert devices.why_none() == ""
+
+
+def test_accelerators_are_named_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Pretend(monkeypatch, "cuda", 2)
+    there.module.get_device_name = lambda device: f"card {device.index}"
+    there.module.get_device_properties = lambda device: types.SimpleNamespace(
+        total_memory=2**30 + device.index
+    )
+    assert devices.models() == [Model("card 0", 2**30), Model("card 1", 2**30 + 1)]
+    del there.module.get_device_properties, there.module.get_device_name
+    assert devices.models() == [Model("cuda", 0)] * 2
+
+
+@pytest.mark.parametrize(("text", "version"), [(NVIDIA, "535.129.03"), (OPEN, "580.95.05")])
+def test_the_kernel_tells_the_version_of_a_driver(kernel: Path, text: str, version: str) -> None:
+    kernel.write_text(text)
+    assert devices.versions() == {"driver": version}
+    kernel.write_text("something else")
+    assert devices.versions() == {}
+
+
+def test_versions_of_torchs_build_and_of_the_loaded_library(
+    monkeypatch: pytest.MonkeyPatch, kernel: Path
+) -> None:
+    kernel.write_text("6.12.12\n")
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    loaded = {"librccl.so.1": 22203}
+
+    class Library:
+        def __init__(self, name: str, mode: int) -> None:
+            assert mode & os.RTLD_NOLOAD, "what is not loaded is not to be loaded"
+            if name not in loaded:
+                raise OSError(f"{name}: cannot open shared object file")
+            self._code = loaded[name]
+
+        def ncclGetVersion(self, number: Any) -> int:  # noqa: N802 (its name)
+            number._obj.value = self._code
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    assert devices.versions() == {"driver": "6.12.12", "ROCm": "6.4.1", "RCCL": "2.22.3"}
+    del loaded["librccl.so.1"]
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    assert devices.versions()["NCCL"] == "2.27.5", "it is a part of torch"
+
+
+def test_a_device_may_tell_the_version_of_its_driver(
+    monkeypatch: pytest.MonkeyPatch, kernel: Path
+) -> None:
+    there = Pretend(monkeypatch, "xpu", 1)
+    told = types.SimpleNamespace(driver_version="1.6.33578", total_memory=1)
+    there.module.get_device_properties = lambda device: told
+    monkeypatch.setattr(torch.version, "xpu", "20250301")
+    assert devices.versions() == {"driver": "1.6.33578", "SYCL": "20250301"}
+
+
+def test_a_driver_that_torch_cannot_use_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, kernel: Path
+) -> None:
+    kernel.write_text(NVIDIA)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    expected = f"torch {torch.__version__} is built for CPUs, and the driver is 535.129.03"
+    assert devices.why_none() == expected
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old.\nPlease update it.")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert devices.why_none() == "The NVIDIA driver on your system is too old."
+    Pretend(monkeypatch, "cuda", 1)
+    assert devices.why_none() == "", "torch has found one"

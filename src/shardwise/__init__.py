@@ -26,14 +26,24 @@ if TYPE_CHECKING:
         StateDictType,
     )
 
-    from shardwise import checkpoint, diloco, wrap
+    from shardwise import checkpoint, diloco, timeline, wrap
     from shardwise._torch.fsdp import DataParallelMeshDims
     from shardwise.compat import patch_torch
-    from shardwise.errors import PeerLostError, RanksDivergedError, ShardwiseError
+    from shardwise.elastic.call import launch
+    from shardwise.elastic.stop import GracefulStop
+    from shardwise.errors import (
+        PeerLostError,
+        RankFailedError,
+        RanksDivergedError,
+        ShardwiseError,
+    )
     from shardwise.frontends.activation import checkpoint_module
     from shardwise.frontends.fsdp import FullyShardedDataParallel
     from shardwise.frontends.xla import XlaFullyShardedDataParallel
     from shardwise.inspect.api import inspect
+    from shardwise.planning.api import plan
+    from shardwise.pretrained.api import from_pretrained
+    from shardwise.pretrained.saving import save_pretrained
     from shardwise.sharding.api import fully_shard
     from shardwise.sharding.finalization import GradientReductionHandle
     from shardwise.sharding.grad import clip_grad_norm_
@@ -57,6 +67,7 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "GracefulStop",
     "GradientReductionHandle",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
@@ -66,6 +77,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "PeerLostError",
+    "RankFailedError",
     "RanksDivergedError",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -80,13 +92,18 @@ __all__ = [
     "checkpoint_module",
     "clip_grad_norm_",
     "diloco",
+    "from_pretrained",
     "fully_shard",
     "init_mesh",
     "inspect",
+    "launch",
     "materialize",
     "patch_torch",
+    "plan",
     "register_fsdp_forward_method",
+    "save_pretrained",
     "share_comm_ctx",
+    "timeline",
     "wrap",
 ]
 
@@ -99,6 +116,7 @@ _HOME = {
     "FullOptimStateDictConfig": "torch.distributed.fsdp",
     "FullStateDictConfig": "torch.distributed.fsdp",
     "FullyShardedDataParallel": "shardwise.frontends.fsdp",
+    "GracefulStop": "shardwise.elastic.stop",
     "GradientReductionHandle": "shardwise.sharding.finalization",
     "LocalOptimStateDictConfig": "torch.distributed.fsdp",
     "LocalStateDictConfig": "torch.distributed.fsdp",
@@ -108,6 +126,7 @@ _HOME = {
     "OptimStateDictConfig": "torch.distributed.fsdp",
     "OptimStateKeyType": "torch.distributed.fsdp",
     "PeerLostError": "shardwise.errors",
+    "RankFailedError": "shardwise.errors",
     "RanksDivergedError": "shardwise.errors",
     "ShardedOptimStateDictConfig": "torch.distributed.fsdp",
     "ShardedStateDictConfig": "torch.distributed.fsdp",
@@ -122,13 +141,18 @@ _HOME = {
     "checkpoint_module": "shardwise.frontends.activation",
     "clip_grad_norm_": "shardwise.sharding.grad",
     "diloco": "shardwise.diloco",
+    "from_pretrained": "shardwise.pretrained.api",
     "fully_shard": "shardwise.sharding.api",
     "init_mesh": "shardwise.sharding.mesh",
     "inspect": "shardwise.inspect",
+    "launch": "shardwise.elastic.call",
     "materialize": "shardwise.sharding.init",
     "patch_torch": "shardwise.compat",
+    "plan": "shardwise.planning.api",
     "register_fsdp_forward_method": "shardwise.sharding.module",
+    "save_pretrained": "shardwise.pretrained.saving",
     "share_comm_ctx": "shardwise.sharding.module",
+    "timeline": "shardwise.timeline",
     "wrap": "shardwise.wrap",
 }
 

@@ -3,6 +3,7 @@
     ShardwiseError (RuntimeError)
     ├── PeerLostError       a peer died, left or stalled: a collective could not finish
     ├── RanksDivergedError  ranks disagree about what they are about to do
+    ├── RankFailedError     a rank that this process launched was killed, or raised an error
     └── CheckpointError     a checkpoint is damaged, belongs to another model, or was not written
 
 Wrong use of the library raises a plain ``ValueError``, ``TypeError`` or ``NotImplementedError``,
@@ -43,6 +44,14 @@ def lost_peer_behind(error: BaseException) -> PeerLostError | None:
 
 class RanksDivergedError(ShardwiseError):
     """Ranks disagree: on the order of groups, on shapes or dtypes, or on the configuration."""
+
+
+class RankFailedError(ShardwiseError):
+    """A rank that :func:`shardwise.launch` started was killed, ended by itself, or raised an error.
+
+    An exception of the rank that can be pickled is raised itself, in place of this one. The message
+    names the rank, and shows its traceback or the last lines that it wrote.
+    """
 
 
 class CheckpointError(ShardwiseError):

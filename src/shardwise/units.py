@@ -13,6 +13,31 @@ def brief_size(nbytes: int) -> str:
     return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def binary_size(nbytes: float) -> str:
+    """Format a size in bytes with binary units and three digits or more: ``1.50 GiB``."""
+    size, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    if unit == "B":
+        return f"{nbytes:.0f} B"
+    return f"{size:,.{2 if abs(size) < 10 else 1}f} {unit}"
+
+
+def seconds(value: float) -> str:
+    """Format a duration with three digits: ``1.23 s``, ``45.6 ms``, ``789 us``."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if abs(value) * factor >= 1 or unit == "us":
+            break
+    return f"{value * factor:.{_digits(value * factor)}f} {unit}"
+
+
+def _digits(value: float) -> int:
+    """Return how many decimals make three digits."""
+    return 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+
+
 def printable(text: str, keep: str = "") -> str:
     """Replace the characters that could control a terminal, except those to ``keep``."""
     return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)

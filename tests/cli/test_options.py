@@ -17,7 +17,7 @@ from shardwise.cli import run as cli_run
 from shardwise.cli import train as cli_train
 from shardwise.cli.main import app
 from shardwise.cli.run import LaunchConfig
-from shardwise.launch.hosts import UNNUMBERED, Nodes, Terms
+from shardwise.elastic.hosts import UNNUMBERED, Nodes, Terms
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.job import Job
 from shardwise.recipes.core.rundir import RunDir, locked
@@ -300,10 +300,11 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
     arguments = (
         "--model llama-34m --data a.txt b.txt --data c.txt --steps 7 --batch-size 3 "
         "--accumulate 2 --lr 0.5 --beta2 0.5 --weight-decay 0 --warmup 1 --clip-grad 0 --seed 9 "
-        "--device cpu --strategy hybrid --replicas 2 --param-dtype bf16 --reduce-dtype bf16 "
+        "--schedule warmup-stable-decay --decay-steps 3 --min-lr 0 --device cpu --strategy "
+        "hybrid --replicas 2 --param-dtype bf16 --shard-dtype bf16 --reduce-dtype bf16 "
         "--activation-checkpointing --transport collectives --out here --checkpoint-every 5 "
-        "--keep-last 9 --async-checkpoint --eval-every 4 --tensorboard --overwrite --prompt x "
-        "--sample-tokens 3 --temperature 0"
+        "--keep-last 9 --async-checkpoint --eval-every 4 --keep-best --tensorboard --log "
+        "wandb,jsonl --overwrite --prompt x --sample-tokens 3 --temperature 0"
     )
     assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
     from shardwise.recipes.core.config import as_json, flatten
@@ -313,13 +314,18 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "prompt": "x", "sample_tokens": 3, "temperature": 0.0, "steps": 7, "epochs": None,
         "batch_size": 3,
         "accumulate": 2, "seed": 9, "device": "cpu", "lr": 0.5, "betas": [0.9, 0.5],
-        "weight_decay": 0.0, "warmup": 1, "clip_grad": 0.0, "strategy": "hybrid", "replicas": 2,
-        "mesh": None, "param_dtype": "bf16", "reduce_dtype": "bf16", "transport": "collectives",
-        "activation_checkpointing": True, "out": "here", "checkpoint_every": 5, "keep_last": 9,
-        "async_checkpoint": True, "eval_every": 4, "tensorboard": True,
+        "weight_decay": 0.0, "warmup": 1, "schedule": "warmup-stable-decay", "decay_steps": 3,
+        "min_lr": 0.0, "clip_grad": 0.0, "strategy": "hybrid", "replicas": 2,
+        "mesh": None, "param_dtype": "bf16", "shard_dtype": "bf16", "reduce_dtype": "bf16",
+        "transport": "collectives",
+        "activation_checkpointing": "full", "out": "here", "checkpoint_every": 5, "keep_last": 9,
+        "keep_best": True, "compile": False,
+        "async_checkpoint": True, "eval_every": 4, "tensorboard": True, "log": "wandb,jsonl",
         "existing": "overwrite",
         "diloco": None, "tokenizer": None, "streams": None, "shuffle_buffer": 0,
         "batch_tokens": None, "peak_flops": None, "peer_timeout": None, "over_hosts": False,
+        "pretrained": None, "chat": [], "packing": "packed", "eval_data": [],
+        "lora": None, "frozen": None, "merge": False, "page": False, "timeline": None,
     }  # fmt: skip
 
 
@@ -389,7 +395,7 @@ def test_options_for_images_become_a_configuration(monkeypatch: pytest.MonkeyPat
     first, second, default, third, huge = (flatten(as_json(job.config)) for job in jobs)
     asked = {
         "data_dir": "d", "epochs": 3, "steps": 9, "batch_size": 5, "eval_every": 7,
-        "activation_checkpointing": True,
+        "activation_checkpointing": "full",
     }  # fmt: skip
     assert first.items() >= asked.items()
     own: dict[str, object] = {"nested": True, "lr": 0.5, "warmup": 4, "weight_decay": 0.0}

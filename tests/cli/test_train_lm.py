@@ -164,6 +164,8 @@ def test_picture_sample_and_event_files_are_there(whole: Ended) -> None:
     run = whole.folder / "run"
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "run/loss.png" in whole.out
+    assert "run/report.html" in whole.out
+    assert '"state":"finished"' in (run / "report.html").read_text()
     sample = (run / "sample.txt").read_text()
     assert sample.startswith("gather")
     assert len(sample) > len("gather")
@@ -174,6 +176,12 @@ def test_picture_sample_and_event_files_are_there(whole: Ended) -> None:
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 9))
     assert [event.step for event in events.Scalars("validation_loss")] == [4, 8]
+
+
+def test_the_options_of_the_run_are_kept_in_a_file(whole: Ended) -> None:
+    lines = (whole.folder / "run" / "config.yaml").read_text().splitlines()
+    asked = {"data: [words.txt]", "accumulate: 2", "prompt: gather", "nproc: 2"}
+    assert asked <= set(lines)
 
 
 def test_checkpoints_are_those_of_the_last_steps(whole: Ended) -> None:
@@ -258,11 +266,39 @@ def test_killed_then_stopped_then_resumed_a_run_ends_as_if_undisturbed(
     assert sample == (whole.folder / "run" / "sample.txt").read_text()
 
 
-def test_under_torchrun_the_command_joins_the_world_that_is_there(
+# The command, but its second rank is killed, once, before step 6.
+DIES_ONCE = """
+import os, signal
+from pathlib import Path
+from shardwise.cli.main import app
+from shardwise.recipes.core.loop import Loop
+
+step, died = Loop._step, Path("died")
+
+def dies(self, position):
+    if position.step == 5 and os.environ["RANK"] == "1" and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, position)
+
+Loop._step = dies
+app()
+"""
+
+
+def test_under_torchrun_a_killed_rank_is_named_and_the_run_continues(
     folder: Path, whole: Ended
 ) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    ended = Ended.of(folder, start(folder, "--out", "run", launcher=torchrun))
+    """Ranks of both attempts join the world that is there, and never mistake one for the other."""
+    (folder / "dies_once.py").write_text(DIES_ONCE)
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1"
+    words = [*torchrun.split(), "dies_once.py", "train", "lm", *OPTIONS, "--out", "run"]
+    ended = Ended.of(folder, start_program(words, folder=folder, env=shell_environment()))
     assert ended.code == 0, ended.err
     assert "starting" not in ended.out
+    assert "failed (exitcode: -9) local_rank: 1" in ended.err
+    assert "[rank 0] shardwise.errors.PeerLostError: rank 0 lost rank 1" in ended.err
+    assert "Traceback" not in ended.err, "the rank that lost its peer is not the cause"
+    record = json.loads((folder / "run" / "run.json").read_text())
+    assert [session["from_step"] for session in record["sessions"]] == [0, 4]
     assert metrics(folder) == metrics(whole.folder)

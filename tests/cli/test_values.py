@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from shardwise.cli import main
 from shardwise.cli import run as cli_run
 from shardwise.cli.values import read_name, read_path, read_size
-from shardwise.launch.network import parse_endpoint
+from shardwise.elastic.network import parse_endpoint
 
 Capture = pytest.CaptureFixture[str]
 
@@ -45,6 +45,8 @@ checkpoint consolidate * out.safetensors
 checkpoint consolidate good.safetensors *
 checkpoint convert * out --to dcp
 checkpoint convert good.safetensors * --to dcp
+merge-lora * merged
+merge-lora good.safetensors *
 """.strip().splitlines()
 
 BAD = {

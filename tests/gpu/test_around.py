@@ -153,7 +153,7 @@ def test_a_recipe_resumes_with_the_random_numbers_of_the_device(
 
 
 def _train_recipe(rank: int, world_size: int, config: Any) -> str:
-    from shardwise.launch.world import World
+    from shardwise.elastic.world import World
     from tests.recipes.running import train_here
 
     world = World(rank, world_size, rank, world_size)

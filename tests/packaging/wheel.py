@@ -86,7 +86,12 @@ def build(folder: Path) -> Path:
     run(sys.executable, *PIP, "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
     (wheel,) = folder.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    expect("\n".join(names), "shardwise/py.typed")
+    ours = (
+        "shardwise/py.typed",
+        "shardwise/runs/page.js",
+        "shardwise/runs/uplot/uPlot.iife.min.js",
+    )
+    expect("\n".join(names), *ours, "licenses/src/shardwise/runs/uplot/LICENSE")
     outside = [name for name in names if not name.startswith(("shardwise/", "shardwise-"))]
     if outside:
         sys.exit(f"the wheel would install more than the package: {outside}")

@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 from matplotlib.figure import Figure
 
-from shardwise.launch.errors import Stopped
-from shardwise.launch.rank import StopSignals
-from shardwise.launch.world import World
+from shardwise.elastic.errors import Stopped
+from shardwise.elastic.rank import StopSignals
+from shardwise.elastic.world import World
 from shardwise.recipes.catalog import RECIPES
 from shardwise.recipes.core import plot
 from shardwise.recipes.core.begin import check_folder

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.launch.errors import UserError
-from shardwise.launch.world import JOB, PARENT_PID
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import JOB, PARENT_PID
 from shardwise.recipes.core.begin import (
     check_alike,
     check_extras,
@@ -19,7 +19,7 @@ from shardwise.recipes.core.begin import (
     require_installed,
 )
 from shardwise.recipes.core.checkpointing import Checkpoints
-from shardwise.recipes.core.config import Existing, OptionError, OutputConfig
+from shardwise.recipes.core.config import Existing, LogName, OptionError, OutputConfig
 from shardwise.recipes.core.journal import RunRecord
 from shardwise.recipes.core.rundir import RunDir
 
@@ -165,8 +165,8 @@ def test_packages_that_are_missing_are_named_with_what_installs_them() -> None:
 
 def test_tensorboard_is_needed_only_where_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name[0] in "tP" else 1)
-    check_extras(["json"], tensorboard=False)
+    check_extras(["json"], [LogName.JSONL])
     with pytest.raises(UserError, match="training needs tensorboard, which"):
-        check_extras(["json"], tensorboard=True)
+        check_extras(["json"], [LogName.TENSORBOARD])
     with pytest.raises(UserError, match="pip install pillow anywhere"):
-        check_extras(["PIL"], tensorboard=False)
+        check_extras(["PIL"])

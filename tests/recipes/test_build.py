@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from shardwise.recipes.core.build import count, make_adamw, make_sgd, set_lr, warmup_cosine
-from shardwise.recipes.core.config import AdamWConfig, SgdConfig
+from shardwise.recipes.core.build import count, learning_rate, make_adamw, make_sgd, set_lr
+from shardwise.recipes.core.config import AdamWConfig, ScheduleName, SgdConfig
 
 
 @pytest.fixture
@@ -61,13 +64,72 @@ def test_a_learning_rate_is_set_in_every_group(model: nn.Sequential) -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 
 
+def test_every_element_counts_once_whatever_its_shape(model: nn.Sequential) -> None:
+    assert count(model.parameters()) == 12 + 4 + 4 + 4 + 8 + 2
+    assert count([torch.zeros(()), torch.zeros(0, 5)]) == 1
+
+
+# -- the learning rate -----------------------------------------------------------------------------
+
+
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
+    lr = learning_rate(AdamWConfig(lr=1.0, warmup=10), 110)
+    rates = [lr(step) for step in range(1, 111)]
+    assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
+    assert rates[59] == pytest.approx(0.55)  # half way down: 0.1 + 0.9 / 2
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 5), (20, 1), (20, 2), (20, 5), (5, 5)])
+def test_short_runs_have_a_learning_rate_too(warmup: int, steps: int) -> None:
+    lr = learning_rate(AdamWConfig(lr=2.0, warmup=warmup), steps)
+    rates = [lr(step) for step in range(1, steps + 1)]
+    assert all(0 < rate <= 2.0 and math.isfinite(rate) for rate in rates)
+    assert max(rates) > 1.0 or warmup == 0
+
+
 def test_a_run_longer_than_planned_stays_at_the_lowest_rate() -> None:
     """``--steps`` may be lowered for a run that is resumed."""
-    lr = warmup_cosine(AdamWConfig(lr=1.0, warmup=0), 10)
+    lr = learning_rate(AdamWConfig(lr=1.0, warmup=0), 10)
     assert lr(10) == pytest.approx(0.1)
     assert lr(1000) == pytest.approx(0.1)
 
 
-def test_every_element_counts_once_whatever_its_shape(model: nn.Sequential) -> None:
-    assert count(model.parameters()) == 12 + 4 + 4 + 4 + 8 + 2
-    assert count([torch.zeros(()), torch.zeros(0, 5)]) == 1
+def rates(steps: int, **settings: Any) -> list[float]:
+    """The learning rates of all steps of a run with a peak of 1."""
+    lr = learning_rate(AdamWConfig(lr=1.0, **settings), steps)
+    return [lr(step) for step in range(1, steps + 1)]
+
+
+def test_a_line_falls_evenly_to_the_lowest_rate() -> None:
+    found = rates(30, warmup=10, schedule=ScheduleName.LINEAR, min_lr=0.0)
+    expected = [*(i / 10 for i in range(1, 11)), *(i / 20 for i in range(19, -1, -1))]
+    assert found == pytest.approx(expected)
+
+
+def test_a_constant_rate_stays_at_its_peak() -> None:
+    assert rates(8, warmup=2, schedule=ScheduleName.CONSTANT) == [0.5] + [1.0] * 7
+
+
+def test_a_stable_rate_decays_in_the_last_tenth_by_the_square_root() -> None:
+    found = rates(100, warmup=4, schedule=ScheduleName.WARMUP_STABLE_DECAY, min_lr=0.0)
+    assert found[3:90] == [1.0] * 87
+    assert found[90:] == pytest.approx([1 - math.sqrt(i / 10) for i in range(1, 11)])
+
+
+@pytest.mark.parametrize("schedule", [each for each in ScheduleName if each.value != "constant"])
+def test_any_decay_can_begin_late_and_a_longer_run_begins_it_later(schedule: ScheduleName) -> None:
+    settings = {"warmup": 2, "schedule": schedule, "decay_steps": 4, "min_lr": 0.25}
+    short, long = rates(10, **settings), rates(30, **settings)
+    assert short[:6] == long[:6], "a run that is resumed before its decay goes on as a longer one"
+    assert short[1:6] == [1.0] * 5
+    assert long[1:26] == [1.0] * 25
+    assert short[-4:] == pytest.approx(long[-4:])
+    assert short[-4] < 1.0
+    assert short[-1] == 0.25
+
+
+def test_a_decay_longer_than_the_run_begins_after_the_warmup() -> None:
+    linear = {"warmup": 2, "schedule": ScheduleName.LINEAR}
+    assert rates(6, decay_steps=99, **linear) == rates(6, **linear)

@@ -20,10 +20,10 @@ from shardwise import checkpoint
 from shardwise.checkpoint import CheckpointError, storage
 from shardwise.checkpoint.disk import commit
 from shardwise.checkpoint.disk.commit import steps
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import World
 from shardwise.errors import lost_peer_behind
 from shardwise.frontends.strategies import REPLICATE, SHARD
-from shardwise.launch.errors import UserError
-from shardwise.launch.world import World
 from shardwise.recipes.core.begin import newest_step
 from shardwise.recipes.core.checkpointing import Checkpoints, SaveError, on_rank_zero
 from shardwise.recipes.core.config import Existing, OptionError

@@ -12,15 +12,17 @@ import pytest
 
 from shardwise import checkpoint
 from shardwise.checkpoint.disk.commit import partial_of, step_folder
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
-from shardwise.launch.errors import UserError
-from shardwise.launch.world import World
+from shardwise.planning.presets import longest_sequence
 from shardwise.recipes.core.begin import check_folder, decided
 from shardwise.recipes.core.config import (
     AdamWConfig,
     Existing,
     OptionError,
     OutputConfig,
+    ScheduleName,
     ShardingConfig,
     TrainConfig,
     as_json,
@@ -34,7 +36,6 @@ from shardwise.recipes.core.rundir import REPLICAS, RunDir
 from shardwise.recipes.text.config import (
     PRESETS,
     LmConfig,
-    longest_sequence,
 )
 from tests.checkpoint.small import make
 from tests.recipes.small import small_config
@@ -79,6 +80,13 @@ def test_a_good_configuration_passes() -> None:
         ({"weight_decay": -1.0}, "--weight-decay: found -1.0"),
         ({"clip_grad": -1.0}, "--clip-grad: found -1.0"),
         ({"warmup": -1}, "--warmup: found -1"),
+        ({"decay_steps": 0}, "--decay-steps: found 0, expected 1 or more"),
+        ({"min_lr": 2e-3}, r"--min-lr: found 0.002, expected 0 to 0.001, the peak of --lr"),
+        ({"min_lr": float("nan")}, "--min-lr: found nan"),
+        (
+            {"schedule": ScheduleName.CONSTANT, "min_lr": 0.0},
+            "--min-lr: found 0.0, expected none with --schedule constant",
+        ),
         ({"checkpoint_every": -1}, "--checkpoint-every: found -1"),
         ({"keep_last": 0}, "--keep-last: found 0, expected 1 or more"),
         ({"eval_every": -1}, "--eval-every: found -1"),
@@ -167,7 +175,7 @@ def test_a_configuration_becomes_plain_json() -> None:
 def test_presets_have_the_size_in_their_name() -> None:
     # Without the vocabulary: attention and feed-forward of every layer.
     def millions(name: str) -> float:
-        p = PRESETS[name]
+        p = PRESETS[name].shape
         return p.layers * (4 * p.hidden**2 + 3 * p.hidden * p.intermediate) / 1e6
 
     assert millions("llama-34m") == pytest.approx(34, abs=1)

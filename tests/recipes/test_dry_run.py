@@ -16,7 +16,9 @@ from shardwise.recipes.core.config import (
     AdamWConfig,
     DilocoConfig,
     OutputConfig,
+    Precision,
     SgdConfig,
+    ShardingConfig,
     TrainConfig,
 )
 from shardwise.recipes.core.dry_run import AtRest, Outlook
@@ -53,19 +55,20 @@ def config(optimizer: Any, **changes: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize(
-    ("train", "copies"),
+    ("train", "copies", "outer"),
     [
-        (config(AdamWConfig(lr=1.0)), 4),
-        (config(SgdConfig(lr=1.0)), 3),
-        (config(SgdConfig(lr=1.0, momentum=0.0)), 2),
-        (config(AdamWConfig(lr=1.0), diloco=DilocoConfig()), 6),
-        (config(AdamWConfig(lr=1.0), diloco=DilocoConfig(error_feedback=True)), 7),
+        (config(AdamWConfig(lr=1.0)), 4, 0),
+        (config(SgdConfig(lr=1.0)), 3, 0),
+        (config(SgdConfig(lr=1.0, momentum=0.0)), 2, 0),
+        (config(AdamWConfig(lr=1.0), diloco=DilocoConfig()), 4, 2),
+        (config(AdamWConfig(lr=1.0), diloco=DilocoConfig(error_feedback=True)), 4, 3),
     ],
 )
 def test_what_is_kept_between_steps_follows_from_the_optimizer(
-    train: TrainConfig, copies: int
+    train: TrainConfig, copies: int, outer: int
 ) -> None:
-    assert AtRest.of(train).copies == copies
+    kept = AtRest.of(train)
+    assert (kept.copies, kept.outer) == (copies, outer)
 
 
 def test_bytes_at_rest_count_every_copy() -> None:
@@ -78,3 +81,31 @@ def test_bytes_at_rest_count_every_copy() -> None:
     sgd = dataclasses.replace(train, optimizer=SgdConfig(lr=1.0))
     outlook = Outlook.of(blueprint, sgd, 2)
     assert outlook.at_rest(0) + outlook.at_rest(1) == numel * 4 * 3
+
+
+def test_frozen_parameters_have_no_gradients_and_no_optimizer_state() -> None:
+    recipe = RECIPES["mnist"]
+    train = recipe.config.train
+    blueprint = recipe.blueprint(recipe.config)
+    full = Outlook.of(blueprint, train, 2).gradients
+    parameters = list(blueprint.model.parameters())
+    numel = sum(parameter.numel() for parameter in parameters)
+    parameters[0].requires_grad_(False)
+    trained = numel - parameters[0].numel()
+    outlook = Outlook.of(blueprint, train, 2)
+    found = outlook.at_rest(0) + outlook.at_rest(1)
+    assert found == pytest.approx((numel + 3 * trained) * 4, abs=2)
+    assert outlook.gradients == pytest.approx(full * trained / numel, abs=1)
+
+
+def test_shards_in_bf16_take_half_the_memory_and_the_outer_state_of_diloco_does_not() -> None:
+    recipe = RECIPES["lm"]
+    bf16 = ShardingConfig(shard_dtype=Precision.BF16)
+    halved = dataclasses.replace(recipe.config.train, sharding=bf16)
+    apart = dataclasses.replace(halved, diloco=DilocoConfig())
+    full, half, diloco = (
+        Outlook.of(recipe.blueprint(recipe.config), train, 2).at_rest(0)
+        for train in (recipe.config.train, halved, apart)
+    )
+    assert half * 2 == full
+    assert diloco == half + full // 4 * 2

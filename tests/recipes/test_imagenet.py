@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
-from shardwise.launch.errors import UserError
-from shardwise.launch.world import World
 from shardwise.recipes.core.begin import check_folder
-from shardwise.recipes.core.config import Existing, OptionError, Precision
+from shardwise.recipes.core.config import ActivationCheckpointing, Existing, OptionError, Precision
 from shardwise.recipes.core.journal import read_metrics
 from shardwise.recipes.vision.files import Lookup, find_images
 from shardwise.recipes.vision.images import Augment, FolderImages, center_box, random_box
@@ -31,11 +31,15 @@ def test_a_net_learns_however_it_is_sharded(ranks: Ranks, tmp_path: Path) -> Non
     plain = small_imagenet(tmp_path, "plain", epochs=3)
     variants: dict[str, dict[str, Any]] = {
         "grad-op": {"strategy": Strategy.SHARD_GRAD_OP},
-        "checkpointed": {"activation_checkpointing": True},
+        "checkpointed": {"activation_checkpointing": ActivationCheckpointing.FULL},
     }
     same = [small_imagenet(tmp_path, name, epochs=3, **v) for name, v in variants.items()]
     bf16 = small_imagenet(
-        tmp_path, "bf16", epochs=3, param_dtype=Precision.BF16, activation_checkpointing=True
+        tmp_path,
+        "bf16",
+        epochs=3,
+        param_dtype=Precision.BF16,
+        activation_checkpointing=ActivationCheckpointing.FULL,
     )
     fake = small_imagenet(tmp_path, "fake", data_dir=None, fake_data=True, steps=2)
     # A run that ends within an epoch, and goes on.

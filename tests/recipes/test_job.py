@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.launch.world import World
+from shardwise.elastic.world import World
 from shardwise.recipes.core import job as job_module
 from shardwise.recipes.core.config import (
     Existing,
@@ -236,9 +236,9 @@ def test_a_rank_trains_with_what_was_checked(
     monkeypatch.setattr(training, "train", lambda *given: calls.append(given))
     recipe = SimpleNamespace(assemble=lambda: "assemble")
     config = job_of(tmp_path).config
-    job = Job(recipe, config)  # type: ignore[arg-type]
+    job = Job(recipe, config, options="seed: 0")  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match=r"check\(\) comes first"):
         job.run(ALONE, None)  # type: ignore[arg-type]
     job.check(ALONE)
     job.run(ALONE, None)  # type: ignore[arg-type]
-    assert calls == [(Checked(config.train), "assemble", ALONE, None)]
+    assert calls == [(Checked(config.train), "assemble", ALONE, None, "seed: 0")]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.recipes.core.checkpointing import Best
 from shardwise.recipes.core.journal import (
     FileJournal,
     NoJournal,
@@ -22,11 +23,17 @@ from shardwise.recipes.core.journal import (
     surroundings,
 )
 from shardwise.recipes.core.rundir import RunDir
+from shardwise.recipes.core.sinks import TensorBoard
 
 
 def metrics(step: int, **changes: Any) -> StepMetrics:
     values = {"loss": 2.5, "grad_norm": 1.0, "lr": 0.1, "units_per_s": 64.0, "memory_mib": 9.0}
     return StepMetrics(step=step, eta_s=30.0, **{**values, **changes})
+
+
+def record_of(files: RunDir) -> RunRecord:
+    """A run that has just begun."""
+    return RunRecord(files, {}, {})
 
 
 class Events:
@@ -66,7 +73,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Events]:
 
 def test_steps_and_evaluations_are_lines_that_can_be_read_at_once(tmp_path: Path) -> None:
     files = RunDir(tmp_path)
-    journal = FileJournal(files, "images", 0, tensorboard=False)
+    journal = FileJournal(files, record_of(files), "images", 0)
     journal.step(metrics(1, epoch=0.5))
     journal.evaluated(1, {"validation_loss": 2.0, "accuracy": 0.25})
     step, evaluation = read_metrics(files.metrics)
@@ -82,7 +89,9 @@ def test_a_resumed_run_replaces_the_steps_behind_its_checkpoint(
 ) -> None:
     files = RunDir(tmp_path)
     for done, loss in ((0, 5.0), (2, 1.0)):
-        journal = FileJournal(files, "images", done, tensorboard=True)
+        journal = FileJournal(
+            files, record_of(files), "images", done, [TensorBoard(files.tensorboard, done)]
+        )
         for step in range(done + 1, 5):
             journal.step(metrics(step, loss=loss))
         journal.close()
@@ -92,7 +101,9 @@ def test_a_resumed_run_replaces_the_steps_behind_its_checkpoint(
 
 
 def test_tensorboard_gets_what_can_be_drawn(tmp_path: Path, events: list[Events]) -> None:
-    journal = FileJournal(RunDir(tmp_path), "tokens", 0, tensorboard=True)
+    files = RunDir(tmp_path)
+    sinks = [TensorBoard(files.tensorboard, 0)]
+    journal = FileJournal(files, record_of(files), "tokens", 0, sinks)
     journal.step(metrics(7, mfu=0.5))
     journal.evaluated(7, {"validation_loss": 2.0})
     journal.saved()
@@ -112,12 +123,25 @@ def test_metrics_are_on_disk_before_a_checkpoint_counts(
 ) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
-    journal = FileJournal(RunDir(tmp_path), "tokens", 0, tensorboard=False)
+    files = RunDir(tmp_path)
+    journal = FileJournal(files, record_of(files), "tokens", 0)
+    synced.clear()
     journal.step(metrics(1))
     assert synced == [], "a step does not wait for the disk"
     journal.saved()
     assert synced == [RunDir(tmp_path).metrics.stat().st_ino]
     journal.close()
+
+
+def test_the_best_checkpoint_is_named_and_stays_named(tmp_path: Path) -> None:
+    files = RunDir(tmp_path)
+    record = record_of(files)
+    journal = FileJournal(files, record, "tokens", 0)
+    journal.best(Best(4, 2.5))
+    journal.best(Best(6, 1.5))
+    journal.close()
+    record.end("finished")
+    assert files.read()["best"] == {"step": 6, "validation_loss": 1.5}
 
 
 def test_other_ranks_record_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,12 +150,14 @@ def test_other_ranks_record_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     journal.step(metrics(1))
     journal.evaluated(1, {"validation_loss": 2.0})
     journal.saved()
+    journal.best(Best(1, 2.0))
+    journal.failed(ValueError("it diverged"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_curve_is_drawn_from_what_was_recorded(tmp_path: Path) -> None:
     files = RunDir(tmp_path)
-    journal = FileJournal(files, "tokens", 0, tensorboard=False)
+    journal = FileJournal(files, record_of(files), "tokens", 0)
     journal.step(metrics(1))
     journal.step(metrics(2, loss=math.nan))
     journal.close()
@@ -140,6 +166,18 @@ def test_the_curve_is_drawn_from_what_was_recorded(tmp_path: Path) -> None:
 
 
 # -- run.json --------------------------------------------------------------------------------------
+
+
+def test_a_session_names_who_was_lost_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = RunDir(tmp_path)
+    RunRecord(files, {}, {})
+    monkeypatch.setenv("SHARDWISE_LOST", "rank 1 was killed by SIGKILL")
+    RunRecord(files, {}, {})
+    first, second = files.read()["sessions"]
+    assert "lost" not in first
+    assert second["lost"] == "rank 1 was killed by SIGKILL"
 
 
 def test_every_start_is_a_session_and_the_facts_are_those_of_the_last(tmp_path: Path) -> None:

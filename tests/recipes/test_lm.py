@@ -7,6 +7,8 @@ the command line itself is tested in tests/cli.
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import os
 import resource
 import shutil
@@ -19,18 +21,21 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.ranks.saving import Saving
+from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
-from shardwise.launch.world import World
 from shardwise.recipes import lm
 from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.checkpointing import Checkpoints
-from shardwise.recipes.core.config import Existing, OptionError, Precision
+from shardwise.recipes.core.config import ActivationCheckpointing, Existing, OptionError, Precision
 from shardwise.recipes.core.journal import read_metrics
+from shardwise.recipes.core.loop import Loop
+from shardwise.recipes.core.position import Position
 from shardwise.recipes.core.training import place_for
-from shardwise.recipes.lm import sample_tokens
 from shardwise.recipes.text import batches
 from shardwise.recipes.text.config import LmConfig
+from shardwise.recipes.text.generate import Sampling, generate_tokens
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import train, train_here, train_one
 from tests.recipes.small import losses, small_config, validation, write_model
@@ -62,7 +67,8 @@ def test_all_strategies_learn_the_same(ranks: Ranks, tmp_path: Path) -> None:
         s.value: {"strategy": s}
         for s in (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.ZERO1, Strategy.NO_SHARD)
     }
-    variants["checkpointing"] = {"activation_checkpointing": True}
+    for mode in (ActivationCheckpointing.FULL, ActivationCheckpointing.SELECTIVE):
+        variants[f"recompute-{mode.value}"] = {"activation_checkpointing": mode}
     configs = {
         name: small_config(tmp_path, name, model=model, accumulate=2, steps=3, **settings)
         for name, settings in variants.items()
@@ -105,6 +111,29 @@ def test_bf16_learns_nearly_the_same(ranks: Ranks, tmp_path: Path) -> None:
     assert losses(bf16) != losses(fp32)
     for found, expected in zip(losses(bf16), losses(fp32), strict=True):
         assert found[1] == pytest.approx(expected[1], rel=2e-2)
+
+
+def test_all_in_bf16_is_kept_saved_and_resumed_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
+    model = str(write_model(tmp_path, attention_dropout=0.0))
+    settings: dict[str, Any] = {"model": model, "shard_dtype": Precision.BF16, "steps": 4}
+    fp32 = small_config(tmp_path, "fp32", model=model, steps=4)
+    whole = small_config(tmp_path, "whole", checkpoint_every=2, **settings)
+    ranks(train, 2, fp32, whole)
+    for found, expected in zip(losses(whole), losses(fp32), strict=True):
+        assert found[1] == pytest.approx(expected[1], rel=3e-2)
+    assert losses(whole) != losses(fp32)
+    manifest = read_manifest(Checkpoints(whole.files.checkpoints).path(4))
+    kept = {each.dtype for each in manifest.tensors if each.shape}
+    assert kept == {"BF16", "U8"}, "U8: the states of random generators"
+    assert json.loads(whole.files.model_config.read_text())["dtype"] == "bfloat16"
+    again = small_config(tmp_path, "again", existing=Existing.RESUME, **settings)
+    shutil.copytree(whole.train.output.out, again.train.output.out)
+    shutil.rmtree(again.files.checkpoints / "step-00000004")
+    ranks(train, 2, again)
+    assert losses(again) == losses(whole)
+    other = small_config(tmp_path, "again", model=model, steps=5, existing=Existing.RESUME)
+    with pytest.raises(OptionError, match="--shard-dtype: found fp32, expected bf16, as the run"):
+        check_folder(other.check(World(0, 2, 0, 2)))
 
 
 def test_the_loss_falls(ranks: Ranks, tmp_path: Path) -> None:
@@ -260,6 +289,45 @@ def test_only_the_last_checkpoints_are_kept(ranks: Ranks, tmp_path: Path) -> Non
     ranks(train, 2, *configs)
     for config in configs:
         assert sorted(os.listdir(config.files.checkpoints)) == ["step-00000004", "step-00000005"]
+
+
+def train_with_losses(rank: int, world_size: int, config: LmConfig, told: dict[int, float]) -> str:
+    """Train; evaluations find other losses than they would, by the number of steps before."""
+    loss = batches.ValidationLoss.__call__
+
+    def scripted(self: batches.ValidationLoss) -> dict[str, float]:
+        loss(self)
+        done = Loop.newest  # type: ignore[attr-defined]
+        return {"validation_loss": told[done]}
+
+    evaluate = Loop._evaluate
+
+    def noting(self: Loop, position: Position) -> dict[str, float]:
+        Loop.newest = position.step  # type: ignore[attr-defined]
+        return evaluate(self, position)
+
+    batches.ValidationLoss.__call__ = scripted  # type: ignore[method-assign]
+    Loop._evaluate = noting  # type: ignore[method-assign]
+    return train_one(rank, world_size, config)
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_the_best_checkpoint_is_saved_and_kept(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    told = {1: 5.0, 2: 3.0, 3: 4.0, 4: math.nan, 5: 3.5, 6: 3.0, 7: 2.0, 8: 9.0, 9: 2.5}
+    settings: dict[str, Any] = {
+        "checkpoint_every": 4, "eval_every": 1, "keep_last": 1, "keep_best": True,
+        "async_checkpoint": how == "async",
+    }  # fmt: skip
+    first = small_config(tmp_path, steps=6, **settings)
+    assert ranks(train_with_losses, 2, first, told) == ["finished"] * 2
+    assert Checkpoints(first.files.checkpoints).steps() == [2, 6]
+    assert first.files.read()["best"] == {"step": 2, "validation_loss": 3.0}
+    # What it goes on from is the last, not the best; what was best before still is.
+    longer = small_config(tmp_path, steps=9, existing=Existing.RESUME, **settings)
+    assert ranks(train_with_losses, 2, longer, {**told, 7: 3.0}) == ["finished"] * 2
+    assert longer.files.read()["sessions"][-1]["from_step"] == 6
+    assert Checkpoints(longer.files.checkpoints).steps() == [9], "the last step was the best"
+    assert longer.files.read()["best"] == {"step": 9, "validation_loss": 2.5}
 
 
 def train_while_saving(rank: int, world_size: int, config: LmConfig) -> list[tuple[int, int]]:
@@ -491,15 +559,16 @@ def draw(rank: int, world_size: int, config: LmConfig, variants: Sequence[Any]) 
     place = place_for(config.train, world, torch.device("cpu"))
     task = lm.assemble(config.check(world), place)
     return [
-        sample_tokens(
-            task.model,
-            [1, 2, 3],
-            count,
-            vocab_size=256,
-            temperature=temperature,
-            window=window,
-            seed=seed,
-            device=place.device,
+        list(
+            generate_tokens(
+                task.module,
+                [1, 2, 3],
+                count,
+                Sampling(temperature=temperature, seed=seed),
+                vocab_size=256,
+                window=window,
+                device=place.device,
+            )
         )
         for count, temperature, seed, window in variants
     ]
@@ -538,17 +607,16 @@ def draw_with_and_without_cache(rank: int, world_size: int, config: LmConfig) ->
         for _ in range(20):
             logits = task.module(input_ids=torch.tensor([tokens])).logits[0, -1, :256]
             tokens.append(int(logits.argmax()))
-    cached = sample_tokens(
-        task.model,
+    cached = generate_tokens(
+        task.module,
         [1, 2, 3],
         20,
+        Sampling(temperature=0.0),
         vocab_size=256,
-        temperature=0.0,
         window=64,
-        seed=0,
         device=place.device,
     )
-    return tokens[3:], cached
+    return tokens[3:], list(cached)
 
 
 def test_remembering_changes_nothing_but_speed(ranks: Ranks, tmp_path: Path) -> None:

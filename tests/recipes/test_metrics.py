@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardwise.launch.errors import UserError
-from shardwise.recipes.core.build import warmup_cosine
-from shardwise.recipes.core.config import AdamWConfig
+from shardwise.elastic.errors import UserError
 from shardwise.recipes.core.journal import (
     MAX_LINE,
     MetricsFile,
@@ -239,26 +237,6 @@ def test_smoothing_keeps_the_level_and_does_not_lag() -> None:
     assert max(abs(value - 2.0) for value in smooth(noisy)[20:]) < 0.1
     falling = [10.0 - i / 10 for i in range(60)]
     assert smooth(falling)[:49] == pytest.approx(falling[:49])
-
-
-# -- the learning rate -----------------------------------------------------------------------------
-
-
-def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
-    lr = warmup_cosine(AdamWConfig(lr=1.0, warmup=10), 110)
-    rates = [lr(step) for step in range(1, 111)]
-    assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
-    assert rates[59] == pytest.approx(0.55)  # half way down: 0.1 + 0.9 / 2
-    assert rates[-1] == pytest.approx(0.1)
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-
-
-@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 5), (20, 1), (20, 2), (20, 5), (5, 5)])
-def test_short_runs_have_a_learning_rate_too(warmup: int, steps: int) -> None:
-    lr = warmup_cosine(AdamWConfig(lr=2.0, warmup=warmup), steps)
-    rates = [lr(step) for step in range(1, steps + 1)]
-    assert all(0 < rate <= 2.0 and math.isfinite(rate) for rate in rates)
-    assert max(rates) > 1.0 or warmup == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

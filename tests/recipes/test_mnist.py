@@ -15,11 +15,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
+from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
-from shardwise.launch.world import World
 from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.build import RunningStatistics
-from shardwise.recipes.core.config import Existing, OptionError, Precision
+from shardwise.recipes.core.config import ActivationCheckpointing, Existing, OptionError, Precision
 from shardwise.recipes.core.journal import read_metrics
 from shardwise.recipes.vision.config import MnistConfig
 from shardwise.recipes.vision.images import TrainingImages
@@ -63,7 +63,7 @@ def test_however_it_is_sharded_it_learns_the_same(ranks: Ranks, tmp_path: Path) 
     plain = small_mnist(tmp_path, "plain")
     variants = {
         "nested": {"nested": True},
-        "checkpointed": {"nested": True, "activation_checkpointing": True},
+        "checkpointed": {"nested": True, "activation_checkpointing": ActivationCheckpointing.FULL},
         "grad-op": {"nested": True, "strategy": Strategy.SHARD_GRAD_OP},
     }
     configs = [small_mnist(tmp_path, name, **changes) for name, changes in variants.items()]
@@ -72,7 +72,12 @@ def test_however_it_is_sharded_it_learns_the_same(ranks: Ranks, tmp_path: Path) 
         # AdamW rounds an element by its place in the tensor, and tensors are whole here.
         small_mnist(tmp_path, "no-shard", strategy=Strategy.NO_SHARD),
         small_mnist(tmp_path, "bf16", **bf16),
-        small_mnist(tmp_path, "bf16-checkpointed", activation_checkpointing=True, **bf16),
+        small_mnist(
+            tmp_path,
+            "bf16-checkpointed",
+            activation_checkpointing=ActivationCheckpointing.FULL,
+            **bf16,
+        ),
     ]
     ranks(train, 2, plain, *configs, *rounded)
     assert len(losses(plain)) == 7

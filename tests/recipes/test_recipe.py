@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -65,3 +66,9 @@ def test_what_builds_a_task_is_imported_when_it_is_asked_for(
     monkeypatch.setitem(sys.modules, "toy_recipe", module)  # type: ignore[arg-type]
     assert recipe.assemble() is module.assemble
     assert recipe.blueprint(config) == ("blueprint", config)
+
+
+def test_configurations_are_read_without_torch() -> None:
+    """So that ``--help`` and mistakes are shown at once."""
+    code = "import sys, shardwise.recipes.catalog; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

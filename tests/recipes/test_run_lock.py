@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import signal
 import socket
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.rank import StopSignals
-from shardwise.launch.world import PARENT_PID, World
+from shardwise import devices
+from shardwise.elastic.rank import StopSignals
+from shardwise.elastic.world import LOCKED, World
 from shardwise.recipes.core import rundir, training
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.recipe import Task
 from shardwise.recipes.core.rundir import RunDir, locked
+from shardwise.runs.files import is_locked
 from tests.recipes.small import small_config
 
 
@@ -131,11 +134,11 @@ def test_rank_0_takes_the_lock_where_no_launcher_of_ours_has_it(
     """A job that begins again finds the folder locked by its own launcher, and trains."""
     trained = []
     monkeypatch.setattr(training, "connected", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(training, "keep_freed_memory", lambda: None)  # for the other tests' sake
+    monkeypatch.setattr(devices, "keep_freed_memory", lambda: None)  # for the other tests' sake
     monkeypatch.setattr(training, "place_for", lambda *_: None)
     monkeypatch.setattr(training, "train_connected", lambda *_: trained.append(launcher))
     if launcher == "our own":
-        monkeypatch.setenv(PARENT_PID, str(os.getppid()))
+        monkeypatch.setenv(LOCKED, "1")
     world = World(0, 2, 0, 2)
     inputs = small_config(tmp_path).check(world)
 
@@ -150,3 +153,15 @@ def test_rank_0_takes_the_lock_where_no_launcher_of_ours_has_it(
         training.train(inputs, assemble, world, StopSignals())
     training.train(inputs, assemble, World(1, 2, 1, 2), StopSignals())  # other ranks never lock
     assert trained == [launcher] * (1 if launcher == "torchrun" else 2)
+
+
+def test_a_page_that_looks_at_the_lock_is_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = RunDir(tmp_path / "run")
+    files.make()
+    looking = os.open(files.lock, os.O_RDONLY | os.O_CREAT)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(rundir.time, "sleep", lambda seconds: os.close(looking))
+    with locked(files):
+        assert is_locked(files.lock)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.errors import UserError
+from shardwise.elastic.errors import UserError
 from shardwise.recipes.core.config import Existing, OptionError, OutputConfig
 from shardwise.recipes.core.rundir import RunDir, check_same, write_text
 

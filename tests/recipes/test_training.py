@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from shardwise.recipes.core.training import VARIABLES
+from shardwise.devices import MALLOC_VARIABLES, keep_freed_memory
 
 # Takes and frees 60 MiB in pieces, as a step does, and prints the page faults of the later steps.
 _STEPS = """
 import resource, sys
-from shardwise.recipes.core.training import keep_freed_memory
+from shardwise.devices import keep_freed_memory
 print(keep_freed_memory() if sys.argv[1] == "keep" else None)
 def step():
     pieces = [bytearray(size << 20) for size in (1, 4, 5, 20, 30)]
@@ -27,7 +27,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def _run(how: str, **env: str) -> tuple[str, int]:
-    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    clean = {name: value for name, value in os.environ.items() if name not in MALLOC_VARIABLES}
     done = subprocess.run(
         [sys.executable, "-c", _STEPS, how],
         env={**clean, **env},
@@ -48,9 +48,7 @@ def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
     assert faults < usual / 10, f"{faults} page faults, {usual} without"
 
 
-@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("name", MALLOC_VARIABLES)
 def test_what_the_user_has_set_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.recipes.core.training import keep_freed_memory
-
     monkeypatch.setenv(name, "")
     assert keep_freed_memory() is False

@@ -12,9 +12,10 @@ import typer
 from typer import Argument, Option
 
 from shardwise.cli.values import read_name, read_path
+from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import MeshError, WantedMesh
-from shardwise.launch.errors import UserError
-from shardwise.recipes.catalog import PLANNED, Subject, make_plan
+from shardwise.planning.presets import MODELS
+from shardwise.recipes.catalog import Subject, make_plan
 from shardwise.recipes.core.config import OptionError, require
 from shardwise.recipes.core.rundir import RunDir
 from shardwise.units import brief_size
@@ -59,7 +60,7 @@ Model = Annotated[
     Option(
         parser=read_name,
         metavar="NAME",
-        help=", ".join(PLANNED) + ", or the path of a config.json of transformers.",
+        help=", ".join(MODELS) + ", or the path of a config.json of transformers.",
         show_default=_MODEL,
     ),
 ]

@@ -10,9 +10,20 @@ from typing import Annotated, NoReturn
 import typer
 
 from shardwise import __version__
-from shardwise.cli import checkpoint, hosts, inspect, train
+from shardwise.cli import (
+    calibrate,
+    checkpoint,
+    generation,
+    hosts,
+    inspect,
+    merge,
+    plan,
+    script,
+    train,
+    watch,
+)
 from shardwise.cli.values import UsageError, describe
-from shardwise.launch.errors import UserError
+from shardwise.elastic.errors import UserError
 from shardwise.units import printable
 
 _LONGEST = 2000  # characters of a message
@@ -27,8 +38,15 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
 )
 cli.add_typer(train.commands)
+script.add_to(cli)
 cli.add_typer(checkpoint.commands)
+cli.command("merge-lora", epilog=merge.EXAMPLES)(merge.merge)
+cli.command("generate", epilog=generation.EXAMPLES)(generation.generate)
 cli.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
+cli.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)
+plan.add_to(cli)
+cli.command("watch", epilog=watch.WATCH)(watch.watch)
+cli.command("compare", epilog=watch.COMPARE)(watch.compare)
 hosts.add_to(cli)
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from shardwise.cli.config_file import ConfigFile, names_place, save, written
 from shardwise.cli.generate import Options, with_options
 from shardwise.cli.run import LaunchConfig, run
+from shardwise.cli.values import read_path
+from shardwise.elastic.errors import UserError
 from shardwise.recipes.catalog import RECIPES
 from shardwise.recipes.core.job import Folder, Job
 from shardwise.recipes.core.recipe import Recipe, RecipeConfig
@@ -23,6 +28,10 @@ Two processes on this machine, about a minute:
 Your own text, four processes, two copies of the model with two shards each:
   [cyan]shardwise train lm --nproc 4 --data 'notes/**/*.md' \\
     --strategy hybrid --replicas 2[/cyan]
+
+A published model, fine-tuned on chats:
+  [cyan]shardwise train lm --nproc 2 --from Qwen/Qwen3-0.6B --chat chats.jsonl \\
+    --epochs 3[/cyan]
 
 Two replicas that exchange parameters every 50 steps, as over a slow link:
   [cyan]shardwise train lm --nproc 2 --strategy diloco --replicas 2 \\
@@ -87,6 +96,37 @@ Speed without reading images, on two CPUs:
   [cyan]shardwise train vit --fake-data --nproc 2 --batch-size 4 --steps 10[/cyan]
 """
 
+_FILES = (
+    Parameter(
+        "config",
+        Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            Path | None,
+            typer.Option(
+                "--config",
+                metavar="FILE",
+                parser=read_path,
+                help="Options in YAML, by their names; those of the command line win.",
+            ),
+        ],
+    ),
+    Parameter(
+        "save_config",
+        Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            Path | None,
+            typer.Option(
+                "--save-config",
+                metavar="FILE",
+                parser=read_path,
+                help="Write the options to a new file for --config, and exit.",
+            ),
+        ],
+    ),
+)
+
 _BY_EPOCHS = {
     "batch_size": "Images per rank and microbatch.",
     "steps": "End after this many optimizer steps, if that is before --epochs.",
@@ -124,13 +164,51 @@ class _Command:
         )
 
         def act(given: Mapping[str, Any]) -> None:
-            config = None
-            if self.recipe.config_for is not None and given["model"] is not None:
-                config = self.recipe.config_for(given["model"])
-            folder = Folder.DEFAULT if given["out"] is None else Folder.NAMED
-            run(Job(self.recipe, options.read(given, config), folder), launch.read(given))
+            file = ConfigFile()
+            if given["config"] is not None:
+                name = f"train {self.recipe.name}"
+                file = ConfigFile.read(given["config"], [launch, options], name)
+            try:
+                start(given, file)
+            except UserError as error:
+                place = names_place(error, file, given)
+                if place is None:
+                    raise
+                told = UserError(f"{error} ({place})")
+                told.exit_code = error.exit_code
+                raise told from error
 
-        command = with_options(act, [launch, options], self.text)
+        def start(given: Mapping[str, Any], file: ConfigFile) -> None:
+            weights, model = given.get("from_"), given.get("model")
+            # One of two says it: what is on the line replaces either in the file.
+            if weights is not None or model is not None:
+                file.drop("--from", "--model")
+            if given["epochs"] is not None or given["steps"] is not None:
+                file.drop("--epochs", "--steps")
+            weights, model = weights or file.value("--from"), model or file.value("--model")
+            config = None
+            if self.recipe.config_from is not None and weights is not None:
+                config = self.recipe.config_from(weights)
+            elif self.recipe.config_for is not None and model is not None:
+                config = self.recipe.config_for(model)
+            config = options.read(given, config, file.by_keys(options))
+            epochs = given["epochs"] is not None or file.value("--epochs") is not None
+            if epochs and given["steps"] is None and file.value("--steps") is None:
+                # In place of a default number of steps.
+                config = replace(config, train=replace(config.train, steps=None))
+            launching = launch.read(given, None, file.by_keys(launch))
+            processes = ((s, v) for s, v in launch.values_of(launching) if v != s.default)
+            values = (*processes, *options.values_of(config))
+            text = written(f"shardwise train {self.recipe.name}", values)
+            if given["save_config"] is not None:
+                save(given["save_config"], text)
+                typer.echo(f"options    {given['save_config']}")
+                return
+            named = given["out"] is not None or file.value("--out") is not None
+            folder = Folder.NAMED if named else Folder.DEFAULT
+            run(Job(self.recipe, config, folder, text), launching)
+
+        command = with_options(act, [launch, options], self.text, _FILES)
         commands.command(self.recipe.name, epilog=self.examples)(command)
 
 
@@ -143,8 +221,10 @@ _COMMANDS = (
         the parameters, gradients and optimizer state.
         """,
         examples=_LM,
-        without=frozenset({"epochs"}),
-        help={"batch_size": "Sequences per rank and microbatch."},
+        help={
+            "batch_size": "Sequences per rank and microbatch.",
+            "epochs": "Epochs of the whole run, with --chat; in place of --steps.",
+        },
         by_model=frozenset({"steps", "batch_size", "seq_length", "lr"}),
     ),
     _Command(

@@ -6,30 +6,21 @@ No torch here: what builds a model or a task is imported when it is needed.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import REPLICATE, MeshError, Strategy, WantedMesh
-from shardwise.launch.errors import UserError
-from shardwise.recipes.core.config import find_settings, flatten, require
+from shardwise.planning.presets import MODELS
+from shardwise.recipes.core.config import find_settings, flatten, naming_model, require
 from shardwise.recipes.core.recipe import Recipe
 from shardwise.recipes.core.rundir import RunDir
-from shardwise.recipes.text.config import PRESETS, LmConfig
-from shardwise.recipes.vision.config import (
-    FAKE_CLASSES,
-    VIT_PRESETS,
-    ImagenetConfig,
-    MnistConfig,
-    VitConfig,
-)
+from shardwise.recipes.text.config import DEFAULT_MODEL, LmConfig
+from shardwise.recipes.vision.config import ImagenetConfig, MnistConfig, VitConfig
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
-    from transformers import PreTrainedModel
-
     from shardwise.inspect.api import Blueprint
     from shardwise.inspect.report import Report
 
@@ -39,8 +30,9 @@ RECIPES = {
     for recipe in (
         Recipe(
             name="lm",
-            config=LmConfig.for_model("llama-tiny"),
+            config=LmConfig.for_model(DEFAULT_MODEL),
             config_for=LmConfig.for_model,
+            config_from=LmConfig.for_pretrained,
             module="shardwise.recipes.lm",
         ),
         Recipe(name="mnist", config=MnistConfig(), module="shardwise.recipes.mnist"),
@@ -52,14 +44,6 @@ RECIPES = {
             module="shardwise.recipes.vit",
         ),
     )
-}
-
-
-#: The presets of language models and Vision Transformers, as settings of a ``config.json``.
-PLANNED: dict[str, dict[str, Any]] = {
-    name: preset.settings()
-    for presets in (PRESETS, VIT_PRESETS)
-    for name, preset in presets.items()
 }
 
 
@@ -77,15 +61,14 @@ class Subject:
 
     @classmethod
     def of_model(cls, model: str) -> Subject:
-        """A preset, or the model of a ``config.json``.
+        """A preset, the model of a ``config.json``, or a function ``package.module:name``.
 
         Raises:
             OptionError: there is neither.
         """
-        settings = find_settings(model, PLANNED)
-        if model in PRESETS:  # as `train lm` builds it
-            return cls(partial(_language_preset, model, settings))
-        return cls(partial(_build, model, settings))
+        if ":" not in model:  # else a function, which is called later
+            find_settings(model, MODELS)
+        return cls(partial(_find, model))
 
     @classmethod
     def of_run(cls, files: RunDir) -> Subject:
@@ -149,35 +132,18 @@ def make_plan(subject: Subject, wanted: WantedMesh) -> Report:
     return plan(blueprint, wanted)
 
 
+def _find(name: str) -> Blueprint:
+    from shardwise.planning.models import find_model
+
+    with naming_model():
+        return find_model(name)
+
+
 def _build(name: str, settings: dict[str, Any]) -> Blueprint:
-    match settings["model_type"]:
-        case "vit":
-            return _vision_transformer(name, settings)
-        case "resnet":
-            return _residual_net(name, settings)
-    return _language_model(name, settings)
+    from shardwise.planning.models import of_settings
 
-
-def _vision_transformer(name: str, settings: dict[str, Any]) -> Blueprint:
-    from shardwise.inspect.api import Blueprint
-    from shardwise.recipes.core.model import build_classifier, decoder_layers
-    from shardwise.recipes.vit import placement
-
-    model = build_classifier(settings, _classes(settings))
-    return Blueprint(name, model, decoder_layers(model), placement=placement)
-
-
-def _residual_net(name: str, settings: dict[str, Any]) -> Blueprint:
-    from shardwise.inspect.api import Blueprint
-    from shardwise.recipes.core.model import build_classifier
-    from shardwise.wrap import repeated_blocks
-
-    model = build_classifier(settings, _classes(settings))
-    return Blueprint(name, model, repeated_blocks(model))
-
-
-def _classes(settings: dict[str, Any]) -> int:
-    return len(settings.get("id2label", ())) or FAKE_CLASSES
+    with naming_model():
+        return of_settings(name, settings)
 
 
 def _convnet(name: str) -> Blueprint:
@@ -188,71 +154,3 @@ def _convnet(name: str) -> Blueprint:
 
 def _as_one_group(build: Callable[[], Blueprint]) -> Blueprint:
     return dataclasses.replace(build(), blocks=())
-
-
-def _language_preset(name: str, settings: dict[str, Any]) -> Blueprint:
-    """A causal language model with the vocabulary of ``train lm``'s default tokenizer."""
-    from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE
-
-    return _language_model(name, settings, VOCAB_SIZE, SEPARATOR)
-
-
-def _language_model(
-    name: str,
-    settings: dict[str, Any],
-    vocab_size: int | None = None,
-    separator: int | None = None,
-) -> Blueprint:
-    from shardwise.inspect.api import Blueprint
-    from shardwise.recipes.core.model import build, decoder_layers
-
-    model = build(settings, vocab_size, separator)
-    return Blueprint(
-        name,
-        model,
-        decoder_layers(model),
-        tensor_parallel=dict(_styles(model)),
-        heads=dict(_heads(model.config)),
-    )
-
-
-def _styles(model: PreTrainedModel) -> Iterator[tuple[str, ParallelStyle]]:
-    """Torch's parallel style for each module of the plan that transformers has for the model.
-
-    The embedding and the head are sharded along the vocabulary, whether or not the plan has them.
-    Styles without a counterpart in torch (fused projections, experts) are left out, and their
-    modules are replicated.
-    """
-    from torch import nn
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    plan: Mapping[str, str] = model.tp_plan or {}
-    if not plan:
-        return
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    ends = {model.get_input_embeddings(): "rowwise", head: "colwise"}
-    for name, module in model.named_modules():
-        style = ends.get(module) or next(
-            (style for pattern, style in plan.items() if _matches(name, pattern)), ""
-        )
-        if not isinstance(module, nn.Linear | nn.Embedding):
-            continue
-        if style.removeprefix("embedding_").startswith("colwise"):
-            yield name, ColwiseParallel()
-        elif style.removeprefix("embedding_").startswith("rowwise"):
-            yield name, RowwiseParallel()
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
-
-
-def _heads(config: Any) -> Iterator[tuple[str, int]]:
-    for field, what in (
-        ("num_attention_heads", "attention heads"),
-        ("num_key_value_heads", "key and value heads"),
-    ):
-        count = getattr(config, field, None)
-        if isinstance(count, int):
-            yield what, count

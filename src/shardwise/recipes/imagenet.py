@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 
-from shardwise import checkpoint_module
 from shardwise.inspect.api import Blueprint
-from shardwise.recipes.core.build import make_sgd, shard
+from shardwise.recipes.core.build import checkpoint_blocks, compile_blocks, make_sgd, shard
 from shardwise.recipes.core.config import SgdConfig
 from shardwise.recipes.core.model import build_classifier, config_json, initialize
-from shardwise.recipes.core.recipe import Place, Task
+from shardwise.recipes.core.recipe import Example, Place, Task
 from shardwise.recipes.vision.config import FAKE_CLASSES, ImagenetConfig, ImagenetInputs
-from shardwise.recipes.vision.task import Classifier, ImageData, load_plain, vision_task
+from shardwise.recipes.vision.task import (
+    Classifier,
+    ImageData,
+    example_of,
+    load_plain,
+    vision_task,
+)
 from shardwise.wrap import repeated_blocks
 
 
@@ -22,11 +27,11 @@ def assemble(inputs: ImagenetInputs, place: Place) -> Task:
     classes = len(inputs.classes)
     model = build_classifier(inputs.settings, classes)
     blocks = repeated_blocks(model)
-    if train.sharding.activation_checkpointing:
-        for block in blocks:
-            checkpoint_module(block)
+    checkpoint_blocks(blocks, train.sharding.activation_checkpointing)
     sharded = shard(model, blocks, train.sharding, place)
     initialize(model, train.seed)
+    if train.sharding.compile:
+        compile_blocks(blocks)
     data = ImageData.of(inputs)
     per_epoch = len(data.training)
     build = functools.partial(build_classifier, inputs.settings, classes, device="cpu")
@@ -46,3 +51,8 @@ def blueprint(config: ImagenetConfig) -> Blueprint:
     """Return the network without memory, and how it is sharded; it has ImageNet's 1000 classes."""
     model = build_classifier(config.settings(), FAKE_CLASSES)
     return Blueprint(config.model, model, repeated_blocks(model))
+
+
+def example(config: ImagenetConfig) -> Example:
+    """Return batches of images, and their loss."""
+    return example_of(3, config.image_size)

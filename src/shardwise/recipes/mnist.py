@@ -16,15 +16,26 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise import checkpoint_module
 from shardwise.inspect.api import Blueprint
-from shardwise.recipes.core.build import make_adamw, shard, warmup_cosine
+from shardwise.recipes.core.build import (
+    checkpoint_blocks,
+    compile_blocks,
+    learning_rate,
+    make_adamw,
+    shard,
+)
 from shardwise.recipes.core.config import AdamWConfig
-from shardwise.recipes.core.recipe import Place, Task
+from shardwise.recipes.core.recipe import Example, Place, Task
 from shardwise.recipes.vision.config import MnistConfig, MnistInputs
 from shardwise.recipes.vision.files import CLASSES, SIDE, IdxSet
 from shardwise.recipes.vision.images import Batch
-from shardwise.recipes.vision.task import Classifier, ImageData, load_plain, vision_task
+from shardwise.recipes.vision.task import (
+    Classifier,
+    ImageData,
+    example_of,
+    load_plain,
+    vision_task,
+)
 
 MEAN, STD = 0.1307, 0.3081  # of the training set
 WIDTHS = (16, 32)
@@ -37,13 +48,13 @@ def assemble(inputs: MnistInputs, place: Place) -> Task:
     assert isinstance(train.optimizer, AdamWConfig)
     torch.manual_seed(train.seed)  # every rank begins with the same weights
     model = build_convnet().to(place.device)
-    if train.sharding.activation_checkpointing:
-        for block in _blocks(model):
-            checkpoint_module(block)
+    checkpoint_blocks(_blocks(model), train.sharding.activation_checkpointing)
     units = _blocks(model) if inputs.config.nested else []
     sharded = shard(model, units, train.sharding, place)
+    if train.sharding.compile:
+        compile_blocks(_blocks(model))
     per_step = train.examples_per_step(place.world.size)
-    curve = warmup_cosine(train.optimizer, inputs.span.steps_in_all(per_step))
+    curve = learning_rate(train.optimizer, inputs.span.steps_in_all(per_step))
     data = ImageData(
         name="MNIST",
         training=Digits(inputs.training),
@@ -67,6 +78,12 @@ def blueprint(config: MnistConfig) -> Blueprint:
     with torch.device("meta"):
         model = build_convnet()
     return Blueprint("convnet", model, _blocks(model) if config.nested else [])
+
+
+def example(config: MnistConfig) -> Example:
+    """Return batches of images, and their loss."""
+    del config
+    return example_of(1, SIDE)
 
 
 class Digits:

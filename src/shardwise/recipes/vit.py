@@ -14,24 +14,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
-from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from shardwise import FSDPModule, materialize
 from shardwise.checkpoint import load_weights
 from shardwise.inspect.api import Blueprint
-from shardwise.recipes.core.build import make_adamw, shard, warmup_cosine
+from shardwise.planning.models import vit_placement
+from shardwise.recipes.core.build import (
+    checkpoint_blocks,
+    compile_blocks,
+    learning_rate,
+    make_adamw,
+    shard,
+)
 from shardwise.recipes.core.config import AdamWConfig, ShardingConfig
 from shardwise.recipes.core.model import (
     build_classifier,
-    checkpoint_layers,
     config_json,
     decoder_layers,
     initialize,
 )
-from shardwise.recipes.core.recipe import Place, Task
+from shardwise.recipes.core.recipe import Example, Place, Task
 from shardwise.recipes.vision.config import FAKE_CLASSES, VitConfig, VitInputs
-from shardwise.recipes.vision.task import Classifier, ImageData, vision_task
+from shardwise.recipes.vision.task import Classifier, ImageData, example_of, vision_task
 
 
 def assemble(inputs: VitInputs, place: Place) -> Task:
@@ -41,8 +46,10 @@ def assemble(inputs: VitInputs, place: Place) -> Task:
     model = build_classifier(inputs.settings, len(inputs.classes))
     sharded = shard_model(model, units_of(model, config), train.sharding, place)
     initialize(model, train.seed)
+    if train.sharding.compile:
+        compile_blocks(decoder_layers(model))
     per_step = train.examples_per_step(place.world.size)
-    curve = warmup_cosine(train.optimizer, inputs.span.steps_in_all(per_step))
+    curve = learning_rate(train.optimizer, inputs.span.steps_in_all(per_step))
     classifier = Classifier(
         name=config.model,
         model=sharded,
@@ -68,25 +75,17 @@ def _load_sharded(inputs: VitInputs, place: Place, file: Path) -> PreTrainedMode
 def blueprint(config: VitConfig) -> Blueprint:
     """Return the model without memory, and how it is sharded; it has ImageNet's 1000 classes."""
     model = build_classifier(config.settings(), FAKE_CLASSES)
-    return Blueprint(config.model, model, units_of(model, config), placement=placement)
+    return Blueprint(config.model, model, units_of(model, config), placement=vit_placement)
+
+
+def example(config: VitConfig) -> Example:
+    """Return batches of images, and their loss."""
+    return example_of(3, config.image_size)
 
 
 def units_of(model: PreTrainedModel, config: VitConfig) -> list[nn.Module]:
     """Return the modules that become groups of their own: every block, or none."""
     return decoder_layers(model) if config.nested else []
-
-
-def placement(param: nn.Parameter) -> Shard | None:
-    """Return the dimension that a parameter is sharded along: the first, unless it has one row.
-
-    The class token and the position embeddings have shapes (1, 1, hidden) and (1, positions,
-    hidden). Sharded along the first dimension, rank 0 would hold all of them, and with N ranks
-    they would be gathered into a buffer of N times their size. So they are sharded along their
-    longest dimension.
-    """
-    if param.ndim < 2 or param.shape[0] > 1:
-        return None
-    return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))
 
 
 def shard_model(
@@ -103,6 +102,5 @@ def shard_model(
     Returns:
         ``model``.
     """
-    if config.activation_checkpointing:
-        checkpoint_layers(model)
-    return shard(model, units, config, place, placement)
+    checkpoint_blocks(decoder_layers(model), config.activation_checkpointing)
+    return shard(model, units, config, place, vit_placement)

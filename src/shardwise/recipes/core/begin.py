@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib.util
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.launch.errors import UserError
-from shardwise.launch.world import job_id
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import job_id
 from shardwise.recipes.core.checkpointing import Checkpoints
 from shardwise.recipes.core.config import (
     Existing,
+    LogName,
     OptionError,
     OutputConfig,
+    Precision,
     flatten,
 )
 from shardwise.recipes.core.journal import check_metrics
@@ -27,13 +29,21 @@ from shardwise.recipes.core.rundir import RunDir, check_same
 # A checkpoint brings these back whatever the options say, or they change the order of the data.
 _FIXED = {
     "seed": "--seed",
+    "shard_dtype": "--shard-dtype",
     "weight_decay": "--weight-decay",
     "betas": "--beta1 and --beta2",
     "momentum": "--momentum",
 }
 
+# Modules whose package has another name.
+_PACKAGES = {"PIL": "pillow", "yaml": "pyyaml"}
+
 # Where things are on a host, and what to do about a run that is there: hosts may differ in these.
-_OWN = frozenset({"out", "data", "data_dir", "model", "tokenizer", "existing"})
+_OWN = frozenset({"out", "data", "data_dir", "model", "tokenizer", "existing"}) | {
+    "pretrained",
+    "chat",
+    "eval_data",
+}
 
 
 def decided(output: OutputConfig) -> OutputConfig:
@@ -111,6 +121,7 @@ def check_folder(inputs: Inputs) -> Position:
 
 def _check_fixed(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     known = flatten(now)
+    before = {"shard_dtype": Precision.FP32.value, **before}  # as before there was a choice
     check_same(before, now, {name: option for name, option in _FIXED.items() if name in known})
 
 
@@ -152,13 +163,20 @@ def compared(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_extras(names: Sequence[str], *, tensorboard: bool) -> None:
+def check_extras(names: Sequence[str], logs: Collection[LogName] = ()) -> None:
     """Check that the packages that a recipe needs are installed.
+
+    Args:
+        names: the modules that it imports.
+        logs: where its metrics go.
 
     Raises:
         UserError: naming those that are not.
     """
-    require_installed("training", [*names, *(["tensorboard"] if tensorboard else [])], "train")
+    events = ["tensorboard"] if LogName.TENSORBOARD in logs else []
+    require_installed("training", [*names, *events], "train")
+    if LogName.WANDB in logs:
+        require_installed("--log wandb", ["wandb"], "wandb")
 
 
 def require_installed(purpose: str, modules: Sequence[str], extra: str) -> None:
@@ -173,9 +191,7 @@ def require_installed(purpose: str, modules: Sequence[str], extra: str) -> None:
         UserError: naming those that are not, and how to install them.
     """
     missing = [
-        "pillow" if name == "PIL" else name
-        for name in modules
-        if importlib.util.find_spec(name) is None
+        _PACKAGES.get(name, name) for name in modules if importlib.util.find_spec(name) is None
     ]
     if missing:
         raise UserError(

@@ -11,10 +11,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
-from shardwise.recipes.core.config import AdamWConfig, Precision, SgdConfig, ShardingConfig
+from shardwise import FSDPModule, MixedPrecisionPolicy, checkpoint_module, fully_shard
+from shardwise.frontends.activation import batch_norms, keep_products
+from shardwise.frontends.blocks import shard_blocks, store_in
+from shardwise.recipes.core.config import (
+    ActivationCheckpointing,
+    AdamWConfig,
+    Precision,
+    ScheduleName,
+    SgdConfig,
+    ShardingConfig,
+)
 from shardwise.recipes.core.recipe import Place
-from shardwise.sharding.state import gather_in_order, groups_of, states_of
+from shardwise.sharding.state import states_of
 from shardwise.transport.peers import Peers
 
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
@@ -29,7 +38,7 @@ def shard(
 ) -> FSDPModule:
     """Shard every unit, then the rest.
 
-    Batch norm computes in float32 whatever the rest computes in, as its statistics are.
+    Batch norm is kept and computes in float32 whatever the rest does, as its statistics are.
 
     Args:
         model: on the meta device, or the same on every rank.
@@ -41,36 +50,51 @@ def shard(
     Returns:
         ``model``.
     """
+    store_in(model, DTYPES[config.shard_dtype])
     precision = MixedPrecisionPolicy(
-        param_dtype=DTYPES[config.param_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
+        param_dtype=DTYPES[config.compute_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
     )
-    # Inputs stay as they are: batch norm takes bfloat16 beside float32 parameters.
-    full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    transport = None if config.transport is None else config.transport.value
-    mesh = place.plan.sharding_mesh(place.mesh)
-    taken: set[nn.Module] = set()
-    for module in (*units, model):
-        # The root's own parameters (embedding, head) are needed at both ends of the forward.
-        reshard = place.plan.reshard_after_forward and module is not model
-        groups: list[tuple[nn.Module | list[nn.Module], MixedPrecisionPolicy]] = []
-        norms: list[nn.Module] = [norm for norm in batch_norms(module) if norm not in taken]
-        if norms and config.param_dtype is not Precision.FP32:
-            taken.update(norms)
-            groups.append((norms, full))
-        for part, policy in (*groups, (module, precision)):
-            fully_shard(
-                part,
-                mesh=mesh,
-                reshard_after_forward=reshard,
-                shard_placement_fn=placement,
-                mp_policy=policy,
-                transport=transport,
-            )
+    shard_blocks(
+        model,
+        units,
+        mesh=place.plan.sharding_mesh(place.mesh),
+        reshard_after_forward=place.plan.reshard_after_forward,
+        precision=precision,
+        placement=placement,
+        transport=None if config.transport is None else config.transport.value,
+    )
     assert isinstance(model, FSDPModule)
-    if any(group.mesh.shard.overlaps_compute() for group in groups_of(model)):
-        # Trainings write to parameters between steps only, so gathering early is safe.
-        gather_in_order(model)
     return model
+
+
+def checkpoint_blocks(blocks: Iterable[nn.Module], mode: ActivationCheckpointing) -> None:
+    """Have blocks recompute activations in backward, before they are sharded and compiled.
+
+    Args:
+        blocks: modules that keep their inputs alone.
+        mode: which activations are recomputed; none changes nothing.
+    """
+    if mode is ActivationCheckpointing.NONE:
+        return
+    contexts = keep_products if mode is ActivationCheckpointing.SELECTIVE else None
+    for block in blocks:
+        checkpoint_module(block, context_fn=contexts)
+
+
+BACKEND = "inductor"  # of torch.compile
+VARIANTS = 4  # of each compiled block: training and evaluation, full and last batches
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Compile every block by itself, after it was sharded.
+
+    The hooks of sharding stay what they are: a block is compiled between them. All blocks of a
+    kind share their code, and each may be specialized for what differs, such as its number.
+    """
+    limits = torch.compiler.config
+    limits.recompile_limit = max(limits.recompile_limit, VARIANTS * len(blocks))
+    for block in blocks:
+        block.compile(backend=BACKEND)
 
 
 def make_adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
@@ -98,14 +122,21 @@ def make_sgd(model: nn.Module, config: SgdConfig) -> torch.optim.SGD:
     )
 
 
-FLOOR = 0.1  # the learning rate at the end, as a part of its peak
+FLOOR = 0.1  # the learning rate at the end, as a part of its peak, unless --min-lr says another
+DECAY = 0.1  # the part of a run in which warmup-stable-decay decays, unless --decay-steps does
 
 
-def warmup_cosine(config: AdamWConfig, steps: int) -> Callable[[float], float]:
-    """Return a schedule: linear warmup, then cosine decay to a tenth of the peak.
+def learning_rate(config: AdamWConfig, steps: int) -> Callable[[float], float]:
+    """Return a schedule: linear warmup, the peak for as long as nothing decays, and the decay.
+
+    ``cosine`` and ``linear`` decay from the end of the warmup on, ``warmup-stable-decay`` in the
+    last tenth of the run by ``1 - sqrt(part of the decay that is done)``, which Hägele et al.
+    (2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations") found to be
+    better than a line. ``decay_steps`` begins any of them at another step, at the earliest after
+    the warmup. Until then a run can be resumed with more ``steps`` as if it had always had these.
 
     Args:
-        config: peak and warm-up.
+        config: peak, warmup and decay.
         steps: of the whole run.
 
     Returns:
@@ -113,14 +144,38 @@ def warmup_cosine(config: AdamWConfig, steps: int) -> Callable[[float], float]:
     """
     # A run shorter than its warm-up still sees a peak.
     warmup = min(config.warmup, max(1, steps // 2)) if config.warmup else 0
+    decay = config.decay_steps
+    if decay is None and config.schedule is ScheduleName.WARMUP_STABLE_DECAY:
+        decay = max(1, round(DECAY * steps))
+    begin = warmup if decay is None else max(warmup, steps - decay)
+    peak = config.lr
+    least = FLOOR * peak if config.min_lr is None else config.min_lr
 
     def lr(step: float) -> float:
         if step <= warmup:
-            return config.lr * step / warmup
-        done = min(1.0, (step - warmup) / max(1, steps - warmup))
-        return config.lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
+            return peak * step / warmup
+        done = min(1.0, max(0.0, (step - begin) / max(1, steps - begin)))
+        return least + (peak - least) * _remaining(config.schedule, done)
 
     return lr
+
+
+def _remaining(schedule: ScheduleName, done: float) -> float:
+    """Return the part of the way from the lowest rate to the peak that is left, 1 to 0.
+
+    Args:
+        schedule: the shape.
+        done: the part of the decay that is done, 0 to 1.
+    """
+    match schedule:
+        case ScheduleName.COSINE:
+            return 0.5 * (1 + math.cos(math.pi * done))
+        case ScheduleName.LINEAR:
+            return 1 - done
+        case ScheduleName.WARMUP_STABLE_DECAY:
+            return 1 - math.sqrt(done)
+        case ScheduleName.CONSTANT:
+            return 1.0
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -140,14 +195,6 @@ def kept_between_forwards(model: nn.Module) -> Iterator[None]:
             ):
                 stack.enter_context(top.keep_unsharded(recurse=False))
         yield
-
-
-BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
-
-
-def batch_norms(model: nn.Module) -> list[BatchNorm]:
-    """Return the batch norms of a model that keep running statistics."""
-    return [m for m in model.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
 
 
 class RunningStatistics:

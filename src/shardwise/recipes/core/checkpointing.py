@@ -5,15 +5,16 @@ checkpoints/step-00000040/    model, optimizer, and in `extra`: position, random
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shardwise.checkpoint.disk.commit import damage, delete, delete_partial, step_folder, steps
 from shardwise.checkpoint.disk.manifest import Manifest, read_manifest
+from shardwise.elastic.errors import UserError
 from shardwise.errors import CheckpointError
-from shardwise.launch.errors import UserError
 from shardwise.recipes.core.position import Position
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ T = TypeVar("T")
 # Where DiLoCo keeps the outer state; it hides that from those who look at the inner one's.
 DILOCO = "diloco"
 _POSITION, _RANDOM, _DATA, _REPLICAS = "position", "random", "data", "replicas"
+_BASE = "base"  # shardwise.checkpoint.formats.source knows it, too
 
 
 class Resumable(Protocol):
@@ -43,6 +45,29 @@ class Resumable(Protocol):
         Raises:
             CheckpointError: it is no such state; ``where`` names the file it is from.
         """
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint whose evaluation was the best one so far.
+
+    Attributes:
+        step: its step.
+        loss: its validation loss.
+    """
+
+    step: int
+    loss: float
+
+    @classmethod
+    def among(cls, records: Iterable[Mapping[str, Any]], steps: Collection[int]) -> Best | None:
+        """Return the best of some steps by the records of ``metrics.jsonl``; None: none has one."""
+        found = [
+            cls(record["step"], loss)
+            for record in records
+            if record["step"] in steps and (loss := record.get("validation_loss")) is not None
+        ]
+        return min(found, key=lambda each: each.loss, default=None)
 
 
 class SaveError(UserError):
@@ -62,6 +87,12 @@ class Checkpoints:
         group: the ranks that save together; ``None``: all.
         replicas: number of replicas that train apart, each with checkpoints of its own.
         device: where this rank trains; ``None``: on the CPU.
+        base: where the frozen parameters are from, which checkpoints leave out; ``None``: they hold
+            all parameters.
+
+    Attributes:
+        best: the checkpoint that is kept beside the last ones, the one to be saved next included;
+            None: none is.
     """
 
     def __init__(
@@ -73,13 +104,16 @@ class Checkpoints:
         group: dist.ProcessGroup | None = None,
         replicas: int = 1,
         device: torch.device | None = None,
+        base: str | None = None,
     ) -> None:
+        self._base = base
         self._folder = folder
         self._keep_last = keep_last
         self._data = data
         self._group = group
         self._replicas = replicas
         self._device = device
+        self.best: Best | None = None
         self._under_way: tuple[int, Handle] | None = None
 
     def steps(self) -> list[int]:
@@ -141,7 +175,7 @@ class Checkpoints:
 
         try:
             target, extra = self._prepared(position)
-            save(target, model, optimizer, extra, keep_last=self._keep_last, group=self._group)
+            save(target, model, optimizer, extra, **self._options())
         except CheckpointError as error:
             raise SaveError(self._lost(position.step, error)) from error
 
@@ -198,8 +232,7 @@ class Checkpoints:
         from shardwise.checkpoint.ranks.saving import Snapshot
 
         target, extra = self._prepared(position)
-        keep, group = self._keep_last, self._group
-        return Snapshot(target, model, optimizer, extra, keep_last=keep, group=group).write
+        return Snapshot(target, model, optimizer, extra, **self._options()).write
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
         """Load a checkpoint into shards, in the same or another world. Every rank calls it.
@@ -215,7 +248,8 @@ class Checkpoints:
 
         path = self.path(step)
         try:
-            extra = load(path, model, optimizer, group=self._group)
+            frozen = self._base is not None
+            extra = load(path, model, optimizer, ignore_frozen_params=frozen, group=self._group)
             if any(DILOCO in state for state in optimizer.state.values()):
                 raise CheckpointError(
                     f"{path}: was saved by --strategy diloco; go on with that (with --replicas 1, "
@@ -230,6 +264,28 @@ class Checkpoints:
         except CheckpointError as error:
             raise UserError(f"--resume: {error}") from error
         return position
+
+    def improves(self, step: int, loss: float) -> bool:
+        """Whether an evaluation is the best one so far; if so, the checkpoint of its step is kept.
+
+        Every rank calls it with the same numbers, and saves the step if it is.
+        """
+        if not (math.isfinite(loss) and (self.best is None or loss < self.best.loss)):
+            return False
+        self.best = Best(step, loss)
+        return True
+
+    def _kept(self) -> list[Path]:
+        """Return the checkpoints that are kept beside the last ones."""
+        return [] if self.best is None else [self.path(self.best.step)]
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "keep_last": self._keep_last,
+            "keep": self._kept(),
+            "ignore_frozen_params": self._base is not None,
+            "group": self._group,
+        }
 
     def _is_saved(self, step: int) -> bool:
         """Whether a step has a complete checkpoint, as rank 0 sees it. Every rank calls it.
@@ -257,6 +313,8 @@ class Checkpoints:
             _RANDOM: _random_state(self._device),
             _REPLICAS: {"count": self._replicas},
         }
+        if self._base is not None:
+            extra[_BASE] = {"name": self._base}
         if self._data is not None:
             extra[_DATA] = self._data.state()
         return target, extra

@@ -7,18 +7,18 @@ once.
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import enum
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.disk.strict import check_depth
 from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat, check_streaming
-from shardwise.errors import CheckpointError
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import World
 from shardwise.frontends.strategies import (
     REPLICATE,
     SHARD,
@@ -28,8 +28,8 @@ from shardwise.frontends.strategies import (
     parse_mesh,
     resolve,
 )
-from shardwise.launch.errors import UserError
-from shardwise.launch.world import World
+from shardwise.planning import presets as planning
+from shardwise.planning.presets import ModelError
 from shardwise.recipes.core.option import (
     DILOCO,
     GROUP,
@@ -61,6 +61,22 @@ class Precision(enum.Enum):
     BF16 = "bf16"
 
 
+class LogName(enum.Enum):
+    """Where the metrics of a run go."""
+
+    JSONL = "jsonl"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+
+
+class ActivationCheckpointing(enum.Enum):
+    """Which activations of a block are recomputed in backward."""
+
+    NONE = "none"
+    FULL = "full"
+    SELECTIVE = "selective"  # all but the results of what takes nearly all of the time
+
+
 class Existing(enum.Enum):
     """What to do about a run that is in the folder already."""
 
@@ -74,6 +90,10 @@ class Existing(enum.Enum):
 AUTO = "auto"
 
 
+#: ``--timeline auto``: after so many steps of a session, so many are recorded.
+WARM_UP, STEADY = 4, 4
+
+
 class TransportName(enum.Enum):
     """How bytes move between ranks."""
 
@@ -83,15 +103,40 @@ class TransportName(enum.Enum):
     COLLECTIVES = "collectives"
 
 
+class ScheduleName(enum.Enum):
+    """The shape of the learning rate after its warmup."""
+
+    COSINE = "cosine"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+    WARMUP_STABLE_DECAY = "warmup-stable-decay"
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig:
-    """AdamW, with linear warmup and cosine decay of the learning rate."""
+    """AdamW, and how its learning rate changes; see :func:`~.build.learning_rate`."""
 
     lr: float = field(metadata=option("Peak learning rate.", TRAINING))
     warmup: int = field(
-        default=20,
+        default=20, metadata=option("Steps of linear warmup, at most half of all.", TRAINING)
+    )
+    schedule: ScheduleName = field(
+        default=ScheduleName.COSINE,
+        metadata=option("Learning rate after the warmup: {choices}.", TRAINING, metavar="NAME"),
+    )
+    decay_steps: int | None = field(
+        default=None,
         metadata=option(
-            "Steps of linear warmup, at most half of all; cosine decay follows.", TRAINING
+            "The last steps of the run, in which the learning rate decays; until then it stays at "
+            "its peak.",
+            TRAINING,
+            shown="all after the warmup; a tenth of the run with warmup-stable-decay",
+        ),
+    )
+    min_lr: float | None = field(
+        default=None,
+        metadata=option(
+            "Learning rate at the end of the decay.", TRAINING, shown="a tenth of --lr"
         ),
     )
     betas: tuple[float, float] = field(
@@ -127,10 +172,7 @@ class SgdConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
-    """How the model is sharded over ranks, and in which dtypes it computes.
-
-    Parameters at rest, gradients at rest and optimizer state are always fp32.
-    """
+    """How the model is sharded over ranks, and in which dtypes it is kept and computes."""
 
     strategy: Strategy = field(
         default=Strategy.FULL_SHARD,
@@ -151,20 +193,45 @@ class ShardingConfig:
         default=None,
         metadata=option("The same as a mesh: dp_replicate=R,dp_shard=S.", SHARDING),
     )
-    param_dtype: Precision = field(
+    shard_dtype: Precision = field(
         default=Precision.FP32,
-        metadata=option("Dtype of forward and backward; shards stay fp32.", SHARDING),
+        metadata=option(
+            "Dtype of parameters, gradients and optimizer state between steps.", SHARDING
+        ),
+    )
+    param_dtype: Precision | None = field(
+        default=None,
+        metadata=option("Dtype of forward and backward.", SHARDING, shown="that of --shard-dtype"),
     )
     reduce_dtype: Precision = field(
         default=Precision.FP32, metadata=option("Dtype to reduce gradients in.", SHARDING)
     )
-    activation_checkpointing: bool = field(
-        default=False,
+    activation_checkpointing: ActivationCheckpointing = field(
+        default=ActivationCheckpointing.NONE,
         metadata=option(
-            "Recompute activations in backward instead of keeping them.",
+            "Activations that are recomputed in backward instead of being kept.",
             SHARDING,
             former=("--use-gradient-checkpointing",),
+            flags={
+                "--activation-checkpointing": (
+                    ActivationCheckpointing.FULL,
+                    "Recompute activations in backward instead of keeping them.",
+                ),
+                "--selective-checkpointing": (
+                    ActivationCheckpointing.SELECTIVE,
+                    "The same, but keep the results of matrix products, convolutions and "
+                    "attention.",
+                ),
+                "--keep-activations": (
+                    ActivationCheckpointing.NONE,
+                    "Keep all activations, whatever --config says.",
+                ),
+            },
         ),
+    )
+    compile: bool = field(
+        default=False,
+        metadata=option("Compile each block with torch.compile before the first step.", SHARDING),
     )
     transport: TransportName | None = field(
         default=None,
@@ -176,6 +243,11 @@ class ShardingConfig:
             env="SHARDWISE_TRANSPORT",
         ),
     )
+
+    @property
+    def compute_dtype(self) -> Precision:
+        """The dtype of forward and backward."""
+        return self.shard_dtype if self.param_dtype is None else self.param_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +325,14 @@ class OutputConfig:
         metadata=option("Steps between checkpoints; 0: only at the end or when stopped.", OUTPUT),
     )
     keep_last: int = field(default=2, metadata=option("Checkpoints to keep.", OUTPUT))
+    keep_best: bool = field(
+        default=False,
+        metadata=option(
+            "Save whenever the validation loss is the lowest so far, and keep that checkpoint "
+            "beside the last ones.",
+            OUTPUT,
+        ),
+    )
     async_checkpoint: bool = field(
         default=False,
         metadata=option(
@@ -267,8 +347,35 @@ class OutputConfig:
             "Steps between evaluations; 0: only at the end.", OUTPUT, former=("--eval-interval",)
         ),
     )
+    timeline: str | None = field(
+        default=None,
+        metadata=option(
+            "Record what every rank does in some steps, such as 5-8; auto: four, after four more. "
+            "See docs/timeline.md.",
+            OUTPUT,
+            metavar="STEPS",
+            completions=("auto",),
+        ),
+    )
+    log: str = field(
+        default="jsonl",
+        metadata=option(
+            "Where metrics go, separated by commas: jsonl, tensorboard, wandb. Every run writes "
+            "metrics.jsonl.",
+            OUTPUT,
+            metavar="NAMES",
+            completions=("jsonl", "tensorboard", "wandb"),
+        ),
+    )
     tensorboard: bool = field(
-        default=False, metadata=option("Write TensorBoard event files too.", OUTPUT)
+        default=False, metadata=option("The same as --log tensorboard.", OUTPUT)
+    )
+    page: bool = field(
+        default=False,
+        metadata=option(
+            "Write report.html, the page of the run, every few seconds, and not only at the end.",
+            OUTPUT,
+        ),
     )
     existing: Existing = field(
         default=Existing.REFUSE,
@@ -276,13 +383,34 @@ class OutputConfig:
             "What to do about a run that is in --out already.",
             OUTPUT,
             flags={
-                Existing.RESUME: "Go on from the newest checkpoint in --out.",
-                Existing.AUTO: "Go on if --out has checkpoints, else start over; for jobs that a "
-                "scheduler restarts.",
-                Existing.OVERWRITE: "Delete the run that is in --out, and start over.",
+                "--resume": (Existing.RESUME, "Go on from the newest checkpoint in --out."),
+                "--auto-resume": (
+                    Existing.AUTO,
+                    "Go on if --out has checkpoints, else start over; for jobs that a scheduler "
+                    "restarts.",
+                ),
+                "--overwrite": (
+                    Existing.OVERWRITE,
+                    "Delete the run that is in --out, and start over.",
+                ),
             },
         ),
     )
+
+    @property
+    def logs(self) -> frozenset[LogName]:
+        """Where metrics go.
+
+        Raises:
+            OptionError: ``log`` has a name that is none.
+        """
+        names = [name.strip() for name in self.log.split(",")]
+        known = {each.value: each for each in LogName}
+        for name in names:
+            expected = f"names among {', '.join(known)}, separated by commas"
+            require(name in known, "--log", repr(self.log), expected)
+        own = {LogName.TENSORBOARD} if self.tensorboard else set[LogName]()
+        return frozenset({known[name] for name in names} | own | {LogName.JSONL})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,6 +491,9 @@ def check_train(config: TrainConfig) -> None:
     require(0 <= config.seed < 2**63, "--seed", config.seed, "0 to 2^63 - 1")
     _check_optimizer(config.optimizer)
     _at_least("--checkpoint-every", config.output.checkpoint_every, 0)
+    _ = config.output.logs
+    if config.output.timeline is not None:
+        steps_to_record(config.output.timeline, 0, 1)
     _at_least("--keep-last", config.output.keep_last, 1)
     _at_least("--eval-every", config.output.eval_every, 0)
     sharding = config.sharding
@@ -373,6 +504,30 @@ def check_train(config: TrainConfig) -> None:
         "one of the two",
     )
     _check_diloco(config)
+
+
+def steps_to_record(asked: str, done: int, left: int) -> range:
+    """Return the steps that ``--timeline`` asks for.
+
+    Args:
+        asked: ``"5-8"``, ``"5"`` or ``"auto"``.
+        done: steps that the run has behind it.
+        left: steps that the session will make.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    if asked == AUTO:
+        last = done + min(left, WARM_UP + STEADY)
+        return range(max(done + 1, last - STEADY + 1), last + 1)
+    first, dash, last_one = asked.partition("-")
+    steps = [first, last_one if dash else first]
+    if not all(text.isascii() and text.isdigit() and len(text) < 10 for text in steps):
+        raise OptionError("--timeline", repr(asked), "steps such as 5-8, or auto")
+    begin, end = map(int, steps)
+    if not 1 <= begin <= end:
+        raise OptionError("--timeline", repr(asked), "steps from 1 up, the first one first")
+    return range(begin, end + 1)
 
 
 def _check_diloco(config: TrainConfig) -> None:
@@ -413,11 +568,24 @@ def _check_optimizer(config: AdamWConfig | SgdConfig) -> None:
             for name, beta in zip(("--beta1", "--beta2"), config.betas, strict=True):
                 require(0 <= beta < 1, name, beta, "0 to 1, without 1")
             _at_least("--warmup", config.warmup, 0)
+            _check_schedule(config)
         case SgdConfig(momentum=momentum):
             require(0 <= momentum < 1, "--momentum", momentum, "0 to 1, without 1")
     decay = config.weight_decay
     require(0 <= decay < math.inf, "--weight-decay", decay, "0 or more")
     require(0 <= config.clip_grad < math.inf, "--clip-grad", config.clip_grad, "0 or more")
+
+
+def _check_schedule(config: AdamWConfig) -> None:
+    decays = config.schedule is not ScheduleName.CONSTANT
+    for name, given in (("--decay-steps", config.decay_steps), ("--min-lr", config.min_lr)):
+        expected = "none with --schedule constant, which does not decay"
+        require(decays or given is None, name, given, expected)
+    if config.decay_steps is not None:
+        _at_least("--decay-steps", config.decay_steps, 1)
+    if config.min_lr is not None:
+        expected = f"0 to {config.lr}, the peak of --lr"
+        require(0 <= config.min_lr <= config.lr, "--min-lr", config.min_lr, expected)
 
 
 def _at_least(option: str, found: int, low: int) -> None:
@@ -515,20 +683,14 @@ def find_settings(
     Raises:
         OptionError: it is neither, or the file is no model configuration.
     """
-    if model in presets:
-        return presets[model]
-    path = Path(model)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        names = ", ".join(presets)
-        near = difflib.get_close_matches(model, presets, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise OptionError(option, model, f"{names}, or the path of a config.json{hint}")
+    with naming_model(option):
+        return planning.find_settings(model, presets)
+
+
+@contextlib.contextmanager
+def naming_model(option: str = "--model") -> Iterator[None]:
+    """Report a model that cannot be found or built as a mistake in an option."""
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        check_depth(settings, "it")
-    except (OSError, ValueError, RecursionError, CheckpointError) as error:
-        raise OptionError(option, f"{file}, no JSON ({error})", "a config.json") from None
-    if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
-        raise OptionError(option, f'{file} without "model_type"', "a config.json")
-    return settings
+        yield
+    except ModelError as error:
+        raise OptionError(option, error.found, error.expected) from error.__cause__

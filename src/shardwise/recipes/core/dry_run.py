@@ -9,10 +9,12 @@ from itertools import groupby, pairwise
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.frontends.blocks import store_in
 from shardwise.frontends.strategies import SHARD, ShardingPlan, WantedMesh
 from shardwise.inspect.api import Blueprint, plan
 from shardwise.inspect.report import GroupReport, Report
 from shardwise.inspect.words import counted, fold, ranks_in_words
+from shardwise.recipes.core.build import DTYPES
 from shardwise.recipes.core.config import (
     AdamWConfig,
     Precision,
@@ -22,21 +24,22 @@ from shardwise.recipes.core.config import (
     resolve_sharding,
 )
 
-STORED = 4  # bytes per element of parameters, gradients and optimizer state at rest: fp32
 ITEMSIZE: Mapping[Precision, int] = {Precision.FP32: 4, Precision.BF16: 2}
 
 
 @dataclass(frozen=True)
 class AtRest:
-    """The fp32 tensors of each parameter that a rank keeps between steps.
+    """The tensors of each parameter that a rank keeps between steps.
 
     Attributes:
-        copies: how many there are, the parameter among them.
+        copies: how many there are in the dtype of the shards, the parameter among them.
         text: what they are.
+        outer: how many more there are in fp32, of DiLoCo.
     """
 
     copies: int
     text: str
+    outer: int = 0
 
     @classmethod
     def of(cls, config: TrainConfig) -> AtRest:
@@ -50,8 +53,8 @@ class AtRest:
                 copies, text = 3, "parameters, gradients and the momentum of SGD"
         if config.diloco is None:
             return cls(copies, text)
-        extra = 3 if config.diloco.error_feedback else 2
-        return cls(copies + extra, f"{text}, {extra} of DiLoCo")
+        outer = 3 if config.diloco.error_feedback else 2
+        return cls(copies, f"{text}, {outer} of DiLoCo", outer)
 
 
 ADAMW = AtRest(4, "parameters, gradients and two states of AdamW")
@@ -66,23 +69,33 @@ class Outlook:
         plan: the strategy, and how many copies there are.
         config: the dtypes.
         kept: what a rank keeps between steps.
+        trained: the part of the parameters that is trained; the rest has neither gradients nor
+            optimizer state.
     """
 
     report: Report
     plan: ShardingPlan
     config: ShardingConfig
     kept: AtRest = ADAMW
+    trained: float = 1.0
 
     @classmethod
     def of(cls, blueprint: Blueprint, config: TrainConfig, world_size: int) -> Outlook:
         """Return what a training would hold in a world of this size."""
         sharding = resolve_sharding(config.sharding, world_size)
+        store_in(blueprint.model, DTYPES[config.sharding.shard_dtype])
         report = plan(blueprint, WantedMesh((SHARD,), sharding.shape[-1:]))
-        return cls(report, sharding, config.sharding, AtRest.of(config))
+        parameters = list(blueprint.model.parameters())
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        share = trained / sum(p.numel() for p in parameters)
+        return cls(report, sharding, config.sharding, AtRest.of(config), share)
 
     def at_rest(self, rank: int) -> int:
         """Return the bytes of the rank's parameters, gradients and optimizer state."""
-        return self.report.totals[rank].parameters * self.kept.copies
+        stored = self.report.totals[rank].parameters
+        outer = stored // ITEMSIZE[self.config.shard_dtype] * ITEMSIZE[Precision.FP32]
+        more = stored * (self.kept.copies - 1) + outer * self.kept.outer
+        return stored + round(more * self.trained)
 
     @property
     def unsharded(self) -> int:
@@ -98,7 +111,7 @@ class Outlook:
     @property
     def gradients(self) -> int:
         """Peak bytes of full gradients: one group's are reduced while the next computes."""
-        return self._largest_neighbors() + self._full(self._own)
+        return round((self._largest_neighbors() + self._full(self._own)) * self.trained)
 
     @property
     def _own(self) -> list[GroupReport]:
@@ -111,7 +124,7 @@ class Outlook:
 
     def _full(self, groups: Sequence[GroupReport]) -> int:
         numel = sum(each.numel + each.padding for each in groups)
-        return numel * ITEMSIZE[self.config.param_dtype]
+        return numel * ITEMSIZE[self.config.compute_dtype]
 
 
 def show(outlook: Outlook, console: Console | None = None) -> None:
@@ -150,17 +163,18 @@ def _table(outlook: Outlook) -> Table:
     )
     own = "the rest" if len(report.groups) > 1 else "the model"
     for row in rows:
-        _add(table, report, row.full_name or own, len(row.members), row.first)
+        _add(table, outlook, row.full_name or own, len(row.members), row.first)
     if len(report.groups) > 1:
-        _add(table, report, "total", len(report.groups), GroupReport("", report.parameters))
+        _add(table, outlook, "total", len(report.groups), GroupReport("", report.parameters))
     return table
 
 
-def _add(table: Table, report: Report, name: str, count: int, group: GroupReport) -> None:
+def _add(table: Table, outlook: Outlook, name: str, count: int, group: GroupReport) -> None:
     """Add a group, with a row for the ranks that hold the same number of elements."""
+    report, itemsize = outlook.report, ITEMSIZE[outlook.config.shard_dtype]
     facts = [name, str(count), f"{group.numel:,}", f"{group.padding:,}"]
     for numel, ranks in groupby(report.grid.ranks, key=group.numel_on):
-        mib = f"{numel * STORED / 2**20:,.2f}"
+        mib = f"{numel * itemsize / 2**20:,.2f}"
         table.add_row(*facts, ranks_in_words(list(ranks)), f"{numel:,}", mib)
         facts = [""] * len(facts)
 
@@ -173,9 +187,10 @@ def _memory(outlook: Outlook) -> list[str]:
     first, last = outlook.at_rest(0), outlook.at_rest(outlook.report.grid.size - 1)
     least, most = size(last), size(first)
     rest = f"{most} a rank" if least == most else f"{least} to {most} a rank"
-    dtype = outlook.config.param_dtype.value
+    dtype, stored = outlook.config.compute_dtype.value, outlook.config.shard_dtype.value
+    part = "" if outlook.trained == 1 else f"; {outlook.trained:.2%} are trained"
     return [
-        f"at rest    {rest}: {outlook.kept.text}, fp32",
+        f"at rest    {rest}: {outlook.kept.text}, {stored}{part}",
         f"at peak    {size(outlook.unsharded)} of full parameters and "
         f"{size(outlook.gradients)} of full gradients more,",
         f"           {dtype}, and activations",

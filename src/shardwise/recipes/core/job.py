@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.launch.rank import StopSignals, importing
-from shardwise.launch.world import World
+from shardwise.elastic.rank import StopSignals, importing
+from shardwise.elastic.world import World
 from shardwise.recipes.core.begin import check_folder, compared
 from shardwise.recipes.core.config import Existing
 from shardwise.recipes.core.recipe import Inputs, Recipe, RecipeConfig
@@ -30,17 +30,25 @@ class Job:
         recipe: what trains.
         config: what the user asks for.
         folder: who has chosen the folder of the run.
+        options: the file that repeats the command, which a run keeps.
 
     Attributes:
         config: the configuration.
         chosen: the folder that :meth:`choose_folder` took in place of the default one, if it did.
     """
 
-    def __init__(self, recipe: Recipe, config: RecipeConfig, folder: Folder = Folder.NAMED) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: RecipeConfig,
+        folder: Folder = Folder.NAMED,
+        options: str = "",
+    ) -> None:
         self.config = config
         self.chosen: Path | None = None
         self._recipe = recipe
         self._folder = folder
+        self._options = options
         self._inputs: Inputs | None = None
         self._size = 1
 
@@ -85,6 +93,24 @@ class Job:
 
         blueprint = self._recipe.blueprint(self.config)
         show(Outlook.of(blueprint, self.config.train, world.size))
+
+    def plan(self, world: World) -> AbstractContextManager[None]:
+        """Print what the training needs and how fast it will be, and check that it fits.
+
+        Returns:
+            A context in which ranks find the plan, for the folder of the run.
+
+        Raises:
+            UserError: it does not fit.
+        """
+        from shardwise.recipes.core.plan import check_fits, kept_for_the_run, plan_training
+
+        config = replace(self.config, train=self._checked().train)
+        blueprint, example = self._recipe.blueprint(config), self._recipe.example(config)
+        plan = plan_training(blueprint, config.train, example, world)
+        print(plan, flush=True)
+        check_fits(plan)
+        return kept_for_the_run(plan)
 
     def check(self, world: World) -> None:
         """See :meth:`RecipeConfig.check`."""
@@ -131,7 +157,7 @@ class Job:
             from shardwise.recipes.core.training import train
 
             assemble = self._recipe.assemble()
-        train(inputs, assemble, world, signals)
+        train(inputs, assemble, world, signals, self._options)
 
     def _checked(self) -> Inputs:
         assert self._inputs is not None, "check() comes first"

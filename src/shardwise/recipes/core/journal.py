@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+import secrets
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,18 +17,21 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from shardwise.checkpoint.disk.files import open_file
-from shardwise.checkpoint.disk.strict import Fields, parse, refuse
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import LOST, job_id
 from shardwise.errors import CheckpointError
-from shardwise.launch.errors import UserError
-from shardwise.launch.world import job_id
-from shardwise.recipes.core.rundir import RunDir, naming, without_nan
+from shardwise.recipes.core.checkpointing import Best
+from shardwise.recipes.core.rundir import RunDir, naming
+from shardwise.recipes.core.sinks import Sink
+from shardwise.runs.metrics import MAX_LINE, parse_line, without_nan
+from shardwise.runs.ranks import RanksFile, RankStep
 
 
 class Journal(Protocol):
     """Where the training loop records what happens."""
 
-    def step(self, metrics: StepMetrics) -> None:
-        """Record a step."""
+    def step(self, metrics: StepMetrics, ranks: Sequence[RankStep] = ()) -> None:
+        """Record a step, and what each rank says of it."""
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """Record an evaluation after a step."""
@@ -34,11 +39,17 @@ class Journal(Protocol):
     def saved(self) -> None:
         """Flush the metrics to disk, as a checkpoint is saved."""
 
+    def best(self, best: Best) -> None:
+        """Record the best checkpoint so far, which is complete."""
+
+    def failed(self, error: BaseException) -> None:
+        """Record at once that the training failed: there may be little time for more."""
+
 
 class NoJournal:
     """The journal of every rank but rank 0."""
 
-    def step(self, metrics: StepMetrics) -> None:
+    def step(self, metrics: StepMetrics, ranks: Sequence[RankStep] = ()) -> None:
         """Do nothing."""
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
@@ -47,28 +58,44 @@ class NoJournal:
     def saved(self) -> None:
         """Do nothing."""
 
+    def best(self, best: Best) -> None:
+        """Do nothing."""
+
+    def failed(self, error: BaseException) -> None:
+        """Do nothing."""
+
 
 class FileJournal:
-    """Writes ``metrics.jsonl`` and, if asked, TensorBoard's event files.
+    """Writes ``metrics.jsonl`` and ``ranks.jsonl``, and passes metrics to other sinks.
 
     Args:
         files: of the run.
+        record: of the run, which names the best checkpoint.
         unit: what speed counts.
         done: steps done before; records of later steps are dropped.
-        tensorboard: write event files.
+        sinks: what draws curves; closed with the journal.
     """
 
-    def __init__(self, files: RunDir, unit: str, done: int, *, tensorboard: bool) -> None:
+    def __init__(
+        self,
+        files: RunDir,
+        record: RunRecord,
+        unit: str,
+        done: int,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        self._record = record
         self._unit = unit
         self._metrics = MetricsFile(files.metrics, done)
-        self._events: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        self._ranks = RanksFile(files.ranks)
+        self._newest: tuple[int, Sequence[RankStep]] = (0, ())
+        self._sinks = sinks
 
-            self._events = SummaryWriter(str(files.tensorboard), purge_step=done + 1)
-
-    def step(self, metrics: StepMetrics) -> None:
+    def step(self, metrics: StepMetrics, ranks: Sequence[RankStep] = ()) -> None:
         """Write one step."""
+        if ranks:
+            self._newest = (metrics.step, ranks)
+            self._ranks.step(*self._newest)
         record = metrics.record(self._unit)
         self._metrics.write(record)
         self._draw(metrics.step, {k: v for k, v in record.items() if k not in ("step", "eta_s")})
@@ -81,19 +108,33 @@ class FileJournal:
     def saved(self) -> None:
         """Flush everything to disk."""
         self._metrics.sync()
-        if self._events is not None:
-            self._events.flush()
+        for sink in self._sinks:
+            sink.flush()
 
-    def close(self) -> None:
-        """Close the files."""
-        self._metrics.close()
-        if self._events is not None:
-            self._events.close()
+    def best(self, best: Best) -> None:
+        """Name the checkpoint in ``run.json``."""
+        self._record.best(best)
+
+    def failed(self, error: BaseException) -> None:
+        """Record that the training failed, as far as that can be written."""
+        with contextlib.suppress(OSError, UserError):
+            self._record.failed(error)
+
+    def close(self, failed: BaseException | None = None) -> None:
+        """Close the files, and all sinks.
+
+        Args:
+            failed: the error that ended the training, if one did.
+        """
+        with contextlib.ExitStack() as stack:
+            for sink in self._sinks:
+                stack.callback(sink.close, failed)
+            stack.callback(self._ranks.close, *self._newest)
+            self._metrics.close()
 
     def _draw(self, step: int, values: Mapping[str, float]) -> None:
-        if self._events is not None:
-            for name, value in values.items():
-                self._events.add_scalar(name, value, step)
+        for sink in self._sinks:
+            sink.write(step, values)
 
 
 class RunRecord:
@@ -107,16 +148,30 @@ class RunRecord:
 
     def __init__(self, files: RunDir, facts: Mapping[str, Any], session: Mapping[str, Any]) -> None:
         self._files = files
-        before = files.read().get("sessions", []) if files.run_json.is_file() else []
+        known = files.read() if files.run_json.is_file() else {}
+        before = known.get("sessions", [])
+        #: The same in every session: by it, what draws curves knows the run again.
+        self.identity: str = known.get("identity", secrets.token_hex(8))
         begun = {"job": job_id(), "status": "running", "started": _now()}
+        if lost := os.environ.get(LOST):
+            begun["lost"] = lost[:500]
         self._session = {**session, **surroundings(), **begun}
-        self._record = {**facts, "sessions": [*before, self._session]}
+        self._record = {**facts, "identity": self.identity, "sessions": [*before, self._session]}
+        self._files.write(self._record)
+
+    def best(self, best: Best) -> None:
+        """Record the checkpoint with the lowest validation loss."""
+        self._record["best"] = {"step": best.step, "validation_loss": best.loss}
         self._files.write(self._record)
 
     def end(self, status: str, **results: Any) -> None:
         """Record the outcome, ``finished``, ``stopped`` or ``failed``, and the results."""
         self._session.update(status=status, ended=_now(), **results)
         self._files.write(self._record)
+
+    def failed(self, error: BaseException) -> None:
+        """Record that the session failed, and with which error."""
+        self.end("failed", error=f"{type(error).__name__}: {error}"[:2000])
 
 
 def surroundings() -> dict[str, Any]:
@@ -156,9 +211,6 @@ def _version(name: str) -> str | None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-MAX_LINE = 1 << 20  # bytes; whatever has more was not written by a training
 
 
 @dataclass(frozen=True)
@@ -248,13 +300,17 @@ class MetricsFile:
             self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path, last_step: int | None = None) -> list[dict[str, Any]]:
     """Return the lines of a ``metrics.jsonl``, without a last one that is unfinished.
+
+    Args:
+        path: the file.
+        last_step: end after the lines of this step; None: with the file.
 
     Raises:
         UserError: another line is damaged.
     """
-    return [line.record for line in _lines(path)]
+    return [line.record for line in _lines(path, last_step)]
 
 
 def check_metrics(path: Path, last_step: int) -> None:
@@ -308,7 +364,7 @@ def _lines(path: Path, last_step: int | None = None) -> Iterator[_Line]:
             while line := file.readline(MAX_LINE + 1):
                 number, end, is_whole = number + 1, end + len(line), line.endswith(b"\n")
                 try:
-                    record = _record(line, f"{path}, line {number}")
+                    record = parse_line(line, f"{path}, line {number}")
                 except CheckpointError:
                     if reached or not (is_whole or len(line) > MAX_LINE):
                         return
@@ -319,21 +375,3 @@ def _lines(path: Path, last_step: int | None = None) -> Iterator[_Line]:
                 yield _Line(record, end, is_whole)
     except CheckpointError as error:
         raise UserError(f"--out: {error}") from None
-
-
-def _record(line: bytes, where: str) -> dict[str, Any]:
-    """What a line says: a step, and numbers by name.
-
-    Raises:
-        CheckpointError: it says something else.
-    """
-    if len(line) > MAX_LINE:
-        refuse(where, f"more than {MAX_LINE:,} bytes", "a line of numbers")
-    fields = Fields(parse(line, where), where)
-    fields.number("step")
-    for name, value in fields.all().items():
-        # An integer may be larger than any that arithmetic, and a picture, can go on with.
-        is_number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
-        if value is not None and not is_number:
-            refuse(f"{where}, {name!r}", value, "a number")
-    return fields.all()

@@ -8,7 +8,7 @@ One step, on every rank:
 
     forward, backward      x accumulate; gradients are reduced once, in the last backward
     clip
-    exchange               one small all-gather: loss, memory, "was I asked to stop?"
+    exchange               one small all-gather: loss, memory, times, "was I asked to stop?"
     optimizer step
     record, evaluate, save
 """
@@ -19,21 +19,24 @@ import contextlib
 import math
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardwise import clip_grad_norm_, devices
-from shardwise.launch.errors import Stopped, UserError, signal_name
-from shardwise.launch.rank import StopSignals
+from shardwise import clip_grad_norm_, devices, observe
+from shardwise.elastic.errors import Stopped, UserError, signal_name
+from shardwise.elastic.rank import StopSignals
 from shardwise.recipes.core.build import set_lr
 from shardwise.recipes.core.checkpointing import Checkpoints, SaveError
 from shardwise.recipes.core.config import TrainConfig
 from shardwise.recipes.core.journal import Journal, StepMetrics
 from shardwise.recipes.core.position import Position, Span
-from shardwise.recipes.core.recipe import Place, Task
+from shardwise.recipes.core.recipe import Gathers, Place, Task
+from shardwise.recipes.core.timeline import TimelineOfRun
+from shardwise.runs.ranks import RankStep
 from shardwise.transport.peers import Peers
 
 RECENT = 20  # steps over which speed is averaged
@@ -56,6 +59,7 @@ class _Outcome:
     memory_mib: float
     stop: int  # the signal that asked any rank to stop, or 0
     saved: bool  # all ranks have finished writing the checkpoint under way, or failed to
+    ranks: Sequence[RankStep]  # what each rank says of the step; empty where replicas train apart
 
 
 class Loop:
@@ -70,6 +74,7 @@ class Loop:
         journal: where to record what happens.
         signals: which may ask to stop.
         how_to_resume: for the message of a run that was stopped.
+        timeline: records some of the steps.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class Loop:
         journal: Journal,
         signals: StopSignals,
         how_to_resume: str,
+        timeline: TimelineOfRun,
     ) -> None:
         self._task = task
         self._config = config
@@ -95,7 +101,10 @@ class Loop:
         self._display = place.display
         self._signals = signals
         self._how_to_resume = how_to_resume
+        self._timeline = timeline
         self._durations: deque[float] = deque(maxlen=RECENT)
+        self._updating = 0.0  # seconds of the last step behind its exchange
+        self._loading = 0.0  # seconds of this step in which batches were waited for
 
     def run(self, position: Position) -> tuple[Position, dict[str, float]]:
         """Train until the end.
@@ -115,11 +124,12 @@ class Loop:
         self._display.begin(position.step, position.step + left, self._task.unit)
         evaluated: dict[str, float] = {}
         try:
-            with self._signals.deferred():
+            with self._signals.deferred(), self._timeline, self._recording_failure():
                 while self._left(position):
-                    started = time.perf_counter()
-                    before, outcome = position, self._step(position)
-                    self._durations.append(time.perf_counter() - started)
+                    with self._timeline.step(position.step + 1):
+                        started = time.perf_counter()
+                        before, outcome = position, self._step(position)
+                        self._durations.append(time.perf_counter() - started)
                     position = outcome.position
                     self._write(outcome)
                     self._signals.stepped()
@@ -127,9 +137,10 @@ class Loop:
                         self._wait_for_checkpoint()
                     if self._task.replicas is not None and not self._left(position):
                         self._task.replicas.end()
-                    evaluated = self._evaluate_if_due(before, position)
+                    evaluated = self._evaluate_if_due(before, position, outcome.stop)
                     self._save_if_due(position, outcome.stop)
                     if outcome.stop:
+                        self._signals.agree(outcome.stop)
                         raise Stopped(outcome.stop, self._farewell(position, outcome.stop))
             # It came after the last exchange, when other ranks may have left the loop.
             if noted := self._signals.noted:
@@ -137,64 +148,111 @@ class Loop:
         finally:
             self._display.end()
             self._task.close()
-        return position, evaluated or self._evaluate(position)
+        evaluated = evaluated or self._evaluate(position)
+        self._record_best(position.step)
+        return position, evaluated
+
+    @contextlib.contextmanager
+    def _recording_failure(self) -> Iterator[None]:
+        """Record a failure first: a launcher ends the ranks soon after, and files take time."""
+        try:
+            yield
+        except Stopped:
+            raise
+        except BaseException as error:
+            self._journal.failed(error)
+            raise
 
     def _left(self, position: Position) -> int:
         return self._span.left(position, self._per_step)
 
     def _step(self, before: Position) -> _Outcome:
         task, config = self._task, self._config
+        began, waited, self._loading = time.perf_counter(), observe.waited(), 0.0
         position = Position(before.step + 1, before.examples + self._per_step)
         lr = task.schedule(position)
         set_lr(task.optimizer, lr)
         loss = self._accumulate(before)
         limit = config.optimizer.clip_grad or math.inf
         norm = _item(clip_grad_norm_(list(task.module.parameters()), limit))
-        mean, memory_mib, stop, saved = self._exchange(loss, position.step)
+        seconds = self._updating + time.perf_counter() - began
+        own = (seconds, observe.waited() - waited, self._loading)
+        mean, memory_mib, stop, saved, ranks = self._exchange(loss, position.step, own)
+        exchanged = time.perf_counter()
         if not (math.isfinite(mean) and math.isfinite(norm)):
             raise DivergedError(self._divergence(position.step, mean, norm))
         task.optimizer.step()
         task.optimizer.zero_grad()
         task.after_step()
-        return _Outcome(position, mean, norm, lr, memory_mib, stop, saved)
+        self._updating = time.perf_counter() - exchanged
+        return _Outcome(position, mean, norm, lr, memory_mib, stop, saved, ranks)
 
     def _accumulate(self, position: Position) -> torch.Tensor:
         """Run forward and backward over this rank's microbatches; return the mean loss."""
         task, count = self._task, self._config.accumulate
-        size = self._config.batch_size
         total = torch.zeros((), dtype=torch.float32, device=self._device)
-        for micro in range(count):
-            # Where this rank's part of this microbatch lies among the examples of the step.
-            first = position.examples + (micro * self._world.size + self._world.rank) * size
-            batch = task.data.batch(first, size)
-            task.model.set_requires_gradient_sync(micro == count - 1)
+        batches: Iterable[Any] = (self._batch(position, micro) for micro in range(count))
+        divisor: float = count
+        if task.targets is not None:
+            batches = list(batches)  # counted before the first backward
+            divisor = self._mean_targets(sum(map(task.targets, batches)))
+        for micro, batch in enumerate(batches):
+            last = micro == count - 1
+            if task.gathers is Gathers.EVERY_MICROBATCH:
+                task.model.set_requires_gradient_sync(last)
             loss = task.loss(task.module, batch)
-            (loss / count).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach().float() / count
+            if task.gathers is Gathers.EVERY_STEP:
+                # After forward, which takes what the backward before has left in memory.
+                task.model.set_requires_gradient_sync(last)
+                task.model.set_reshard_after_backward(last)
+                task.model.set_is_last_backward(last)
+            (loss / divisor).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach().float() / divisor
         return total
 
-    def _exchange(self, loss: torch.Tensor, step: int) -> tuple[float, float, int, bool]:
-        """Return mean loss, largest memory, stop and saved, over all ranks; see :class:`_Outcome`.
+    def _batch(self, position: Position, micro: int) -> Any:
+        """Return this rank's part of a microbatch of the step from a position on."""
+        size = self._config.batch_size
+        first = position.examples + (micro * self._world.size + self._world.rank) * size
+        began = time.perf_counter()
+        batch = self._task.data.batch(first, size)
+        self._loading += time.perf_counter() - began
+        return batch
+
+    def _mean_targets(self, mine: int) -> float:
+        """Return the targets of the step over the ranks, of which gradients are averaged.
+
+        A rank's loss divided by it has the gradient of the mean over all targets, once gradients
+        are averaged: ranks with fewer targets count less.
+        """
+        replicas = self._task.replicas
+        group = None if replicas is None else replicas.own_group
+        count = torch.tensor(mine, dtype=torch.float64)
+        return Peers(group).gather_numbers(count, "the count of targets").mean().item()
+
+    def _exchange(
+        self, loss: torch.Tensor, step: int, own: tuple[float, float, float]
+    ) -> tuple[float, float, int, bool, Sequence[RankStep]]:
+        """Return mean loss, largest memory, stop, saved and ranks; see :class:`_Outcome`.
 
         Where replicas train apart, most exchanges are within a replica, which does not stop alone.
         """
         replicas = self._task.replicas
         group = None if replicas is None else replicas.group_after(step)
-        size = dist.get_world_size(group)
         mine = torch.tensor(
             [
                 *(loss.item(), devices.peak_memory(self._device) / 2**20),
                 *(self._signals.noted, self._checkpoints.has_ended),
+                *own,
             ],
             dtype=torch.float64,
         )
-        everyone = [torch.empty_like(mine) for _ in range(size)]
-        with Peers(group).collective("the exchange of losses and signals"):
-            dist.all_gather(everyone, mine, group=group)
-        losses, memory, asked, ended = torch.stack(everyone, dim=1).tolist()
+        everyone = Peers(group).gather_numbers(mine, "the exchange of losses and signals")
+        losses, memory, asked, ended, *times = everyone.T.tolist()
         # Summed in the order of ranks: the same bits on every rank, every time.
         stop = int(max(asked)) if group is None else 0
-        return sum(losses) / size, max(memory), stop, all(ended)
+        ranks = tuple(map(RankStep, *times, memory)) if replicas is None else ()
+        return sum(losses) / len(losses), max(memory), stop, all(ended), ranks
 
     def _write(self, outcome: _Outcome) -> None:
         seconds = sum(self._durations) / len(self._durations)
@@ -211,11 +269,13 @@ class Loop:
             epoch=self._span.epoch(outcome.position),
             mfu=None if peak is None else speed / peak,
         )
-        self._journal.step(metrics)
+        self._journal.step(metrics, outcome.ranks)
         self._display.step(metrics)
 
-    def _evaluate_if_due(self, before: Position, position: Position) -> dict[str, float]:
+    def _evaluate_if_due(self, before: Position, position: Position, stop: int) -> dict[str, float]:
         every = self._config.output.eval_every
+        if self._config.output.keep_best and not (stop or self._left(position)):
+            return self._evaluate(position)  # before the last save, which deletes what is worse
         done, now = self._span.evaluation_count(before), self._span.evaluation_count(position)
         due = every and done // every < now // every
         return self._evaluate(position) if due else {}
@@ -227,12 +287,16 @@ class Loop:
         self._journal.evaluated(position.step, values)
         shown = " ".join(f"{name}={value:.4f}" for name, value in values.items())
         self._display.say(f"evaluation step={position.step} {shown}")
+        if self._config.output.keep_best:
+            self._checkpoints.improves(position.step, values.get("validation_loss", math.nan))
         return values
 
     def _save_if_due(self, position: Position, stop: int) -> None:
         every = self._config.output.checkpoint_every
         last = not self._left(position)
-        if not (stop or last or (every and position.step % every == 0)):
+        best = self._checkpoints.best
+        is_best = best is not None and best.step == position.step
+        if not (stop or last or is_best or (every and position.step % every == 0)):
             return
         self._wait_for_checkpoint()
         self._journal.saved()
@@ -255,6 +319,13 @@ class Loop:
 
     def _say_saved(self, step: int) -> None:
         self._display.say(f"checkpoint step={step} {self._checkpoints.path(step)}")
+        self._record_best(step)
+
+    def _record_best(self, step: int) -> None:
+        """Record the best checkpoint, if it is that of this step, which is complete."""
+        best = self._checkpoints.best
+        if best is not None and best.step == step:
+            self._journal.best(best)
 
     def _divergence(self, step: int, loss: float, norm: float) -> str:
         try:

@@ -3,89 +3,41 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from shardwise import devices, materialize
-from shardwise.recipes.core.config import OptionError
+from shardwise.planning import models
+from shardwise.recipes.core.config import naming_model
 
 
 def build(
     settings: dict[str, Any], vocab_size: int | None, separator: int | None
 ) -> PreTrainedModel:
-    """Build a causal language model on the meta device.
-
-    Args:
-        settings: as in a ``config.json`` of ``transformers``.
-        vocab_size: rows of the embedding, whatever the settings say; ``None``: as they say.
-        separator: the token that stands between documents; ``None``: as they say.
+    """Build a causal language model on the meta device; see :func:`.models.build`.
 
     Raises:
         OptionError: ``transformers`` cannot make a causal language model of the settings.
     """
-    own: dict[str, Any] = {"use_cache": False}
-    if vocab_size is not None:
-        own |= {"vocab_size": vocab_size}
-    if separator is not None:
-        own |= {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
-    with torch.device("meta"):
-        return _from_settings(AutoModelForCausalLM, {**settings, **own}, "causal language model")
+    with naming_model():
+        return models.build(settings, vocab_size, separator)
 
 
 def build_classifier(
     settings: dict[str, Any], classes: int, device: str = "meta"
 ) -> PreTrainedModel:
-    """Build an image classifier.
-
-    Args:
-        settings: as in a ``config.json`` of ``transformers``.
-        classes: number of classes, whatever the settings say.
-        device: where its tensors are.
+    """Build an image classifier; see :func:`.models.build_classifier`.
 
     Raises:
         OptionError: ``transformers`` cannot make an image classifier of the settings.
     """
-    own = {"num_labels": classes}
-    rest = {k: v for k, v in settings.items() if k not in ("id2label", "label2id")}
-    with torch.device(device):
-        return _from_settings(AutoModelForImageClassification, {**rest, **own}, "image classifier")
-
-
-def _from_settings(family: Any, settings: dict[str, Any], kind: str) -> PreTrainedModel:
-    rest = {k: v for k, v in settings.items() if k not in ("model_type", "torch_dtype", "dtype")}
-    try:
-        config = AutoConfig.for_model(settings["model_type"], **rest, dtype="float32")
-        model = family.from_config(config, dtype=torch.float32)
-    except Exception as error:  # each of its models checks in its own way
-        # Their first sentence; a list of everything that would do follows.
-        first = " ".join(str(error).split()).partition(". ")[0]
-        reason = textwrap.shorten(first, 200, placeholder=" ...")
-        raise OptionError(
-            "--model",
-            f"settings that transformers cannot use ({reason})",
-            f"those of {'an' if kind[0] in 'aeiou' else 'a'} {kind}",
-        ) from error
-    assert isinstance(model, PreTrainedModel)
-    model.config.architectures = [type(model).__name__]  # as it is called before it is sharded
-    return model
-
-
-def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Let every layer keep only its inputs, and recompute the rest in backward."""
-    # The newer name of transformers 5.x, or the older one.
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    with naming_model():
+        return models.build_classifier(settings, classes, device)
 
 
 def config_json(model: PreTrainedModel) -> str:
@@ -97,29 +49,18 @@ def config_json(model: PreTrainedModel) -> str:
 
 def initialize(model: PreTrainedModel, seed: int) -> None:
     """Initialize the shards; the values depend on the seed alone, not on the mesh."""
-    # Nested models of one model may each have rules of their own for their modules.
-    owner = {
-        module: part
-        for part in model.modules()
-        if isinstance(part, PreTrainedModel)
-        for module in part.modules()
-    }
-
-    def init(module: nn.Module) -> None:
-        owner[module]._init_weights(module)  # type: ignore[no-untyped-call]
-
     torch.manual_seed(seed)
-    materialize(model, init=init)
+    materialize(model)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the repeated blocks: the longest list of modules in the model."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        name = type(model).__name__
-        raise OptionError("--model", f"{name} without a list of layers", "a model made of layers")
-    longest = max(lists, key=len)
-    return list(longest)
+    """Return the repeated blocks: the longest list of modules in the model.
+
+    Raises:
+        OptionError: the model has no list of modules.
+    """
+    with naming_model():
+        return models.decoder_layers(model)
 
 
 def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -169,9 +110,9 @@ def known_peak(name: str) -> float | None:
 def flops_per_token(model: PreTrainedModel, seq_length: int) -> float:
     """Return the FLOPs of forward and backward for one token.
 
-    Six for every parameter that is multiplied with, and 12 x layers x width x length for the
-    products of attention. The embedding is looked up in, not multiplied with, unless it is the
-    head as well.
+    Six for every parameter that is multiplied with, four if it is frozen, and 12 x layers x width x
+    length for the products of attention. The embedding is looked up in, not multiplied with, unless
+    it is the head as well.
 
     Args:
         model: sharded or not.
@@ -181,11 +122,12 @@ def flops_per_token(model: PreTrainedModel, seq_length: int) -> float:
     assert isinstance(embedding, torch.Tensor)
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     tied = head is not None and head.weight is embedding
-    parameters = sum(p.numel() for p in model.parameters())
-    multiplied = parameters - (0 if tied else embedding.nelement())
+    looked_up = set() if tied else {embedding}
+    multiplied = [p for p in model.parameters() if p not in looked_up]
+    products = sum((6 if p.requires_grad else 4) * p.numel() for p in multiplied)
     config = model.config.get_text_config()
     attention = 12 * config.num_hidden_layers * config.hidden_size * seq_length
-    return float(6 * multiplied + attention)
+    return float(products + attention)
 
 
 @dataclass(frozen=True)

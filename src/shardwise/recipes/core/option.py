@@ -42,9 +42,10 @@ class Option:
         panel: under which title; None: among the first options.
         name: the option, if it is not the name of the field. ``--on/--off`` for two flags: the one
             that changes the default is shown.
-        former: names that it had before; they still work and are not shown.
+        former: names that it, or the first of its flags, had before; they still work and are not
+            shown.
         parts: for a field that is a tuple of fixed length: the option of each part, and its help.
-        flags: for a field that is an enum: the values that have a flag of their own, and its help.
+        flags: for a field that is an enum: its flags, each with its value and its help.
         metavar: what stands for the value, in place of its type.
         shown: what to show as the default, where the default is None.
         env: an environment variable that is read where the option is not given.
@@ -58,7 +59,7 @@ class Option:
     name: str | None = None
     former: tuple[str, ...] = ()
     parts: Mapping[str, str] = field(default_factory=dict)
-    flags: Mapping[enum.Enum, str] = field(default_factory=dict)
+    flags: Mapping[str, tuple[enum.Enum, str]] = field(default_factory=dict)
     metavar: str | None = None
     shown: str | None = None
     env: str | None = None

@@ -11,6 +11,7 @@ part of it, and a resumed run goes on where the other one stopped.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from shardwise.recipes.core.config import TrainConfig
@@ -29,6 +30,13 @@ class Position:
     examples: int = 0
 
 
+class Every(enum.Enum):
+    """What ``--eval-every`` counts."""
+
+    STEP = "step"
+    EPOCH = "epoch"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Span:
     """How long a training is.
@@ -36,12 +44,15 @@ class Span:
     Attributes:
         steps: the most optimizer steps; None: epochs alone decide.
         epochs: the most epochs; None: steps alone decide.
-        per_epoch: examples per epoch; None: nothing is counted in epochs.
+        per_epoch: examples per epoch; None: nothing is counted in epochs, or the data have not been
+            opened yet.
+        evaluation: what evaluations are counted in, if there are epochs.
     """
 
     steps: int | None = None
     epochs: int | None = None
     per_epoch: int | None = None
+    evaluation: Every = Every.EPOCH
 
     @classmethod
     def of(cls, config: TrainConfig, per_epoch: int | None = None) -> Span:
@@ -49,14 +60,17 @@ class Span:
         return cls(steps=config.steps, epochs=config.epochs, per_epoch=per_epoch)
 
     def left(self, position: Position, per_step: int) -> int:
-        """Return the steps left from a position on, of ``per_step`` examples each; 0 at the end."""
+        """Return the steps left from a position on, of ``per_step`` examples each; 0 at the end.
+
+        At least 1 if epochs alone decide, and their length is not known yet.
+        """
         left = []
         if self.steps is not None:
             left.append(self.steps - position.step)
         if self.epochs is not None and self.per_epoch is not None:
             left.append(-((position.examples - self.epochs * self.per_epoch) // per_step))
-        assert left, "a training ends somewhere"
-        return max(0, min(left))
+        assert left or self.epochs is not None, "a training ends somewhere"
+        return max(0, min(left, default=1))
 
     def steps_in_all(self, per_step: int) -> int:
         """Return the steps of the whole training, of ``per_step`` examples each."""
@@ -68,7 +82,9 @@ class Span:
 
     def evaluation_count(self, position: Position) -> int:
         """Return what ``--eval-every`` counts: full epochs done, or steps."""
-        return position.step if self.per_epoch is None else int(position.examples // self.per_epoch)
+        if self.per_epoch is None or self.evaluation is Every.STEP:
+            return position.step
+        return int(position.examples // self.per_epoch)
 
     def shown(self, position: Position) -> str:
         """Return a position for people: ``step 12 of 600``, or ``epoch 1.50 of 2 (step 12)``."""

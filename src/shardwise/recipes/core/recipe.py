@@ -3,6 +3,7 @@
     config.check(world)                -> Inputs    without torch: mistakes are reported at once
     recipe.assemble()(inputs, place)   -> Task      on every rank, with torch
     recipe.blueprint(config)           -> Blueprint the model alone, for ``--dry-run``
+    recipe.example(config)             -> Example   its batches and its loss, for ``--plan``
 
 The training loop (``loop.py``) knows nothing of a recipe but its :class:`Task`.
 """
@@ -10,14 +11,15 @@ The training loop (``loop.py``) knows nothing of a recipe but its :class:`Task`.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
 
+from shardwise.elastic.world import World
 from shardwise.frontends.strategies import ShardingPlan
-from shardwise.launch.world import World
 from shardwise.recipes.core.checkpointing import Resumable
 from shardwise.recipes.core.config import TrainConfig
 from shardwise.recipes.core.position import Position, Span
@@ -85,15 +87,17 @@ class Recipe:
     Attributes:
         name: on the command line.
         config: the configuration with all its defaults.
-        module: has ``assemble(inputs, place)`` and ``blueprint(config)``. It is imported when it
-            is needed: torch and transformers take seconds.
+        module: has ``assemble(inputs, place)``, ``blueprint(config)`` and ``example(config)``. It
+            is imported when it is needed: torch and transformers take seconds.
         config_for: returns the configuration with the defaults that go with ``--model``.
+        config_from: the same for ``--from``; ``None``: the recipe does not have it.
     """
 
     name: str
     config: RecipeConfig
     module: str
     config_for: Callable[[str], RecipeConfig] | None = None
+    config_from: Callable[[str], RecipeConfig] | None = None
 
     def assemble(self) -> Assemble:
         """Import what builds model, optimizer and data on one rank."""
@@ -104,6 +108,30 @@ class Recipe:
         """Return the model of a configuration, without memory, and how it would be sharded."""
         blueprint: Blueprint = import_module(self.module).blueprint(config)
         return blueprint
+
+    def example(self, config: RecipeConfig) -> Example:
+        """Return the batches and the loss of a configuration."""
+        example: Example = import_module(self.module).example(config)
+        return example
+
+
+#: Environment variable: the file with the plan, for the rank that makes the folder of the run.
+PLAN_FILE = "SHARDWISE_PLAN_FILE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """The batches and the loss of a training, for a plan.
+
+    Attributes:
+        batch: makes a batch of so many examples, without values that matter.
+        loss: the loss of the model on a batch.
+        seq_length: tokens of an example; ``None``: it has none.
+    """
+
+    batch: Callable[[int], Any]
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    seq_length: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +174,13 @@ def no_more(checkpoint: Path, results: Mapping[str, float]) -> Mapping[str, floa
     return results
 
 
+class Gathers(enum.Enum):
+    """How often parameters that stay in memory between forward and backward are gathered."""
+
+    EVERY_MICROBATCH = "every microbatch"
+    EVERY_STEP = "every step"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What to train. Every rank has one, and calls its functions at the same time.
@@ -155,21 +190,30 @@ class Task:
         model_name: for the first line.
         model: after ``fully_shard``.
         model_config: its ``config.json`` as ``transformers`` reads it; None: it is not theirs.
+        generation_config: the same of its ``generation_config.json``; None: nothing special.
+        save_tokenizer: writes the tokenizer of its texts to a folder; None: there is none.
         optimizer: over the model's shards.
         schedule: the learning rate of a step, by the position that the step leads to.
         data: where batches come from.
-        loss: maps model and batch to a scalar, the mean over the batch.
+        loss: maps model and batch to a scalar, the mean over the batch; or the sum over its
+            targets, if these are counted.
+        targets: counts the targets of a batch, so that a step is the mean over those of all ranks
+            and microbatches; None: all batches have the same number.
         evaluate: evaluates the model on validation data; one of the values may be
             ``validation_loss``, which the curve shows.
         unit: what speed counts: ``tokens``, ``images``.
         units_per_example: units in an example.
         peak_units_per_s: the speed at an MFU of 1; None: not known.
+        span: how long the training is, now that the data are open; None: as the inputs say.
         position: data that save a position of their own; None: the number of examples is enough.
         example: what an example is called, for the first lines: ``sequences x 128 tokens``.
         loss_unit: ``nats per token``.
         introduction: more of the first lines, each a label and a text.
         after_step: makes equal on all ranks what is not sharded.
         close: called after the last batch, or when training failed: stops reading ahead.
+        base: where the frozen parameters are from, which checkpoints leave out; None: they hold all
+            parameters.
+        gathers: how often a group whose parameters stay in memory after forward is gathered.
         replicas: the replicas, if they train apart.
         finish: called with the last checkpoint and the last evaluation; returns the results to
             record.
@@ -179,20 +223,26 @@ class Task:
     model_name: str
     model: FSDPModule
     model_config: str | None = None
+    generation_config: str | None = None
+    save_tokenizer: Callable[[Path], object] | None = None
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     data: Data
     loss: Callable[[nn.Module, Any], torch.Tensor]
+    targets: Callable[[Any], int] | None = None
     evaluate: Callable[[], dict[str, float]]
     unit: str
     units_per_example: int = 1
     peak_units_per_s: float | None = None
+    span: Span | None = None
     position: Resumable | None = None
     example: str
     loss_unit: str
     introduction: Sequence[tuple[str, str]] = ()
     after_step: Callable[[], None] = nothing
     close: Callable[[], None] = nothing
+    base: str | None = None
+    gathers: Gathers = Gathers.EVERY_MICROBATCH
     replicas: Replicas | None = None
     finish: Callable[[Path, Mapping[str, float]], Mapping[str, float]] = no_more
 

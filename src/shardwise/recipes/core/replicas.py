@@ -47,11 +47,12 @@ class Replicas:
     def __init__(self, diloco: DiLoCo, mesh: DeviceMesh, config: DilocoConfig) -> None:
         self._diloco = diloco
         self._every = min(MEET_EVERY, config.local_steps)
-        self._own_group: dist.ProcessGroup = mesh.get_group(SHARD)
+        #: The ranks of this replica, which average gradients.
+        self.own_group: dist.ProcessGroup = mesh.get_group(SHARD)
 
     def group_after(self, step: int) -> dist.ProcessGroup | None:
         """Return the ranks that exchange losses and signals after a step; ``None``: all."""
-        return self._own_group if step % self._every else None
+        return self.own_group if step % self._every else None
 
     def outer_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which the model of every replica has the outer parameters."""
@@ -123,7 +124,7 @@ class ReplicaCheckpoints(Checkpoints):
     ) -> None:
         self._count = mesh.size(0)
         self._number = mesh.get_local_rank(REPLICATE)
-        self._own_group = mesh.get_group(SHARD)
+        self.own_group = mesh.get_group(SHARD)
         self._device = devices.current(mesh.device_type)
         self._position = None if data is None else _PositionOfAll(data)
         self._root, self._keep = folder, keep_last
@@ -184,7 +185,7 @@ class ReplicaCheckpoints(Checkpoints):
 
     def _delete_but(self, kept: list[int]) -> None:
         """Delete the steps of this replica that the first one does not have."""
-        if self._number == 0 or dist.get_rank(self._own_group) != 0:
+        if self._number == 0 or dist.get_rank(self.own_group) != 0:
             return
         folder = self._folder_of(self._number)
         for step in steps(folder):
@@ -205,14 +206,16 @@ class ReplicaCheckpoints(Checkpoints):
 
     def _of(self, number: int) -> Checkpoints:
         """Return the checkpoints of a replica. The first one decides what the others keep."""
-        return Checkpoints(
+        checkpoints = Checkpoints(
             self._folder_of(number),
             self._keep if number == 0 else None,
             self._position,
-            group=self._own_group,
+            group=self.own_group,
             replicas=self._count,
             device=self._device,
         )
+        checkpoints.best = self.best
+        return checkpoints
 
     def _folder_of(self, number: int) -> Path:
         return self._root if number == 0 else self._root / REPLICAS / str(number)

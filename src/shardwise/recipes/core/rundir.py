@@ -2,14 +2,23 @@
 
     runs/lm/
       run.json         configuration, versions, how it went
+      config.yaml      the options of the last session, for --config
       config.json      the model's, for transformers
+      generation_config.json    how it generates, if it began with --from (lm)
+      tokenizer/       as transformers saves it (lm)
       metrics.jsonl    a line a step
+      ranks.jsonl      how long each rank computed, every few seconds
+      layout.html      who holds what
       loss.png         the curve
+      report.html      the page of the run
+      plan.json        what was predicted, with --plan
+      timeline/        what every rank did in a step, with --timeline
       sample.txt       what the model writes at the end (lm)
       model.safetensors, confusion.png    the model as one file, what it mistakes (pictures)
       checkpoints/     step-00000100/, ...
       run.lock         locked while the run trains; says by which process
-      tensorboard/     with --tensorboard
+      tensorboard/     with --log tensorboard
+      wandb/           with --log wandb
 
 No torch here: the command line asks before it starts processes.
 
@@ -28,29 +37,33 @@ import errno
 import fcntl
 import itertools
 import json
-import math
 import os
 import re
 import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.disk.commit import is_partial
+from shardwise.checkpoint.disk.companions import TOKENIZER
 from shardwise.checkpoint.disk.files import open_file
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
+from shardwise.elastic.errors import UserError, say
 from shardwise.errors import CheckpointError
-from shardwise.launch.errors import UserError, say
 from shardwise.recipes.core.config import Existing, OptionError, OutputConfig, flatten
+from shardwise.runs import files
+from shardwise.runs.metrics import without_nan
 
 #: In the folder of checkpoints: those of all replicas but the first, where replicas train apart.
 REPLICAS = "replicas"
 
 _MAX_RECORD = 1 << 26  # bytes of a run.json: tens of thousands of sessions
+_LOCK_TRIES, _LOCK_SECONDS = 20, 0.01
 _MAX_PATH = 4095  # bytes, of Linux
 # As long as a name below the folder of a run gets.
 _DEEPEST = "checkpoints/replicas/0000/.step-0000000000.partial/shard-000000-of-000000.safetensors"
@@ -69,7 +82,12 @@ class RunDir:
     @property
     def run_json(self) -> Path:
         """Configuration, versions, outcome. A folder with this file is a run."""
-        return self.root / "run.json"
+        return self.root / files.RECORD
+
+    @property
+    def options(self) -> Path:
+        """The options of the last session, as ``--config`` reads them."""
+        return self.root / files.OPTIONS
 
     @property
     def model_config(self) -> Path:
@@ -77,9 +95,19 @@ class RunDir:
         return self.root / "config.json"
 
     @property
+    def tokenizer(self) -> Path:
+        """Folder of the tokenizer, as transformers saves it; see :meth:`keep_tokenizer`."""
+        return self.root / TOKENIZER
+
+    @property
+    def generation_config(self) -> Path:
+        """How the model generates, as transformers reads it."""
+        return self.root / "generation_config.json"
+
+    @property
     def metrics(self) -> Path:
         """One line per step."""
-        return self.root / "metrics.jsonl"
+        return self.root / files.METRICS
 
     @property
     def picture(self) -> Path:
@@ -87,9 +115,14 @@ class RunDir:
         return self.root / "loss.png"
 
     @property
+    def timeline(self) -> Path:
+        """Folder of the timeline."""
+        return self.root / "timeline"
+
+    @property
     def sample(self) -> Path:
         """The text that the model writes at the end."""
-        return self.root / "sample.txt"
+        return self.root / files.SAMPLE
 
     @property
     def weights(self) -> Path:
@@ -97,19 +130,54 @@ class RunDir:
         return self.root / "model.safetensors"
 
     @property
+    def ranks(self) -> Path:
+        """How long each rank computed and waited, a line every few seconds."""
+        return self.root / files.RANKS
+
+    @property
+    def layout(self) -> Path:
+        """Who holds what, as the inspector's page."""
+        return self.root / files.LAYOUT
+
+    @property
+    def plan(self) -> Path:
+        """What was predicted of the run."""
+        return self.root / files.PLAN
+
+    @property
+    def report(self) -> Path:
+        """The page of the run."""
+        return self.root / files.REPORT
+
+    @property
     def confusion(self) -> Path:
         """The confusion matrix."""
-        return self.root / "confusion.png"
+        return self.root / files.CONFUSION
 
     @property
     def checkpoints(self) -> Path:
         """Folder of checkpoints."""
-        return self.root / "checkpoints"
+        return self.root / files.CHECKPOINTS
+
+    @property
+    def adapters(self) -> Path:
+        """Folder of the adapters at the end, in the format of peft."""
+        return self.root / "adapters"
+
+    @property
+    def merged(self) -> Path:
+        """Folder of the weights at the end, with the adapters merged into them."""
+        return self.root / "merged"
 
     @property
     def lock(self) -> Path:
         """The file that a run keeps locked while it trains."""
-        return self.root / "run.lock"
+        return self.root / files.LOCK
+
+    @property
+    def wandb(self) -> Path:
+        """Folder that Weights & Biases writes to."""
+        return self.root / "wandb"
 
     @property
     def tensorboard(self) -> Path:
@@ -170,13 +238,23 @@ class RunDir:
 
     @property
     def _folders(self) -> tuple[Path, ...]:
-        return self.checkpoints, self.tensorboard
+        results = (self.tokenizer, self.adapters, self.merged)
+        return (self.checkpoints, self.timeline, self.tensorboard, self.wandb, *results)
 
     @property
     def _files(self) -> tuple[Path, ...]:
         # run.json is last: a deletion that is cut short leaves what still is a run.
-        results = (self.model_config, self.picture, self.sample, self.weights, self.confusion)
-        return (self.metrics, *results, self.run_json)
+        results = (self.picture, self.sample, self.weights, self.confusion, self.report, self.plan)
+        return (
+            self.metrics,
+            self.ranks,
+            self.layout,
+            self.options,
+            self.model_config,
+            self.generation_config,
+            *results,
+            self.run_json,
+        )
 
     def has_checkpoints(self) -> bool:
         """Return whether a checkpoint was ever committed here, even if damaged by now.
@@ -198,13 +276,13 @@ class RunDir:
             return False
         except OSError:  # a file, or a folder of somebody else
             return True
-        return not all(map(self._is_trace, found)) or _is_locked(self.lock)
+        return not all(map(self._is_trace, found)) or files.is_locked(self.lock)
 
     def was_begun_by(self, job: str | None) -> bool:
         """Return whether a job has begun, or resumed, the run that is here.
 
         Args:
-            job: its id, see :func:`shardwise.launch.world.job_id`; None is no job.
+            job: its id, see :func:`shardwise.elastic.world.job_id`; None is no job.
         """
         if job is None:
             return False
@@ -264,6 +342,23 @@ class RunDir:
         names = (f".{file.name}" for file in self._files)
         return path == self.lock or path.name.startswith(tuple(names))
 
+    def keep_tokenizer(self, save: Callable[[Path], object]) -> None:
+        """Keep the tokenizer in the folder, unless it has one. The folder is complete, or is not.
+
+        Args:
+            save: writes the tokenizer to a folder that exists.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self.tokenizer.is_dir():
+            return
+        partial = self.root / f".{TOKENIZER}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        save(partial)
+        partial.rename(self.tokenizer)
+
     def read(self, option: str = "--out") -> dict[str, Any]:
         """Return the content of ``run.json``, with its types checked.
 
@@ -303,22 +398,15 @@ def _checked_record(record: Any, files: RunDir) -> dict[str, Any]:
             fields.object(name)
     if "settings" in known.get("model", {}):
         Fields(known["model"], f"{where}, 'model'").object("settings")
+    if "identity" in known:
+        fields.text("identity")
+    if "best" in known:
+        best = Fields(known["best"], f"{where}, 'best'")
+        best.number("step")
     if "sessions" in known:
         for number, session in enumerate(fields.items("sessions", _MAX_RECORD), start=1):
             Fields(session, f"{where}, session {number}")
     return known
-
-
-def without_nan(value: Any) -> Any:
-    """Return plain values with None for NaN and infinities, which JSON cannot hold."""
-    match value:
-        case float() if not math.isfinite(value):
-            return None
-        case Mapping():
-            return {name: without_nan(each) for name, each in value.items()}
-        case list() | tuple():
-            return [without_nan(each) for each in value]
-    return value
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], names: Mapping[str, str]) -> None:
@@ -477,7 +565,7 @@ def _not_ours(files: RunDir, what: str) -> OptionError:
 
 def _lock(handle: int, files: RunDir) -> None:
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_soon(handle)
     except BlockingIOError:
         holder = _content(handle).decode(errors="replace").strip()
         raise OptionError(
@@ -499,21 +587,14 @@ def _lock(handle: int, files: RunDir) -> None:
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
-def _is_locked(file: Path) -> bool:
-    """Return whether a run holds a lock."""
-    try:
-        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no locks on this file system
-        return False
-    finally:
-        os.close(handle)
-    return False
+def _lock_soon(handle: int) -> None:
+    """Lock a file, or give up soon: a page that looks whether it is locked locks it briefly."""
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOCK_SECONDS)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _content(handle: int) -> bytes:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
+import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise import devices
-from shardwise.launch.errors import Stopped, UserError
-from shardwise.launch.rank import StopSignals, connected
-from shardwise.launch.world import World, launched_here
+from shardwise.elastic.connect import connected
+from shardwise.elastic.errors import Stopped, UserError
+from shardwise.elastic.rank import StopSignals
+from shardwise.elastic.world import LOCKED, World, launched_here
+from shardwise.inspect.api import inspect
+from shardwise.inspect.page import page as inspect_page
 from shardwise.recipes.core import journal
 from shardwise.recipes.core.begin import (
     check_alike,
@@ -25,20 +29,24 @@ from shardwise.recipes.core.begin import (
     newest_step,
 )
 from shardwise.recipes.core.build import count, shard_bytes, transport_name
-from shardwise.recipes.core.checkpointing import Checkpoints, on_rank_zero
+from shardwise.recipes.core.checkpointing import Best, Checkpoints, on_rank_zero
 from shardwise.recipes.core.config import (
     AUTO,
     Existing,
     OptionError,
     TrainConfig,
     resolve_sharding,
+    steps_to_record,
 )
 from shardwise.recipes.core.loop import Loop
-from shardwise.recipes.core.position import Position
+from shardwise.recipes.core.position import Position, Span
 from shardwise.recipes.core.progress import make_display
-from shardwise.recipes.core.recipe import Assemble, Inputs, Place, Task
+from shardwise.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Place, Task
 from shardwise.recipes.core.replicas import ReplicaCheckpoints
+from shardwise.recipes.core.report import report_under_way, write_report
 from shardwise.recipes.core.rundir import RunDir, locked, write_text
+from shardwise.recipes.core.sinks import Sink, open_sink
+from shardwise.recipes.core.timeline import TimelineOfRun, read_prediction
 from shardwise.transport.peers import Peers
 
 
@@ -51,14 +59,23 @@ class _Run:
     task: Task
     files: RunDir
     checkpoints: Checkpoints
+    options: str
+    host_names: Sequence[str]
 
     @property
     def per_step(self) -> int:
         """Examples of one step, over all ranks."""
         return self.inputs.train.examples_per_step(self.place.world.size)
 
+    @property
+    def span(self) -> Span:
+        """How long the training is."""
+        return self.task.span or self.inputs.span
 
-def train(inputs: Inputs, assemble: Assemble, world: World, signals: StopSignals) -> None:
+
+def train(
+    inputs: Inputs, assemble: Assemble, world: World, signals: StopSignals, options: str = ""
+) -> None:
     """Train on this rank, as one of ``world``.
 
     Args:
@@ -66,6 +83,7 @@ def train(inputs: Inputs, assemble: Assemble, world: World, signals: StopSignals
         assemble: builds the task.
         world: this rank among all.
         signals: who may ask to stop.
+        options: the file that repeats the command, for the folder of the run; empty: none.
 
     Raises:
         UserError: what the user can put right.
@@ -75,40 +93,52 @@ def train(inputs: Inputs, assemble: Assemble, world: World, signals: StopSignals
         if world.rank == 0:
             # Before anything is written; again under the lock, for what has ended meanwhile.
             check_folder(inputs)
-            if not launched_here():
+            if LOCKED not in os.environ:
                 held.enter_context(locked(RunDir(inputs.train.output.out)))
                 check_folder(inputs)
         device = _choose_device(inputs.train.device, world)
         if device.type == "cpu":
-            keep_freed_memory()
+            devices.keep_freed_memory()
         backends = devices.backends_for(device)
         with connected(world, backends, inputs.train.peer_timeout):
-            train_connected(inputs, assemble, place_for(inputs.train, world, device), signals)
+            place = place_for(inputs.train, world, device)
+            train_connected(inputs, assemble, place, signals, options)
 
 
-def train_connected(inputs: Inputs, assemble: Assemble, place: Place, signals: StopSignals) -> None:
+def train_connected(
+    inputs: Inputs, assemble: Assemble, place: Place, signals: StopSignals, options: str = ""
+) -> None:
     """Train on this rank, which is a member of the default process group already.
 
     Raises:
         OptionError: hosts were started with different options.
     """
     world = place.world
+    host_names = [platform.node()]
     if world.hosts > 1:
         # Each host has a command line of its own.
         asked = {"recipe": inputs.recipe, **inputs.facts()}
-        told = Peers().gather_objects(asked, "the comparison of what hosts were asked")
-        check_alike(told[:: world.local_size])
+        own = (asked, host_names[0])
+        told = Peers().gather_objects(own, "the comparison of what hosts were asked")
+        check_alike([each for each, _ in told[:: world.local_size]])
+        host_names = [name for _, name in told[:: world.local_size]]
     task = assemble(inputs, place)
     # From here on every rank has random numbers of its own, for dropout.
     torch.manual_seed(inputs.train.seed * world.size + world.rank)
     output = inputs.train.output
     files = RunDir(output.out)
     checkpoints = (
-        Checkpoints(files.checkpoints, output.keep_last, task.position, device=place.device)
+        Checkpoints(
+            files.checkpoints,
+            output.keep_last,
+            task.position,
+            device=place.device,
+            base=task.base,
+        )
         if task.replicas is None
         else ReplicaCheckpoints(files.checkpoints, output.keep_last, place.mesh, task.position)
     )
-    run = _Run(inputs, place, task, files, checkpoints)
+    run = _Run(inputs, place, task, files, checkpoints, options, host_names)
     position = _resume(run)
     if world.rank == 0:
         _train_and_record(run, position, signals)
@@ -133,12 +163,24 @@ def _resume(run: _Run) -> Position:
     newest = on_rank_zero(f"beginning in {run.files.root}", lambda: _take_folder(run))
     if newest is None:
         return Position()
+    if run.inputs.train.output.keep_best:
+        run.checkpoints.best = on_rank_zero(
+            "finding the best checkpoint", lambda: _best(run, newest)
+        )
     try:
         return run.checkpoints.load(newest, run.task.module, run.task.optimizer)
     except UserError as error:
         if "is damaged" not in str(error):  # other ranks get the text alone
             raise
         raise UserError(f"{error}; {_how_to_go_on_without(run, newest)}") from error
+
+
+def _best(run: _Run, newest: int) -> Best | None:
+    """Return the best checkpoint up to the one that the run goes on from."""
+    if not run.files.metrics.exists():
+        return None
+    steps = [step for step in run.checkpoints.steps() if step <= newest]
+    return Best.among(journal.read_metrics(run.files.metrics, newest), steps)
 
 
 def _how_to_go_on_without(run: _Run, newest: int) -> str:
@@ -174,28 +216,55 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
     facts["model"]["parameters"] = count(task.module.parameters())
     _introduce(run, position)
     record = journal.RunRecord(files, facts, _session(run, position))
+    if run.options:
+        write_text(files.options, run.options)
+    if planned := os.environ.get(PLAN_FILE):
+        write_text(files.plan, Path(planned).read_text(encoding="utf-8"))
     if task.model_config is not None:
         write_text(files.model_config, task.model_config)
-    log = journal.FileJournal(
-        files, task.unit, position.step, tensorboard=run.inputs.train.output.tensorboard
-    )
+    if task.generation_config is not None:
+        write_text(files.generation_config, task.generation_config)
+    if task.save_tokenizer is not None:
+        files.keep_tokenizer(task.save_tokenizer)
+    if (best := run.checkpoints.best) is not None:
+        record.best(best)
+    log: journal.FileJournal | None = None
+    failed: BaseException | None = None
     try:
-        results = _train(run, position, log, signals)
+        sinks = _sinks(run, record.identity, position.step)
+        log = journal.FileJournal(files, record, task.unit, position.step, sinks)
+        write_text(files.layout, inspect_page(inspect(task.module, name=task.model_name)))
+        with report_under_way(files) if run.inputs.train.output.page else contextlib.nullcontext():
+            results = _train(run, position, log, signals)
     except BaseException as error:
+        failed = error
         # The error matters more than a failure to record it.
         with contextlib.suppress(OSError, UserError):
             if isinstance(error, Stopped):
                 record.end("stopped", signal=error.signum)
             else:
-                record.end("failed", error=f"{type(error).__name__}: {error}"[:2000])
+                record.failed(error)
             journal.draw(files, task.title, task.loss_unit)
         raise
     finally:
-        log.close()
+        if log is not None:
+            log.close(failed)
+        if failed is not None:
+            write_report(files)
     journal.draw(files, task.title, task.loss_unit)
     record.end("finished", **results)
+    write_report(files)
     say(f"curve      {files.picture}")
+    say(f"report     {files.report}")
     say(f"run        {files.root}")
+
+
+def _sinks(run: _Run, identity: str, done: int) -> list[Sink]:
+    """Open where metrics go, beside ``metrics.jsonl``."""
+    config, root = run.inputs.facts()["config"], run.files.root
+    names = sorted(run.inputs.train.output.logs, key=lambda name: name.value)
+    opened = (open_sink(name, root, done, identity, config) for name in names)
+    return [sink for sink in opened if sink is not None]
 
 
 def _train(
@@ -204,15 +273,27 @@ def _train(
     loop = Loop(
         run.task,
         run.inputs.train,
-        run.inputs.span,
+        run.span,
         run.place,
         checkpoints=run.checkpoints,
         journal=log,
         signals=signals,
         how_to_resume=_how_to_resume(),
+        timeline=_timeline(run, position),
     )
     position, results = loop.run(position)
     return run.task.finish(run.checkpoints.path(position.step), results)
+
+
+def _timeline(run: _Run, position: Position) -> TimelineOfRun:
+    asked, say = run.inputs.train.output.timeline, run.place.display.say
+    left = run.span.left(position, run.per_step)
+    steps = range(0) if asked is None else steps_to_record(asked, position.step, left)
+    here = range(position.step + 1, position.step + left + 1)
+    if asked is not None and not (steps and steps[-1] in here):
+        found = f"steps {here[0]} to {here[-1]}" if here else "no step"
+        say(f"warning    --timeline {asked}: this session makes {found}")
+    return TimelineOfRun(steps, run.files.timeline, say, read_prediction() if steps else None)
 
 
 def _introduce(run: _Run, position: Position) -> None:
@@ -228,15 +309,15 @@ def _introduce(run: _Run, position: Position) -> None:
         f"{transport_name(task.module)}; {mine:.1f} of {whole:.1f} MiB of parameters on this rank"
     )
     say(
-        f"precision  {sharding.param_dtype.value} compute, {sharding.reduce_dtype.value} "
-        f"reduction, fp32 shards"
+        f"precision  {sharding.compute_dtype.value} compute, {sharding.reduce_dtype.value} "
+        f"reduction, {sharding.shard_dtype.value} shards"
     )
     for label, text in task.introduction:
         say(f"{label:<11}{text}")
     ranks = f"{world.size} {'rank' if world.size == 1 else 'ranks'}"
     accumulate = f" x {config.accumulate} microbatches" if config.accumulate > 1 else ""
     units = run.per_step * task.units_per_example
-    span = run.inputs.span
+    span = run.span
     steps = f"{span.steps_in_all(run.per_step):,} steps"
     epochs = f"{span.epochs} {'epoch' if span.epochs == 1 else 'epochs'}"
     length = steps if span.epochs is None else f"{epochs}, {steps}"
@@ -268,6 +349,8 @@ def _session(run: _Run, position: Position) -> dict[str, Any]:
         "examples_per_step": run.per_step,
         "world_size": run.place.world.size,
         "hosts": run.place.world.hosts,
+        "local_size": run.place.world.local_size,
+        "host_names": run.host_names,
         "device": run.place.device.type,
         "mesh": dict(zip(plan.names, plan.shape, strict=True)),
         "transport": transport_name(run.task.module),
@@ -311,36 +394,3 @@ def _choose_device(wanted: str, world: World) -> torch.device:
             f"one for each of its {world.local_size} ranks, or --device cpu",
         )
     return devices.take(wanted, world.local_rank)
-
-
-# Of mallopt(3): numbers of the two settings, and the largest value that the first one takes.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_MOST_IN_HEAP = 32 * 1024 * 1024
-_NEVER = 2**31 - 1
-
-#: Whoever has set one of these wants something else.
-VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-
-
-def keep_freed_memory() -> bool:
-    """Have this process keep freed memory, except for allocations above 32 MiB.
-
-    At the end of a step nearly all memory is freed: activations, full gradients. glibc then returns
-    the top of its heap to the kernel, which has to clear and map each page again for the next step.
-    Measured on 2 ranks with 2 cores, a Llama with 5 million parameters, 1,024 tokens per rank and
-    step: 16,000 page faults per step and 4 to 9 % of its CPU time, against 190 faults. A process
-    that trains reaches its peak in every step, so nobody gains from what it returns. glibc's own
-    variables do the same for other programs (https://man7.org/linux/man-pages/man3/mallopt.3.html).
-
-    Returns:
-        Whether it does now: not where the C library is another, or the user has set one of
-        ``VARIABLES``.
-    """
-    if any(name in os.environ for name in VARIABLES):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    # Setting either ends glibc's own adjustments, so both are needed.
-    return bool(mallopt(_MMAP_THRESHOLD, _MOST_IN_HEAP)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shardwise.launch.world import World
+from shardwise.elastic.world import World
+from shardwise.planning.presets import RESNETS, VIT_PRESETS
 from shardwise.recipes.core.begin import check_extras
 from shardwise.recipes.core.config import (
     AdamWConfig,
@@ -125,9 +126,7 @@ class MnistConfig(VisionConfig):
         """
         check_train(self.train)
         self.check_world(world)
-        check_extras(
-            ["safetensors", "matplotlib", "PIL"], tensorboard=self.train.output.tensorboard
-        )
+        check_extras(["safetensors", "matplotlib", "PIL"], self.train.output.logs)
         if self.data_dir is None:
             raise OptionError("--data-dir", "none", "a folder with MNIST's four files")
         return MnistInputs(self, *load_mnist(self.data_dir))
@@ -202,7 +201,7 @@ class ImageFolderConfig(VisionConfig):
         """
         super().check_dry_run(world)
         self.settings()
-        check_extras(["transformers"], tensorboard=False)
+        check_extras(["transformers"])
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the model, as in a ``config.json``.
@@ -225,9 +224,7 @@ class ImageFolderConfig(VisionConfig):
         require(self.threads >= 1, "--workers", self.threads, "1 or more")
         self.check_world(world)
         folders = self._folders()
-        check_extras(
-            ["transformers", "matplotlib", "PIL"], tensorboard=self.train.output.tensorboard
-        )
+        check_extras(["transformers", "matplotlib", "PIL"], self.train.output.logs)
         return folders
 
     def _folders(self) -> Folders | None:
@@ -315,30 +312,6 @@ def _check_same_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> Non
 # -- residual networks -----------------------------------------------------------------------------
 
 
-def _resnet(
-    layer: str, depths: list[int], hidden: list[int], embedding: int = 64
-) -> dict[str, Any]:
-    return {
-        "model_type": "resnet",
-        "layer_type": layer,
-        "depths": depths,
-        "hidden_sizes": hidden,
-        "embedding_size": embedding,
-    }
-
-
-_NARROW, _WIDE = [64, 128, 256, 512], [256, 512, 1024, 2048]
-
-RESNETS = {
-    "resnet18": _resnet("basic", [2, 2, 2, 2], _NARROW),
-    "resnet34": _resnet("basic", [3, 4, 6, 3], _NARROW),
-    "resnet50": _resnet("bottleneck", [3, 4, 6, 3], _WIDE),
-    "resnet101": _resnet("bottleneck", [3, 4, 23, 3], _WIDE),
-    "resnet152": _resnet("bottleneck", [3, 8, 36, 3], _WIDE),
-    "tiny": _resnet("basic", [1, 1], [16, 32], embedding=16),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImagenetConfig(ImageFolderConfig):
     """A training of a residual network; the defaults are ImageNet's published schedule."""
@@ -408,61 +381,6 @@ class ImagenetInputs(ImageFolderInputs):
 
 
 # -- Vision Transformers ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class VitPreset:
-    """The shape of a Vision Transformer.
-
-    Attributes:
-        hidden: width of the residual stream.
-        layers: number of blocks.
-        heads: attention heads.
-        intermediate: width inside the blocks' MLPs; by default four times ``hidden``.
-        patch: edge of a patch, in pixels.
-        image: edge of an image, in pixels.
-        batch_size: images per rank, by default.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    intermediate: int | None = None
-    patch: int = 16
-    image: int = 224
-    batch_size: int = 32
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings, as in a ``config.json`` of ``transformers``."""
-        return {
-            "model_type": "vit",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate or 4 * self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "patch_size": self.patch,
-            "image_size": self.image,
-            "layer_norm_eps": 1e-6,
-        }
-
-
-# The sizes up to vit-huge are those of Dosovitskiy et al. and Touvron et al.; vit-1b and vit-2b are
-# g and G of Zhai et al., "Scaling Vision Transformers"; vit-10b has the shape of PyTorch/XLA's
-# 10-billion-parameter example of FSDP.
-VIT_PRESETS = {
-    "vit-tiny": VitPreset(hidden=192, layers=12, heads=3),  # 5.7 M parameters
-    "vit-small": VitPreset(hidden=384, layers=12, heads=6),  # 22 M
-    "vit-base": VitPreset(hidden=768, layers=12, heads=12),  # 87 M
-    "vit-large": VitPreset(hidden=1024, layers=24, heads=16),  # 304 M
-    "vit-huge": VitPreset(hidden=1280, layers=32, heads=16, patch=14),  # 632 M
-    "vit-1b": VitPreset(  # 1.01 billion
-        hidden=1408, layers=40, heads=16, intermediate=6144, patch=14
-    ),
-    "vit-2b": VitPreset(  # 1.84 billion
-        hidden=1664, layers=48, heads=16, intermediate=8192, patch=14
-    ),
-    "vit-10b": VitPreset(hidden=5120, layers=32, heads=32, patch=14, batch_size=8),  # 10.1 billion
-}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from shardwise.launch.errors import UserError
+from shardwise.elastic.errors import UserError
 from shardwise.recipes.core.position import Shuffle, mix
 from shardwise.recipes.vision.files import ImageFolder, Lookup
 

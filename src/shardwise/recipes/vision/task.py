@@ -15,12 +15,12 @@ from torch import nn
 
 from shardwise import FSDPModule
 from shardwise.checkpoint.tools.convert import consolidate
+from shardwise.elastic.world import World
 from shardwise.errors import CheckpointError
-from shardwise.launch.world import World
 from shardwise.recipes.core.build import RunningStatistics, kept_between_forwards
 from shardwise.recipes.core.checkpointing import SaveError, on_rank_zero
 from shardwise.recipes.core.plot import plot_confusion
-from shardwise.recipes.core.recipe import Inputs, Place, Schedule, Task
+from shardwise.recipes.core.recipe import Example, Inputs, Place, Schedule, Task
 from shardwise.recipes.core.rundir import RunDir
 from shardwise.recipes.vision.config import FAKE_TRAINING, FAKE_VALIDATION, ImageFolderInputs
 from shardwise.recipes.vision.images import (
@@ -189,6 +189,15 @@ def classification_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the mean cross-entropy, a float32 scalar, in nats."""
     images, classes = batch
     return F.cross_entropy(logits_of(model, images), classes)
+
+
+def example_of(channels: int, size: int) -> Example:
+    """Return batches of images of so many channels and pixels, and their loss."""
+
+    def batch(count: int) -> Batch:
+        return torch.zeros(count, channels, size, size), torch.zeros(count, dtype=torch.long)
+
+    return Example(batch=batch, loss=classification_loss)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,213 @@
+"""Options in a file: what it may say, where its mistakes are, and that it repeats a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli import main, train
+from shardwise.cli.config_file import ConfigFile
+from shardwise.cli.generate import Options
+from shardwise.cli.run import LaunchConfig
+from shardwise.elastic.errors import UserError
+from shardwise.recipes.catalog import RECIPES
+from shardwise.recipes.core.config import ActivationCheckpointing, OptionError, ScheduleName
+from shardwise.recipes.core.job import Job
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Job, LaunchConfig]]:
+    """The jobs that commands would have started."""
+    jobs: list[tuple[Job, LaunchConfig]] = []
+    monkeypatch.setattr(train, "run", lambda job, launch: jobs.append((job, launch)))
+    monkeypatch.chdir(tmp_path)
+    return jobs
+
+
+def call(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["shardwise", *shlex.split(line)])
+    main.cli(standalone_mode=False)
+
+
+def test_a_file_gives_options_and_the_line_wins(
+    monkeypatch: pytest.MonkeyPatch, started: list[Any]
+) -> None:
+    Path("run.yaml").write_text(
+        """
+model: llama-34m      # a comment
+data: [a.txt, no, 7]
+prompt: on
+lr: 1e-3
+beta2: 0.5
+batch_size: 3
+activation-checkpointing: selective
+schedule: linear
+min-lr: ~
+async-checkpoint: true
+nproc: 2
+"""
+    )
+    line = "train lm --config run.yaml --lr 0.5 --beta1 0.25 --no-async-checkpoint"
+    call(monkeypatch, line)
+    [(job, launch)] = started
+    config: Any = job.config
+    assert launch == LaunchConfig(nproc=2)
+    assert (config.model, config.data, config.prompt) == ("llama-34m", ("a.txt", "no", "7"), "on")
+    assert config.seq_length == 512, "the default that goes with the model of the file"
+    optimizer = config.train.optimizer
+    assert (optimizer.lr, optimizer.betas, optimizer.min_lr) == (0.5, (0.25, 0.5), None)
+    assert optimizer.schedule is ScheduleName.LINEAR
+    assert config.train.batch_size == 3
+    sharding = config.train.sharding
+    assert sharding.activation_checkpointing is ActivationCheckpointing.SELECTIVE
+    assert not config.train.output.async_checkpoint
+    line = "train lm --config run.yaml --model llama-tiny --data b.txt"
+    call(monkeypatch, f"{line} --keep-activations")
+    assert started[1][0].config.model == "llama-tiny"
+    assert started[1][0].config.data == ("b.txt",)
+    sharding = started[1][0].config.train.sharding
+    assert sharding.activation_checkpointing is ActivationCheckpointing.NONE
+    Path("run.yaml").write_text("epochs: 3")
+    call(monkeypatch, "train lm --config run.yaml")
+    call(monkeypatch, "train lm --config run.yaml --steps 5")
+    lengths = [(job.config.train.steps, job.config.train.epochs) for job, _ in started[2:]]
+    assert lengths == [(None, 3), (5, None)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"batchsize: 3", "line 1, column 1: found 'batchsize', expected an option of train lm "
+         "without its hyphens; did you mean batch-size?"),
+        (b"\nlr: fast", "line 2, column 5: found 'fast' for lr, expected a number"),
+        (b"steps: 1.5", "line 1, column 8: found '1.5' for steps, expected an integer"),
+        (b"keep-best: yes", "line 1, column 12: found 'yes' for keep-best, expected true or false"),
+        (b"schedule: cosin", "column 11: found 'cosin' for schedule, expected one of cosine"),
+        (b"activation-checkpointing: true", "found 'true' for activation-checkpointing, expected "
+         "one of none, full, selective"),
+        (b"lr: [1, 2]", "line 1, column 5: found a sequence for lr, expected a number"),
+        (b"data: [a, null]", "line 1, column 11: found nothing in the list for data"),
+        (b"data:\n  - a\n  - {b: c}", "line 3, column 5: found a mapping for data, expected"),
+        (b"lr: 1\nsteps: 2\nlr: 2", r"line 3, column 1: found lr again, expected it once \(.*1"),
+        (b"out: ''", "line 1, column 6: found nothing, expected a name or a path for out"),
+        (b"- lr", "line 1, column 1: found a sequence, expected lines of option: value"),
+        (b"[lr]: 1", "line 1, column 1: found a sequence, expected the name of an option"),
+        (b"lr: 'a", "line 1, column 7: found no YAML"),
+        (b"lr: \x00", "found no YAML"),
+        (b"lr: \xff\xfe", "found no YAML"),
+        (b"lr: " + b"[" * 50_000, "found no YAML"),
+        (b"lr: 1 #" + b"x" * (1 << 20), "of more than 1,048,576 bytes"),
+        (b"a: &a [x, x]\nb: &b [*a, *a]", "line 1, column 1: found 'a', expected an option"),
+        (b"<<: {lr: 1}", "line 1, column 1: found '<<', expected an option"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_reported_with_their_place(tmp_path: Path, text: bytes, message: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(text)
+    options = Options(default=RECIPES["lm"].config)
+    with pytest.raises(UserError, match=message) as caught:
+        ConfigFile.read(file, [options], "train lm")
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--config: .*none\.yaml: No such file"):
+        ConfigFile.read(tmp_path / "none.yaml", [], "train lm")
+
+
+def test_an_empty_file_gives_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("# nothing\n")
+    assert ConfigFile.read(tmp_path / "run.yaml", [], "train lm") == ConfigFile()
+
+
+def test_a_value_that_cannot_be_is_reported_with_its_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("model: llama-tiny\nbatch-size: 0\nwire: int8")
+    with pytest.raises(UserError, match=r"found 'wire', expected .* did you mean"):
+        call(monkeypatch, "train lm --config run.yaml")
+    Path("run.yaml").write_text("model: llama-tiny\nbatch-size: 0")
+    place = r"--batch-size: found 0, expected 1 or more \(run.yaml, line 2, column 1\)"
+    with pytest.raises(UserError, match=place) as caught:
+        call(monkeypatch, "train lm --config run.yaml")
+    assert caught.value.exit_code == 2
+    with pytest.raises(OptionError, match=r"--batch-size: found -1, expected 1 or more$"):
+        call(monkeypatch, "train lm --config run.yaml --batch-size -1")
+    Path("run.yaml").write_text("diloco-wire: int8")
+    with pytest.raises(UserError, match=r"--strategy diloco with it \(run.yaml, line 1"):
+        call(monkeypatch, "train lm --config run.yaml")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "lm",
+        "lm --strategy diloco --replicas 2 --diloco-wire int8 --nproc 2 \
+        --prompt 'a: \"b\" \n\x85é😀'",
+        "lm --data null '#no' --mesh dp_shard=2 --transport shm --seed 3 --beta1 0.1 --keep-best",
+        "mnist --data-dir '~root' --nested-fsdp --lr 3e-05",
+        "imagenet --model resnet18 --fake-data --selective-checkpointing --compile",
+        "vit --no-nested-fsdp --eval-every 0 --auto-resume --out there",
+    ],
+)
+def test_a_saved_file_repeats_the_command(
+    monkeypatch: pytest.MonkeyPatch, started: list[Any], line: str
+) -> None:
+    recipe = line.partition(" ")[0]
+    call(monkeypatch, f"train {line} --save-config saved.yaml")
+    assert started == [], "nothing is started"
+    call(monkeypatch, f"train {line}")
+    call(monkeypatch, f"train {recipe} --config saved.yaml")
+    (first, launch), (second, again) = started
+    default = RECIPES[recipe].config.train.output
+    output = dataclasses.replace(
+        first.config.train.output, out=default.out, existing=default.existing
+    )
+    expected = dataclasses.replace(
+        first.config, train=dataclasses.replace(first.config.train, output=output)
+    )
+    assert second.config == expected
+    assert again == launch
+    assert Path("saved.yaml").read_text() == first._options
+    assert f"# {Path.cwd()}" in first._options.splitlines()
+    with pytest.raises(UserError, match=r"--save-config: found saved\.yaml, expected the na"):
+        call(monkeypatch, f"train {line} --save-config saved.yaml")
+
+
+def test_a_file_name_that_is_no_text_survives(
+    monkeypatch: pytest.MonkeyPatch, started: list[Any]
+) -> None:
+    call(monkeypatch, "train lm --save-config saved.yaml --data odd\udcff.txt")
+    call(monkeypatch, "train lm --config saved.yaml")
+    assert started[0][0].config.data == ("odd\udcff.txt",)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_option_has_a_key(recipe: str) -> None:
+    """What a file cannot say, a run could not repeat."""
+    import typer
+
+    command = typer.main.get_command(main.cli).commands["train"].commands[recipe]  # type: ignore[attr-defined]
+    shown = {p.opts[0] for p in command.params if not p.hidden and p.opts[0].startswith("--")}
+    flags = {"--resume", "--auto-resume", "--overwrite", "--selective-checkpointing"}
+    flags.add("--keep-activations")
+    own = {"--config", "--save-config", "--no-nested-fsdp", "--help"}
+    [options] = [
+        Options(default=RECIPES[recipe].config, without=each.without)
+        for each in train._COMMANDS
+        if each.recipe.name == recipe
+    ]
+    keys = set()
+    for each in (options, Options(default=LaunchConfig())):
+        for setting in each.settings():
+            keys |= {name.partition("/")[0] for name in setting.option.parts or [setting.name]}
+    assert re.match("--", min(keys))
+    assert shown - flags - own <= keys

@@ -1,0 +1,85 @@
+"""``--compile``: blocks are compiled, and train as they do when they are not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.recipes.core import build
+from shardwise.recipes.core.config import ActivationCheckpointing, Existing
+from shardwise.recipes.text.config import LmConfig
+from tests.recipes.digits import small_mnist
+from tests.recipes.running import train
+from tests.recipes.small import losses, small_config, validation, write_model
+
+Ranks = Callable[..., list[Any]]
+
+# Dynamo and the compiler behind it warn of what they do themselves.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def train_compiled(rank: int, world_size: int, *configs: Any) -> list[tuple[str, int, int]]:
+    """Train each; say how it ended, how many graphs were compiled for it, and what broke them."""
+    # It makes graphs of forward and backward, and then no kernels of them.
+    build.BACKEND = "aot_eager"
+    counters = torch._dynamo.utils.counters
+    ended = []
+    for config in configs:
+        torch._dynamo.reset()
+        counters.clear()
+        [how] = train(rank, world_size, config)
+        ended.append((how, counters["stats"]["unique_graphs"], len(counters["graph_break"])))
+    return ended
+
+
+def test_compiled_blocks_train_as_others_and_go_on_exactly(ranks: Ranks, tmp_path: Path) -> None:
+    model = str(write_model(tmp_path, num_hidden_layers=3, attention_dropout=0.0))
+    modes = list(ActivationCheckpointing)
+
+    def config(name: str, **settings: Any) -> LmConfig:
+        steps = {"model": model, "steps": 4, "accumulate": 2, "eval_every": 2}
+        return small_config(tmp_path, name, **steps, checkpoint_every=2, **settings)
+
+    def compiled(name: str, mode: ActivationCheckpointing, **settings: Any) -> LmConfig:
+        return config(name, compile=True, activation_checkpointing=mode, **settings)
+
+    plain = config("plain")
+    ranks(train, 2, plain)
+    first = [compiled(mode.value, mode, sample_tokens=5) for mode in modes]
+    for ended in ranks(train_compiled, 2, *first):
+        # For training and for evaluation: blocks are alike, and a sample compiles nothing.
+        assert ended == [("finished", 2, 0)] * len(modes)
+    for mode, each in zip(modes, first, strict=True):
+        for found, expected in zip(losses(each), losses(plain), strict=True):
+            assert found == pytest.approx(expected, rel=1e-5), mode
+        for found, expected in zip(validation(each), validation(plain), strict=True):
+            assert found == pytest.approx(expected, rel=1e-5), mode
+        shutil.rmtree(each.files.checkpoints / "step-00000004")
+    *_, mode = modes
+    expected = losses(first[-1])
+    again = compiled(mode.value, mode, existing=Existing.RESUME)
+    ranks(train_compiled, 2, again)
+    assert losses(again) == expected
+
+
+def test_compiled_batch_norms_count_a_batch_once(ranks: Ranks, tmp_path: Path) -> None:
+    modes = list(ActivationCheckpointing)
+    settings: dict[str, Any] = {"steps": 3, "nested": True}
+    plain = small_mnist(tmp_path, "plain", **settings)
+    ranks(train, 2, plain)
+    configs = [
+        small_mnist(tmp_path, mode.value, compile=True, activation_checkpointing=mode, **settings)
+        for mode in modes
+    ]
+    ranks(train_compiled, 2, *configs)
+    for mode, each in zip(modes, configs, strict=True):
+        for found, expected in zip(losses(each), losses(plain), strict=True):
+            assert found == pytest.approx(expected, rel=1e-5), mode
+        # Of running statistics, which no loss of training shows.
+        [found], [expected] = validation(each), validation(plain)
+        assert found == pytest.approx(expected, rel=1e-5), mode
