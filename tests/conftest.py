@@ -33,6 +33,14 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
+    """Hide what the user of this machine keeps, such as what ``calibrate`` measured, from tests."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def ranks() -> Callable[..., list[Any]]:
     """``ranks(fn, world_size, *args)``: see :func:`tests.harness.run_ranks`."""
