@@ -72,3 +72,8 @@ def test_configurations_are_read_without_torch() -> None:
     """So that ``--help`` and mistakes are shown at once."""
     code = "import sys, shardwise.recipes.catalog; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_only_a_training_with_adapters_needs_peft() -> None:
+    code = "import sys, shardwise.recipes.lm; sys.exit('peft' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

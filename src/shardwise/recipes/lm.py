@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -36,7 +36,6 @@ from shardwise.recipes.core.model import (
 from shardwise.recipes.core.recipe import Example, Gathers, Place, Task, no_more
 from shardwise.recipes.core.replicas import replicas_of
 from shardwise.recipes.core.rundir import write_text
-from shardwise.recipes.text.adapters import Adapters
 from shardwise.recipes.text.batches import open_data
 from shardwise.recipes.text.byte_tokenizer import as_transformers
 from shardwise.recipes.text.config import LmConfig, LmInputs
@@ -46,6 +45,9 @@ from shardwise.recipes.text.generate import Sampling, generate_tokens
 from shardwise.recipes.text.lora import Frozen
 from shardwise.recipes.text.packing import Packing
 from shardwise.units import printable
+
+if TYPE_CHECKING:
+    from shardwise.recipes.text.adapters import Adapters
 
 
 def assemble(inputs: LmInputs, place: Place) -> Task:
@@ -57,7 +59,7 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
     introduction = _notes(config, vocabulary, model)
     data = open_data(inputs.text, vocabulary, config, place.world, place.device)
     introduction += [("data", data.summary), *([("warning", data.notes)] if data.notes else [])]
-    adapters = None if config.lora is None else Adapters(model, config)
+    adapters = None if config.lora is None else _adapters(model, config)
     blocks = decoder_layers(model)
     checkpoint_blocks(blocks, train.sharding.activation_checkpointing)
     sharded = shard(model, blocks, train.sharding, place)
@@ -139,6 +141,13 @@ def _generation_json(config: LmConfig, model: PreTrainedModel) -> str | None:
     return str(generation.to_json_string())
 
 
+def _adapters(model: PreTrainedModel, config: LmConfig) -> Adapters:
+    """Put adapters on a model. Other trainings need no ``peft``, which takes a second to import."""
+    from shardwise.recipes.text.adapters import Adapters
+
+    return Adapters(model, config)
+
+
 def _fill(model: PreTrainedModel, adapters: Adapters | None, name: str, seed: int) -> str:
     """Load published weights into the shards; return what came of it."""
     torch.manual_seed(seed)
@@ -192,7 +201,7 @@ def blueprint(config: LmConfig) -> Blueprint:
         config.settings(), config, load_vocabulary(config.tokenizer_name, config.tokenizer_option)
     )
     if config.lora is not None:
-        Adapters(model, config)  # changes the model
+        _adapters(model, config)  # which changes the model
     return Blueprint(config.model, model, decoder_layers(model))
 
 
