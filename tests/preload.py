@@ -16,6 +16,7 @@ with importing():
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
     import torch.distributed.tensor
+    import torch.distributed.tensor.parallel
     import transformers.models.llama.modeling_llama
 
     import shardwise.elastic.agent
@@ -28,6 +29,12 @@ with importing():
         import matplotlib.backends.backend_agg  # which draws at the end of every training
         import matplotlib.figure
 
+        import shardwise.cli.main
+        import shardwise.recipes.imagenet
+        import shardwise.recipes.lm
+        import shardwise.recipes.mnist
+        import shardwise.recipes.text.adapters  # peft, which takes most of a second
+        import shardwise.recipes.vit
         import tests.recipes.digits
         import tests.recipes.running
         import tests.recipes.small

@@ -18,7 +18,7 @@ from shardwise.recipes.text.config import LmConfig
 from tests.devices.device import NAME, figures, register
 from tests.devices.process_group import register_backend
 from tests.harness import run_ranks
-from tests.recipes.running import _save_small
+from tests.recipes.running import save_undrawn
 from tests.recipes.small import losses, small_config
 
 
@@ -39,7 +39,7 @@ def _train(rank: int, world_size: int, folder: Path, device: str, existing: Exis
     register_backend()
     world = World(rank, world_size, rank, world_size)
     inputs = _config(folder, device, existing, async_checkpoint=True).check(world)
-    with mock.patch.object(plot, "_save", _save_small):
+    with mock.patch.object(plot, "_save", save_undrawn):
         train(inputs, RECIPES["lm"].assemble(), world, StopSignals())
     return figures.peak
 
