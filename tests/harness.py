@@ -193,6 +193,7 @@ class _World:
             child_end.close()
             self.processes.append(process)
             self.pipes.append(parent_end)
+        self.started = time.monotonic()  # the server was waited for, which may have to import torch
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -362,9 +363,14 @@ def _call(job: _Job) -> Any:
     if job.backend is not None:
         if uses_gpu:
             take_gpu(job.rank, job.world_size)
+        store = _store(job.port, is_master=False)
+        # The timeout of a group, which may be short, is not for ranks that start late.
+        if store.add("started", 1) == job.world_size:
+            store.set("all started", "")
+        store.wait(["all started"])
         dist.init_process_group(
             job.backend,
-            store=_store(job.port, is_master=False),
+            store=store,
             rank=job.rank,
             world_size=job.world_size,
             timeout=timedelta(seconds=job.pg_timeout),

@@ -24,7 +24,7 @@ def _model() -> nn.Sequential:
     return fully_shard(model)
 
 
-def _loses_a_peer(rank: int, world_size: int, moment: str) -> tuple[str, float]:
+def _loses_a_peer(rank: int, world_size: int, moment: str) -> str:
     model = _model()
     x = torch.ones(2, 64)
     model(x).sum().backward()
@@ -38,27 +38,26 @@ def _loses_a_peer(rank: int, world_size: int, moment: str) -> tuple[str, float]:
         model[1].register_forward_hook(die)
     else:
         model[1].register_full_backward_hook(die)
-    started = time.monotonic()
     try:
         for _ in range(2):
             model(x).sum().backward()
     except PeerLostError as error:
-        return str(error), time.monotonic() - started
+        return str(error)
     raise AssertionError("the loss of a peer went unnoticed")
 
 
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_survivors_name_the_group_and_the_peer(world_size: int, moment: str) -> None:
-    outcomes = run_ranks(_loses_a_peer, world_size, moment, expect_failures=True)
+    # Nobody waits for the timeout: that would be too late for the test.
+    outcomes = run_ranks(_loses_a_peer, world_size, moment, pg_timeout=600, expect_failures=True)
 
     assert outcomes[VICTIM].exitcode == -signal.SIGKILL
     for rank, outcome in enumerate(outcomes):
         if rank == VICTIM:
             continue
         assert outcome.ok, outcome.error
-        message, seconds = outcome.result
-        assert seconds < 10, "a dead peer is noticed within seconds"
+        message = outcome.result
         assert f"rank {rank} lost" in message
         if world_size == 2:
             assert f"lost rank {VICTIM}" in message

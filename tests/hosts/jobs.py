@@ -130,11 +130,17 @@ class Job:
         """Wait until a condition holds, which must be before all commands end."""
         deadline = time.monotonic() + WAIT
         while not happens():
-            told = f"told: {[self._told(rank) for rank in range(len(self.commands))]}"
-            assert time.monotonic() < deadline, f"no {what!r} within {WAIT} s; {told}"
             runs = any(command.poll() is None for command in self.commands)
-            assert runs or happens(), f"no {what!r} at all; {told}"
+            assert runs or happens(), f"no {what!r} at all; {self._account()}"
+            late = time.monotonic() > deadline
+            assert not late, f"no {what!r} within {WAIT} s; {self._account()}"
             time.sleep(0.02)
+
+    def _account(self) -> str:
+        """Return how the commands ended, and what they have said, for people."""
+        codes = [command.poll() for command in self.commands]
+        told = [self._told(rank) for rank in range(len(self.commands))]
+        return f"exit codes: {codes}; told: {told}; said: {self._file(0, 'out').read_text()}"
 
     def wait_until_told(self, rank: int, words: str) -> None:
         """Wait until a command has written words to standard error."""

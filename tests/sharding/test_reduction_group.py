@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,7 +110,7 @@ def test_gathers_of_backward_are_launched_beside_reductions(ranks: Ranks) -> Non
     assert "grg" in kinds, "backward gathers the next group beside the reduction of the last"
 
 
-def _raises(rank: int, world_size: int, transport: str) -> tuple[str, float]:
+def _raises(rank: int, world_size: int, transport: str) -> str:
     """One rank raises in backward and ends; the others must hear of it."""
     net = sharded_net(transport=transport)
     net.set_separate_reduce_scatter_group()
@@ -129,12 +128,11 @@ def _raises(rank: int, world_size: int, transport: str) -> tuple[str, float]:
 
         net.blocks[0].register_forward_hook(failing)
         loss_of(net, x[rank]).backward()
-    started = time.monotonic()
     try:
         for _ in range(2):
             loss_of(net, x[rank]).backward()
     except (PeerLostError, RanksDivergedError) as error:
-        return type(error).__name__, time.monotonic() - started
+        return type(error).__name__
     raise AssertionError("nobody noticed")
 
 
@@ -143,14 +141,13 @@ def _raises(rank: int, world_size: int, transport: str) -> tuple[str, float]:
 def test_a_rank_that_raises_ends_the_others_with_an_error(
     ranks: Ranks, world_size: int, transport: str
 ) -> None:
-    outcomes = ranks(_raises, world_size, transport, expect_failures=True)
+    # Nobody waits for the timeout: that would be too late for the test.
+    outcomes = ranks(_raises, world_size, transport, pg_timeout=600, expect_failures=True)
     assert "ArithmeticError: on one rank" in outcomes[1].error
     for rank, outcome in enumerate(outcomes):
         if rank != 1:
             assert outcome.ok, outcome.error
-            error, seconds = outcome.result
-            assert error in ("PeerLostError", "RanksDivergedError")
-            assert seconds < 10, "within seconds, not after a timeout"
+            assert outcome.result in ("PeerLostError", "RanksDivergedError")
 
 
 def _all_raise(rank: int, world_size: int, transport: str) -> None:

@@ -101,7 +101,7 @@ def test_all_survivors_name_a_killed_peer_within_seconds(
         assert re.match(rf"rank {rank} lost (rank|ranks \d,) 2 during the {doing} tensor:", message)
         assert "closed the connection" in message
         assert "restart all ranks from the last checkpoint" in message
-        assert seconds < 20
+        assert seconds < 60, "long before the timeout"
 
 
 def _lose_one_after_the_other(rank: int, world_size: int) -> str:
