@@ -14,7 +14,7 @@ ARGS ?=
 # Tests at a time. Most wait for half of their time, so four suit two processors.
 WORKERS ?= 4
 
-.PHONY: help train test docs wheel matrix fuzz ecosystem check format bench gpu clean
+.PHONY: help train test long docs wheel matrix fuzz ecosystem check format bench gpu clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -25,6 +25,9 @@ train: $(TRAIN) ## train a small language model, sharded over two local processe
 
 test: $(DEV) ## run the tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+long: $(DEV) ## run the tests that `make test` leaves out: more cases of the same kinds
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m long $(ARGS)
 
 docs: $(DEV) $(DOCS) ## run the code in the docs, and build their site into site/
 	@$(BIN)/python -m pytest -n $(WORKERS) tests/test_docs.py $(ARGS)

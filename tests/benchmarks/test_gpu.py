@@ -28,7 +28,13 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("name", NAMES)
+#: Parts that take long on CPUs, too. `make gpu DRY=1` runs all.
+_LONG = ("tests", "steps")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in NAMES]
+)
 def test_every_part_starts_on_cpus_and_writes_its_results(name: str, tmp_path: Path) -> None:
     done = call_script("gpu.py", "--dry", "--part", name, "--out", str(tmp_path))
     content = _read(tmp_path / f"{name}.json")

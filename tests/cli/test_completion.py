@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import typer
@@ -15,13 +13,33 @@ import typer
 from shardwise.cli import main
 
 
-def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a shell does, by its own name."""
-    code = "import sys; sys.argv[0] = 'shardwise'; from shardwise.cli.main import app; app()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+class Ended(NamedTuple):
+    """How a command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """``run(*arguments, **environment)``: run the command as a shell does, by its own name."""
+
+    def run(*arguments: str, **env: str) -> Ended:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["shardwise", *arguments])
+            for name, value in env.items():
+                patch.setenv(name, value)
+            with pytest.raises(SystemExit) as ended:
+                main.app()
+        out, err = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Ended(ended.value.code, out, err)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -35,28 +53,28 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         ("shardwise train lm --param-dtype ", {"fp32", "bf16"}),
     ],
 )
-def test_bash_is_offered_what_fits(typed: str, expected: set[str]) -> None:
+def test_bash_is_offered_what_fits(run: Run, typed: str, expected: set[str]) -> None:
     ended = run(
         _SHARDWISE_COMPLETE="complete_bash",
         COMP_WORDS=typed,
         COMP_CWORD=str(len(typed.split(" ")) - 1),
     )
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert set(ended.stdout.split()) == expected
+    assert (ended.code, ended.err) == (0, "")
+    assert set(ended.out.split()) == expected
 
 
-def test_completion_is_shown_and_installed(tmp_path: Path) -> None:
+def test_completion_is_shown_and_installed(run: Run, tmp_path: Path) -> None:
     shown = run("--show-completion", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert shown.returncode in (0, 2), shown.stderr  # without detection, a shell has to be named
+    assert shown.code in (0, 2), shown.err  # without detection, a shell has to be named
     for shell, words in (("bash", "COMP_WORDS"), ("zsh", "#compdef shardwise")):
         shown = run("--show-completion", shell, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-        assert shown.returncode == 0, shown.stderr
-        assert words in shown.stdout
+        assert shown.code == 0, shown.err
+        assert words in shown.out
     installed = run(
         "--install-completion", "bash",
         _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1", HOME=str(tmp_path),
     )  # fmt: skip
-    assert installed.returncode == 0, installed.stderr
+    assert installed.code == 0, installed.err
     assert "shardwise" in (tmp_path / ".bashrc").read_text()
 
 

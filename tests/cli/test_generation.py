@@ -16,6 +16,7 @@ from shardwise.cli.main import app
 from shardwise.recipes.text.byte_tokenizer import byte_tokenizer
 from shardwise.recipes.text.data import SEPARATOR
 from tests.pretrained.small import save_llama
+from tests.programs import shell_environment, start_program
 from tests.recipes.running import train
 from tests.recipes.small import small_config
 
@@ -93,11 +94,16 @@ def test_the_likeliest_text_is_that_of_transformers(shell: Shell, folder: Path) 
     assert found == f"{_shown(expected)}\n", "the answer alone"
 
 
-def test_the_text_over_several_processes_is_that_of_one(shell: Shell, folder: Path) -> None:
+def test_the_text_over_several_processes_is_that_of_one(
+    shell: Shell, folder: Path, tmp_path: Path
+) -> None:
     words = (str(folder), "--prompt", PROMPT, "--top-k", "50", "--top-p", "0.9", "--seed", "3")
     alone = shell(*words, "--max-tokens", "40")
     assert alone.startswith(PROMPT)
-    assert shell(*words, "--max-tokens", "40", "--nproc", "2") == alone
+    over_two = ["-m", "shardwise", "generate", *words, "--max-tokens", "40", "--nproc", "2"]
+    program = start_program(over_two, folder=tmp_path, env=shell_environment())
+    out, err = program.communicate(timeout=60)
+    assert (program.returncode, out) == (0, alone), err
     assert shell(*words, "--max-tokens", "40", "--seed", "4") != alone
 
 

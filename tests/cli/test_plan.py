@@ -17,6 +17,7 @@ from shardwise import devices
 from shardwise.cli import run as cli_run
 from shardwise.cli.main import app
 from shardwise.recipes.core.recipe import PLAN_FILE
+from tests.recipes.small import write_model
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -89,9 +90,9 @@ def test_json_is_one_object(monkeypatch: Patch, capsys: Capture) -> None:
 
 
 def test_a_table_is_for_people(monkeypatch: Patch, capsys: Capture) -> None:
-    assert call(monkeypatch, *["llama-tiny", "--mesh", "dp=2", "--seq-length", "16"]) == 0
+    assert call(monkeypatch, *f"{_NETS}:build --batch {_NETS}:batch --mesh dp=2".split()) == 0
     shown = capsys.readouterr().out
-    assert "model      llama-tiny, 920,704 parameters" in shown
+    assert f"model      {_NETS}:build, 40 parameters" in shown
     assert "peak: " in shown
 
 
@@ -113,7 +114,7 @@ def test_a_model_in_code_is_found_in_the_current_folder(
 
 def test_a_page_is_written(monkeypatch: Patch, capsys: Capture, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    words = f"llama-tiny --mesh dp=2 --seq-length 16 --html {page}"
+    words = f"{_NETS}:build --batch {_NETS}:batch --mesh dp=2 --html {page}"
     assert call(monkeypatch, *words.split()) == 0
     assert capsys.readouterr().out == ""
     assert page.read_text().startswith("<!doctype html>")
@@ -122,11 +123,13 @@ def test_a_page_is_written(monkeypatch: Patch, capsys: Capture, tmp_path: Path) 
 # -- before a training -----------------------------------------------------------------------------
 
 
-def _train(monkeypatch: Patch, launch: Callable[..., int]) -> int:
+def _train(monkeypatch: Patch, folder: Path, launch: Callable[..., int]) -> int:
+    """Train a small model, with ``--plan``, in a folder."""
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(cli_run, "run_here", launch)
-    monkeypatch.setattr(
-        sys, "argv", ["shardwise", "train", "lm", "--plan", "--nproc", "2", "--device", "cpu"]
-    )
+    model = write_model(folder).name
+    words = f"shardwise train lm --plan --nproc 2 --device cpu --seq-length 16 --model {model}"
+    monkeypatch.setattr(sys, "argv", words.split())
     with pytest.raises(SystemExit) as ended:
         app()
     assert isinstance(ended.value.code, int)
@@ -137,14 +140,13 @@ def _train(monkeypatch: Patch, launch: Callable[..., int]) -> int:
 def test_a_training_says_first_what_it_needs_and_its_ranks_find_the_plan(
     monkeypatch: Patch, capsys: Capture, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     plans: list[dict[str, Any]] = []
 
     def launch(*_: object) -> int:
         plans.append(json.loads(Path(os.environ[PLAN_FILE]).read_text()))
         return 0
 
-    assert _train(monkeypatch, launch) == 0
+    assert _train(monkeypatch, tmp_path, launch) == 0
     assert plans[0]["settings"]["mesh"] == {"dp_shard": 2}
     assert "at the peak of a rank" in capsys.readouterr().out
 
@@ -153,13 +155,12 @@ def test_a_training_says_first_what_it_needs_and_its_ranks_find_the_plan(
 def test_a_training_that_cannot_fit_is_not_started(
     monkeypatch: Patch, capsys: Capture, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(devices, "free_memory", lambda device: 60 << 20)
+    monkeypatch.setattr(devices, "free_memory", lambda device: 200 << 10)
 
     def launch(*_: object) -> int:
         raise AssertionError("it was started")
 
-    assert _train(monkeypatch, launch) == 2
+    assert _train(monkeypatch, tmp_path, launch) == 2
     shown = capsys.readouterr()
     assert "does not fit" in shown.out
     assert "error: --plan: found" in shown.err

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -84,7 +85,14 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[st
     return err
 
 
+@pytest.mark.parametrize("read", [read_name, read_path])
 @pytest.mark.parametrize("bad", BAD, ids=["empty", "null", "nobody", "of nobody", "name", "path"])
+def test_a_name_that_none_can_have_is_refused(read: Callable[[str], object], bad: str) -> None:
+    with pytest.raises(typer.BadParameter, match=re.escape(BAD[bad])):
+        read(bad)
+
+
+@pytest.mark.parametrize("bad", ["", "a\0b"], ids=["empty", "null"])
 def test_a_name_that_none_can_have_is_refused_everywhere(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, here: Path, bad: str
 ) -> None:

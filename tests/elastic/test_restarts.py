@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import shell_environment, start_program
 
 RANK = """
 import os, signal, sys
@@ -52,17 +52,19 @@ def test_a_job_is_restarted_as_often_as_it_may(
     tmp_path: Path, how: str, code: int, attempts: int
 ) -> None:
     (tmp_path / "rank.py").write_text(RANK)
-    command = [sys.executable, "-c", PARENT, str(tmp_path / "rank.py"), how]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == code, ended.stderr
+    (tmp_path / "parent.py").write_text(PARENT)
+    words = [str(tmp_path / "parent.py"), str(tmp_path / "rank.py"), how]
+    ended = start_program(words, folder=tmp_path, env=shell_environment())
+    out, err = ended.communicate(timeout=60)
+    assert ended.returncode == code, err
     # What rank 0 printed may be cut short by the end of rank 1, but for the attempt that is whole.
-    assert ended.stderr.count("restart    ") == attempts - 1
+    assert err.count("restart    ") == attempts - 1
     jobs = (tmp_path / "rank.py.jobs").read_text().splitlines()
     assert len(jobs[0]) == 32
     assert set(jobs) == {jobs[0]}, "it is the same job, however often it is restarted"
     if how == "hub":
-        assert "error: rank 1 of 2 failed:\n--data: no hub\n" in ended.stderr
+        assert "error: rank 1 of 2 failed:\n--data: no hub\n" in err
     if how == "once":
-        assert "attempt 1 of 2 ranks" in ended.stdout
-        assert "rank 1 of 2 was killed by SIGKILL" in ended.stderr
-        assert "restart    1 of 2, from the last checkpoint" in ended.stderr
+        assert "attempt 1 of 2 ranks" in out
+        assert "rank 1 of 2 was killed by SIGKILL" in err
+        assert "restart    1 of 2, from the last checkpoint" in err

@@ -35,6 +35,11 @@ def needs_gpus(count: int) -> Callable[[Any], Any]:
     return lambda test: pytest.mark.gpu(few(test))
 
 
+def long_on_cpus(test: Any) -> Any:
+    """Mark a test that need not always run where there is no GPU: others look at the same."""
+    return pytest.mark.long(test) if TYPE == "cpu" else test
+
+
 @dataclass(frozen=True)
 class Devices:
     """How ranks are started on the devices of this machine.

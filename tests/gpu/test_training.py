@@ -20,7 +20,17 @@ from shardwise import (
     clip_grad_norm_,
     fully_shard,
 )
-from tests.gpu.devices import TYPE, Devices, assert_same, device, mesh, needs_gpu, sharded, whole
+from tests.gpu.devices import (
+    TYPE,
+    Devices,
+    assert_same,
+    device,
+    long_on_cpus,
+    mesh,
+    needs_gpu,
+    sharded,
+    whole,
+)
 from tests.sharding.nets import batches, loss_of
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -168,8 +178,18 @@ def _trains(rank: int, world_size: int, name: str) -> None:
             assert_same(param, other, f"{name}, {dtype}, {where}")
 
 
+#: On CPUs, where ``tests/sharding`` and ``tests/parity`` look at the others.
+ALWAYS = ("zero-3", "accumulated", "custom")
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if TYPE == "cpu" and name not in ALWAYS else ())
+        for name in WAYS
+    ],
+)
 def test_training_equals_unsharded_training(devices: Devices, world_size: int, name: str) -> None:
     if TYPE == "cpu" and (WAYS[name].offloads or world_size == 1):
         pytest.skip("nothing that the tests on CPUs do not look at")
@@ -249,6 +269,7 @@ def _compiled(rank: int, world_size: int) -> None:
             net.zero_grad()
 
 
+@long_on_cpus
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_compiled_blocks_train_alike(devices: Devices, world_size: int) -> None:

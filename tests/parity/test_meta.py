@@ -71,7 +71,13 @@ def _train_materialized(
 
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [("full-shard", 1), ("full-shard", 2), ("full-shard", 3), ("no-shard", 2), ("hybrid", 4)],
+    [
+        ("full-shard", 1),
+        ("full-shard", 2),
+        pytest.param("full-shard", 3, marks=pytest.mark.long),
+        ("no-shard", 2),
+        ("hybrid", 4),
+    ],
 )
 def test_materialized_equals_unsharded_initialization_and_trains_alike(
     ranks: Ranks, strategy: str, world_size: int

@@ -35,6 +35,9 @@ U = TypeVar("U")
 World = tuple[int, str]
 
 
+#: Worlds that `make long` trains in: the others hold the same cases, if not on the same meshes.
+LONG: list[World] = [(4, "collectives"), (4, "fake")]
+
 EXACT: dict[str, Any] = {"rtol": None}
 
 # What a sum in another order may change, by the dtype that gradients are added up in.
@@ -181,8 +184,13 @@ def _worlds(of: Callable[[int], list[Case]]) -> pytest.MarkDecorator:
 
 def _in(worlds: list[World]) -> pytest.MarkDecorator:
     """Run a test in worlds: all tests of one world after each other, so that it is made once."""
-    ids = [f"{size}-{transport}" for size, transport in worlds]
-    return pytest.mark.parametrize("world", worlds, ids=ids, scope="module")
+    params = [
+        pytest.param(
+            world, id=f"{world[0]}-{world[1]}", marks=pytest.mark.long if world in LONG else ()
+        )
+        for world in worlds
+    ]
+    return pytest.mark.parametrize("world", params, scope="module")
 
 
 @_worlds(_of_every_strategy)

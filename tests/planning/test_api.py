@@ -29,6 +29,7 @@ from shardwise.planning.machine import MachineError
 from shardwise.planning.models import find_model, of_module
 from shardwise.planning.report import Available
 from shardwise.planning.settings import Settings, SettingsError
+from tests.recipes.small import write_model
 
 TINY: dict[str, Any] = {"seq_length": 16}
 
@@ -85,9 +86,11 @@ def test_a_known_device_gives_times_and_its_memory() -> None:
     assert plan.settings.backend == devices.NCCL.name
 
 
-def test_a_larger_batch_keeps_more_activations_and_checkpointing_fewer() -> None:
+def test_a_larger_batch_keeps_more_activations_and_checkpointing_fewer(tmp_path: Path) -> None:
+    model = str(write_model(tmp_path))
+
     def activations(**values: Any) -> int:
-        (rank,) = shardwise.plan("llama-tiny", mesh="dp=2", seq_length=64, **values).ranks
+        (rank,) = shardwise.plan(model, mesh="dp=2", seq_length=64, **values).ranks
         return rank.most[Memory.ACTIVATIONS]
 
     one, four = activations(), activations(batch_size=4)
@@ -127,9 +130,9 @@ def test_without_tensor_parallel_styles_a_mesh_with_tp_is_refused() -> None:
 
 
 def test_ranks_on_cpus_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "free_memory", lambda device: 12 << 20)
-    plan = shardwise.plan("llama-tiny", mesh="dp=3", **TINY)
-    assert plan.available == Available(nbytes=4 << 20, source="free on this host, over 3 ranks")
+    monkeypatch.setattr(devices, "free_memory", lambda device: 3 << 10)
+    plan = shardwise.plan(Perceptron(), mesh="dp=3", batch=lambda count: torch.zeros(count, 8))
+    assert plan.available == Available(nbytes=1 << 10, source="free on this host, over 3 ranks")
     assert plan.fits is False
 
 
@@ -148,19 +151,20 @@ def test_links_are_named_where_they_are_used() -> None:
 
 
 def test_the_page_has_the_plan_and_the_layout(tmp_path: Path) -> None:
-    path = shardwise.plan("llama-tiny", mesh="dp=2", **TINY).to_html(tmp_path / "plan.html")
+    plan = shardwise.plan(Perceptron(), mesh="dp=2", batch=lambda count: torch.zeros(count, 8))
+    path = plan.to_html(tmp_path / "plan.html")
     html = path.read_text()
     assert "<h2>Plan</h2>" in html
-    assert "model.layers.0..3" in html
-    assert re.search(r"<title>llama-tiny on dp=2</title>", html)
+    assert "layers.0..2" in html
+    assert re.search(r"<title>Perceptron on dp=2</title>", html)
 
 
-def test_the_fastest_that_fits_is_planned_in_full() -> None:
+def test_the_fastest_that_fits_is_planned_in_full(tmp_path: Path) -> None:
     machine = find_machine("h100")
     assert machine is not None
     settings = Settings(mesh=WantedMesh.parse("dp=2"), seq_length=64)
     available = Available(nbytes=120 << 20, source="--fit")
-    blueprint = replace(find_model("llama-tiny"), tensor_parallel={})
+    blueprint = replace(find_model(str(write_model(tmp_path))), tensor_parallel={})
     plan = make_fit(blueprint, settings, machine, available)
     assert plan.fits
     assert any(each.fits for each in plan.alternatives)
@@ -188,7 +192,7 @@ def test_many_ranks_on_cpus_are_rehearsed_with_plain_collectives() -> None:
 
 def test_errors_after_a_plan_are_not_those_of_a_rank() -> None:
     before = sys.excepthook
-    shardwise.plan("llama-tiny", mesh="dp=2", **TINY)
+    shardwise.plan(Perceptron(), mesh="dp=2", batch=lambda count: torch.zeros(count, 8))
     assert sys.excepthook is before
 
 

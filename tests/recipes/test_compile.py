@@ -37,49 +37,57 @@ def train_compiled(rank: int, world_size: int, *configs: Any) -> list[tuple[str,
     return ended
 
 
-def test_compiled_blocks_train_as_others_and_go_on_exactly(ranks: Ranks, tmp_path: Path) -> None:
+def _modes(always: ActivationCheckpointing) -> pytest.MarkDecorator:
+    """Run a test in every mode: compiling takes seconds, so `make test` takes one."""
+    modes = [
+        pytest.param(mode, marks=() if mode is always else pytest.mark.long)
+        for mode in ActivationCheckpointing
+    ]
+    return pytest.mark.parametrize("mode", modes)
+
+
+@_modes(ActivationCheckpointing.SELECTIVE)
+def test_compiled_blocks_train_as_others_and_go_on_exactly(
+    ranks: Ranks, tmp_path: Path, mode: ActivationCheckpointing
+) -> None:
     model = str(write_model(tmp_path, num_hidden_layers=3, attention_dropout=0.0))
-    modes = list(ActivationCheckpointing)
 
     def config(name: str, **settings: Any) -> LmConfig:
         steps = {"model": model, "steps": 4, "accumulate": 2, "eval_every": 2}
         return small_config(tmp_path, name, **steps, checkpoint_every=2, **settings)
 
-    def compiled(name: str, mode: ActivationCheckpointing, **settings: Any) -> LmConfig:
+    def compiled(name: str, **settings: Any) -> LmConfig:
         return config(name, compile=True, activation_checkpointing=mode, **settings)
 
     plain = config("plain")
     ranks(train, 2, plain)
-    first = [compiled(mode.value, mode, sample_tokens=5) for mode in modes]
-    for ended in ranks(train_compiled, 2, *first):
-        # For training and for evaluation: blocks are alike, and a sample compiles nothing.
-        assert ended == [("finished", 2, 0)] * len(modes)
-    for mode, each in zip(modes, first, strict=True):
-        for found, expected in zip(losses(each), losses(plain), strict=True):
-            assert found == pytest.approx(expected, rel=1e-5), mode
-        for found, expected in zip(validation(each), validation(plain), strict=True):
-            assert found == pytest.approx(expected, rel=1e-5), mode
-        shutil.rmtree(each.files.checkpoints / "step-00000004")
-    *_, mode = modes
-    expected = losses(first[-1])
-    again = compiled(mode.value, mode, existing=Existing.RESUME)
+    first = compiled("compiled", sample_tokens=5)
+    # For training and for evaluation: blocks are alike, and a sample compiles nothing.
+    assert ranks(train_compiled, 2, first) == [[("finished", 2, 0)]] * 2
+    for found, expected in zip(losses(first), losses(plain), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    for found, expected in zip(validation(first), validation(plain), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    shutil.rmtree(first.files.checkpoints / "step-00000004")
+    whole = losses(first)
+    again = compiled("compiled", existing=Existing.RESUME)
     ranks(train_compiled, 2, again)
-    assert losses(again) == expected
+    assert losses(again) == whole
 
 
-def test_compiled_batch_norms_count_a_batch_once(ranks: Ranks, tmp_path: Path) -> None:
-    modes = list(ActivationCheckpointing)
+@_modes(ActivationCheckpointing.FULL)
+def test_compiled_batch_norms_count_a_batch_once(
+    ranks: Ranks, tmp_path: Path, mode: ActivationCheckpointing
+) -> None:
     settings: dict[str, Any] = {"steps": 3, "nested": True}
     plain = small_mnist(tmp_path, "plain", **settings)
     ranks(train, 2, plain)
-    configs = [
-        small_mnist(tmp_path, mode.value, compile=True, activation_checkpointing=mode, **settings)
-        for mode in modes
-    ]
-    ranks(train_compiled, 2, *configs)
-    for mode, each in zip(modes, configs, strict=True):
-        for found, expected in zip(losses(each), losses(plain), strict=True):
-            assert found == pytest.approx(expected, rel=1e-5), mode
-        # Of running statistics, which no loss of training shows.
-        [found], [expected] = validation(each), validation(plain)
-        assert found == pytest.approx(expected, rel=1e-5), mode
+    compiled = small_mnist(
+        tmp_path, "compiled", compile=True, activation_checkpointing=mode, **settings
+    )
+    ranks(train_compiled, 2, compiled)
+    for found, expected in zip(losses(compiled), losses(plain), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    # Of running statistics, which no loss of training shows.
+    [found], [expected] = validation(compiled), validation(plain)
+    assert found == pytest.approx(expected, rel=1e-5)

@@ -33,7 +33,7 @@ def test_a_net_learns_however_it_is_sharded(ranks: Ranks, tmp_path: Path) -> Non
         "grad-op": {"strategy": Strategy.SHARD_GRAD_OP},
         "checkpointed": {"activation_checkpointing": ActivationCheckpointing.FULL},
     }
-    same = [small_imagenet(tmp_path, name, epochs=3, **v) for name, v in variants.items()]
+    same = [small_imagenet(tmp_path, name, epochs=3, steps=6, **v) for name, v in variants.items()]
     bf16 = small_imagenet(
         tmp_path,
         "bf16",
@@ -55,10 +55,11 @@ def test_a_net_learns_however_it_is_sharded(ranks: Ranks, tmp_path: Path) -> Non
     judged = [r["step"] for r in read_metrics(plain.files.metrics) if "accuracy" in r]
     assert judged == [5, 10, 15]
     weights = load_file(plain.files.weights)
-    for config in (*same, rest):
-        assert losses(config) == losses(plain), config.train.output.out.name
-        found = load_file(config.files.weights)
-        assert all(torch.equal(found[name], weights[name]) for name in weights)
+    for config in same:
+        assert losses(config) == losses(plain)[:6], config.train.output.out.name
+    assert losses(rest) == losses(plain)
+    found = load_file(rest.files.weights)
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
     _, names = run_from_guide(1, {"runs/imagenet": str(plain.train.output.out)})
     loaded = names["model"].state_dict()
     assert all(torch.equal(loaded[name], weights[name]) for name in loaded)

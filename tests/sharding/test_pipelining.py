@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parity.test_collectives import count_collectives
@@ -49,21 +50,32 @@ def test_gradients_are_reduced_once_a_step(ranks: Ranks) -> None:
     ranks(_collectives, 4)
 
 
-def _eight_ranks(rank: int, world_size: int) -> None:
+def _eight_ranks(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
     names = ("pp", "replicate", "shard", "tp")
-    for shape in ((2, 1, 4, 1), (2, 1, 2, 2), (2, 2, 1, 2), (2, 2, 2, 1)):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        hybrid, tensor = shape[1] > 1, shape[3] > 1
-        data = mesh["replicate", "shard"] if hybrid else mesh["shard"]
-        kept = 2 if shape[2] == 4 else True  # between forward and backward on fewer ranks
-        for name in ("1f1b", "zero bubble, v") if kept == 2 else ("zero bubble, v",):
-            print(f"{name} on {shape}")
-            pipeline = Pipeline.of(
-                name, mesh["pp"], data, mesh["tp"] if tensor else None, reshard_after_forward=kept
-            )
-            for step in range(2):
-                pipeline.step(step)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    hybrid, tensor = shape[1] > 1, shape[3] > 1
+    data = mesh["replicate", "shard"] if hybrid else mesh["shard"]
+    kept = 2 if shape[2] == 4 else True  # between forward and backward on fewer ranks
+    for name in ("1f1b", "zero bubble, v") if kept == 2 else ("zero bubble, v",):
+        print(f"{name} on {shape}")
+        pipeline = Pipeline.of(
+            name, mesh["pp"], data, mesh["tp"] if tensor else None, reshard_after_forward=kept
+        )
+        for step in range(2):
+            pipeline.step(step)
 
 
-def test_with_hybrid_sharding_and_tensor_parallelism(threads: Ranks) -> None:
-    threads(_eight_ranks, 8)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 2, 1, 2),
+        pytest.param((2, 1, 4, 1), marks=pytest.mark.long),
+        pytest.param((2, 1, 2, 2), marks=pytest.mark.long),
+        pytest.param((2, 2, 2, 1), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_with_hybrid_sharding_and_tensor_parallelism(
+    threads: Ranks, shape: tuple[int, ...]
+) -> None:
+    threads(_eight_ranks, 8, shape)

@@ -1,4 +1,4 @@
-"""A thousand steps leave nothing behind."""
+"""Many steps leave nothing behind."""
 
 from __future__ import annotations
 
@@ -120,8 +120,13 @@ def _soak(
 
 @pytest.fixture(
     scope="module",
-    params=[("auto", 1000, ()), ("c10d", 700, ("_under_way", "_calls", "_kinds"))],
-    ids=["auto", "c10d"],
+    params=[
+        pytest.param(("auto", 700, ()), id="auto"),
+        pytest.param(("auto", 2000, ()), id="auto-long", marks=pytest.mark.long),
+        pytest.param(
+            ("c10d", 700, ("_under_way", "_calls", "_kinds")), id="c10d", marks=pytest.mark.long
+        ),
+    ],
 )
 def soaked(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each of two ranks saw, over a transport whose lists are known by name."""

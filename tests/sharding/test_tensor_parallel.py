@@ -118,5 +118,6 @@ def _eight_ranks(rank: int, world_size: int) -> None:
         fully_shard(uneven, mesh=wide["dp"], shard_placement_fn=lambda param: Shard(0))
 
 
+@pytest.mark.long
 def test_eight_ranks(threads: Ranks) -> None:
     threads(_eight_ranks, 8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -47,7 +47,7 @@ def test_files_of_the_host_exist() -> None:
     assert all((SOURCE / each).exists() for each in HOST_ONLY)
 
 
-def _unreported(rank: int, world_size: int, names: list[str]) -> list[str]:
+def _unreported(rank: int, world_size: int, names: Sequence[str]) -> list[str]:
     """Play each mutant's scenario; return the mutants that it does not report."""
     found = _all_places()
     return [name for name in names if not _is_reported(name, found[name])]
@@ -60,9 +60,21 @@ def _is_reported(name: str, place: Place) -> bool:
         return True
 
 
-@pytest.mark.parametrize("first", range(0, len(SEEN), _AT_A_TIME))
-def test_each_is_reported_if_it_is_taken_out(ranks: Callable[..., list[Any]], first: int) -> None:
-    names = list(SEEN)[first : first + _AT_A_TIME]
+def _batches() -> list[Any]:
+    """All mutants; always one for each scenario."""
+    always = list({scenario: name for name, scenario in SEEN.items()}.values())
+    others = [name for name in SEEN if name not in always]
+    return [
+        pytest.param(names[first : first + _AT_A_TIME], marks=marks, id=f"{which}-{first}")
+        for which, names, marks in (("one", always, ()), ("more", others, pytest.mark.long))
+        for first in range(0, len(names), _AT_A_TIME)
+    ]
+
+
+@pytest.mark.parametrize("names", _batches())
+def test_each_is_reported_if_it_is_taken_out(
+    ranks: Callable[..., list[Any]], names: Sequence[str]
+) -> None:
     [unreported] = ranks(_unreported, 1, names, backend=None)
     assert not unreported, f"nothing is reported without {_listed(unreported)}"
 

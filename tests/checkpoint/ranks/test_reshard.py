@@ -67,7 +67,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved]:
     return folder, everything
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long), 4])
 def test_any_mesh_loads_what_any_other_saved(
     saved: tuple[Path, Saved], ranks: Ranks, world_size: int
 ) -> None:
