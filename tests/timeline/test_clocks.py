@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from shardwise.timeline.clocks import Reading, SharedClock, clock_of_host, read_clock
+from shardwise.timeline.clocks import (
+    Reading,
+    SharedClock,
+    Told,
+    ask,
+    clock_of_host,
+    own_clock,
+    read_clock,
+)
 from shardwise.transport.peers import Peers
 
 
 def test_a_clock_alone_begins_at_zero() -> None:
-    reading = read_clock(None, now=lambda: 5_000_000_000)
+    reading = own_clock(lambda: 5_000_000_000)
     shared = SharedClock(reading, reading)
     assert shared(5_000_000_000) == 0.0
     assert shared(6_500_000_000) == 1.5
@@ -45,11 +54,17 @@ def _clock(rank: int, world_size: int) -> str:
 _AHEAD = (0, 3600, -7, -7)
 
 
+def _all_told(names: Sequence[str]) -> dict[int, Told]:
+    found = Peers().gather_objects(time.perf_counter_ns(), "a test")
+    return {rank: Told(names[rank], now) for rank, now in enumerate(found)}
+
+
 def _compared(rank: int, world_size: int) -> tuple[float, float, float]:
     def now() -> int:
         return time.perf_counter_ns() + _AHEAD[rank] * 10**9
 
-    readings = [read_clock(Peers(), now, f"clock {_AHEAD[rank]}") for _ in range(2)]
+    told = _all_told([f"clock {ahead}" for ahead in _AHEAD])
+    readings = [read_clock(Peers(), told, f"meeting {i}", now) for i in range(2)]
     shared = SharedClock(*readings)
     # This process's real clock is the same for all ranks here: what each says of it must agree.
     real = time.perf_counter_ns()
@@ -70,10 +85,74 @@ def test_ranks_with_clocks_far_apart_agree_within_what_they_say(
         assert uncertainty < 1.0
 
 
-def test_ranks_of_one_host_need_not_ask(ranks: Callable[..., list[Any]]) -> None:
-    readings = ranks(_read, 3)
-    assert [(each.ahead, each.uncertainty) for each in readings] == [(0, 0)] * 3
+class _Script:
+    """A store and two clocks, on which one rank asks and the other answers at given times."""
+
+    def __init__(self, ahead: int, trips: Sequence[tuple[int, int]]) -> None:
+        self.ahead, self.trips = ahead, list(trips)
+        self.time = 0
+        self.keys = dict[str, str]()
+
+    def now(self) -> int:
+        return self.time
+
+    def set(self, key: str, value: str) -> None:
+        there, back = self.trips[0]
+        self.keys[key.replace("asked", "told")] = str(self.time + there + self.ahead)
+        self.time += there + back
+        self.trips.append(self.trips.pop(0))
+
+    def get(self, key: str) -> str:
+        return self.keys[key]
+
+    def delete_key(self, key: str) -> None:
+        self.keys.pop(key, None)
+
+
+def _asked(ahead: int, *trips: tuple[int, int]) -> tuple[int, int]:
+    """What a rank finds out whose messages take so long to the other, and back."""
+    store = _Script(ahead, trips)
+    found = ask(store, "clock", store.now)
+    assert not store.keys, "nothing is left in the store"
+    return found
+
+
+def test_an_answer_that_takes_as_long_there_as_back_is_exact() -> None:
+    assert _asked(1_000_000, (40, 40)) == (1_000_000, 40)
+    assert _asked(-1_000_000, (40, 40)) == (-1_000_000, 40)
+
+
+def test_an_answer_is_never_off_by_more_than_it_says() -> None:
+    for there, back in ((0, 1000), (1000, 0), (300, 700)):
+        ahead, uncertainty = _asked(5_000, (there, back))
+        assert uncertainty == 500
+        assert abs(ahead - 5_000) <= uncertainty
+
+
+def test_of_several_answers_the_quickest_counts() -> None:
+    assert _asked(5_000, (9_000, 100), (20, 20), (100, 9_000)) == (5_000, 20)
+
+
+def _without_the_first(rank: int, world_size: int) -> Reading | None:
+    told = _all_told(["a", "b", "b"])
+    del told[0]  # it is not recorded, and has something else to do
+    found = None if rank == 0 else read_clock(Peers(), told, "meeting")
+    dist.barrier()
+    return found
+
+
+def test_ranks_can_do_without_rank_0(ranks: Callable[..., list[Any]]) -> None:
+    none, second, third = ranks(_without_the_first, 3)
+    assert none is None
+    assert second.zero == third.zero
+    assert (second.ahead, third.ahead) == (0, 0)
 
 
 def _read(rank: int, world_size: int) -> Reading:
-    return read_clock(Peers())
+    return read_clock(Peers(), _all_told(["same"] * 3), "meeting")
+
+
+def test_ranks_of_one_host_need_not_ask(ranks: Callable[..., list[Any]]) -> None:
+    readings = ranks(_read, 3)
+    assert [(each.ahead, each.uncertainty) for each in readings] == [(0, 0)] * 3
+    assert len({each.zero for each in readings}) == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
 import os
 import signal
 import time
@@ -194,6 +196,90 @@ def test_if_a_rank_cannot_begin_no_rank_waits_for_it(
         assert said[0].startswith("FileExistsError")
         assert said[1].startswith("RuntimeError: a Recorder watches this process already")
         assert said[2].startswith(f"warning    --timeline: {file} cannot be written")
+
+
+def _never_come(rank: int, world_size: int, folder: Path) -> timeline.Timeline | None:
+    recorded = None
+    if rank != 1:
+        with timeline.record(folder, patience=1.0) as recording, recording.step(1):
+            torch.ones(1)
+        recorded = recording.timeline
+    dist.barrier()  # nobody's collective was mistaken for another
+    return recorded
+
+
+def test_ranks_that_do_not_come_are_named_and_the_others_are_recorded(
+    ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    first, never, third = ranks(_never_come, 3, tmp_path)
+    assert never is None
+    assert [each.rank for each in first.ranks + third.ranks] == [0, 2]
+    whole = timeline.read(tmp_path)
+    assert [each.rank for each in whole.ranks] == [0, 2]
+    assert whole.missing == [1]
+    assert [len(step.ranks) for step in whole.steps] == [2], "by one clock"
+
+
+def _come_without_rank_0(rank: int, world_size: int, folder: Path) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: said.append(entry.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwise.timeline.recording").addHandler(handler)
+    if rank == 0:
+        dist.barrier()  # until the other has lost patience and has been recorded
+    with timeline.record(folder, patience=0.5) as recording:
+        torch.ones(1)
+    if rank == 1:
+        dist.barrier()
+    dist.barrier()
+    assert recording.timeline is not None
+    with timeline.record(folder / "next", patience=60.0) as recording:  # they meet again
+        torch.ones(1)
+    assert recording.timeline is not None
+    return said
+
+
+def test_a_rank_that_comes_late_is_told_so_and_the_next_recording_has_it(
+    ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "timeline.json").write_text("of an earlier recording")
+    late, missed = ranks(_come_without_rank_0, 2, tmp_path)
+    assert len(late) == len(missed) == 1
+    assert late[0].startswith("rank 0 came to a recording when others had waited 0.5 s")
+    assert missed[0].startswith(
+        "ranks [0] did not come to the beginning of a recording within 0.5 s"
+    )
+    assert [each.rank for each in timeline.read(tmp_path).ranks] == [1]
+    assert [each.rank for each in timeline.read(tmp_path / "next").ranks] == [0, 1]
+
+
+def _never_end(rank: int, world_size: int, folder: Path, end: str) -> None:
+    recording = timeline.record(folder, patience=60.0 if end == "error" else 0.5)
+    recording.__enter__()
+    dist.barrier()
+    if rank == 0 or end == "error":
+        error = KeyError("mine") if rank == 1 else None
+        recording.__exit__(None if error is None else KeyError, error, None)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("end", ["error", "never"])
+def test_nobody_waits_at_the_end_for_a_rank_whose_block_ended_otherwise(
+    ranks: Callable[..., list[Any]], tmp_path: Path, end: str
+) -> None:
+    ranks(_never_end, 2, tmp_path, end)
+    whole = timeline.read(tmp_path)
+    assert whole.ranks[0].error == ""
+    if end == "error":
+        assert whole.ranks[1].error == "KeyError: 'mine'"
+    else:
+        assert whole.missing == [1]
+
+
+@pytest.mark.parametrize("patience", [0, -1.0, math.inf, math.nan])
+def test_patience_is_a_time(patience: float) -> None:
+    with pytest.raises(ValueError, match=r"patience: found .* expected seconds above 0"):
+        timeline.record(patience=patience)
 
 
 def test_an_error_that_no_encoding_has_is_shown_all_the_same(tmp_path: Path) -> None:

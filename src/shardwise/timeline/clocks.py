@@ -1,44 +1,43 @@
 """Bringing the clocks of ranks together.
 
 Every rank reads the monotonic clock of its host. Ranks on one host read the same one. Between hosts
-such clocks have nothing in common, so the first rank of each host asks rank 0 for the time, over
-the store in which the ranks found each other, and takes the middle between question and answer (as
-NTP does, https://www.rfc-editor.org/rfc/rfc5905). The answer cannot be off by more than half of the
-round trip; of several, the shortest counts. It is asked at the beginning and at the end of a
-recording, and the difference is spread over the time in between: clocks drift apart, by up to some
-tens of microseconds a second.
+such clocks have nothing in common, so the first rank of each host asks the first of all (rank 0,
+unless it is not recorded) for the time, over the store in which the ranks found each other, and
+takes the middle between question and answer (as NTP does, https://www.rfc-editor.org/rfc/rfc5905).
+The answer cannot be off by more than half of the round trip; of several, the shortest counts. It is
+asked at the beginning and at the end of a recording, and the difference is spread over the time in
+between: clocks drift apart, by up to some tens of microseconds a second.
 """
 
 from __future__ import annotations
 
-import itertools
+import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwise.transport.peers import Peers
 
-#: Questions to rank 0; the one with the shortest round trip counts.
+#: Questions to the first rank; the one with the shortest round trip counts.
 ROUNDS = 12
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TIME_NAMESPACE = Path("/proc/self/ns/time")
 
-_meetings = itertools.count()
-
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the clock of rank 0 showed at one moment.
+    """What the clock of the first rank showed at one moment.
 
     Attributes:
         own: nanoseconds on this rank's clock.
-        ahead: nanoseconds by which the clock of rank 0 was ahead of it.
+        ahead: nanoseconds by which the clock of the first rank was ahead of it.
         uncertainty: nanoseconds by which that may be off.
-        zero: a time on the clock of rank 0, shortly before; the same on every rank.
+        zero: a time on the clock of the first rank, shortly before; the same on every rank.
     """
 
     own: int
@@ -52,7 +51,7 @@ class SharedClock:
     """Turns times of this rank into those of the clock that ranks share, in seconds.
 
     Attributes:
-        first: what the clock of rank 0 showed at the beginning.
+        first: what the clock of the first rank showed at the beginning.
         last: what it showed at the end; the same as ``first`` if nobody asked any more.
     """
 
@@ -62,7 +61,7 @@ class SharedClock:
     def __call__(self, own: int) -> float:
         """Return the shared time of a time of this rank, in nanoseconds of its clock.
 
-        It is 0 when the recording began on rank 0.
+        It is 0 when the recording began on the first rank.
         """
         ahead = float(self.first.ahead)
         between = self.last.own - self.first.own
@@ -88,53 +87,79 @@ def clock_of_host() -> str:
         return boot
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a rank says of its clock to the others.
+
+    Attributes:
+        clock: the name of its clock, by which ranks that share it are known.
+        now: nanoseconds on it.
+    """
+
+    clock: str
+    now: int
+
+
+def own_clock(now: Callable[[], int] = time.perf_counter_ns) -> Reading:
+    """Return a reading of this rank's clock, for a rank that is recorded alone."""
+    return Reading(own := now(), 0, 0, own)
+
+
 def read_clock(
-    peers: Peers | None,
+    peers: Peers,
+    told: Mapping[int, Told],
+    meeting: str,
     now: Callable[[], int] = time.perf_counter_ns,
-    clock: str | None = None,
 ) -> Reading:
-    """Compare this rank's clock with that of rank 0. All ranks call it.
+    """Compare this rank's clock with that of the first rank. All ranks that are named call it.
 
     Args:
-        peers: all ranks; ``None``: this process is alone.
+        peers: all ranks.
+        told: the ranks that are recorded, in order, and what each has said of its clock.
+        meeting: where they ask for the time; the same name on all ranks, used once.
         now: this rank's clock, in nanoseconds.
-        clock: its name, by which ranks that share it are known; by default that of the host's.
 
     Raises:
         PeerLostError: a peer is gone, or did not answer in time.
     """
-    if peers is None or peers.size == 1:
-        return Reading(own := now(), 0, 0, own)
-    doing = "the comparison of clocks"
-    mine = clock_of_host() if clock is None else clock
-    told = peers.gather_objects((mine, next(_meetings), now()), doing)
-    clocks = [each for each, _, _ in told]
-    _, meeting, zero = told[0]
-    # The first rank of each clock asks for all who read it.
-    asking = [rank for rank, each in enumerate(clocks) if clocks.index(each) == rank][1:]
-    prefix = f"shardwise/clocks/{meeting}"
-    found: tuple[int, int] | None = None
-    if peers.rank == 0:
-        peers.call(lambda: _answer(peers, prefix, asking, now), doing)
-    elif peers.rank in asking:
-        found = peers.call(lambda: _ask(peers, f"{prefix}/{peers.rank}", now), doing, [0])
-    everyone = peers.gather_objects(found, doing)
-    ahead, uncertainty = everyone[clocks.index(clocks[peers.rank])] or (0, 0)
-    return Reading(now(), ahead, uncertainty, zero)
+    reference, *_ = told
+    firsts: dict[str, int] = {}  # the first rank of each clock asks for all who read it
+    for rank, each in told.items():
+        firsts.setdefault(each.clock, rank)
+    asking = [rank for rank in firsts.values() if rank != reference]
+    first, doing = firsts[told[peers.rank].clock], "the comparison of clocks"
+    prefix, store, ahead = f"{meeting}/clocks", peers.store, (0, 0)
+    if peers.rank == reference:
+        peers.call(lambda: _answer(store, prefix, asking, now), doing, asking)
+    elif peers.rank == first:
+        ahead = peers.call(lambda: ask(store, f"{prefix}/{first}", now), doing, [reference])
+        store.set(f"{prefix}/{first}/ahead", json.dumps(ahead))
+    elif first != reference:
+        # blocks until it is there
+        found = peers.call(lambda: store.get(f"{prefix}/{first}/ahead"), doing, [first])
+        ahead = json.loads(found)
+    return Reading(now(), ahead[0], ahead[1], told[reference].now)
 
 
-def _answer(peers: Peers, prefix: str, asking: list[int], now: Callable[[], int]) -> None:
+def _answer(store: Any, prefix: str, asking: list[int], now: Callable[[], int]) -> None:
     """Answer the questions of other ranks, one rank after the other."""
-    store = peers.store
     for rank in asking:
         for i in range(ROUNDS):
             store.get(f"{prefix}/{rank}/{i}/asked")  # blocks until it is there
             store.set(f"{prefix}/{rank}/{i}/told", str(now()))
 
 
-def _ask(peers: Peers, prefix: str, now: Callable[[], int]) -> tuple[int, int]:
-    """Ask rank 0 for the time; return how far it is ahead, and by how much that may be off."""
-    store = peers.store
+def ask(store: Any, prefix: str, now: Callable[[], int]) -> tuple[int, int]:
+    """Ask another rank for the time, which answers meanwhile.
+
+    Args:
+        store: where to.
+        prefix: of the keys; they are deleted in the end.
+        now: this rank's clock, in nanoseconds.
+
+    Returns:
+        Nanoseconds by which the other's clock is ahead, and by which that may be off.
+    """
     answers = []
     for i in range(ROUNDS):
         asked = now()

@@ -260,15 +260,13 @@ class Peers:
 
     # -- waiting ------------------------------------------------------------------------------
 
-    def watch(self, doing: str) -> PeerWatch:
-        """Make the watch for a wait in which ranks come together; a long one logs a warning.
+    def watch(self, doing: str, warning_seconds: float | None = WARNING_SECONDS) -> PeerWatch:
+        """Make the watch for a wait in which ranks come together.
 
         Args:
             doing: what they come together for.
+            warning_seconds: after which a warning is logged; ``None``: none is.
         """
-        return self._watch(doing, WARNING_SECONDS)
-
-    def _watch(self, doing: str, warning_seconds: float | None = None) -> PeerWatch:
         # The store is read now: later, the one who waits may hold it.
         can_tell = self._has_gloo and not self._has_hung_up
         return PeerWatch(
@@ -312,7 +310,7 @@ class Peers:
             except BaseException as error:  # whatever it is, the caller must know
                 future.set_exception(error)
 
-        watch = self._watch(doing, warning_seconds)
+        watch = self.watch(doing, warning_seconds)
         threading.Thread(target=run, daemon=True, name="shardwise-call").start()
         watch.wait(
             lambda seconds: bool(concurrent.futures.wait([future], seconds).done), lambda: ranks
