@@ -3,11 +3,9 @@
     python benchmarks/vit_build.py --model vit-huge --layers 20 --ranks 4
 
 The model is built as ``shardwise train vit`` builds it: on the meta device, sharded group by group,
-and given its values layer by layer. What may be held is a formula, in building (the shards of the
-parameters, and the largest layer whole) and in a step (shards of parameters, gradients and
-optimizer state, the root and the largest two neighbors unsharded, their full gradients, and
-activations). A rank's PSS counts a page that k ranks share as 1/k. The exit code is 1 where a peak
-is over 5 % above its formula.
+and given its values layer by layer. What may be held is a formula in building (the shards of the
+parameters, and the largest layer whole), and in a step what its plan says. A rank's PSS counts a
+page that k ranks share as 1/k. The exit code is 1 where a peak is over 5 % above that.
 """
 
 from __future__ import annotations
@@ -24,9 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from _memory import PROMPT_MALLOC, Formula, PssSampler, Trace, pss
+from _memory import PROMPT_MALLOC, Formula, PssSampler, pss
 from _options import TRANSPORTS, positive_int
 from _report import announce, document, save
 from _vit_build_tables import too_high, vit_build_tables
@@ -36,6 +33,7 @@ from shardwise.frontends.strategies import SHARD, WantedMesh
 from shardwise.inspect.api import Blueprint, plan
 from shardwise.planning.models import vit_placement
 from shardwise.planning.presets import VIT_PRESETS
+from shardwise.planning.settings import Checkpointing
 from shardwise.recipes.core.build import make_adamw
 from shardwise.recipes.core.config import (
     AdamWConfig,
@@ -44,15 +42,14 @@ from shardwise.recipes.core.config import (
     ShardingConfig,
     TrainConfig,
     TransportName,
-    resolve_sharding,
 )
-from shardwise.recipes.core.dry_run import ITEMSIZE, Outlook
 from shardwise.recipes.core.model import (
     build_classifier,
-    checkpoint_layers,
     decoder_layers,
     initialize,
 )
+from shardwise.recipes.core.plan import plan_training
+from shardwise.recipes.core.recipe import Example
 from shardwise.recipes.core.training import place_for
 from shardwise.recipes.vision.task import classification_loss
 from shardwise.recipes.vit import shard_model
@@ -93,7 +90,9 @@ class VitCase:
         return ShardingConfig(
             param_dtype=Precision(self.dtype),
             transport=TransportName(self.transport),
-            activation_checkpointing=self.checkpointing,
+            activation_checkpointing=(
+                Checkpointing.FULL if self.checkpointing else Checkpointing.NONE
+            ),
         )
 
     @property
@@ -167,76 +166,34 @@ class VitWorker:
         return model.train()
 
 
-class ActivationsWorker:
-    """An unsharded model of a few blocks: what forward and backward hold beside parameters."""
-
-    def __init__(self, case: VitCase) -> None:
-        self._case = case
-
-    def measure(self) -> int:
-        """Return the peak in bytes."""
-        with Trace("cpu") as trace:
-            model = self._case.on_meta().to_empty(device="cpu").train()
-            for parameter in model.parameters():
-                nn.init.normal_(parameter, std=0.02)
-                parameter.data = parameter.data.to(_dtype(self._case))
-            if self._case.checkpointing:
-                checkpoint_layers(model)
-            pictures, labels = self._case.batch_of(0)
-            with trace.phase("start"):
-                pass
-            with trace.phase("step"):
-                loss = classification_loss(model, (pictures.to(_dtype(self._case)), labels))
-                loss.backward()  # type: ignore[no-untyped-call]
-        grads = {p.grad.data_ptr() for p in model.parameters() if p.grad is not None}
-        left_out = trace.live_at_end("step", grads)
-        return trace.peak("step", without=left_out) - trace.peak("start")
-
-
-def _dtype(case: VitCase) -> torch.dtype:
-    return torch.float32 if case.dtype == "fp32" else torch.bfloat16
-
-
 def _give_back() -> None:
     gc.collect()
     with suppress(OSError, AttributeError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def activations(case: VitCase) -> int:
-    """Bytes of activations: of two blocks, and what each further block adds, all measured."""
-    found = []
-    for layers in (2, 3):
-        few = VitCase(**{**asdict(case), "layers": layers, "ranks": 1})
-        with _world(few, ActivationsWorker, few) as world:
-            found += world.call("measure")
-    two, three = found
-    return two + (case.layers - 2) * (three - two)
-
-
 def predict(case: VitCase) -> dict[str, Any]:
-    """The formulas, in bytes."""
+    """What building should take by a formula, and a step by its plan, in bytes."""
     model = case.on_meta()
     units = decoder_layers(model) if case.nested else []
     blueprint = Blueprint(case.model, model, units, placement=vit_placement)
-    report = plan(blueprint, WantedMesh((SHARD,), (case.ranks,)))
-    outlook = Outlook(report, resolve_sharding(case.sharding, case.ranks), case.sharding)
+    layout = plan(blueprint, WantedMesh((SHARD,), (case.ranks,)))
     layer = max(
         sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()
     )
+    example = Example(batch=lambda count: case.batch_of(0), loss=classification_loss)
+    world = World(0, case.ranks, 0, case.ranks)
+    rank = plan_training(blueprint, case.train, example, world).ranks[0]
     step = Formula(
-        shards=outlook.at_rest(0),
-        unsharded=outlook.unsharded,
-        gradients=outlook.gradients,
-        activations=activations(case),
+        shards=rank.parameters + rank.optimizer,
+        unsharded=rank.full_parameters + rank.transport,
+        gradients=rank.gradients,
+        activations=rank.activations + rank.other,
     )
     return {
-        "numel": report.numel,
-        "whole": report.nbytes,
-        "build": {
-            "shards": outlook.at_rest(0) // outlook.kept.copies,
-            "layer": layer * ITEMSIZE[Precision.FP32],
-        },
+        "numel": layout.numel,
+        "whole": layout.nbytes,
+        "build": {"shards": layout.totals[0].parameters, "layer": 4 * layer},
         "step": asdict(step),
     }
 

@@ -16,8 +16,9 @@ from shardwise.cli.config_file import ConfigFile
 from shardwise.cli.generate import Options
 from shardwise.cli.run import LaunchConfig
 from shardwise.elastic.errors import UserError
+from shardwise.planning.settings import Checkpointing
 from shardwise.recipes.catalog import RECIPES
-from shardwise.recipes.core.config import ActivationCheckpointing, OptionError, ScheduleName
+from shardwise.recipes.core.config import OptionError, ScheduleName
 from shardwise.recipes.core.job import Job
 
 
@@ -65,14 +66,14 @@ nproc: 2
     assert optimizer.schedule is ScheduleName.LINEAR
     assert config.train.batch_size == 3
     sharding = config.train.sharding
-    assert sharding.activation_checkpointing is ActivationCheckpointing.SELECTIVE
+    assert sharding.activation_checkpointing is Checkpointing.SELECTIVE
     assert not config.train.output.async_checkpoint
     line = "train lm --config run.yaml --model llama-tiny --data b.txt"
     call(monkeypatch, f"{line} --keep-activations")
     assert started[1][0].config.model == "llama-tiny"
     assert started[1][0].config.data == ("b.txt",)
     sharding = started[1][0].config.train.sharding
-    assert sharding.activation_checkpointing is ActivationCheckpointing.NONE
+    assert sharding.activation_checkpointing is Checkpointing.NONE
     Path("run.yaml").write_text("epochs: 3")
     call(monkeypatch, "train lm --config run.yaml")
     call(monkeypatch, "train lm --config run.yaml --steps 5")

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.planning.settings import Checkpointing
 from shardwise.recipes.core import build
-from shardwise.recipes.core.config import ActivationCheckpointing, Existing
+from shardwise.recipes.core.config import Existing
 from shardwise.recipes.text.config import LmConfig
 from tests.recipes.digits import small_mnist
 from tests.recipes.running import train
@@ -37,18 +38,18 @@ def train_compiled(rank: int, world_size: int, *configs: Any) -> list[tuple[str,
     return ended
 
 
-def _modes(always: ActivationCheckpointing) -> pytest.MarkDecorator:
+def _modes(always: Checkpointing) -> pytest.MarkDecorator:
     """Run a test in every mode: compiling takes seconds, so `make test` takes one."""
     modes = [
         pytest.param(mode, marks=() if mode is always else pytest.mark.long)
-        for mode in ActivationCheckpointing
+        for mode in Checkpointing
     ]
     return pytest.mark.parametrize("mode", modes)
 
 
-@_modes(ActivationCheckpointing.SELECTIVE)
+@_modes(Checkpointing.SELECTIVE)
 def test_compiled_blocks_train_as_others_and_go_on_exactly(
-    ranks: Ranks, tmp_path: Path, mode: ActivationCheckpointing
+    ranks: Ranks, tmp_path: Path, mode: Checkpointing
 ) -> None:
     model = str(write_model(tmp_path, num_hidden_layers=3, attention_dropout=0.0))
 
@@ -75,9 +76,9 @@ def test_compiled_blocks_train_as_others_and_go_on_exactly(
     assert losses(again) == whole
 
 
-@_modes(ActivationCheckpointing.FULL)
+@_modes(Checkpointing.FULL)
 def test_compiled_batch_norms_count_a_batch_once(
-    ranks: Ranks, tmp_path: Path, mode: ActivationCheckpointing
+    ranks: Ranks, tmp_path: Path, mode: Checkpointing
 ) -> None:
     settings: dict[str, Any] = {"steps": 3, "nested": True}
     plain = small_mnist(tmp_path, "plain", **settings)

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from shardwise.cli.main import app
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import World
+from shardwise.frontends.strategies import Strategy
+from shardwise.planning.text import memory_rows, traffic_rows
 from shardwise.recipes.catalog import RECIPES
-from shardwise.recipes.core.config import (
-    AdamWConfig,
-    DilocoConfig,
-    OutputConfig,
-    Precision,
-    SgdConfig,
-    ShardingConfig,
-    TrainConfig,
-)
-from shardwise.recipes.core.dry_run import AtRest, Outlook
+from shardwise.recipes.core.config import DilocoConfig, Precision, ShardingConfig
+from shardwise.recipes.core.dry_run import describe
+from shardwise.recipes.core.job import Job
+from shardwise.recipes.core.plan import plan_training
+
+TWO = World(0, 2, 0, 2)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -48,64 +48,56 @@ def test_every_recipe_shows_what_ranks_would_hold(
     assert not list(tmp_path.iterdir()), "nothing was written"
 
 
-def config(optimizer: Any, **changes: Any) -> TrainConfig:
-    return TrainConfig(
-        steps=1, batch_size=1, optimizer=optimizer, output=OutputConfig(out=Path("out")), **changes
-    )
+def _described(recipe: str, **changes: Any) -> str:
+    known = RECIPES[recipe]
+    train = dataclasses.replace(known.config.train, batch_size=2, **changes)
+    return describe(known.blueprint(known.config), train, known.example(known.config), TWO)
 
 
-@pytest.mark.parametrize(
-    ("train", "copies", "outer"),
-    [
-        (config(AdamWConfig(lr=1.0)), 4, 0),
-        (config(SgdConfig(lr=1.0)), 3, 0),
-        (config(SgdConfig(lr=1.0, momentum=0.0)), 2, 0),
-        (config(AdamWConfig(lr=1.0), diloco=DilocoConfig()), 4, 2),
-        (config(AdamWConfig(lr=1.0), diloco=DilocoConfig(error_feedback=True)), 4, 3),
-    ],
-)
-def test_what_is_kept_between_steps_follows_from_the_optimizer(
-    train: TrainConfig, copies: int, outer: int
-) -> None:
-    kept = AtRest.of(train)
-    assert (kept.copies, kept.outer) == (copies, outer)
+def _shards(text: str) -> float:
+    """MiB of the shards of one rank, from the table of groups."""
+    found = re.search(r"^(?:total|the model) .* ([\d.]+)$", text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
 
 
-def test_bytes_at_rest_count_every_copy() -> None:
-    recipe = RECIPES["mnist"]
-    train = recipe.config.train
-    blueprint = recipe.blueprint(recipe.config)
-    outlook = Outlook.of(blueprint, train, 2)
-    numel = sum(parameter.numel() for parameter in blueprint.model.parameters())
-    assert outlook.at_rest(0) + outlook.at_rest(1) == numel * 4 * 4
-    sgd = dataclasses.replace(train, optimizer=SgdConfig(lr=1.0))
-    outlook = Outlook.of(blueprint, sgd, 2)
-    assert outlook.at_rest(0) + outlook.at_rest(1) == numel * 4 * 3
+def test_what_a_step_needs_is_what_the_plan_says() -> None:
+    known = RECIPES["lm"]
+    train = dataclasses.replace(known.config.train, batch_size=2)
+    blueprint, example = known.blueprint(known.config), known.example(known.config)
+    plan = plan_training(blueprint, train, example, TWO)
+    shown = describe(blueprint, train, example, TWO)
+    for cells in (*memory_rows(plan.ranks), *traffic_rows(plan)):
+        assert " ".join(cells).split() in [line.split() for line in shown.splitlines()]
+    assert f"peak: {plan.ranks[0].peak_moment}" in shown
 
 
-def test_frozen_parameters_have_no_gradients_and_no_optimizer_state() -> None:
-    recipe = RECIPES["mnist"]
-    train = recipe.config.train
-    blueprint = recipe.blueprint(recipe.config)
-    full = Outlook.of(blueprint, train, 2).gradients
-    parameters = list(blueprint.model.parameters())
-    numel = sum(parameter.numel() for parameter in parameters)
-    parameters[0].requires_grad_(False)
-    trained = numel - parameters[0].numel()
-    outlook = Outlook.of(blueprint, train, 2)
-    found = outlook.at_rest(0) + outlook.at_rest(1)
-    assert found == pytest.approx((numel + 3 * trained) * 4, abs=2)
-    assert outlook.gradients == pytest.approx(full * trained / numel, abs=1)
+def test_what_this_host_has_is_not_shown() -> None:
+    shown = _described("mnist")
+    assert not re.search("fits|does not fit|free on this host|seconds|calibrate", shown)
 
 
-def test_shards_in_bf16_take_half_the_memory_and_the_outer_state_of_diloco_does_not() -> None:
-    recipe = RECIPES["lm"]
+def test_shards_in_bf16_take_half_the_memory() -> None:
     bf16 = ShardingConfig(shard_dtype=Precision.BF16)
-    halved = dataclasses.replace(recipe.config.train, sharding=bf16)
-    apart = dataclasses.replace(halved, diloco=DilocoConfig())
-    full, half, diloco = (
-        Outlook.of(recipe.blueprint(recipe.config), train, 2).at_rest(0)
-        for train in (recipe.config.train, halved, apart)
+    assert _shards(_described("lm", sharding=bf16)) == pytest.approx(
+        _shards(_described("lm")) / 2, abs=0.01
     )
-    assert half * 2 == full
-    assert diloco == half + full // 4 * 2
+
+
+def test_copies_of_the_model_are_told() -> None:
+    apart = ShardingConfig(strategy=Strategy.DILOCO, replicas=2)
+    shown = _described("lm", sharding=apart, diloco=DilocoConfig())
+    assert "diloco over dp_replicate=2 x dp_shard=1" in shown
+    assert "every parameter is split into 1 shard; 2 copies of the model" in shown
+
+
+def test_a_training_that_cannot_be_rehearsed_says_what_shows_the_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        raise KeyError("labels")
+
+    example = dataclasses.replace(RECIPES["mnist"].example(RECIPES["mnist"].config), loss=loss)
+    monkeypatch.setattr("shardwise.recipes.mnist.example", lambda config: example)
+    with pytest.raises(UserError, match=r"(?s)--dry-run: .*labels.*`shardwise inspect` shows"):
+        Job(RECIPES["mnist"], RECIPES["mnist"].config).show_dry_run(TWO)

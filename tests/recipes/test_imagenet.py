@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
+from shardwise.planning.settings import Checkpointing
 from shardwise.recipes.core.begin import check_folder
-from shardwise.recipes.core.config import ActivationCheckpointing, Existing, OptionError, Precision
+from shardwise.recipes.core.config import Existing, OptionError, Precision
 from shardwise.recipes.core.journal import read_metrics
 from shardwise.recipes.vision.files import Lookup, find_images
 from shardwise.recipes.vision.images import Augment, FolderImages, center_box, random_box
@@ -31,7 +32,7 @@ def test_a_net_learns_however_it_is_sharded(ranks: Ranks, tmp_path: Path) -> Non
     plain = small_imagenet(tmp_path, "plain", epochs=3)
     variants: dict[str, dict[str, Any]] = {
         "grad-op": {"strategy": Strategy.SHARD_GRAD_OP},
-        "checkpointed": {"activation_checkpointing": ActivationCheckpointing.FULL},
+        "checkpointed": {"activation_checkpointing": Checkpointing.FULL},
     }
     same = [small_imagenet(tmp_path, name, epochs=3, steps=6, **v) for name, v in variants.items()]
     bf16 = small_imagenet(
@@ -39,7 +40,7 @@ def test_a_net_learns_however_it_is_sharded(ranks: Ranks, tmp_path: Path) -> Non
         "bf16",
         epochs=3,
         param_dtype=Precision.BF16,
-        activation_checkpointing=ActivationCheckpointing.FULL,
+        activation_checkpointing=Checkpointing.FULL,
     )
     fake = small_imagenet(tmp_path, "fake", data_dir=None, fake_data=True, steps=2)
     # A run that ends within an epoch, and goes on.

@@ -25,10 +25,11 @@ from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.ranks.saving import Saving
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
+from shardwise.planning.settings import Checkpointing
 from shardwise.recipes import lm
 from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.checkpointing import Checkpoints
-from shardwise.recipes.core.config import ActivationCheckpointing, Existing, OptionError, Precision
+from shardwise.recipes.core.config import Existing, OptionError, Precision
 from shardwise.recipes.core.journal import read_metrics
 from shardwise.recipes.core.loop import Loop
 from shardwise.recipes.core.position import Position
@@ -67,7 +68,7 @@ def test_all_strategies_learn_the_same(ranks: Ranks, tmp_path: Path) -> None:
         s.value: {"strategy": s}
         for s in (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.ZERO1, Strategy.NO_SHARD)
     }
-    for mode in (ActivationCheckpointing.FULL, ActivationCheckpointing.SELECTIVE):
+    for mode in (Checkpointing.FULL, Checkpointing.SELECTIVE):
         variants[f"recompute-{mode.value}"] = {"activation_checkpointing": mode}
     configs = {
         name: small_config(tmp_path, name, model=model, accumulate=2, steps=3, **settings)

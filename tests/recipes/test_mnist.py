@@ -17,9 +17,10 @@ from torch import nn
 
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
+from shardwise.planning.settings import Checkpointing
 from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.build import RunningStatistics
-from shardwise.recipes.core.config import ActivationCheckpointing, Existing, OptionError, Precision
+from shardwise.recipes.core.config import Existing, OptionError, Precision
 from shardwise.recipes.core.journal import read_metrics
 from shardwise.recipes.vision.config import MnistConfig
 from shardwise.recipes.vision.images import TrainingImages
@@ -63,7 +64,7 @@ def test_however_it_is_sharded_it_learns_the_same(ranks: Ranks, tmp_path: Path) 
     plain = small_mnist(tmp_path, "plain")
     variants = {
         "nested": {"nested": True},
-        "checkpointed": {"nested": True, "activation_checkpointing": ActivationCheckpointing.FULL},
+        "checkpointed": {"nested": True, "activation_checkpointing": Checkpointing.FULL},
         "grad-op": {"nested": True, "strategy": Strategy.SHARD_GRAD_OP},
     }
     configs = [small_mnist(tmp_path, name, **changes) for name, changes in variants.items()]
@@ -75,7 +76,7 @@ def test_however_it_is_sharded_it_learns_the_same(ranks: Ranks, tmp_path: Path) 
         small_mnist(
             tmp_path,
             "bf16-checkpointed",
-            activation_checkpointing=ActivationCheckpointing.FULL,
+            activation_checkpointing=Checkpointing.FULL,
             **bf16,
         ),
     ]

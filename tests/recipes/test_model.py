@@ -14,7 +14,6 @@ from shardwise.recipes.core.model import (
     Utilization,
     build,
     flops_per_token,
-    known_peak,
     next_token_loss,
 )
 from shardwise.recipes.text.config import with_microbatches
@@ -34,28 +33,6 @@ def test_operations_of_a_token_are_those_that_torch_counts(tied: bool) -> None:
     counted = counter.get_total_flops() / (2 * length)
     # Norms are parameters, and no products.
     assert flops_per_token(model, length) == pytest.approx(counted, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA A10", 125),
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.5),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA GH200 480GB", 989.4),
-        ("NVIDIA L40S", 362.05),
-        ("NVIDIA L4", 121),
-        ("AMD Instinct MI300X", 1307.4),
-        ("Tesla V100-SXM2-16GB", None),
-        ("cpu", None),
-    ],
-)
-def test_peaks_are_found_by_the_names_that_cuda_gives(name: str, tflops: float | None) -> None:
-    found = known_peak(name)
-    assert (None if found is None else found / 1e12) == (None if tflops is None else tflops)
 
 
 def test_mfu_is_not_known_on_a_cpu_unless_its_peak_is_given() -> None:

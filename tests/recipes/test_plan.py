@@ -25,7 +25,13 @@ from shardwise.recipes.core.config import (
     ShardingConfig,
     TrainConfig,
 )
-from shardwise.recipes.core.plan import check_fits, kept_for_the_run, plan_training, settings_for
+from shardwise.recipes.core.plan import (
+    check_fits,
+    kept_for_the_run,
+    plan_training,
+    reporting,
+    settings_for,
+)
 from shardwise.recipes.core.recipe import PLAN_FILE
 
 TWO = World(0, 2, 0, 2)
@@ -129,5 +135,8 @@ def test_a_training_that_cannot_be_rehearsed_is_named_as_such() -> None:
 
     config, recipe = _config("lm"), RECIPES["lm"]
     example = replace(recipe.example(config), loss=loss)
-    with pytest.raises(UserError, match=r"(?s)--plan: .*labels.*; leave out --plan to train"):
+    with (
+        pytest.raises(UserError, match=r"(?s)--plan: .*labels.*; leave out --plan"),
+        reporting("--plan", "leave out --plan to train all the same"),
+    ):
         plan_training(recipe.blueprint(config), config.train, example, TWO)

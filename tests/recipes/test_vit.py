@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import functools
 import gc
-import io
 import json
 import math
 import re
@@ -17,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,12 +30,14 @@ from shardwise.elastic.world import World
 from shardwise.frontends.strategies import SHARD, Strategy, WantedMesh
 from shardwise.inspect.api import Blueprint, plan
 from shardwise.inspect.report import Report
+from shardwise.planning.memory import RankBytes
 from shardwise.planning.models import vit_placement
 from shardwise.planning.presets import VIT_PRESETS
+from shardwise.planning.settings import Checkpointing
+from shardwise.recipes.catalog import RECIPES
 from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.build import make_adamw, shard_bytes
 from shardwise.recipes.core.config import (
-    ActivationCheckpointing,
     AdamWConfig,
     Existing,
     OptionError,
@@ -46,9 +48,10 @@ from shardwise.recipes.core.config import (
     TransportName,
     resolve_sharding,
 )
-from shardwise.recipes.core.dry_run import ADAMW, ITEMSIZE, Outlook, show
+from shardwise.recipes.core.dry_run import describe
 from shardwise.recipes.core.model import build_classifier, decoder_layers, initialize
-from shardwise.recipes.core.recipe import Place
+from shardwise.recipes.core.plan import plan_training
+from shardwise.recipes.core.recipe import Example, Place
 from shardwise.recipes.core.training import place_for
 from shardwise.recipes.vision.config import VitConfig
 from shardwise.recipes.vision.task import classification_loss
@@ -186,18 +189,17 @@ WIDE |= {"num_hidden_layers": 8}
 EXTRA = 16 * MIB  # what threads, hooks and messages may take
 
 
-def _measure(rank: int, world_size: int, outlook: Outlook) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes that a rank held at most in building and in a step; and what it may hold."""
+def _measure(rank: int, world_size: int, stored: int, needed: RankBytes) -> dict[str, int]:
+    """Bytes that a rank held at most in building and in a step, beside its shards."""
     libc = ctypes.CDLL(None)
     for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: what is freed is given back
         libc.mallopt(option, 65536)
     # Over gloo each rank has its memory to itself, so that resident memory can be counted.
     config = ShardingConfig(transport=TransportName.C10D)
     place = _place(config, rank, world_size)
-    images = torch.zeros(1, 3, 15, 15), torch.zeros(1, dtype=torch.int64)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        classification_loss(model, images).backward()
+        classification_loss(model, _images(1)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -206,49 +208,52 @@ def _measure(rank: int, world_size: int, outlook: Outlook) -> tuple[dict[str, in
     step(small, make_adamw(small, AdamWConfig(lr=1e-3)))
     gc.collect()
     model = build_classifier(WIDE, CLASSES)
-    layer = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
-    at_rest = outlook.at_rest(rank)
-    found = {
-        "build": extra_memory(lambda: _built(model, config, place)),
-    }
+    found = {"build": extra_memory(lambda: _built(model, config, place))}
     optimizer = make_adamw(model, AdamWConfig(lr=1e-3))
     step(model, optimizer)  # makes the optimizer's state
     gc.collect()
-    without_gradients = at_rest - at_rest // ADAMW.copies
-    found["step"] = without_gradients + extra_memory(lambda: step(model, optimizer))
-    allowed = {
-        "build": at_rest // ADAMW.copies + layer * ITEMSIZE[Precision.FP32],
-        "step": at_rest + outlook.unsharded + outlook.gradients,
-        "whole": outlook.report.nbytes,
-    }
-    return found, allowed
+    found["step"] = stored + needed.optimizer + extra_memory(lambda: step(model, optimizer))
+    return found
+
+
+def _images(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(count, 3, 15, 15), torch.zeros(count, dtype=torch.int64)
 
 
 @on_linux
-def test_a_rank_holds_its_shards_and_a_layer_while_building_and_two_blocks_in_a_step(
+def test_a_rank_holds_its_shards_and_a_layer_while_building_and_what_was_planned_in_a_step(
     ranks: Ranks,
 ) -> None:
-    config = ShardingConfig(transport=TransportName.C10D)
-    report = _planned(build_classifier(WIDE, CLASSES), 4)
-    outlook = Outlook(report, resolve_sharding(config, 4), config)
-    for found, allowed in ranks(_measure, 4, outlook):
-        assert found["build"] < allowed["build"] + EXTRA < allowed["whole"] / 1.5
-        assert found["step"] < allowed["step"] + EXTRA
-        # Else the limits would say nothing: all blocks unsharded, and all their gradients.
-        assert allowed["step"] + 2 * EXTRA < allowed["whole"] * 3
+    model = build_classifier(WIDE, CLASSES)
+    layer = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
+    layout = _planned(model, 4)
+    whole, stored = layout.nbytes, layout.totals[0].parameters
+    sharding = ShardingConfig(transport=TransportName.C10D)
+    given = train_config(Path("out"), {"batch_size": 1}, AdamWConfig(lr=1e-3))
+    train = dataclasses.replace(given, sharding=sharding)
+    blueprint = Blueprint("vit", model, decoder_layers(model), placement=vit_placement)
+    example = Example(batch=_images, loss=classification_loss)
+    [needed, *_] = plan_training(blueprint, train, example, World(0, 4, 0, 4)).ranks
+    for found in ranks(_measure, 4, stored, needed):
+        assert found["build"] < stored + layer * 4 + EXTRA < whole / 1.5
+        assert found["step"] < needed.peak + EXTRA
+    # Else the limit would say nothing: all blocks unsharded, and all their gradients.
+    assert needed.peak + 2 * EXTRA < whole * 3
 
 
 # -- what is told of any number of ranks -----------------------------------------------------------
 
 
-def _told(world_size: int, nested: bool = True, **changes: Any) -> tuple[Outlook, str]:
-    config = ShardingConfig(**changes)
-    model = build_classifier(VIT_PRESETS["vit-10b"].settings(), 1000)
-    plan = resolve_sharding(config, world_size)
-    outlook = Outlook(_planned(model, plan.shape[-1], nested), plan, config)
-    text = io.StringIO()
-    show(outlook, Console(file=text, width=200))
-    return outlook, text.getvalue()
+@functools.cache
+def _told(world_size: int) -> str:
+    known: Any = RECIPES["vit"]
+    config = known.config_for("vit-10b")
+    return describe(
+        known.blueprint(config),
+        config.train,
+        known.example(config),
+        World(0, world_size, 0, world_size),
+    )
 
 
 _ROW = re.compile(
@@ -278,17 +283,23 @@ def _rows(text: str) -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("world_size", [1, 96, 128])
 def test_what_is_printed_adds_up_to_the_model(world_size: int) -> None:
-    _, text = _told(world_size)
+    text = _told(world_size)
     rows = _rows(text)
     whole = rows.pop("total")
     assert whole["numel"] == whole["held"] == 10_077_927_400
     assert sum(row["groups"] * row["numel"] for row in rows.values()) == whole["numel"]
     assert all(row["held"] == row["numel"] for row in rows.values()), rows
-    assert len(text.splitlines()) < 30, "of 128 ranks and 33 groups, equal ones share a row"
+    table = text.partition("memory of a rank")[0]
+    assert len(table.splitlines()) < 20, "of 128 ranks and 33 groups, equal ones share a row"
+
+
+@functools.cache
+def _vit_10b() -> Report:
+    return _planned(build_classifier(VIT_PRESETS["vit-10b"].settings(), 1000), 128)
 
 
 def _sharded_for(rank: int, world_size: int, of: list[int]) -> dict[int, int]:
-    """Elements that the runtime itself gives to some ranks of a world that is only pretended."""
+    """Bytes that the runtime itself gives to some ranks of a world that is only pretended."""
     held = {}
     for each in of:
         dist.init_process_group("fake", rank=each, world_size=128, store=FakeStore())
@@ -298,17 +309,15 @@ def _sharded_for(rank: int, world_size: int, of: list[int]) -> dict[int, int]:
             fully_shard(
                 module, mesh=mesh, shard_placement_fn=vit_placement, transport="collectives"
             )
-        held[each] = shard_bytes(model) // ITEMSIZE[Precision.FP32]
+        held[each] = shard_bytes(model)
         dist.destroy_process_group()
     return held
 
 
 def test_what_is_told_of_128_ranks_is_what_the_runtime_gives_them(ranks: Ranks) -> None:
-    outlook, _ = _told(128)
+    totals = _vit_10b().totals
     [held] = ranks(_sharded_for, 1, [0, 1, 124, 125, 127], backend=None)
-    assert held == {
-        rank: outlook.report.totals[rank].parameters // ITEMSIZE[Precision.FP32] for rank in held
-    }
+    assert held == {rank: totals[rank].parameters for rank in held}
     assert held[0] > held[127], "the classifier's 1000 rows are not divided evenly"
 
 
@@ -329,29 +338,10 @@ def test_the_guide_shows_what_the_command_prints(
 
 def test_one_row_is_not_left_to_one_rank() -> None:
     """Class token and positions, (1, n, hidden), would be gathered into 128 times their size."""
-    outlook, _ = _told(128)
     for name in ("cls_token", "position_embeddings"):
-        tiling = outlook.report.find(f"vit.embeddings.{name}").tiling
+        tiling = _vit_10b().find(f"vit.embeddings.{name}").tiling
         assert tiling.padding == 0
         assert tiling.by_rank[0].shape == tiling.by_rank[127].shape
-
-
-def test_the_peak_is_told_by_what_is_kept_and_in_which_dtype() -> None:
-    full, _ = _told(128)
-    block, root = (full.report.groups[at].numel + full.report.groups[at].padding for at in (0, -1))
-    assert full.unsharded == full.gradients == 4 * (2 * block + root)
-    narrow, _ = _told(128, param_dtype=Precision.BF16)
-    assert narrow.unsharded == full.unsharded / 2
-    kept, _ = _told(128, strategy=Strategy.SHARD_GRAD_OP)
-    assert kept.unsharded == 4 * (32 * block + root)
-    assert kept.gradients == full.gradients
-    hybrid, text = _told(128, strategy=Strategy.HYBRID_SHARD, replicas=16)
-    assert hybrid.at_rest(0) == pytest.approx(16 * full.at_rest(0), rel=1e-3)
-    assert "16 copies of the model" in text
-    assert max(map(len, text.splitlines())) <= 80
-    whole, _ = _told(128, nested=False)
-    (every,) = whole.report.groups
-    assert whole.unsharded == 4 * (every.numel + every.padding)
 
 
 # -- what is learned -------------------------------------------------------------------------------
@@ -387,7 +377,7 @@ def test_a_transformer_learns_and_goes_on_and_its_file_alone_knows_as_much(
     plain = small_vit(tmp_path, "plain", steps=6, checkpoint_every=3)
     variants: dict[str, dict[str, Any]] = {
         "one-group": {"nested": False},
-        "checkpointed": {"activation_checkpointing": ActivationCheckpointing.FULL},
+        "checkpointed": {"activation_checkpointing": Checkpointing.FULL},
     }
     same = [small_vit(tmp_path, name, steps=6, **each) for name, each in variants.items()]
     bf16 = small_vit(tmp_path, "bf16", steps=1, param_dtype=Precision.BF16)

@@ -16,7 +16,7 @@ import typer
 from shardwise.cli.generate import Options, with_options
 from shardwise.cli.values import read_name, read_size
 from shardwise.elastic.errors import UserError
-from shardwise.frontends.strategies import MeshError, Strategy, WantedMesh
+from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.planning.machine import MachineError
 from shardwise.planning.presets import MODELS, ModelError, find_settings
 from shardwise.planning.settings import (
@@ -32,7 +32,7 @@ from shardwise.planning.settings import (
     UntraceableError,
 )
 from shardwise.recipes.core.begin import check_extras
-from shardwise.recipes.core.config import OptionError, Precision
+from shardwise.recipes.core.config import OptionError, StrategyConfig
 from shardwise.recipes.core.option import MODEL, OUTPUT, SHARDING, TRAINING, option
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ DEVICE = "device"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class PlanConfig(StrategyConfig):
     """What ``shardwise plan`` is asked for."""
 
     mesh: str = field(
@@ -96,23 +96,6 @@ class PlanConfig:
             SHARDING,
             metavar="MESH",
         ),
-    )
-    strategy: Strategy = field(
-        default=Strategy.FULL_SHARD,
-        metadata=option("What is sharded: {choices}.", SHARDING, metavar="NAME"),
-    )
-    shard_dtype: Precision = field(
-        default=Precision.FP32,
-        metadata=option(
-            "Dtype of parameters, gradients and optimizer state between steps.", SHARDING
-        ),
-    )
-    param_dtype: Precision | None = field(
-        default=None,
-        metadata=option("Dtype of forward and backward.", SHARDING, shown="that of --shard-dtype"),
-    )
-    reduce_dtype: Precision = field(
-        default=Precision.FP32, metadata=option("Dtype to reduce gradients in.", SHARDING)
     )
     activation_checkpointing: Checkpointing = field(
         default=Checkpointing.NONE,

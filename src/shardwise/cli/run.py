@@ -98,7 +98,7 @@ class LaunchConfig(HostsConfig):
         ),
     )
     dry_run: bool = field(
-        default=False, metadata=option("Show what every rank would hold, and exit.")
+        default=False, metadata=option("Show what ranks would hold and a step needs, and exit.")
     )
     plan: bool = field(
         default=False,

@@ -135,6 +135,11 @@ class GroupReport:
         blocks = (each.block(rank) for each in self.parameters)
         return sum(block.numel for block in blocks if block is not None)
 
+    def nbytes_on(self, rank: int) -> int:
+        """Number of bytes that ``rank`` holds."""
+        blocks = ((each.itemsize, each.block(rank)) for each in self.parameters)
+        return sum(size * block.numel for size, block in blocks if block is not None)
+
 
 def folded(parameters: Iterable[ParameterReport]) -> list[Row[ParameterReport]]:
     """One row for the parameters of repeated layers that are sharded alike."""

@@ -52,14 +52,7 @@ def _parts(plan: Plan) -> Iterator[Text | Table]:
         lines.add_row(Text(label), Text(text))
     yield lines
     yield Text()
-    yield _memory(plan.ranks)
-    modules = largest_modules(plan.ranks[0])
-    if modules:
-        yield Text()
-        yield _modules(plan.ranks[0], modules)
-    if plan.traffic:
-        yield Text()
-        yield _traffic(plan)
+    yield from needs(plan)
     if plan.step is not None:
         yield Text()
         yield _time(plan)
@@ -69,6 +62,18 @@ def _parts(plan: Plan) -> Iterator[Text | Table]:
     for note in notes(plan):
         yield Text()
         yield Text(note)
+
+
+def needs(plan: Plan) -> Iterator[Text | Table]:
+    """Tables of what a step needs on any machine: memory and traffic."""
+    yield _memory(plan.ranks)
+    modules = largest_modules(plan.ranks[0])
+    if modules:
+        yield Text()
+        yield _modules(plan.ranks[0], modules)
+    if plan.traffic:
+        yield Text()
+        yield _traffic(plan)
 
 
 def head(plan: Plan) -> Iterator[tuple[str, str]]:

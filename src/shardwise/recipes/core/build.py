@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise import FSDPModule, MixedPrecisionPolicy, checkpoint_module, fully_shard
 from shardwise.frontends.activation import batch_norms, keep_products
 from shardwise.frontends.blocks import shard_blocks, store_in
+from shardwise.planning.settings import Checkpointing
 from shardwise.recipes.core.config import (
-    ActivationCheckpointing,
     AdamWConfig,
     Precision,
     ScheduleName,
@@ -67,16 +67,16 @@ def shard(
     return model
 
 
-def checkpoint_blocks(blocks: Iterable[nn.Module], mode: ActivationCheckpointing) -> None:
+def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Checkpointing) -> None:
     """Have blocks recompute activations in backward, before they are sharded and compiled.
 
     Args:
         blocks: modules that keep their inputs alone.
         mode: which activations are recomputed; none changes nothing.
     """
-    if mode is ActivationCheckpointing.NONE:
+    if mode is Checkpointing.NONE:
         return
-    contexts = keep_products if mode is ActivationCheckpointing.SELECTIVE else None
+    contexts = keep_products if mode is Checkpointing.SELECTIVE else None
     for block in blocks:
         checkpoint_module(block, context_fn=contexts)
 

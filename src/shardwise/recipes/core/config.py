@@ -30,6 +30,7 @@ from shardwise.frontends.strategies import (
 )
 from shardwise.planning import presets as planning
 from shardwise.planning.presets import ModelError
+from shardwise.planning.settings import Checkpointing
 from shardwise.recipes.core.option import (
     DILOCO,
     GROUP,
@@ -67,14 +68,6 @@ class LogName(enum.Enum):
     JSONL = "jsonl"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
-
-
-class ActivationCheckpointing(enum.Enum):
-    """Which activations of a block are recomputed in backward."""
-
-    NONE = "none"
-    FULL = "full"
-    SELECTIVE = "selective"  # all but the results of what takes nearly all of the time
 
 
 class Existing(enum.Enum):
@@ -171,13 +164,37 @@ class SgdConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardingConfig:
-    """How the model is sharded over ranks, and in which dtypes it is kept and computes."""
+class StrategyConfig:
+    """What is sharded, and the dtypes of a step: what a training and its plan both ask for."""
 
     strategy: Strategy = field(
         default=Strategy.FULL_SHARD,
         metadata=option("What is sharded: {choices}.", SHARDING, metavar="NAME"),
     )
+    shard_dtype: Precision = field(
+        default=Precision.FP32,
+        metadata=option(
+            "Dtype of parameters, gradients and optimizer state between steps.", SHARDING
+        ),
+    )
+    param_dtype: Precision | None = field(
+        default=None,
+        metadata=option("Dtype of forward and backward.", SHARDING, shown="that of --shard-dtype"),
+    )
+    reduce_dtype: Precision = field(
+        default=Precision.FP32, metadata=option("Dtype to reduce gradients in.", SHARDING)
+    )
+
+    @property
+    def compute_dtype(self) -> Precision:
+        """The dtype of forward and backward."""
+        return self.shard_dtype if self.param_dtype is None else self.param_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingConfig(StrategyConfig):
+    """How the model is sharded over ranks, and in which dtypes it is kept and computes."""
+
     replicas: int | None = field(
         default=None,
         metadata=option(
@@ -193,37 +210,24 @@ class ShardingConfig:
         default=None,
         metadata=option("The same as a mesh: dp_replicate=R,dp_shard=S.", SHARDING),
     )
-    shard_dtype: Precision = field(
-        default=Precision.FP32,
-        metadata=option(
-            "Dtype of parameters, gradients and optimizer state between steps.", SHARDING
-        ),
-    )
-    param_dtype: Precision | None = field(
-        default=None,
-        metadata=option("Dtype of forward and backward.", SHARDING, shown="that of --shard-dtype"),
-    )
-    reduce_dtype: Precision = field(
-        default=Precision.FP32, metadata=option("Dtype to reduce gradients in.", SHARDING)
-    )
-    activation_checkpointing: ActivationCheckpointing = field(
-        default=ActivationCheckpointing.NONE,
+    activation_checkpointing: Checkpointing = field(
+        default=Checkpointing.NONE,
         metadata=option(
             "Activations that are recomputed in backward instead of being kept.",
             SHARDING,
             former=("--use-gradient-checkpointing",),
             flags={
                 "--activation-checkpointing": (
-                    ActivationCheckpointing.FULL,
+                    Checkpointing.FULL,
                     "Recompute activations in backward instead of keeping them.",
                 ),
                 "--selective-checkpointing": (
-                    ActivationCheckpointing.SELECTIVE,
+                    Checkpointing.SELECTIVE,
                     "The same, but keep the results of matrix products, convolutions and "
                     "attention.",
                 ),
                 "--keep-activations": (
-                    ActivationCheckpointing.NONE,
+                    Checkpointing.NONE,
                     "Keep all activations, whatever --config says.",
                 ),
             },
@@ -243,11 +247,6 @@ class ShardingConfig:
             env="SHARDWISE_TRANSPORT",
         ),
     )
-
-    @property
-    def compute_dtype(self) -> Precision:
-        """The dtype of forward and backward."""
-        return self.shard_dtype if self.param_dtype is None else self.param_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

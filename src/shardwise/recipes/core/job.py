@@ -83,16 +83,19 @@ class Job:
         return f"run        {out}; {why}"
 
     def show_dry_run(self, world: World) -> None:
-        """Print what every rank of a world would hold, without starting it.
+        """Print what every rank of a world would hold, and what a step needs, without starting it.
 
         Raises:
             UserError: the configuration is wrong, or does not fit the world.
         """
         self.config.check_dry_run(world)
-        from shardwise.recipes.core.dry_run import Outlook, show  # imports torch
+        from shardwise.recipes.core.dry_run import describe  # imports torch
+        from shardwise.recipes.core.plan import reporting
 
-        blueprint = self._recipe.blueprint(self.config)
-        show(Outlook.of(blueprint, self.config.train, world.size))
+        config = self.config
+        blueprint, example = self._recipe.blueprint(config), self._recipe.example(config)
+        with reporting("--dry-run", "`shardwise inspect` shows who holds what"):
+            print(describe(blueprint, config.train, example, world))
 
     def plan(self, world: World) -> AbstractContextManager[None]:
         """Print what the training needs and how fast it will be, and check that it fits.
@@ -103,13 +106,19 @@ class Job:
         Raises:
             UserError: it does not fit.
         """
-        from shardwise.recipes.core.plan import check_fits, kept_for_the_run, plan_training
+        from shardwise.recipes.core.plan import (
+            check_fits,
+            kept_for_the_run,
+            plan_training,
+            reporting,
+        )
 
         config = replace(self.config, train=self._checked().train)
         blueprint, example = self._recipe.blueprint(config), self._recipe.example(config)
-        plan = plan_training(blueprint, config.train, example, world)
-        print(plan, flush=True)
-        check_fits(plan)
+        with reporting("--plan", "leave out --plan to train all the same"):
+            plan = plan_training(blueprint, config.train, example, world)
+            print(plan, flush=True)
+            check_fits(plan)
         return kept_for_the_run(plan)
 
     def check(self, world: World) -> None:

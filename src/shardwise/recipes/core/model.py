@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from shardwise import devices, materialize
 from shardwise.planning import models
+from shardwise.planning.machine import device_reported_as
 from shardwise.recipes.core.config import naming_model
 
 
@@ -74,39 +75,6 @@ def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-#: Part of the name that CUDA gives a device -> operations a second in bf16, dense, of one device.
-#: From the makers' data sheets; where a sheet has numbers with sparsity, half of them. The first
-#: that fits counts: longer names stand first.
-PEAKS = (
-    ("B200", 2250e12),  # nvidia.com: HGX B200 (4.5 PFLOPS with sparsity)
-    ("GH200", 989.4e12),  # nvidia.com: GH200 Grace Hopper Superchip data sheet
-    ("H200 NVL", 835.5e12),  # nvidia.com: H200 data sheet (1,671 with sparsity)
-    ("H200", 989.4e12),  # nvidia.com: H200 data sheet, SXM (1,979 with sparsity)
-    ("H100 NVL", 835.5e12),  # nvidia.com: H100 data sheet, NVL (1,671 with sparsity)
-    ("H100 PCIe", 756.5e12),  # nvidia.com: H100 PCIe product brief (1,513 with sparsity)
-    ("H100", 989.4e12),  # nvidia.com: H100 data sheet, SXM (1,979 with sparsity)
-    ("A100", 312e12),  # nvidia.com: A100 data sheet
-    ("A40", 149.7e12),  # nvidia.com: A40 data sheet
-    ("A10G", 70e12),  # aws.amazon.com: EC2 G5 (140 with sparsity)
-    ("A10", 125e12),  # nvidia.com: A10 data sheet
-    ("L40S", 362.05e12),  # nvidia.com: L40S data sheet (733 with sparsity)
-    ("L4", 121e12),  # nvidia.com: L4 data sheet (242 with sparsity)
-    ("MI300X", 1307.4e12),  # amd.com: Instinct MI300X data sheet
-    ("MI250X", 383e12),  # amd.com: Instinct MI250X data sheet, both dies
-)
-
-
-def known_peak(name: str) -> float | None:
-    """Return the bf16 peak FLOP/s of a device by its name; None: not in the table."""
-    words = name.split()
-    for key, peak in PEAKS:
-        parts = key.split()
-        # Word by word, so that no "A10" is found in "A100"; CUDA joins some with hyphens.
-        if all(any(word.split("-")[0] == part for word in words) for part in parts):
-            return peak
-    return None
-
-
 def flops_per_token(model: PreTrainedModel, seq_length: int) -> float:
     """Return the FLOPs of forward and backward for one token.
 
@@ -153,10 +121,12 @@ class Utilization:
     def of(
         cls, model: PreTrainedModel, seq_length: int, device: torch.device, given: float | None
     ) -> Utilization:
-        """Return the numbers of a model on a device; ``given`` overrides the table."""
+        """Return the numbers of a model on a device; ``given`` overrides the data sheet."""
         name = devices.name(device)
+        known = device_reported_as(name)
+        peak = None if known is None else known.peak("bfloat16")
         per_token = flops_per_token(model, seq_length)
-        return cls(per_token, name, given or known_peak(name), given is not None)
+        return cls(per_token, name, given or peak, given is not None)
 
     def peak_tokens_per_s(self, devices: int) -> float | None:
         """Return the speed at an MFU of 1 on so many devices."""

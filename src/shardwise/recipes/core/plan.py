@@ -21,7 +21,7 @@ from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import WantedMesh
 from shardwise.inspect.api import Blueprint
-from shardwise.planning.api import ModelPlan, find_machine, make_plan
+from shardwise.planning.api import ModelPlan, Rehearsed, find_machine, make_plan
 from shardwise.planning.fit import nearest
 from shardwise.planning.machine import Machine, device_reported_as
 from shardwise.planning.report import Available
@@ -53,7 +53,11 @@ _FLAGS = {
 
 
 def plan_training(
-    blueprint: Blueprint, config: TrainConfig, example: Example, world: World
+    blueprint: Blueprint,
+    config: TrainConfig,
+    example: Example,
+    world: World,
+    rehearsed: Rehearsed = Rehearsed.EACH_KIND,
 ) -> ModelPlan:
     """Plan a training.
 
@@ -62,19 +66,11 @@ def plan_training(
         config: what it is asked for.
         example: its batches and its loss.
         world: of how many ranks, and hosts.
+        rehearsed: the ranks to plan for.
 
     Raises:
-        UserError: the training cannot be rehearsed.
+        RehearsalError, UntraceableError: the training cannot be rehearsed.
     """
-    try:
-        return _rehearsed(blueprint, config, example, world)
-    except (RehearsalError, UntraceableError) as error:
-        raise UserError(f"--plan: {error}; leave out --plan to train all the same") from error
-
-
-def _rehearsed(
-    blueprint: Blueprint, config: TrainConfig, example: Example, world: World
-) -> ModelPlan:
     device, machine = _machine_for(config, world)
     settings = settings_for(config, example, world)
     if machine is None and device.type != devices.CPU.type:
@@ -82,8 +78,25 @@ def _rehearsed(
         own = devices.backends_for(device).rpartition(":")[2]
         settings = replace(settings, backend=own)
         available = Available(nbytes=devices.free_memory(device), source=devices.name(device))
-        return make_plan(blueprint, settings, None, available)
-    return make_plan(blueprint, settings, machine)
+        return make_plan(blueprint, settings, None, available, rehearsed)
+    return make_plan(blueprint, settings, machine, None, rehearsed)
+
+
+@contextmanager
+def reporting(option: str, otherwise: str) -> Iterator[None]:
+    """Report a training that cannot be rehearsed as a mistake of the user.
+
+    Args:
+        option: what asked for the plan.
+        otherwise: what to do without it.
+
+    Raises:
+        UserError: the training cannot be rehearsed.
+    """
+    try:
+        yield
+    except (RehearsalError, UntraceableError) as error:
+        raise UserError(f"{option}: {error}; {otherwise}") from error
 
 
 def settings_for(config: TrainConfig, example: Example, world: World) -> Settings:
@@ -111,7 +124,7 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
         shard_dtype=sharding.shard_dtype.value,
         optimizer=optimizer,
         clip_grad=config.optimizer.clip_grad,
-        checkpointing=Checkpointing(sharding.activation_checkpointing.value),
+        checkpointing=sharding.activation_checkpointing,
         transport="auto" if sharding.transport is None else sharding.transport.value,
         ranks_per_host=world.local_size,
         compiled=Compiled.BLOCKS if sharding.compile else Compiled.NOTHING,

@@ -2,8 +2,8 @@
 
     config.check(world)                -> Inputs    without torch: mistakes are reported at once
     recipe.assemble()(inputs, place)   -> Task      on every rank, with torch
-    recipe.blueprint(config)           -> Blueprint the model alone, for ``--dry-run``
-    recipe.example(config)             -> Example   its batches and its loss, for ``--plan``
+    recipe.blueprint(config)           -> Blueprint the model alone, for a plan
+    recipe.example(config)             -> Example   its batches and its loss, for a plan
 
 The training loop (``loop.py``) knows nothing of a recipe but its :class:`Task`.
 """
