@@ -76,6 +76,12 @@ def test_blocks_cover_the_parameter_once(mesh: str) -> None:
     assert bottom <= picture.height
 
 
+def test_labels_of_many_rows_are_condensed_to_their_room() -> None:
+    long = draw_parameter(weight("dp=8", 128256, 8)).body
+    assert 'textLength="60" lengthAdjust="spacingAndGlyphs">112224..128255</text>' in long
+    assert "textLength" not in draw_parameter(weight("dp=8", 1024, 8)).body
+
+
 def test_ranks_with_the_same_block_have_its_color() -> None:
     report = planned_report("dp_replicate=2,dp_shard=2", lambda: nn.Linear(4, 6, bias=False))
     (each,) = report.parameters

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from pathlib import Path
 
 import pytest
 
 from shardwise.recipes.core import report
-from shardwise.recipes.core.report import report_under_way, write_report
+from shardwise.recipes.core.report import report_under_way, write_report, write_report_of_lost
 from shardwise.recipes.core.rundir import RunDir
 from tests.runs import folders
 
@@ -62,3 +63,13 @@ def test_a_run_whose_name_no_encoding_has_gets_its_page(tmp_path: Path) -> None:
     files = RunDir(folders.make(tmp_path / os.fsdecode(b"odd\xff"), steps=3))
     write_report(files)
     assert "<title>odd?</title>" in files.report.read_text(encoding="utf-8")
+
+
+def test_a_run_that_was_killed_has_a_page_that_says_so(tmp_path: Path) -> None:
+    killed = folders.make(tmp_path / "killed", sessions=[folders.session(status="running")])
+    (killed / "run.lock").write_text(f"process 1 on {socket.gethostname()}\n")
+    ended = folders.make(tmp_path / "ended")
+    for root in (killed, ended, tmp_path / "never began"):
+        write_report_of_lost(RunDir(root))
+    assert '"state":"lost"' in RunDir(killed).report.read_text()
+    assert not RunDir(ended).report.exists(), "its own ranks have written it, or did not want to"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,6 +62,20 @@ def test_a_page_has_curves_no_errors_and_asks_for_nothing(
     assert tab.run("document.documentElement.scrollWidth") <= width, "wider than the screen"
     assert tab.errors() == []
     assert tab.requests() == [address]
+
+
+@pytest.mark.parametrize(("age", "state"), [(30, "running"), (3600, "stopped without an end")])
+def test_a_page_that_was_not_written_again_says_that_the_training_has_stopped(
+    tab: chromium.Tab, tmp_path: Path, age: float, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = folders.make(tmp_path / "lm", sessions=[folders.session(status="running")])
+    then = time.time() - age
+    monkeypatch.setattr("shardwise.runs.page.time.time", lambda: then)
+    file = tmp_path / "report.html"
+    file.write_text(page("lm", [RunReader(root).read()], Updates.RELOAD, every=10.0))
+    tab.open(file.as_uri())
+    assert tab.run("document.querySelector('.state').textContent") == state
+    assert tab.errors() == []
 
 
 def test_an_empty_chart_would_be_noticed(tab: chromium.Tab, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,17 @@ def test_a_run_is_running_while_its_lock_is_held(tmp_path: Path) -> None:
     with (root / "run.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert read(root)["state"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("host", "state"), [(socket.gethostname(), "lost"), ("another-host", "running")]
+)
+def test_a_run_whose_lock_is_free_on_this_host_was_killed(
+    tmp_path: Path, host: str, state: str
+) -> None:
+    root = folders.make(tmp_path / "lm", sessions=[folders.session(status="running")])
+    (root / "run.lock").write_text(f"process 1 on {host}\n")
+    assert read(root)["state"] == state, "its last step was just now"
 
 
 def test_a_run_whose_lock_cannot_be_seen_is_running_while_it_writes(tmp_path: Path) -> None:

@@ -205,7 +205,10 @@ def run(job: Job, launch: LaunchConfig) -> None:
             held.enter_context(job.lock_folder())
             os.environ[LOCKED] = "1"
             held.callback(os.environ.pop, LOCKED)
-        sys.exit(_launch(job, processes, nodes, launch.max_restarts))
+        code = _launch(job, processes, nodes, launch.max_restarts)
+    if code and nodes is None:
+        job.report_lost()
+    sys.exit(code)
 
 
 def _dry_run(job: Job, launch: LaunchConfig, nodes: Nodes | None) -> None:

@@ -79,10 +79,21 @@ def escape(text: str) -> str:
     return html.escape(text, quote=True)
 
 
-def words(x: float, y: float, text: str, kind: str = "") -> str:
-    """Text with its baseline at ``y``; ``kind`` is a list of classes of the style."""
+def words(x: float, y: float, text: str, kind: str = "", within: float = math.inf) -> str:
+    """Text with its baseline at ``y``.
+
+    Args:
+        x: where it begins, ends or has its middle, as its class says.
+        y: of its baseline.
+        text: what it says.
+        kind: a list of classes of the style.
+        within: room for text of class ``t``; longer text is condensed.
+    """
     classes = f' class="{kind}"' if kind else ""
-    return f'<text x="{_n(x)}" y="{_n(y)}"{classes}>{escape(text)}</text>'
+    condensed = ""
+    if len(text) * _SMALL > within:
+        condensed = f' textLength="{_n(within)}" lengthAdjust="spacingAndGlyphs"'
+    return f'<text x="{_n(x)}" y="{_n(y)}"{classes}{condensed}>{escape(text)}</text>'
 
 
 def outline(boxes: Sequence[tuple[float, float, float, float]]) -> str:
@@ -113,6 +124,7 @@ _ACROSS = 16  # most cells in a row
 _PLOT = WIDTH - _LABEL - 4
 _LEAST, _MOST = 96, 400  # height of a parameter
 _LINE = 13  # height of a label
+_SMALL = 5.4  # width of a digit of class t, with room to spare
 
 
 def drawing(report: Report, parameter: ParameterReport, rank: int | None = None) -> str:
@@ -287,7 +299,7 @@ def _labels(tiling: Tiling, y_axis: _Axis, x_axis: _Axis) -> Iterator[str]:
     if y_axis.dim is not None:
         for band in bands:
             text = spans_in_words([band], 0)
-            yield words(_LABEL - 6, y_axis.middle(band) + 4, text, "d e t")
+            yield words(_LABEL - 6, y_axis.middle(band) + 4, text, "d e t", _LABEL - 6)
     if len(strips) > 1:
         for strip in strips:
             yield words(x_axis.middle(strip), y_axis.start - 5, spans_in_words([strip], 0), "d m t")

@@ -48,28 +48,41 @@ class Curves:
 
     def add(self, step: int, values: Mapping[str, float | None]) -> None:
         """Add the values of a step; None and what is not finite is left out."""
+        key = step // self._width
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = _Bucket(step)
+        elif step > bucket.last:
+            bucket.last = step
+        known, names = bucket.values, self._names
         for name, value in values.items():
-            if value is None or not math.isfinite(value):
+            if value is None or not -math.inf < value < math.inf:
                 continue
-            if name not in self._names:
-                if len(self._names) == MOST_NAMES:
+            if name not in names:
+                if len(names) == MOST_NAMES:
                     continue
-                self._names[name] = None
-            bucket = self._bucket(step)
-            bucket.add(name, float(value), 1, float(value), float(value))
-        while len(self._buckets) > self._points:
-            self._halve()
-
-    def _bucket(self, step: int) -> _Bucket:
-        bucket = self._buckets.setdefault(step // self._width, _Bucket(step))
-        bucket.last = max(bucket.last, step)
-        return bucket
+                names[name] = None
+            sums = known.get(name)
+            if sums is None:
+                known[name] = [float(value), 1, float(value), float(value)]
+                continue
+            sums[0] += value
+            sums[1] += 1
+            if value < sums[2]:
+                sums[2] = float(value)
+            elif value > sums[3]:
+                sums[3] = float(value)
+        if known and key not in self._buckets:
+            self._buckets[key] = bucket
+            while len(self._buckets) > self._points:
+                self._halve()
 
     def _halve(self) -> None:
         before, self._buckets = self._buckets, {}
         self._width *= 2
         for bucket in before.values():
-            wider = self._bucket(bucket.last)
+            wider = self._buckets.setdefault(bucket.last // self._width, _Bucket(bucket.last))
+            wider.last = max(wider.last, bucket.last)
             for name, (value, count, low, high) in bucket.values.items():
                 wider.add(name, value, count, low, high)
 

@@ -14,6 +14,8 @@ from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.errors import CheckpointError
 
 MAX_LINE = 1 << 20  # bytes; whatever has more was not written by a training
+_NUMBERS = (int, float)  # a union would be made anew for each value of a million lines
+_LARGEST = sys.float_info.max
 _CHUNK = 1 << 20  # bytes that are read at a time
 _REMEMBERED = 256  # bytes before the place that was read to, which tell whether the file was cut
 
@@ -32,12 +34,13 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
         refuse(where, f"more than {MAX_LINE:,} bytes", "a line of numbers")
     fields = Fields(parse(line, where), where)
     fields.number("step")
-    for name, value in fields.all().items():
+    found = fields.all()
+    for name, value in found.items():
         # An integer may be larger than any that arithmetic, and a picture, can go on with.
-        is_number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
-        if value is not None and not is_number:
-            refuse(f"{where}, {name!r}", value, "a number")
-    return fields.all()
+        if value is None or (isinstance(value, _NUMBERS) and -_LARGEST <= value <= _LARGEST):
+            continue
+        refuse(f"{where}, {name!r}", value, "a number")
+    return found
 
 
 def without_nan(value: Any) -> Any:

@@ -39,7 +39,7 @@
     if (!isNumber(value)) return "–";
     const size = Math.abs(value);
     if (size >= 10000) return grouped(value);
-    if (size >= 0.001 || size === 0) return String(Number(value.toPrecision(4)));
+    if (size >= 0.0001 || size === 0) return String(Number(value.toPrecision(4)));
     return value.toExponential(2);
   }
 
@@ -80,7 +80,7 @@
 
   const STATES = {
     running: "running", finished: "finished", stopped: "stopped", failed: "failed",
-    lost: "ended without a word", unknown: "state unknown",
+    lost: "stopped without an end", unknown: "state unknown",
   };
 
   function ranksOf(run) {
@@ -141,7 +141,8 @@
         h("i", { style: { width: `${Math.min(100, 100 * done / asked)}%` } })) : null,
       h("p", { class: "soft" }, isNumber(asked) ? `step ${grouped(done)} of ${grouped(asked)}${left}` : `step ${grouped(done)}${left}`,
         s.started ? `; started ${moment(s.started)}` : "", s.ended ? `, ended ${moment(s.ended)}` : ""),
-      isNumber(data.written) && run.state === "running" ? h("p", { class: "soft" }, `As of ${moment(data.written)}. The training writes this page; if that is long ago, it was killed.`) : null);
+      isNumber(data.written) && run.state === "running" ? h("p", { class: "soft" }, `As of ${moment(data.written)}. The training writes this page again every ${duration(data.every)}.`) : null,
+      isNumber(data.written) && run.state === "lost" ? h("p", { class: "soft" }, `As of ${moment(data.written)}. The training has not written this page since: it was killed, or this is a copy.`) : null);
   }
 
   function headOfAll() {
@@ -373,6 +374,10 @@
     width = main.clientWidth;
   }).observe(main);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+
+  // A training that was killed cannot say so. But it would have written this page again.
+  const isOverdue = isNumber(data.written) && Date.now() / 1000 > data.written + 3 * data.every + 60;
+  if (isOverdue) runs.filter(run => run.state === "running").forEach(run => { run.state = "lost"; });
 
   main.replaceChildren();
   render();

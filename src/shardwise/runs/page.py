@@ -32,21 +32,25 @@ class Updates(enum.Enum):
     NEVER = "never"
 
 
-def page(title: str, runs: Sequence[Mapping[str, Any]], updates: Updates) -> str:
+def page(
+    title: str, runs: Sequence[Mapping[str, Any]], updates: Updates, every: float = 0.0
+) -> str:
     """Return the page.
 
     Args:
         title: of the page.
         runs: what each says; see :meth:`.snapshot.RunReader.read`.
         updates: how an open page is kept up to date.
+        every: seconds after which the file is written again, if it is to be reloaded. Long after
+            that, a page of a run that was under way says that the run has stopped without an end.
     """
     scripts = (_resource("uplot/uPlot.iife.min.js"), _resource("page.js"))
     # Pages inside of the page are under its policy, too: their scripts are ours, or do not run.
-    every = (*scripts, *(_text(package, "page.js") for package in _FRAMED))
-    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in every)
+    known = (*scripts, *(_text(package, "page.js") for package in _FRAMED))
+    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in known)
     data: dict[str, Any] = {"runs": runs}
     if updates is Updates.RELOAD:  # who never writes it again cannot say so
-        data["written"] = time.time()
+        data |= {"written": time.time(), "every": every}
     policy = (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'"

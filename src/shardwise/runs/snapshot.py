@@ -29,6 +29,7 @@ SILENCE = 120.0
 #: Values that are no curves: the time that is left, and how far the data are.
 NO_CURVES = frozenset({"step", "eta_s", "epoch"})
 
+_MOST_LATEST = MOST_NAMES + len(NO_CURVES)  # values of the newest line
 _MOST_RECORD = 1 << 24  # bytes of a run.json to show: thousands of sessions
 _MOST_TEXT = 1 << 16  # bytes of a text to show
 _MOST_IMAGE = 1 << 20
@@ -67,11 +68,17 @@ class RunReader:
             self._first_damaged = self._first_damaged if self._damaged else number
             self._damaged += 1
             return
+        latest = self._latest
+        if len(latest) + len(record) <= _MOST_LATEST:
+            latest.update(record)
+        else:
+            for name, value in record.items():
+                if name in latest or len(latest) < _MOST_LATEST:
+                    latest[name] = value
         step = record["step"]
-        for name, value in record.items():
-            if name in self._latest or len(self._latest) < MOST_NAMES + len(NO_CURVES):
-                self._latest[name] = value
-        self._curves.add(step, {k: v for k, v in record.items() if k not in NO_CURVES})
+        for name in NO_CURVES:
+            record.pop(name, None)
+        self._curves.add(step, record)
 
     def read(self) -> dict[str, Any]:
         """Return what the folder says now; the same until something in it changes."""
@@ -123,10 +130,11 @@ class RunReader:
         status = _text(sessions[-1].get("status")) if sessions else ""
         if status in ("finished", "stopped", "failed"):
             return status
-        if files.is_locked(self.root / files.LOCK):
+        lock = files.lock_of(self.root / files.LOCK)
+        if lock is files.Lock.HELD:
             return "running"
         if status == "running":
-            return "running" if self._is_recent() else "lost"
+            return "lost" if lock is files.Lock.FREE or not self._is_recent() else "running"
         return "unknown"
 
     def _is_recent(self) -> bool:

@@ -18,6 +18,7 @@ MAX_INT = 2**62  # no file has more bytes or elements, and the sum of two still 
 MAX_DEPTH = 200  # levels of nesting; encoded values have up to 64, and need two for each
 _FEW = 1 << 20  # lists and objects that a file of any size may hold
 _BYTES_EACH = 8  # bytes that a file must have for each further list or object
+_NESTED = (dict, list)  # a union would be made anew for each value of a large file
 _MAX_SAME_HASH = 16  # keys of a dict; by chance not even two have the same hash
 
 
@@ -32,23 +33,11 @@ def parse(text: bytes, where: str) -> Any:
         CheckpointError: it is not JSON, has a key twice in one object, is nested too deeply, or
             would take far more memory than it has bytes.
     """
-
-    def constant(name: str) -> NoReturn:
-        raise ValueError(f"found the number {name}")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise ValueError(f"found the key {shorten(twice)} twice in one object")
-        return found
-
     # An empty list takes two bytes in the file, and sixty in memory.
     if text.count(b"[") + text.count(b"{") > _FEW + len(text) // _BYTES_EACH:
         refuse(where, f"more than {_FEW:,} lists and objects", "fewer in a file of this size")
     try:
-        found = json.loads(text.decode("utf-8"), parse_constant=constant, object_pairs_hook=unique)
+        found = _JSON.decode(text.decode("utf-8"))
     except RecursionError:
         raise CheckpointError(f"{where}: is nested too deeply") from None
     except ValueError as error:
@@ -57,19 +46,35 @@ def parse(text: bytes, where: str) -> Any:
     return found
 
 
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"found the number {name}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"found the key {shorten(twice)} twice in one object")
+    return found
+
+
+_JSON = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=_unique)
+
+
 def check_depth(value: Any, where: str) -> None:
     """Check that lists and objects from JSON are not nested too deeply for recursive code.
 
     Raises:
         CheckpointError: they are.
     """
-    level = [value] if isinstance(value, dict | list) else []
+    level = [value] if isinstance(value, _NESTED) else []
     for _ in range(MAX_DEPTH):
         level = [
             item
             for node in level
             for item in (node.values() if isinstance(node, dict) else node)
-            if isinstance(item, dict | list)
+            if isinstance(item, _NESTED)
         ]
         if not level:
             return

@@ -489,6 +489,9 @@ def check_train(config: TrainConfig) -> None:
         require(0 < found < math.inf, "--peer-timeout", found, expected)
     require(0 <= config.seed < 2**63, "--seed", config.seed, "0 to 2^63 - 1")
     _check_optimizer(config.optimizer)
+    out = str(config.output.out)
+    expected = "a path in UTF-8: tokenizers and safetensors can write to no other"
+    require(out == out.encode(errors="replace").decode(), "--out", ascii(out), expected)
     _at_least("--checkpoint-every", config.output.checkpoint_every, 0)
     _ = config.output.logs
     if config.output.timeline is not None:

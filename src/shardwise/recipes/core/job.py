@@ -159,6 +159,12 @@ class Job:
             f"{span.shown(position)}. To go on, say --resume with more {option}."
         )
 
+    def report_lost(self) -> None:
+        """Write the page of the run once more if its ranks were killed. Its lock is free again."""
+        from shardwise.recipes.core.report import write_report_of_lost
+
+        write_report_of_lost(RunDir(self._checked().train.output.out))
+
     def run(self, world: World, signals: StopSignals) -> None:
         """Train, as one rank."""
         inputs = self._checked()

@@ -50,13 +50,20 @@ def _keep_writing(files: RunDir, over: threading.Event) -> None:
     while not over.wait(pause):
         began = time.thread_time()
         try:
-            _write(files, reader, Updates.RELOAD)
+            _write(files, reader, Updates.RELOAD, max(SECONDS, pause))
         except OSError as error:
             say(f"warning    --page: {files.report} cannot be written ({error.strerror})")
             return
-        pause = max(SECONDS, (time.thread_time() - began) / SHARE)
+        # The first page has also read what earlier sessions recorded; the next ones need not.
+        pause = max(SECONDS, (time.thread_time() - began) / SHARE) if pause else SECONDS
 
 
-def _write(files: RunDir, reader: RunReader, updates: Updates) -> None:
+def write_report_of_lost(files: RunDir) -> None:
+    """Write ``report.html`` of a run whose ranks could not say how it ended: they were killed."""
+    if files.run_json.exists() and RunReader(files.root).read()["state"] == "lost":
+        write_report(files)
+
+
+def _write(files: RunDir, reader: RunReader, updates: Updates, every: float = 0.0) -> None:
     run = reader.read()
-    write_text(files.report, page(run["name"], [run], updates))
+    write_text(files.report, page(run["name"], [run], updates, every))
