@@ -1,6 +1,5 @@
 """Predicted seconds of a step, held against steps of real trainings on this machine.
 
-    shardwise calibrate
     python benchmarks/plan_time.py --json found.json
     python benchmarks/plan_time.py --stored found.json --markdown
 
@@ -8,6 +7,10 @@ Each case trains a Llama as ``shardwise train`` does: the same groups, precision
 clipping. Cases differ in size, ranks, strategy, dtype, transport and link; those over two hosts run
 in namespaces of this machine, whose link is shaped with ``tc`` (they need root, and are left out
 without it). What is compared is the lower quartile of the steps: other programs only add to them.
+
+How fast a virtual machine is changes with what its neighbors do. So each round calibrates as
+``shardwise calibrate`` does and then takes the steps, and the error of a case is the median over
+rounds. The calibration of the machine's user is neither read nor replaced.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from _worlds import World, stop_server
 from shardwise.devices import keep_freed_memory
 from shardwise.frontends.blocks import shard_blocks
 from shardwise.frontends.strategies import Strategy, WantedMesh
-from shardwise.planning.calibrate import Calibration, cache_file, cores
+from shardwise.planning.calibrate import Calibration, cores, measure_machine
 from shardwise.planning.clock import StepTime, step_time
 from shardwise.planning.models import of_module
 from shardwise.planning.rehearsal import rehearse
@@ -43,6 +46,7 @@ from shardwise.planning.settings import Settings
 from shardwise.sharding.grad import clip_grad_norm_
 
 _PORT = 29500
+_Found = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Worker:
     def __init__(self, case: Case) -> None:
         keep_freed_memory()
         settings = case.settings
-        torch.set_num_threads(max(1, cores() // settings.on_host))
+        torch.set_num_threads(max(1, cores() // settings.mesh.size))  # hosts share this machine
         model = build(case.model, seed=0)
         plan = settings.sharding
         mesh = init_device_mesh("cpu", plan.shape, mesh_dim_names=plan.names)
@@ -176,56 +180,67 @@ def predict(case: Case, calibration: Calibration) -> StepTime:
     return step_time(log, machine, settings)
 
 
-def run(seconds: float, names: list[int], console: Console) -> Iterator[dict[str, Any]]:
-    """Measure the cases, and predict them."""
-    measured: dict[int, list[float]] = {}
-    for at in names:
+def run(seconds: float, rounds: int, names: list[int], console: Console) -> Iterator[_Found]:
+    """Calibrate, measure the cases and predict them, in rounds."""
+    leave_out: set[int] = set()
+    found: dict[int, _Found] = {}
+    for at in range(rounds):
         if console.is_terminal:
-            console.print(f"  case {at + 1} of {len(CASES)}", end="\r")
-        try:
-            measured[at] = measure(CASES[at], seconds, _PORT + at)
-        except HostsError as error:
-            console.print(f"left out: {CASES[at]}: {error}", highlight=False)
+            console.print(f"  round {at + 1} of {rounds}", end="\r")
+        calibration = measure_machine()
+        for name in names:
+            if name in leave_out:
+                continue
+            case = CASES[name]
+            try:
+                steps = measure(case, seconds, _PORT + name)
+            except HostsError as error:
+                console.print(f"left out: {case}: {error}", highlight=False)
+                leave_out.add(name)
+                continue
+            predicted = predict(case, calibration)
+            values = {name: each for name, each in vars(predicted).items() if name != "spans"}
+            each = found.setdefault(name, {"case": asdict(case), "rounds": []})
+            each["rounds"].append({"steps": steps, "predicted": values})
     stop_server()
-    calibration = Calibration.load(cache_file())
-    for at, steps in measured.items():
-        found = predict(CASES[at], calibration)
-        values = {name: each for name, each in vars(found).items() if name != "spans"}
-        yield {"case": asdict(CASES[at]), "steps": steps, "predicted": values}
+    yield from found.values()
 
 
 def table(cases: list[dict[str, Any]]) -> Table:
     """Return the comparison."""
-    columns = ["case", "ranks", "measured", "predicted", "error", "predicted to be bound by"]
+    columns = ["case", "ranks", "measured", "predicted", "error", "of rounds", "bound by"]
     found = Table("Seconds of a step", columns)
     errors = []
     for each in cases:
         case = Case(**each["case"])
-        real = statistics.quantiles(each["steps"], n=4)[0]
-        predicted = each["predicted"]["seconds"]
-        errors.append(predicted / real - 1)
+        reals = [statistics.quantiles(one["steps"], n=4)[0] for one in each["rounds"]]
+        predicted = [one["predicted"]["seconds"] for one in each["rounds"]]
+        off = [found / real - 1 for found, real in zip(predicted, reals, strict=True)]
+        errors.append(statistics.median(off))
         where = f"two hosts, {case.gbit:g} Gbit/s" if case.gbit else case.transport
         words = f"{case.model}, {case.tokens} tokens, {case.dtype}, {case.strategy}, {where}"
         found.rows.append(
             [
                 words,
                 str(case.settings.mesh),
-                f"{1e3 * real:,.0f} ms",
-                f"{1e3 * predicted:,.0f} ms",
+                f"{1e3 * statistics.median(reals):,.0f} ms",
+                f"{1e3 * statistics.median(predicted):,.0f} ms",
                 f"{100 * errors[-1]:+.1f} %",
-                each["predicted"]["bound_by"],
+                f"{100 * min(off):+.1f} to {100 * max(off):+.1f} %",
+                each["rounds"][0]["predicted"]["bound_by"],
             ]
         )
-    off = sorted(map(abs, errors))
+    sizes = sorted(map(abs, errors))
     found.notes.append(
-        f"Error: {100 * statistics.median(off):.1f} % in the median, {100 * off[-1]:.1f} % at most."
+        f"Error: {100 * statistics.median(sizes):.1f} % in the median, {100 * sizes[-1]:.1f} % at most."
     )
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of steps in each case")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of steps in each case")
+    parser.add_argument("--rounds", type=int, default=5, help="of calibration and steps")
     parser.add_argument("--cases", help="numbers of cases from 1, with commas; default: all")
     parser.add_argument("--json", type=Path, help="write what was found to this file")
     parser.add_argument("--stored", type=Path, help="show a file instead of measuring")
@@ -236,10 +251,12 @@ def main() -> None:
         found = json.loads(options.stored.read_text())
     else:
         names = [int(each) - 1 for each in (options.cases or "").split(",") if each]
-        cases = list(run(options.seconds, names or list(range(len(CASES))), console))
+        cases = list(
+            run(options.seconds, options.rounds, names or list(range(len(CASES))), console)
+        )
         found = document("plan_time", cases)
         if options.json is not None:
-            save(found, options.json)
+            save(options.json, found)
     shown = table(found["cases"])
     if options.markdown:
         print(machine_line(found["machine"]))
