@@ -16,6 +16,7 @@ import typer
 from shardwise.cli.generate import Options, with_options
 from shardwise.cli.values import read_name, read_size
 from shardwise.elastic.errors import UserError
+from shardwise.elastic.rank import importing
 from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.planning.machine import MachineError
 from shardwise.planning.presets import MODELS, ModelError, find_settings
@@ -273,23 +274,25 @@ class PlanConfig(StrategyConfig):
             raise OptionError("--fit", self.fit, expected) from None
 
     def _plan(self, model: str, settings: Settings, limit: int | None) -> ModelPlan:
-        from shardwise.planning.api import find_machine, make_fit, make_plan, memory_of
-        from shardwise.planning.fit import NothingFitsError
-        from shardwise.planning.models import find_model
-        from shardwise.planning.report import Available
+        with importing():  # here, and not before: it takes seconds, as building a model does
+            from shardwise.planning.api import find_machine, make_fit, make_plan, memory_of
+            from shardwise.planning.fit import NothingFitsError
+            from shardwise.planning.models import find_model
+            from shardwise.planning.report import Available
 
-        machine = find_machine(
-            self.device, self.link, self.ranks_per_host, self.device_file, settings.mesh.size
-        )
+            machine = find_machine(
+                self.device, self.link, self.ranks_per_host, self.device_file, settings.mesh.size
+            )
+            blueprint = find_model(model)
         available = None if limit is None else Available(nbytes=limit, source="--fit")
         if self.fit is None:
-            return make_plan(find_model(model), settings, machine)
+            return make_plan(blueprint, settings, machine)
         available = available or memory_of(machine, settings)
         if machine is None or available is None:
             expected = "one, or `shardwise calibrate`, to say what is fastest"
             raise OptionError("--fit", "no --device", expected)
         try:
-            return make_fit(find_model(model), settings, machine, available)
+            return make_fit(blueprint, settings, machine, available)
         except NothingFitsError as error:
             raise UserError(f"--fit: {error}") from None
 

@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from shardwise._torch import autograd, dtensor, fake
+from shardwise._torch import autograd, dtensor, fake, replay
 from shardwise.observe import Activity, Memory, Wire
 from shardwise.planning.events import Change, Event, Mark, Op, Phase, Start, Wait
 from shardwise.planning.formulas import MOST_READS, stand_in
@@ -102,7 +102,7 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, mode: fake.FakeTensorMode | None, dimensions: Mapping[str, tuple[str, int]]
+        self, mode: replay.ReplayMode | None, dimensions: Mapping[str, tuple[str, int]]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
@@ -117,7 +117,8 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names: dict[nn.Module, str] = {}
         self._modules: list[str] = []
         self._ends: frozenset[str] = frozenset()
-        self._sequence: list[tuple[int, str]] = [(-1, "")]
+        self._node_numbers: list[int] = [-1]
+        self._node_modules: list[str] = [""]
         self._group = ""
         self._fulls: dict[str, Callable[[], list[nn.Parameter]]] = {}
         self._number = 0
@@ -279,7 +280,8 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_sequence()
 
     def _note_sequence(self) -> None:
-        self._sequence.append((autograd.sequence_number(), self._module))
+        self._node_numbers.append(autograd.sequence_number())
+        self._node_modules.append(self._module)
 
     @property
     def _module(self) -> str:
@@ -290,8 +292,7 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = autograd.running_node_number()
         if number is None:
             return self._group
-        at = bisect.bisect_right(self._sequence, number, key=lambda each: each[0]) - 1
-        return self._sequence[at][1]
+        return self._node_modules[bisect.bisect_right(self._node_numbers, number) - 1]
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -307,9 +308,15 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return device
         kwargs = kwargs or {}
         traits = _traits(func)
+        call: replay.Call | None = None
         try:
             out = fake.grouped_product(func, args, kwargs)
-            if out is None:
+            known = None
+            if out is None and self._mode is not None:
+                known = self._mode.again(func, args, kwargs)
+            if known is not None:
+                out, call = known
+            elif out is None:
                 out = func(*args, **kwargs)
         except fake.UNTRACEABLE as error:
             out = self._stand_in(traits.name, args, error)
@@ -340,19 +347,24 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         if not (self._records and traits.computes and (made or traits.writes)):
             return out
-        read = _tensors_in((args, tuple(kwargs.values())))
-        flops = fake.flops_of(func, args, kwargs, out)
+        work: _Work
+        if call is None or call.facts is None:
+            work = _work(func, args, kwargs, out, written)
+            if call is not None:
+                call.facts = work
+        else:
+            work = call.facts
         if not source.runtime and phase in (Phase.FORWARD, Phase.BACKWARD):
-            self.model_flops += flops.needed
+            self.model_flops += work.flops.needed
         self._events.append(
             Op(
                 name=traits.name,
                 module=module,
                 phase=phase,
-                flops=flops.done,
-                nbytes=sum(t.numel() * t.element_size() for t in (*read, *written)),
-                shapes=tuple(tuple(t.shape) for t in (*read, *written)),
-                dtype=str(written[0].dtype)[6:] if written else "",
+                flops=work.flops.done,
+                nbytes=work.nbytes,
+                shapes=work.shapes,
+                dtype=work.dtype,
                 runtime=source.runtime,
             )
         )
@@ -491,6 +503,28 @@ def _traits(func: Any) -> _Traits:
         only_views=fake.only_views(func),
         writes=fake.writes(func),
         computes=short not in _IDLE,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a call computes; the same for all calls with the same shapes."""
+
+    flops: fake.Flops
+    nbytes: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+
+
+def _work(
+    func: Any, args: Any, kwargs: Mapping[str, Any], out: Any, written: list[torch.Tensor]
+) -> _Work:
+    tensors = (*_tensors_in((args, tuple(kwargs.values()))), *written)
+    return _Work(
+        flops=fake.flops_of(func, args, kwargs, out),
+        nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        dtype=str(written[0].dtype)[6:] if written else "",
     )
 
 

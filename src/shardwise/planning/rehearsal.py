@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise import devices
-from shardwise._torch import c10d, dtensor, fake
+from shardwise._torch import c10d, dtensor, fake, replay
 from shardwise.frontends.activation import checkpoint_module, keep_products
 from shardwise.frontends.blocks import shard_blocks, store_in
 from shardwise.frontends.strategies import TENSOR
@@ -87,7 +87,7 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
             model, blocks = _without_values(blueprint, settings)
         stack.enter_context(simulated(_backend(settings), ranks_per_host=settings.on_host))
         stack.enter_context(_fake_as_real())
-        mode = stack.enter_context(fake.FakeTensorMode(allow_non_fake_inputs=True))
+        mode = stack.enter_context(replay.ReplayMode())
         with _explaining("sharding the model"):
             built = _build(model, blocks, blueprint, settings, mesh)
         with _explaining("making the optimizer"):
