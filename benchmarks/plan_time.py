@@ -1,7 +1,6 @@
 """Predicted seconds of a step, held against steps of real trainings on this machine.
 
     python benchmarks/plan_time.py --json found.json
-    python benchmarks/plan_time.py --stored found.json --markdown
 
 Each case trains a Llama as ``shardwise train`` does: the same groups, precision, optimizer and
 clipping. Cases differ in size, ranks, strategy, dtype, transport and link; those over two hosts run
@@ -16,12 +15,10 @@ rounds. The calibration of the machine's user is neither read nor replaced.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,62 +30,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from _hosts import HostsError, two_hosts
 from _models import build
-from _report import Table, document, machine_line, save
+from _plan_time_tables import Case, plan_time_tables
+from _report import announce, document, publish
 from _worlds import World, stop_server
 from shardwise.devices import keep_freed_memory
 from shardwise.frontends.blocks import shard_blocks
-from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.planning.calibrate import Calibration, cores, measure_machine
 from shardwise.planning.clock import StepTime, step_time
+from shardwise.planning.events import Log
 from shardwise.planning.models import of_module
 from shardwise.planning.rehearsal import rehearse
-from shardwise.planning.settings import Settings
 from shardwise.sharding.grad import clip_grad_norm_
 
 _PORT = 29500
 _Found = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One training.
-
-    Attributes:
-        model: a preset of ``_models.py``.
-        tokens: of a rank and step, in one sequence.
-        mesh: of ranks.
-        strategy: by name.
-        dtype: of forward and backward.
-        transport: as for ``fully_shard``.
-        gbit: speed of the link between two hosts; 0: all ranks are on one.
-    """
-
-    model: str
-    tokens: int
-    mesh: str
-    strategy: str = "full"
-    dtype: str = "fp32"
-    transport: str = "auto"
-    gbit: float = 0.0
-
-    @property
-    def settings(self) -> Settings:
-        """What to plan for."""
-        mesh = WantedMesh.parse(self.mesh)
-        return Settings(
-            mesh=mesh,
-            strategy=Strategy(self.strategy),
-            batch_size=1,
-            seq_length=self.tokens,
-            param_dtype=None if self.dtype == "fp32" else self.dtype,
-            transport=self.transport,
-            ranks_per_host=mesh.size // (2 if self.gbit else 1),
-        )
-
-    @property
-    def link(self) -> str | None:
-        """The link between hosts, by name."""
-        return f"ethernet-{self.gbit:g}" if self.gbit else None
 
 
 CASES = (
@@ -169,10 +124,9 @@ def measure(case: Case, seconds: float, port: int) -> list[float]:
     return [max(step) for step in zip(*by_rank, strict=True)]
 
 
-def predict(case: Case, calibration: Calibration) -> StepTime:
-    """Rehearse a case, and time it."""
+def predict(case: Case, log: Log, calibration: Calibration) -> StepTime:
+    """Time the rehearsal of a case."""
     settings = case.settings
-    log = rehearse(of_module(build(case.model, 0, "meta")), settings)
     # Hosts are namespaces of this machine: their ranks share it.
     machine = replace(
         calibration.machine(settings.mesh.size, case.link), ranks_per_host=settings.on_host
@@ -180,61 +134,29 @@ def predict(case: Case, calibration: Calibration) -> StepTime:
     return step_time(log, machine, settings)
 
 
-def run(seconds: float, rounds: int, names: list[int], console: Console) -> Iterator[_Found]:
-    """Calibrate, measure the cases and predict them, in rounds."""
-    leave_out: set[int] = set()
-    found: dict[int, _Found] = {}
+def run(seconds: float, rounds: int, cases: Sequence[Case], console: Console) -> list[_Found]:
+    """Calibrate, take the steps of all cases and predict them, in rounds."""
+    logs = [rehearse(of_module(build(case.model, 0, "meta")), case.settings) for case in cases]
+    found: list[_Found] = [{"case": asdict(case), "rounds": []} for case in cases]
+    impossible: set[Case] = set()
     for at in range(rounds):
         if console.is_terminal:
             console.print(f"  round {at + 1} of {rounds}", end="\r")
         calibration = measure_machine()
-        for name in names:
-            if name in leave_out:
+        for number, (case, log) in enumerate(zip(cases, logs, strict=True)):
+            if case in impossible:
                 continue
-            case = CASES[name]
             try:
-                steps = measure(case, seconds, _PORT + name)
+                steps = measure(case, seconds, _PORT + number)
             except HostsError as error:
                 console.print(f"left out: {case}: {error}", highlight=False)
-                leave_out.add(name)
+                impossible.add(case)
                 continue
-            predicted = predict(case, calibration)
-            values = {name: each for name, each in vars(predicted).items() if name != "spans"}
-            each = found.setdefault(name, {"case": asdict(case), "rounds": []})
-            each["rounds"].append({"steps": steps, "predicted": values})
+            predicted = vars(predict(case, log, calibration))
+            values = {name: each for name, each in predicted.items() if name != "spans"}
+            found[number]["rounds"].append({"steps": steps, "predicted": values})
     stop_server()
-    yield from found.values()
-
-
-def table(cases: list[dict[str, Any]]) -> Table:
-    """Return the comparison."""
-    columns = ["case", "ranks", "measured", "predicted", "error", "of rounds", "bound by"]
-    found = Table("Seconds of a step", columns)
-    errors = []
-    for each in cases:
-        case = Case(**each["case"])
-        reals = [statistics.quantiles(one["steps"], n=4)[0] for one in each["rounds"]]
-        predicted = [one["predicted"]["seconds"] for one in each["rounds"]]
-        off = [found / real - 1 for found, real in zip(predicted, reals, strict=True)]
-        errors.append(statistics.median(off))
-        where = f"two hosts, {case.gbit:g} Gbit/s" if case.gbit else case.transport
-        words = f"{case.model}, {case.tokens} tokens, {case.dtype}, {case.strategy}, {where}"
-        found.rows.append(
-            [
-                words,
-                str(case.settings.mesh),
-                f"{1e3 * statistics.median(reals):,.0f} ms",
-                f"{1e3 * statistics.median(predicted):,.0f} ms",
-                f"{100 * errors[-1]:+.1f} %",
-                f"{100 * min(off):+.1f} to {100 * max(off):+.1f} %",
-                each["rounds"][0]["predicted"]["bound_by"],
-            ]
-        )
-    sizes = [100 * abs(error) for error in errors]
-    found.notes.append(
-        f"Error: {statistics.median(sizes):.1f} % in the median, {max(sizes):.1f} % at most."
-    )
-    return found
+    return [each for each in found if each["rounds"]]
 
 
 def main() -> None:
@@ -243,27 +165,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of calibration and steps")
     parser.add_argument("--cases", help="numbers of cases from 1, with commas; default: all")
     parser.add_argument("--json", type=Path, help="write what was found to this file")
-    parser.add_argument("--stored", type=Path, help="show a file instead of measuring")
-    parser.add_argument("--markdown", action="store_true", help="print Markdown")
     options = parser.parse_args()
-    console = Console()
-    if options.stored is not None:
-        found = json.loads(options.stored.read_text())
-    else:
-        names = [int(each) - 1 for each in (options.cases or "").split(",") if each]
-        cases = list(
-            run(options.seconds, options.rounds, names or list(range(len(CASES))), console)
-        )
-        found = document("plan_time", cases)
-        if options.json is not None:
-            save(options.json, found)
-    shown = table(found["cases"])
-    if options.markdown:
-        print(machine_line(found["machine"]))
-        print()
-        print(shown.markdown())
-    else:
-        shown.show(Console(width=160))
+    console = announce()
+    names = [int(each) for each in (options.cases or "").split(",") if each]
+    cases = [CASES[name - 1] for name in names] or CASES
+    found = document("plan_time", run(options.seconds, options.rounds, cases, console))
+    publish(console, found, plan_time_tables(found), options.json)
 
 
 if __name__ == "__main__":

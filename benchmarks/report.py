@@ -31,6 +31,7 @@ from _loading_tables import loading_tables
 from _memory_tables import memory_tables
 from _overhead_tables import overhead_tables
 from _plan_memory_tables import plan_memory_tables
+from _plan_time_tables import plan_time_tables
 from _report import ROOT, Table, machine_line
 from _scaling_tables import scaling_tables
 from _step_tables import step_tables
@@ -58,6 +59,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "gpu": gpu_tables,
     "timeline": timeline_tables,
     "plan_memory": plan_memory_tables,
+    "plan_time": plan_time_tables,
 }
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
