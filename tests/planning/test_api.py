@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
+from transformers import MixtralConfig
 
 import shardwise
 from shardwise import devices
@@ -25,6 +26,7 @@ from shardwise.planning.api import (
     make_fit,
     on_machine,
 )
+from shardwise.planning.calibrate import cache_file
 from shardwise.planning.machine import MachineError
 from shardwise.planning.models import find_model, of_module
 from shardwise.planning.report import Available
@@ -127,6 +129,57 @@ def test_what_cannot_be_planned_for_is_refused(
 def test_without_tensor_parallel_styles_a_mesh_with_tp_is_refused() -> None:
     with pytest.raises(MeshError, match="Perceptron, which has no tensor parallel plan"):
         shardwise.plan(Perceptron(), mesh="dp=2,tp=2", batch=lambda count: torch.zeros(count, 8))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_as_in_a_training(kind: Any) -> None:
+    model = nn.Sequential(kind(10, 8, sparse=True), Perceptron())
+    tokens = {"batch": lambda count: torch.zeros(count, 4, dtype=torch.long)}
+    with pytest.raises(SettingsError, match=r"model: found module '0' with sparse gradients.*den"):
+        shardwise.plan(model, mesh="dp=2", **tokens)
+    model[0].weight.requires_grad_(False)  # nothing is to be reduced then
+    assert shardwise.plan(model, mesh="dp=2", **tokens).peak > 0
+
+
+def test_a_token_counts_for_its_own_experts_only(tmp_path: Path) -> None:
+    def activations(experts: int) -> int:
+        config = MixtralConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=experts,
+            num_experts_per_tok=2,
+        )
+        folder = tmp_path / str(experts)
+        config.save_pretrained(folder)
+        plan = shardwise.plan(str(folder), mesh="dp=1", seq_length=128)
+        assert not plan.formulas
+        return plan.ranks[0].activations
+
+    assert activations(8) == pytest.approx(activations(2), rel=0.02)
+
+
+@pytest.mark.parametrize("text", ["{", '{"version": 99}', "\0"])
+def test_a_damaged_calibration_stops_no_plan_that_does_not_need_it(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    try:
+        plan = shardwise.plan("llama-tiny", mesh="dp=1", **TINY)
+        with pytest.raises(MachineError, match=re.escape(str(path))):
+            find_machine("cpu")
+        assert find_machine("h100") is not None
+    finally:
+        path.unlink()
+    assert plan.step is None
+    (message,) = caplog.messages
+    assert str(path) in message
+    assert message.endswith("the plan goes on without predicted times")
 
 
 def test_ranks_on_cpus_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

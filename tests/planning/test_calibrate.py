@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from shardwise.planning import calibrate
-from shardwise.planning.calibrate import Calibration, Measured, cache_file, stored
+from shardwise.planning.calibrate import Calibration, Measured, cache_file, check_writable, stored
 from shardwise.planning.costs import FAMILIES, op_seconds
 from shardwise.planning.events import Op, Phase
 from shardwise.planning.machine import (
@@ -130,7 +132,7 @@ def _changed(change: Mapping[str, Any]) -> str:
         (_changed({"cores": -1}), "an integer from 1"),
         (_changed({"processor": "a\x1b[2J"}), "printable"),
         (_changed({"measured": []}), "no measurements"),
-        (_changed({"measured": [{}]}), "has no 'ranks'"),
+        (_changed({"measured": [{}]}), "has no 'curves'"),
         ('{"version": 1, "version": 1}', "twice"),
         ("[" * 100_000, "nested too deeply|lists and objects"),
     ],
@@ -166,7 +168,7 @@ def test_damaged_curves_are_refused(
 def test_huge_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(" " * 2**21)
-    with pytest.raises(MachineError, match=r"more than 1,048,576 bytes"):
+    with pytest.raises(MachineError, match=r"at most 1,048,576"):
         Calibration.load(path)
 
 
@@ -182,3 +184,83 @@ def test_plans_find_what_was_measured_here_only(
     monkeypatch.setattr(calibrate, "processor", lambda: "a processor")
     monkeypatch.setattr(calibrate, "cores", lambda: 2)
     assert stored() == FOUND
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "message"),
+    [
+        ("curves", "copy.float32", "none of copy.float32"),
+        ("overheads", "backward", "none of backward"),
+        ("links", "gloo", "no messages"),
+    ],
+)
+def test_a_file_that_lacks_what_plans_need_is_refused(
+    tmp_path: Path, part: str, name: str, message: str
+) -> None:
+    values = json.loads(json.dumps(FOUND.to_json()))
+    del values["measured"][-1][part][name]
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(MachineError, match=message):
+        Calibration.load(path)
+
+
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "machine.json")
+    with pytest.raises(MachineError, match="expected a regular file"):
+        Calibration.load(tmp_path / "machine.json")
+
+
+def test_the_file_is_named_after_the_host_whatever_that_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for host, name in {
+        "node-7.local": "machine-node-7.local.json",
+        "../../etc/x\n": "machine-.._.._etc_x_.json",
+        "ü" * 300: f"machine-{'_' * 64}.json",
+        "": "machine-here.json",
+    }.items():
+        monkeypatch.setattr("platform.node", lambda host=host: host)
+        assert cache_file() == tmp_path / "shardwise" / name
+
+
+def test_the_cache_folder_is_absolute_or_that_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_file().parent == tmp_path / ".cache" / "shardwise"
+
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", unknown)
+    with pytest.raises(MachineError, match="HOME: found no home folder, expected one, or XDG_"):
+        cache_file()
+
+
+def test_nothing_is_measured_for_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "machine.json", tmp_path):
+        with pytest.raises(OSError, match=r"Not a directory|Is a directory|File exists"):
+            check_writable(path)
+    check_writable(tmp_path / "new" / "machine.json")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_disk_that_fills_up_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text("measured before")
+
+    def full(self: Path, text: str, encoding: str) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            FOUND.save(path)
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["measured before"]

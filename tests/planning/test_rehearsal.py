@@ -284,7 +284,7 @@ def test_what_is_no_loss_is_refused(step: Any, found: str) -> None:
 
 
 def test_a_model_of_its_own_needs_a_function_that_makes_batches() -> None:
-    with pytest.raises(SettingsError, match="batch: found none, for a FSDPSequential"):
+    with pytest.raises(SettingsError, match="batch: found none, for a Sequential,"):
         rehearse(_of(nn.Linear(4, 4)), _small(batch=None))
 
 

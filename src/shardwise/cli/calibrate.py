@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -37,26 +39,40 @@ def calibrate(out: Out = None) -> None:
 
     Takes under a minute. Nothing else should run meanwhile.
     """
-    from shardwise.planning.calibrate import cache_file, measure_machine
+    from shardwise.planning.calibrate import cache_file, check_writable, measure_machine
+    from shardwise.planning.machine import MachineError
 
     console, began = Console(), time.monotonic()
 
     def say(text: str) -> None:
         console.print(f"measuring  {text}", highlight=False)
 
-    found = measure_machine(say)
-    path = out or cache_file()
     try:
-        found.save(path)
-    except OSError as error:
-        raise UserError(f"--out: {path}: {error.strerror}") from None
+        path = out or cache_file()
+    except MachineError as error:
+        raise UserError(f"{error}, or --out FILE") from None
+    with _writing(path):
+        check_writable(path)
+    found = measure_machine(say)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("", *(_processes(each.ranks) for each in found.measured)):
         table.add_column(heading, justify="right" if heading else "left")
     for name, values in found.summary():
         table.add_row(name, *values)
     console.print(table)
+    with _writing(path):
+        found.save(path)
     console.print(f"saved to {path} after {time.monotonic() - began:.0f} s", highlight=False)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Report a file that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        expected = "a file that can be written: --out FILE writes to another one"
+        raise UserError(f"{path}: found {error.strerror}, expected {expected}") from None
 
 
 def _processes(count: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,8 @@ from shardwise.planning.settings import (
     Settings,
     SettingsError,
 )
+
+_log = logging.getLogger(__name__)
 
 MOST_EVENTS = 20_000  # of a rehearsed step whose other kinds of ranks are rehearsed too
 MOST_KINDS = 3  # of ranks
@@ -312,11 +315,18 @@ def make_fit(
 
 
 def check_model(blueprint: Blueprint, mesh: WantedMesh) -> None:
-    """Check that tensor parallelism divides the model.
+    """Check that a training could shard the model.
 
     Raises:
-        MeshError: it does not.
+        MeshError: tensor parallelism does not divide it.
+        SettingsError: an embedding has sparse gradients, which no rank can reduce.
     """
+    for name, module in blueprint.model.named_modules():
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if is_embedding and module.sparse and module.weight.requires_grad:
+            found = f"module {name or 'of the model itself'!r} with sparse gradients"
+            expected = "sparse=False: fully_shard reduces dense gradients only"
+            raise SettingsError("model", found, expected)
     size = mesh.tensor_parallel
     for what, count in blueprint.heads.items():
         if count % size:
@@ -434,10 +444,12 @@ def find_machine(
 def _this_machine(device: str | None, link: str | None, ranks: int) -> Machine | None:
     try:
         found = calibrate.stored()
-    except MachineError:
+    except MachineError as error:
         if device is not None:
             raise
-        return None  # measured under another torch: as if it never was
+        # Damaged, or measured under another torch: nobody has asked for it.
+        _log.warning("%s; the plan goes on without predicted times", error)
+        return None
     if found is not None:
         return found.machine(ranks, link)
     if device is not None:

@@ -11,9 +11,11 @@ nothing else to do.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +30,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import devices
+from shardwise.checkpoint.disk.files import Links, read_small
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.elastic.call import launch
 from shardwise.errors import CheckpointError
 from shardwise.observe import Activity, Memory, Wire, observing
 from shardwise.planning import probes
-from shardwise.planning.costs import calls_of, op_seconds
+from shardwise.planning.costs import FAMILIES, calls_of, op_seconds
 from shardwise.planning.events import Op, Phase
 from shardwise.planning.machine import (
     Curve,
@@ -170,25 +173,23 @@ class Calibration:
         Raises:
             OSError: it cannot be written.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(self.to_json()), encoding="utf-8")
-        part.replace(path)
+        part = _part_of(path)
+        try:
+            part.write_text(json.dumps(self.to_json()), encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read the file.
 
         Raises:
-            MachineError: it is damaged.
-            OSError: it cannot be read.
+            MachineError: it is damaged, or cannot be read.
         """
-        with path.open("rb") as file:
-            content = file.read(_MOST + 1)
         try:
-            if len(content) > _MOST:
-                refuse(str(path), f"more than {_MOST:,} bytes", "fewer")
-            return cls._of(Fields(parse(content, str(path)), str(path)))
+            content = read_small(path, _MOST, Links.FOLLOW)
+            return cls._of(Fields(parse(content, path.name), path.name))
         except CheckpointError as error:
             raise MachineError(str(path), error, "what `shardwise calibrate` writes") from None
 
@@ -201,6 +202,8 @@ class Calibration:
         )
         if not measured:
             refuse(fields.where, "no measurements", "some")
+        if GLOO not in measured[-1].links:
+            refuse(fields.where, "no messages", f"the link {GLOO} between the most ranks")
         return cls(
             processor=fields.text("processor"),
             cores=fields.number("cores", 1),
@@ -238,6 +241,11 @@ def _json_of(measured: Measured) -> dict[str, Any]:
 
 
 def _measured_of(fields: Fields) -> Measured:
+    known = {f"{family}.{dtype}" for family in FAMILIES for dtype in ("float32", "bfloat16")}
+    for name, needed in (("curves", known), ("overheads", {phase.value for phase in _PHASES})):
+        missing = sorted(needed - fields.object(name).keys())
+        if missing:
+            refuse(f"{fields.where}, {name!r}", f"none of {missing[0]}", "all that plans need")
     return Measured(
         ranks=fields.number("ranks", 1, 1 << 20),
         curves={
@@ -288,10 +296,38 @@ def _link_of(fields: Fields) -> Link:
 
 
 def cache_file() -> Path:
-    """Return where the calibration of this machine is kept: in the user's cache folder."""
+    """Return where the calibration of this machine is kept: in the user's cache folder.
+
+    Raises:
+        MachineError: nobody says where that is.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return folder / "shardwise" / f"machine-{platform.node() or 'here'}.json"
+    try:
+        folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError:  # no HOME, and the system does not know the user
+        raise MachineError("HOME", "no home folder", "one, or XDG_CACHE_HOME") from None
+    # A host may be called anything.
+    host = re.sub(r"[^\w.-]", "_", platform.node(), flags=re.ASCII)[:64]
+    return folder / "shardwise" / f"machine-{host or 'here'}.json"
+
+
+def check_writable(path: Path) -> None:
+    """Check that a calibration can be written, before half a minute is spent on it.
+
+    Raises:
+        OSError: it cannot.
+    """
+    part = _part_of(path)
+    part.touch()
+    part.unlink()
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+
+
+def _part_of(path: Path) -> Path:
+    """Make the folder; return the file that becomes ``path`` once it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def stored() -> Calibration | None:
@@ -301,12 +337,9 @@ def stored() -> Calibration | None:
         MachineError: the file is damaged, or was written for another torch or other processors.
     """
     path = cache_file()
-    try:
-        found = Calibration.load(path)
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except OSError as error:
-        raise MachineError(str(path), error.strerror, "a file that can be read") from None
+    found = Calibration.load(path)
     now = (processor(), cores(), torch.__version__)
     then = (found.processor, found.cores, found.torch)
     if now != then:

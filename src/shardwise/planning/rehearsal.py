@@ -92,7 +92,8 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
             built = _build(model, blocks, blueprint, settings, mesh)
         with _explaining("making the optimizer"):
             optimizer = _Optimizer(settings, built.model)
-        batches = [_batch(settings, built.model, mode) for _ in range(settings.accumulate)]
+        name = type(blueprint.model).__name__  # sharding gives the copy a class of its own
+        batches = [_batch(settings, built.model, name, mode) for _ in range(settings.accumulate)]
         recorder = Recorder(mode, _dimensions(mesh))
         with recorder, recorder.watching(built.model, built.ends), observing(recorder):
             with _explaining("a step of the optimizer"):
@@ -310,8 +311,8 @@ _OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]
 }
 
 
-def _batch(settings: Settings, model: nn.Module, mode: fake.FakeTensorMode) -> Any:
-    """Make one microbatch."""
+def _batch(settings: Settings, model: nn.Module, name: str, mode: fake.FakeTensorMode) -> Any:
+    """Make one microbatch for a model whose class has this name."""
     size = settings.batch_size
     if settings.batch is not None:
         with _explaining("making a batch"):
@@ -325,7 +326,7 @@ def _batch(settings: Settings, model: nn.Module, mode: fake.FakeTensorMode) -> A
         pixels = torch.zeros(size, getattr(config, "num_channels", 3), height, width)
         return {"pixel_values": pixels, "labels": torch.zeros(size, dtype=torch.long)}
     if takes != "input_ids":
-        found = f"none, for a {type(model).__name__}, which takes neither tokens nor images"
+        found = f"none, for a {name}, which takes neither tokens nor images"
         raise SettingsError("batch", found, "a function from a number of samples to a batch")
     tokens = torch.zeros(size, settings.seq_length or 1, dtype=torch.long)
     return {"input_ids": tokens, "labels": tokens}

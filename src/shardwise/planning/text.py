@@ -292,7 +292,10 @@ def notes(plan: Plan) -> Iterator[str]:
     if plan.formulas:
         for module, why in plan.formulas.items():
             name = module or "the model"
-            yield f"* {name} could not be traced ({why}): its figures come from formulas"
+            yield (
+                f"* {name} could not be traced ({why}): its figures come from formulas, for the "
+                "largest result that is possible"
+            )
     settings = plan.settings
     peers = settings.world.size
     if settings.backend is None and settings.transport == "collectives" and peers > MOST_PEERS:

@@ -19,17 +19,18 @@ import torch
 from shardwise import devices
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
-from shardwise.frontends.strategies import WantedMesh
+from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.inspect.api import Blueprint
 from shardwise.planning.api import ModelPlan, Rehearsed, find_machine, make_plan
 from shardwise.planning.fit import nearest
-from shardwise.planning.machine import Machine, device_reported_as
+from shardwise.planning.machine import Machine, MachineError, device_reported_as
 from shardwise.planning.report import Available
 from shardwise.planning.settings import (
     Checkpointing,
     Compiled,
     RehearsalError,
     Settings,
+    SettingsError,
     UntraceableError,
 )
 from shardwise.planning.text import verdict
@@ -95,7 +96,7 @@ def reporting(option: str, otherwise: str) -> Iterator[None]:
     """
     try:
         yield
-    except (RehearsalError, UntraceableError) as error:
+    except (MachineError, MeshError, RehearsalError, SettingsError, UntraceableError) as error:
         raise UserError(f"{option}: {error}; {otherwise}") from error
 
 
