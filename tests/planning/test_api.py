@@ -157,7 +157,7 @@ def test_a_token_counts_for_its_own_experts_only(tmp_path: Path) -> None:
         config.save_pretrained(folder)
         plan = shardwise.plan(str(folder), mesh="dp=1", seq_length=128)
         assert not plan.formulas
-        return plan.ranks[0].activations
+        return plan.ranks[0].most[Memory.ACTIVATIONS]
 
     assert activations(8) == pytest.approx(activations(2), rel=0.02)
 
