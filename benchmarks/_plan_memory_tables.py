@@ -1,10 +1,9 @@
 """Tables of a ``plan_memory`` document.
 
-Glibc's heap keeps what is freed. The shards and the optimizer's states lie between the tensors that
-come and go in a step, so that a free part often does not fit the next tensor. This slack is taken
-to be one fraction of the tensors that come and go in the heap at the peak. It is the mean over the
-first :data:`FITTED` cases, and the others are predicted with it. Memory that ranks share is none of
-the heap.
+Beside what is predicted of its memory, a rank holds some that no tensor stands for: above all, the
+buffers that MKL keeps for matrix products in float32. For those of bfloat16, oneDNN keeps few. They
+are taken to be one constant for float32, the mean over the first :data:`FITTED` cases, and the
+others are predicted with it.
 """
 
 from __future__ import annotations
@@ -54,40 +53,62 @@ class Case:
         return ", ".join(parts)
 
 
-def passing(case: dict[str, Any]) -> int:
-    """Return the bytes of a plan's peak that glibc allocates, and that do not stay for ever."""
-    predicted = case["predicted"]
-    stays = predicted["parameters"] + predicted["optimizer"]
-    if case["case"]["transport"] == "shm" and len(case["ranks"]) > 1:
-        stays += predicted["full_parameters"] + predicted["transport"]
-    return int(predicted["peak"] - stays)
+@dataclass(frozen=True)
+class _Rank:
+    """The medians of a rank over all runs, in bytes.
+
+    Attributes:
+        base: PSS before it has a model.
+        pss: PSS at the peak.
+        measured: the same, and its part of shared memory that no rank maps.
+    """
+
+    base: float
+    pss: float
+    measured: float
 
 
-def slack(cases: list[dict[str, Any]]) -> float:
-    """Fit the slack: the mean of what ranks hold more than planned, by what comes and goes."""
+def _ranks(case: dict[str, Any]) -> list[_Rank]:
+    return [
+        _Rank(
+            base=statistics.median(each["base"] for each in runs),
+            pss=statistics.median(each["peak"] for each in runs),
+            measured=statistics.median(each["peak"] + each["unmapped"] for each in runs),
+        )
+        for runs in zip(*case["runs"], strict=True)
+    ]
+
+
+def _planned(case: dict[str, Any]) -> int:
+    """Return the bytes that a rank's memory comes to, its own and its part of what is shared."""
+    return int(case["predicted"]["own"] + case["predicted"]["shared"])
+
+
+def beside(cases: list[dict[str, Any]]) -> float:
+    """Fit what a rank holds beside tensors: the mean of what ranks hold more than planned."""
     return statistics.mean(
-        (rank["peak"] - rank["base"] - case["predicted"]["peak"]) / passing(case)
-        for case in cases
-        for rank in case["ranks"]
+        rank.measured - rank.base - _planned(case) for case in cases for rank in _ranks(case)
     )
 
 
 def plan_memory_tables(content: dict[str, Any]) -> list[Table]:
     """Make a table with a row for each case: that of the rank that is furthest from its plan."""
     cases = content["cases"]
-    fraction = slack(cases[:FITTED])
-    columns = ["configuration", "mesh", "bare", "plan", "slack", "predicted", "measured", "ratio"]
+    constant = beside(cases[:FITTED])
+    columns = ["configuration", "mesh", "bare", "tensors", "own", "shared"]
+    columns += ["predicted", "measured", "ratio"]
     shown = Table("PSS of a rank at its peak, MiB", columns)
-    ratios = []
+    ratios, mapped = [], []
     for number, case in enumerate(cases):
-        room = fraction * passing(case)
-        added = case["predicted"]["peak"] + room
-        rank = max(case["ranks"], key=lambda each: abs((each["base"] + added) / each["peak"] - 1))
-        total = rank["base"] + added
-        ratio = total / rank["peak"]
+        plan = case["predicted"]
+        added = _planned(case) + (constant if case["case"]["dtype"] == "fp32" else 0)
+        rank = max(_ranks(case), key=lambda each: abs((each.base + added) / each.measured - 1))
+        total = rank.base + added
+        ratio = total / rank.measured
         if number >= FITTED:
             ratios.append(ratio)
-        figures = (rank["base"], case["predicted"]["peak"], room, total, rank["peak"])
+            mapped.append(max(abs((r.base + added) / r.pss - 1) for r in _ranks(case)))
+        figures = (rank.base, plan["peak"], plan["own"], plan["shared"], total, rank.measured)
         shown.rows.append(
             [
                 f"{Case(**case['case']).label()}{' (fitted)' if number < FITTED else ''}",
@@ -97,14 +118,20 @@ def plan_memory_tables(content: dict[str, Any]) -> list[Table]:
             ]
         )
     shown.notes.append(
-        f"slack: {100 * fraction:.1f} % of the tensors that come and go in the heap, "
-        f"fitted on the first {min(FITTED, len(cases))} rows."
+        f"{constant / _MIB:,.0f} MiB beside tensors with fp32, fitted on the "
+        f"first {min(FITTED, len(cases))} rows."
     )
     if ratios:
         off = [abs(ratio - 1) for ratio in ratios]
         shown.notes.append(
-            f"The other {len(off)}: {sum(each <= 0.05 for each in off)} within 5 %, "
-            f"{100 * statistics.median(off):.1f} % off in the median, {100 * max(off):.1f} % at "
-            "most."
+            f"The other {len(off)}: {_summary(off)}. Against PSS without the shared memory that no "
+            f"rank maps: {_summary(mapped)}."
         )
     return [shown]
+
+
+def _summary(off: list[float]) -> str:
+    return (
+        f"{sum(each <= 0.05 for each in off)} within 5 %, "
+        f"{100 * statistics.median(off):.1f} % off in the median, {100 * max(off):.1f} % at most"
+    )

@@ -5,10 +5,13 @@
 
 Each case trains as ``shardwise train`` does: the same groups, precision, optimizer, clipping and
 settings of malloc. What is compared is the proportional set size (PSS) of each rank at its peak,
-sampled by the parent: a page that k ranks share counts 1/k in each. Predicted is what the same rank
-holds before it has the model, after steps of a tiny one, plus the peak of ``shardwise.plan``, plus
-what glibc's heap holds free between tensors (see ``_plan_memory_tables.py``). The plan is made in a
-process of its own.
+sampled by the parent: a page that k ranks share counts 1/k in each. Shared memory that no rank maps
+at the moment is taken all the same, and counts 1/k, too. Each case is trained three times, since
+the heap of the same training differs from run to run, and the median of a rank counts.
+
+Predicted is what the same rank holds before it has the model, after steps of a tiny one, plus its
+part of shared memory, plus what ``shardwise.planning.heap`` says that its own memory comes to (see
+``_plan_memory_tables.py``). The plan is made in a process of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from _memory import PssSampler, pss
+from _memory import PssSampler, pss, pss_shared
 from _models import PRESETS, build
 from _plan_memory_tables import Case, plan_memory_tables
 from _report import announce, document, save
@@ -43,16 +46,19 @@ from shardwise.frontends.activation import checkpoint_module, keep_products
 from shardwise.frontends.blocks import shard_blocks
 from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.inspect.api import Blueprint
-from shardwise.planning.api import make_plan
+from shardwise.planning.heap import process_bytes, shared_bytes
+from shardwise.planning.memory import memory
 from shardwise.planning.models import find_model, of_module
+from shardwise.planning.rehearsal import rehearse
 from shardwise.planning.settings import Checkpointing, Settings
 from shardwise.sharding.grad import clip_grad_norm_
 
 _POPULATE_WRITE = 23  # of madvise, since Linux 5.14
 WARMUP = 4  # steps: shared memory may settle only after so many
 STEPS = 3  # that are sampled
+RUNS = 3  # of each case
 
-#: The first ones are those that the slack is fitted on.
+#: The first ones are those that something is fitted on.
 CASES = (
     Case("34m", 256, "dp=1"),
     Case("34m", 256, "dp=2"),
@@ -204,30 +210,48 @@ def _runs(entries: bytes) -> Iterator[range]:
 
 
 def measure(case: Case) -> list[dict[str, int]]:
-    """Train; return each rank's PSS before it has a model and at the peak, in bytes."""
+    """Train; return each rank's bytes: PSS before it has a model, at the peak, and unmapped."""
     with World(str(case), settings_of(case).mesh.size, Worker, case) as world:
         base = world.call("base")
         with PssSampler(world.pids) as sampler:
             world.call("steps", STEPS)
+        beside = unmapped(world.pids) // len(world.pids)
         return [
-            {"base": before, "peak": peak} for before, peak in zip(base, sampler.peaks, strict=True)
+            {"base": before, "peak": peak, "unmapped": beside}
+            for before, peak in zip(base, sampler.peaks, strict=True)
         ]
 
 
+def unmapped(pids: Sequence[int]) -> int:
+    """Return the bytes of the ranks' shared memory that none of them maps now."""
+    files = {}
+    for pid in pids:
+        for each in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # it has been closed
+                if str(each.readlink()).startswith("/memfd:shardwise"):
+                    found = each.stat()
+                    files[found.st_ino] = found.st_blocks * 512
+    return max(0, sum(files.values()) - sum(pss_shared(pid) for pid in pids))
+
+
 def predict(case: Case) -> dict[str, Any]:
-    """Plan a case; return the bytes of a rank at the peak of a step by kind."""
-    [rank] = make_plan(blueprint_of(case), settings_of(case)).ranks
-    values = asdict(rank)
-    return {name: each for name, each in values.items() if isinstance(each, int | str)}
+    """Plan a case; return the bytes of a rank at the peak of a step by kind.
+
+    Also ``own``, what the rank's own memory comes to, and ``shared``, its part of shared memory.
+    """
+    log = rehearse(blueprint_of(case), settings_of(case))
+    values = asdict(memory(log))
+    kinds = {name: each for name, each in values.items() if isinstance(each, int | str)}
+    return {**kinds, "own": process_bytes(log), "shared": shared_bytes(log)}
 
 
-def run(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Plan the cases, and measure them."""
+def run(cases: Sequence[Case], runs: int = RUNS) -> Iterator[dict[str, Any]]:
+    """Plan the cases, and measure each of them some times."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, context) as planner:
         for case, planned in [(case, planner.submit(predict, case)) for case in cases]:
-            ranks = measure(case)
-            yield {"case": asdict(case), "predicted": planned.result(), "ranks": ranks}
+            measured = [measure(case) for _ in range(runs)]
+            yield {"case": asdict(case), "predicted": planned.result(), "runs": measured}
 
 
 def main() -> int:
@@ -237,6 +261,7 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=256, help="its tokens, or images")
     parser.add_argument("--mesh", default="dp=2", help="its ranks")
     parser.add_argument("--transport", default="shm", help="its transport")
+    parser.add_argument("--runs", type=int, default=RUNS, help="how often each case is trained")
     parser.add_argument("--json", type=Path, help="write what was found to this file")
     options = parser.parse_args()
     if not Path("/proc/self/smaps_rollup").exists():
@@ -247,7 +272,7 @@ def main() -> int:
     if options.model is not None:
         cases = [Case(options.model, options.size, options.mesh, transport=options.transport)]
     found: list[dict[str, Any]] = []
-    for each in run(cases):
+    for each in run(cases, options.runs):
         found.append(each)
         content = document("plan_memory", found)
         if options.json is not None:

@@ -253,7 +253,7 @@ def copy_to_host(tensor: torch.Tensor, how: Copy) -> torch.Tensor:
 
 # Of mallopt(3): numbers of the two settings, and the largest value that the first one takes.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_MOST_IN_HEAP = 32 * 1024 * 1024
+MOST_IN_HEAP = 32 * 1024 * 1024
 _NEVER = 2**31 - 1
 
 #: Whoever has set one of these wants something else.
@@ -281,7 +281,7 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError, TypeError):
         return False
     # Setting either ends glibc's own adjustments, so both are needed.
-    return bool(mallopt(_MMAP_THRESHOLD, _MOST_IN_HEAP)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))
+    return bool(mallopt(_MMAP_THRESHOLD, MOST_IN_HEAP)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))
 
 
 # -- figures and random states --------------------------------------------------------------------

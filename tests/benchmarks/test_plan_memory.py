@@ -19,28 +19,46 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def case(wire: str, base: int, peaks: list[int], **predicted: int) -> dict[str, Any]:
-    """Return a case whose figures are in MiB."""
-    kinds = dict.fromkeys(("parameters", "optimizer", "full_parameters", "transport"), 0)
-    kinds |= predicted
+def case(base: int, *peaks: list[int], unmapped: int = 0, **predicted: int) -> dict[str, Any]:
+    """Return a case whose figures are in MiB: for each run, the peaks of its ranks."""
     return {
-        "case": {"model": "34m", "size": 256, "mesh": "dp=2", "transport": wire},
-        "predicted": {kind: nbytes * MIB for kind, nbytes in kinds.items()},
-        "ranks": [{"base": base * MIB, "peak": peak * MIB} for peak in peaks],
+        "case": {"model": "34m", "size": 256, "mesh": "dp=2", "dtype": "fp32"},
+        "predicted": {kind: nbytes * MIB for kind, nbytes in predicted.items()},
+        "runs": [
+            [{"base": base * MIB, "peak": p * MIB, "unmapped": unmapped * MIB} for p in ranks]
+            for ranks in peaks
+        ],
     }
 
 
-def test_slack_is_fitted_on_the_first_rows_and_predicts_the_others() -> None:
+def test_what_is_beside_tensors_is_fitted_on_the_first_rows_and_predicts_the_others() -> None:
     from _plan_memory_tables import plan_memory_tables
 
-    fitted = [case("c10d", 100, [260, 260], peak=140, optimizer=40, full_parameters=50)] * 3
-    shared = case("shm", 100, [250, 280], peak=150, full_parameters=40, transport=10)
+    fitted = [case(100, [260, 260], peak=100, own=140, shared=0)] * 3
+    peaks = [900, 280], [235, 280], [240, 100]
+    shared = case(100, *peaks, unmapped=10, peak=110, own=120, shared=40)
     [table] = plan_memory_tables({"cases": [*fitted, shared]})
-    assert [row[2:] for row in table.rows[:3]] == [["100", "140", "20", "260", "260", "1.000"]] * 3
-    # 20 % of 100 MiB that are neither states nor shared; the rank that is further off.
-    assert table.rows[3][2:] == ["100", "150", "20", "270", "250", "1.080"]
-    assert "slack: 20.0 %" in table.notes[0]
-    assert "The other 1: 0 within 5 %" in table.notes[1]
+    assert [row[2:] for row in table.rows[:3]] == [
+        ["100", "100", "140", "0", "260", "260", "1.000"]
+    ] * 3
+    # The medians of its ranks are 250 and 290 MiB; the rank that is further off.
+    assert table.rows[3][2:] == ["100", "110", "120", "40", "280", "250", "1.120"]
+    assert "20 MiB beside tensors" in table.notes[0]
+    assert "The other 1: 0 within 5 %, 12.0 % off in the median" in table.notes[1]
+
+
+def test_shared_memory_that_no_rank_maps_is_found() -> None:
+    from plan_memory import unmapped
+
+    fd = os.memfd_create("shardwise")
+    os.ftruncate(fd, 8 * MIB)
+    before = unmapped([os.getpid()])
+    os.pwrite(fd, b"\1" * (8 * MIB), 0)
+    assert unmapped([os.getpid()]) - before == 8 * MIB
+    with mmap.mmap(fd, 4 * MIB) as window:
+        assert sum(window[:: mmap.PAGESIZE]) == 4 * MIB // mmap.PAGESIZE
+        assert unmapped([os.getpid()]) - before == 4 * MIB
+    os.close(fd)
 
 
 def test_runs_are_the_pages_that_are_present() -> None:
@@ -75,8 +93,8 @@ def test_peaks_and_plans_of_real_ranks(tmp_path: Path) -> None:
     done = call_script("plan_memory.py", *arguments, "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     [found] = json.loads(path.read_text())["cases"]
-    assert len(found["ranks"]) == 2
-    for rank in found["ranks"]:
+    assert [len(ranks) for ranks in found["runs"]] == [2, 2, 2]
+    for rank in found["runs"][0]:
         grown = rank["peak"] - rank["base"]
-        assert 0.5 * found["predicted"]["peak"] < grown < 3 * found["predicted"]["peak"]
+        assert 0.5 * found["predicted"]["own"] < grown < 3 * found["predicted"]["own"]
     assert "tiny, 512 tokens, fp32, full, c10d (fitted)" in done.stdout

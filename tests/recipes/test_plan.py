@@ -109,11 +109,13 @@ def test_the_outer_state_of_diloco_is_counted() -> None:
 def test_a_training_that_does_not_fit_is_told_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
     roomy = _plan("lm")
     assert roomy.settings.checkpointing is Checkpointing.NONE
-    two_ranks = 2 * (roomy.peak - MiB)
+    two_ranks = 2 * (roomy.needed - MiB)
     monkeypatch.setattr(devices, "free_memory", lambda device: two_ranks)
     tight = _plan("lm")
     assert tight.fits is False
-    with pytest.raises(UserError, match=r"does not fit, 1\.00 MiB too much.* expected --selective"):
+    with pytest.raises(
+        UserError, match=r"does not fit, 1\.00 MiB too much.* expected --activation"
+    ):
         check_fits(tight)
     monkeypatch.setattr(devices, "free_memory", lambda device: 4096)
     with pytest.raises(UserError, match="expected more ranks, or shorter sequences"):

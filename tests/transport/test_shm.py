@@ -108,6 +108,28 @@ def test_groups_of_other_sizes_take_turns_too() -> None:
     run_ranks(_unequal_groups, 2)
 
 
+def _one_large_group(rank: int, world_size: int) -> None:
+    transport = _transport()
+    large, *small = [
+        transport.full_buffers([numel * world_size], [torch.float32], CPU)
+        for numel in (4 * NUMEL, *[NUMEL] * 5)
+    ]
+    dist.barrier()
+    for _ in range(6):  # steps
+        transport.all_gather([torch.ones(4 * NUMEL)], large.tensors).wait()
+        for buffers in small:
+            transport.all_gather([torch.ones(NUMEL)], buffers.tensors).wait()
+            buffers.free()
+        large.free()
+    dist.barrier()
+    # The large group alternates between two pieces. The others need two besides.
+    assert _taken(transport) <= (2 * 4 + 2) * 4 * NUMEL * world_size + 2**20
+
+
+def test_a_large_group_does_not_make_all_memory_large() -> None:
+    run_ranks(_one_large_group, 2)
+
+
 def _many_under_way(rank: int, world_size: int) -> None:
     transport = _transport()
     works, outs = [], []

@@ -23,7 +23,9 @@ from shardwise.inspect.api import Blueprint
 from shardwise.planning import calibrate
 from shardwise.planning.allocator import reserved
 from shardwise.planning.clock import step_time
+from shardwise.planning.events import Log
 from shardwise.planning.fit import Measured, fit
+from shardwise.planning.heap import process_bytes, shared_bytes
 from shardwise.planning.machine import Execution, Machine, MachineError, link_named
 from shardwise.planning.memory import RankBytes, memory
 from shardwise.planning.models import find_model, of_module
@@ -231,7 +233,7 @@ def make_plan(
         step=None if machine is None else step_time(log, machine, settings),
         machine="" if machine is None else machine_in_words(machine, settings),
         available=available or memory_of(machine, settings),
-        reserved=reserved(log) if _allocates(machine) else None,
+        reserved=_reserved(log, settings, machine),
         formulas=log.formulas,
         blueprint=blueprint,
     )
@@ -388,6 +390,15 @@ def memory_of(machine: Machine | None, settings: Settings) -> Available | None:
     ranks = settings.on_host
     source = "free on this host" if ranks == 1 else f"free on this host, over {ranks} ranks"
     return Available(nbytes=free // ranks, source=source)
+
+
+def _reserved(log: Log, settings: Settings, machine: Machine | None) -> int | None:
+    """Return what the allocator of a rank takes for its tensors; ``None`` if nobody knows."""
+    if _allocates(machine):
+        return reserved(log)
+    if settings.device_type != devices.CPU.type or len(log.events) > MOST_EVENTS:
+        return None
+    return process_bytes(log) + shared_bytes(log)
 
 
 def _allocates(machine: Machine | None) -> bool:

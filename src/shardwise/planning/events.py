@@ -47,6 +47,14 @@ class Op:
     runtime: bool
 
 
+class Place(enum.Enum):
+    """Where a storage lies."""
+
+    OWN = "in memory of the rank's own"
+    THREADS = "in memory that threads of a backend allocate for themselves"
+    SHARED = "in memory that the ranks of a host share"
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """Memory is allocated or freed.
@@ -56,12 +64,16 @@ class Change:
         nbytes: positive if it is allocated, negative if it is freed.
         module: whose it is: the innermost module, or the group.
         moment: what the rank is doing, such as ``"backward of model.layers.31"``.
+        storage: the number of the storage; no other storage of the log has it.
+        place: where the storage lies.
     """
 
     kind: Memory
     nbytes: int
     module: str
     moment: str
+    storage: int = 0
+    place: Place = Place.OWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +135,7 @@ class Log:
         tokens: what this rank trains on in the step; samples for models without sequences.
         flops: of the model alone, without recomputation, on this rank.
         formulas: modules that could not be traced, and why; their figures come from formulas.
+        storages: what the rank holds when the step begins, one by one: ``before`` is their sum.
     """
 
     rank: int
@@ -131,3 +144,4 @@ class Log:
     tokens: int
     flops: int
     formulas: Mapping[str, str] = field(default_factory=dict)
+    storages: tuple[Change, ...] = ()

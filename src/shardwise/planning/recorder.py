@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from torch.nn.modules.module import (
 
 from shardwise._torch import autograd, dtensor, fake, replay
 from shardwise.observe import Activity, Memory, Wire
-from shardwise.planning.events import Change, Event, Mark, Op, Phase, Start, Wait
+from shardwise.planning.events import Change, Event, Mark, Op, Phase, Place, Start, Wait
 from shardwise.planning.formulas import MOST_READS, stand_in
 from shardwise.planning.settings import UntraceableError
 
@@ -59,6 +59,8 @@ class Held:
         module: whose it is.
         phase: the part of the step in which it was made.
         round: the microbatch in which it was made, counted from 0.
+        number: which storage it is, counted from 1.
+        place: where it lies.
         outlives: whether it was still there when its phase was over.
     """
 
@@ -67,6 +69,8 @@ class Held:
     module: str
     phase: Phase | None
     round: int
+    number: int
+    place: Place = Place.OWN
     outlives: bool = False
 
     @property
@@ -79,6 +83,10 @@ class Held:
             return Memory.ACTIVATIONS
         return Memory.OTHER
 
+    def change(self, nbytes: int, moment: str) -> Change:
+        """Return a change of the storage's size, as a log has it."""
+        return Change(self.settled, nbytes, self.module, moment, self.number, self.place)
+
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
@@ -87,6 +95,20 @@ class _Growth:
     held: Held
     nbytes: int
     moment: str
+
+
+class Recorded(NamedTuple):
+    """A step.
+
+    Attributes:
+        before: bytes by kind when it begins.
+        storages: those bytes by storage.
+        events: of the step.
+    """
+
+    before: Mapping[Memory, int]
+    storages: tuple[Change, ...]
+    events: tuple[Event, ...]
 
 
 class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -113,7 +135,9 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events: list[Event | _Growth] = []
         self._held: dict[int, Held] = {}
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._storages = 0
         self._before: dict[Memory, int] = {}
+        self._held_before: list[Change] = []
         self._names: dict[nn.Module, str] = {}
         self._modules: list[str] = []
         self._ends: frozenset[str] = frozenset()
@@ -205,6 +229,7 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = held.kind or Memory.OTHER
             self._before[kind] = self._before.get(kind, 0) + held.nbytes
             held.kind = kind
+            self._held_before.append(held.change(held.nbytes, "between steps"))
 
     def enter(self, phase: Phase) -> None:
         """Begin a part of the step."""
@@ -212,15 +237,13 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phase = phase
         self._group = ""
 
-    def finish(self) -> tuple[Mapping[Memory, int], tuple[Event, ...]]:
-        """Return the bytes by kind before the step, and its events."""
+    def finish(self) -> Recorded:
+        """Return what has been recorded."""
         events = tuple(
-            Change(each.held.settled, each.nbytes, each.held.module, each.moment)
-            if isinstance(each, _Growth)
-            else each
+            each.held.change(each.nbytes, each.moment) if isinstance(each, _Growth) else each
             for each in self._events
         )
-        return self._before, events
+        return Recorded(self._before, tuple(self._held_before), events)
 
     # -- the runtime's reports, as an observer ---------------------------------------------------
 
@@ -336,7 +359,7 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._keep_size(storage)
             else:
                 held = self._hold(storage, module, phase)
-                held.kind = source.kind
+                held.kind, held.place = source.kind, source.place
                 if source.kind is None and module in self._ends and phase is Phase.FORWARD:
                     held.module = LOSS
                 made += 1
@@ -413,7 +436,8 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hold(self, storage: torch.UntypedStorage, module: str, phase: Phase | None) -> Held:
         key, nbytes = id(storage), storage.nbytes()
-        held = Held(nbytes, None, module, phase, self.round)
+        self._storages += 1
+        held = Held(nbytes, None, module, phase, self.round, self._storages)
         self._held[key] = held
         self._watches[key] = weakref.ref(storage, functools.partial(self._freed, key))
         self._grow(held, nbytes)
@@ -543,10 +567,12 @@ class _Source:
     Attributes:
         runtime: whether the sharding runtime does.
         kind: what the memory that it allocates there is for, if the file says so.
+        place: where that memory lies.
     """
 
     runtime: bool
     kind: Memory | None = None
+    place: Place = Place.OWN
 
 
 _MODEL = _Source(runtime=False)
@@ -567,8 +593,14 @@ _EXCEPTIONS = {
     "accumulate_grad": Memory.GRADIENTS,
     "zeros_for_grad": Memory.GRADIENTS,
     "take": Memory.TRANSPORT,  # of a loan of scratch
-    "_shared_full_parameters": Memory.FULL_PARAMETERS,
     "_block": Memory.TRANSPORT,
+}
+#: Functions that allocate what stands for memory elsewhere, or of others -> its kind and place.
+_STAND_INS = {
+    "_shared_full_parameters": (Memory.FULL_PARAMETERS, Place.SHARED),
+    "_shared_staging": (Memory.TRANSPORT, Place.SHARED),
+    "_copy_of_gloo": (Memory.OTHER, Place.OWN),
+    "_copy_of_a_thread": (Memory.OTHER, Place.THREADS),
 }
 
 
@@ -578,6 +610,9 @@ def _source(frame: FrameType | None) -> _Source:
         code = frame.f_code
         source = _source_of_file(code.co_filename)
         if source is not None:
+            stands_for = _STAND_INS.get(code.co_name)
+            if stands_for is not None:
+                return _Source(runtime=True, kind=stands_for[0], place=stands_for[1])
             kind = _EXCEPTIONS.get(code.co_name) if source.kind is not None else None
             return source if kind is None else _Source(runtime=True, kind=kind)
         frame = frame.f_back

@@ -103,11 +103,12 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
             _label(recorder, built.model, optimizer, batches)
             recorder.record()
             _step(recorder, settings, built.model, optimizer, batches)
-            before, events = recorder.finish()
+            recorded = recorder.finish()
     return Log(
         rank=rank,
-        before=before,
-        events=events,
+        before=recorded.before,
+        storages=recorded.storages,
+        events=recorded.events,
         tokens=settings.batch_size * settings.accumulate * (settings.seq_length or 1),
         flops=recorder.model_flops,
         formulas=recorder.formulas,

@@ -117,8 +117,9 @@ class Plan:
         step: the time of a step; ``None`` if the machine is not known.
         machine: the device and the links, in words; ``""`` if they are not known.
         available: the memory of a rank; ``None`` if it is not known.
-        reserved: bytes that the caching allocator of the device reserves for the first kind of
-            rank, at the peak or above; ``None`` on CPUs, which have no such allocator.
+        reserved: bytes that the allocator takes for the first kind of rank, at the peak or above:
+            the caching allocator of the device, or glibc's heap on CPUs; ``None`` if it is not
+            known.
         formulas: modules that could not be traced, and why. Their figures come from formulas.
         alternatives: other ways to train the model, if the fastest that fits was looked for.
     """

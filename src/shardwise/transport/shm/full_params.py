@@ -178,6 +178,14 @@ class Piece:
     taken: int = 0
     extents: Extents = field(default_factory=Extents)
 
+    def cost(self, nbytes: int) -> tuple[int, int, int]:
+        """Return what speaks against using this piece for so many bytes; the lowest is taken.
+
+        A piece keeps the memory of the largest group that it served. So it should grow by little,
+        and a large one should stay for a large group. Ranks use pieces alike, so all get the same.
+        """
+        return max(0, nbytes - self.extents.nbytes), self.extents.nbytes, self.at
+
 
 class Pool:
     """The pieces of all groups.
@@ -227,7 +235,7 @@ class Pool:
         if last is not None and last in fitting:
             piece = last
         elif fitting:
-            piece = min(fitting, key=lambda each: each.at)
+            piece = min(fitting, key=lambda each: each.cost(length))
         else:
             piece = self._make(max(length, _LENGTH))
         if fitting:
