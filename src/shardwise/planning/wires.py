@@ -87,9 +87,10 @@ class SimulatedCollectives(_Unlaunched, CollectivesTransport):
     def __init__(self, group: dist.ProcessGroup, backend: Backend, *args: Any) -> None:
         # No thread waits for messages: there are none.
         super().__init__(group, dataclasses.replace(backend, sends_messages=False), *args)
+        self._backend_name = backend.name
 
     def _launch(self, together: Sequence[Collective]) -> Launched:
-        if self._backend.name != devices.GLOO.name:
+        if self._backend_name != devices.GLOO.name:
             return super()._launch(together)
         (call,) = together
         return _GlooWork(getattr(call.start, "args", ()))
