@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from shardwise import observe
 from shardwise._torch import dtensor
+from shardwise.diloco.api import DiLoCo
+from shardwise.diloco.state import KEY as DILOCO
 from shardwise.frontends.blocks import shard_blocks
-from shardwise.frontends.strategies import TENSOR, Strategy, WantedMesh
+from shardwise.frontends.strategies import REPLICATE, TENSOR, Strategy, WantedMesh
 from shardwise.inspect.api import Blueprint, apply_tensor_parallelism
 from shardwise.observe import Activity, Memory, Wire
 from shardwise.planning.events import Start
@@ -60,6 +63,7 @@ class Training:
         optimizer: by name.
         accumulate: microbatches of a step.
         reshard_after_forward: in place of what the strategy says.
+        outer_states: how many copies of the shards DiLoCo keeps; 2 or 3 with its strategy.
     """
 
     seed: int
@@ -71,6 +75,7 @@ class Training:
     optimizer: str
     accumulate: int
     reshard_after_forward: bool | int | None = None
+    outer_states: int = 0
 
     @classmethod
     def draw(
@@ -122,6 +127,7 @@ class Training:
             optimizer=self.optimizer,
             reshard_after_forward=self.reshard_after_forward,
             transport=self.transport,
+            outer_states=self.outer_states,
             batch=lambda size: torch.ones(size, width),
         )
 
@@ -285,6 +291,16 @@ def count(rank: int, world_size: int, training: Training) -> Found:
             "sgd": lambda: torch.optim.SGD(trained),
             "sgd-momentum": lambda: torch.optim.SGD(trained, momentum=0.9),
         }[training.optimizer]()
+        states: list[Any] = []
+        if training.outer_states:
+            apart = DiLoCo(
+                model,
+                optimizer,
+                every=100,
+                group=mesh[REPLICATE],
+                error_feedback=training.outer_states == 3,
+            )
+            states = [each[DILOCO] for each in apart.state_dict()["state"].values()]
         _step(model, settings, optimizer)
         _report_gradients_early(model)
         _step(model, settings, optimizer)
@@ -296,8 +312,8 @@ def count(rank: int, world_size: int, training: Training) -> Found:
     # Gloo's threads hold what a collective has read a little longer, in some steps.
     found = Found({kind: min(each[kind] for each in most) for kind in EXACT}, counts.sent)
     found.most[Memory.PARAMETERS] = held_by(list(model.parameters()))
-    states = [each for state in optimizer.state.values() for each in state.values()]
-    found.most[Memory.OPTIMIZER] = held_by([s for s in states if isinstance(s, torch.Tensor)])
+    tensors = [each for state in (*states, *optimizer.state.values()) for each in state.values()]
+    found.most[Memory.OPTIMIZER] = held_by([s for s in tensors if isinstance(s, torch.Tensor)])
     return found
 
 

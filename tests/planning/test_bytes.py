@@ -5,8 +5,11 @@ The models, meshes, dtypes and transports are random, from fixed seeds. ``make f
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from shardwise.frontends.strategies import Strategy
 from shardwise.transport.shm import futex
 from tests.planning.counted import Training, counted, planned
 
@@ -26,3 +29,13 @@ def check(training: Training) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_plan_is_exact(seed: int) -> None:
     check(Training.draw(seed))
+
+
+@pytest.mark.skipif(not futex.is_available(), reason="shared memory is for Linux on x86-64")
+@pytest.mark.parametrize(("seed", "outer_states", "transport"), [(1, 2, "shm"), (3, 3, "c10d")])
+def test_a_plan_of_replicas_that_train_apart_is_exact(
+    seed: int, outer_states: int, transport: str
+) -> None:
+    drawn = Training.draw(seed, 4, transport)
+    apart = {"mesh": "dp_replicate=2,dp_shard=2", "strategy": Strategy.DILOCO}
+    check(replace(drawn, reshard_after_forward=None, outer_states=outer_states, **apart))

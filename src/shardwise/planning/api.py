@@ -27,7 +27,7 @@ from shardwise.planning.events import Log
 from shardwise.planning.fit import Measured, fit
 from shardwise.planning.heap import process_bytes, shared_bytes
 from shardwise.planning.machine import Execution, Machine, MachineError, link_named
-from shardwise.planning.memory import RankBytes, memory
+from shardwise.planning.memory import memory
 from shardwise.planning.models import find_model, of_module
 from shardwise.planning.presets import longest_sequence
 from shardwise.planning.rehearsal import rehearse
@@ -221,8 +221,7 @@ def make_plan(
     ranks = []
     for kind in kinds:
         its_log = log if kind.first == 0 else rehearse(blueprint, settings, kind.first)
-        rank = with_outer_states(memory(its_log), blueprint, settings)
-        ranks.append(replace(rank, ranks=kind.ranks))
+        ranks.append(replace(memory(its_log), ranks=kind.ranks))
     parameters = {id(each): each for each in blueprint.model.parameters()}.values()
     return ModelPlan(
         model=blueprint.name,
@@ -278,15 +277,6 @@ def kinds_of_ranks(blueprint: Blueprint, settings: Settings) -> list[RankKind]:
         RankKind(first=start * size, ranks=(end - start) * copies)
         for start, end in pairwise([*starts, shards])
     ]
-
-
-def with_outer_states(rank: RankBytes, blueprint: Blueprint, settings: Settings) -> RankBytes:
-    """Add what DiLoCo keeps: fp32 copies of the trained shards, at all times."""
-    ranks = settings.sharding.shape[-1]
-    trained = {id(each): each for each in blueprint.model.parameters() if each.requires_grad}
-    numel = sum(math.ceil(each.numel() / ranks) for each in trained.values())
-    outer = 4 * settings.outer_states * numel
-    return replace(rank, optimizer=rank.optimizer + outer, peak=rank.peak + outer)
 
 
 def make_fit(

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise import devices
 from shardwise._torch import c10d, dtensor, fake, replay
+from shardwise.diloco.fragment import Fragment
 from shardwise.frontends.activation import checkpoint_module, keep_products
 from shardwise.frontends.blocks import shard_blocks, store_in
 from shardwise.frontends.strategies import TENSOR
@@ -278,6 +279,12 @@ class _Optimizer:
         elif trained and settings.optimizer in _OPTIMIZERS:
             self._shards = [(p, nn.Parameter(dtensor.plain(p.detach()))) for p in trained]
             self.inner = _OPTIMIZERS[settings.optimizer]([shard for _, shard in self._shards])
+        self._outer: list[torch.Tensor] = []
+        if settings.outer_states and trained:
+            named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            kept = Fragment("all", named, error_feedback=settings.outer_states > 2)
+            tensors = (kept.outer, kept.momentum, kept.error)
+            self._outer = [each for each in tensors if each is not None]
 
     def step(self) -> None:
         """Update the shards."""
@@ -298,9 +305,9 @@ class _Optimizer:
         model.zero_grad()
 
     def states(self) -> list[torch.Tensor]:
-        """The local tensors of all states."""
+        """The local tensors of all states, those of DiLoCo among them."""
         every = [] if self.inner is None else self.inner.state.values()
-        return [dtensor.plain(tensor) for tensor in every_tensor_in(list(every))]
+        return [*self._outer, *(dtensor.plain(each) for each in every_tensor_in(list(every)))]
 
 
 _OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
