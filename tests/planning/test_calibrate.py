@@ -1,4 +1,4 @@
-"""What calibration measured: as a file, and as a machine. Measuring itself is a benchmark."""
+"""What calibration measured: as a file, and as a machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from shardwise.planning import calibrate
-from shardwise.planning.calibrate import Calibration, Measured, cache_file, check_writable, stored
+from shardwise.planning.calibrate import (
+    Calibration,
+    Effort,
+    Measured,
+    cache_file,
+    check_writable,
+    measure_machine,
+    stored,
+)
 from shardwise.planning.costs import FAMILIES, op_seconds
 from shardwise.planning.events import Op, Phase
 from shardwise.planning.machine import (
@@ -114,6 +122,25 @@ def test_products_take_time_by_operations_and_copies_by_bytes() -> None:
     copy = Op("aten.copy_.default", "", Phase.FORWARD, 0, 100, (), "bfloat16", False)
     assert op_seconds(product, device) == 5e-6
     assert op_seconds(copy, device) == 1e-6
+
+
+def test_a_machine_is_measured_alone_and_with_all_of_its_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "cores", lambda: 2)
+    said: list[str] = []
+    found = measure_machine(said.append, Effort(seconds=1e-6, steps=3, large_steps=2))
+    assert said == ["one process alone", "2 at once"]
+    assert [each.ranks for each in found.measured] == [1, 2]
+    assert found.torch == torch.__version__
+    path = tmp_path / "machine.json"
+    found.save(path)
+    assert Calibration.load(path) == found, "it has all that plans need"
+    assert found.measured[0].links == {}
+    assert found.measured[1].links.keys() == {"gloo", "shm"}
+    for each in found.measured:
+        assert all(took > 0 for curve in each.curves.values() for took in curve.seconds)
+        assert all(seconds >= 0 for seconds in each.overheads.values())
 
 
 # -- the file --------------------------------------------------------------------------------------

@@ -53,12 +53,24 @@ from shardwise.sharding.api import fully_shard
 
 GLOO = devices.GLOO.name
 _VERSION = 1
-_EACH = 0.008  # seconds for a probe
-_STEPS = 25  # of the small model
-_LARGE_STEPS = 12  # of one that takes as long as its operations do
 _DTYPES = (torch.float32, torch.bfloat16)
 _MOST = 1 << 20  # bytes of the file
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        seconds: for a probe.
+        steps: of the small model.
+        large_steps: of one that takes as long as its operations do.
+    """
+
+    seconds: float = 0.008
+    steps: int = 25
+    large_steps: int = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +378,9 @@ def cores() -> int:
 # -- measuring -------------------------------------------------------------------------------------
 
 
-def measure_machine(say: Callable[[str], None] = lambda _: None) -> Calibration:
+def measure_machine(
+    say: Callable[[str], None] = lambda _: None, effort: Effort | None = None
+) -> Calibration:
     """Measure this machine.
 
     Takes under a minute if nothing else runs. Starts one process, and then one on each processor
@@ -374,6 +388,7 @@ def measure_machine(say: Callable[[str], None] = lambda _: None) -> Calibration:
 
     Args:
         say: is called with what is measured next.
+        effort: how long to measure; less of it is for tests.
 
     Raises:
         RankFailedError: a process was killed.
@@ -381,7 +396,7 @@ def measure_machine(say: Callable[[str], None] = lambda _: None) -> Calibration:
     found = []
     for ranks in sorted({1, min(16, max(2, cores()))}):
         say(f"{ranks} at once" if ranks > 1 else "one process alone")
-        found.append(_mean(launch(_measure, nproc=ranks)))
+        found.append(_mean(launch(_measure, (effort or Effort(),), nproc=ranks)))
     return Calibration(
         processor=processor(), cores=cores(), torch=torch.__version__, measured=tuple(found)
     )
@@ -408,7 +423,7 @@ def _mean(measured: Sequence[Measured]) -> Measured:
     return dataclasses.replace(first, curves=curves, overheads=overheads)
 
 
-def _measure() -> Measured:
+def _measure(effort: Effort) -> Measured:
     """Measure on one rank of a job."""
     devices.keep_freed_memory()
     dist.init_process_group(GLOO)
@@ -418,19 +433,19 @@ def _measure() -> Measured:
         clock = time.thread_time if alone else time.perf_counter
         curves: dict[str, Curve] = {}
         for dtype in _DTYPES:
-            found = probes.measure(dtype, _EACH, dist.barrier, clock)
+            found = probes.measure(dtype, effort.seconds, dist.barrier, clock)
             name = str(dtype).removeprefix("torch.")
             curves |= {f"{family}.{name}": curve for family, curve in found.items()}
-        overheads = _overheads(_device_of(curves), clock)
+        overheads = _overheads(_device_of(curves), effort, clock)
         for dtype in _DTYPES:
-            slower = _slower_in_steps(_device_of(curves), overheads, dtype, clock)
+            slower = _slower_in_steps(_device_of(curves), overheads, dtype, effort, clock)
             name = f".{dtype}".removeprefix(".torch")
             curves |= {
                 each: curve.scaled(slower) for each, curve in curves.items() if each.endswith(name)
             }
         device = _device_of(curves)
         links = {} if ranks == 1 else {GLOO: _gloo(), "shm": _SHM}
-        links |= {name: _launches(device, overheads, each) for name, each in links.items()}
+        links |= {name: _launches(device, overheads, each, effort) for name, each in links.items()}
         return Measured(ranks=ranks, curves=curves, overheads=overheads, links=links)
     finally:
         dist.destroy_process_group()
@@ -517,14 +532,14 @@ def _ops_of(step: _Step) -> list[Op]:
     return found.ops
 
 
-def _overheads(device: Device, clock: Callable[[], float]) -> Mapping[str, float]:
+def _overheads(device: Device, effort: Effort, clock: Callable[[], float]) -> Mapping[str, float]:
     """Return the seconds beside each operation, by phase."""
     step = _Step()
     for _ in range(3):
         step.run(lambda _: None)
     ops = _ops_of(step)
     took: dict[Phase, list[float]] = {phase: [] for phase in _PHASES}
-    for _ in range(_STEPS):
+    for _ in range(effort.steps):
         marks: list[float] = []
         step.run(lambda _, marks=marks: marks.append(clock()))  # type: ignore[misc]
         marks.append(clock())
@@ -543,6 +558,7 @@ def _slower_in_steps(
     device: Device,
     overheads: Mapping[str, float],
     dtype: torch.dtype,
+    effort: Effort,
     clock: Callable[[], float],
 ) -> float:
     """Return how much longer operations take in a step than one kind after the other.
@@ -553,7 +569,7 @@ def _slower_in_steps(
     step.run(lambda _: None)
     ops = _ops_of(step)
     alone = sum(op_seconds(op, device) + overheads[op.phase.value] * calls_of(op) for op in ops)
-    return max(1.0, _quick(step, _LARGE_STEPS, clock) / alone)
+    return max(1.0, _quick(step, effort.large_steps, clock) / alone)
 
 
 def _quick(step: _Step, steps: int, clock: Callable[[], float]) -> float:
@@ -567,7 +583,7 @@ def _quick(step: _Step, steps: int, clock: Callable[[], float]) -> float:
     return statistics.quantiles(took, n=4)[0]  # whatever else runs here only adds to it
 
 
-def _launches(device: Device, overheads: Mapping[str, float], link: Link) -> Link:
+def _launches(device: Device, overheads: Mapping[str, float], link: Link, effort: Effort) -> Link:
     """Return a link with the seconds that a collective takes beside its bytes."""
     step = _Step("c10d" if link.name == GLOO else link.name)
     for _ in range(3):
@@ -577,7 +593,7 @@ def _launches(device: Device, overheads: Mapping[str, float], link: Link) -> Lin
     counter = _Collectives()
     with observing(counter):
         step.run(lambda _: None)
-    quick = _quick(step, _STEPS, time.perf_counter)
+    quick = _quick(step, effort.steps, time.perf_counter)
     return dataclasses.replace(link, launch=max(0.0, quick - inside) / counter.calls)
 
 
