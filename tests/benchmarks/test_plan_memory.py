@@ -54,10 +54,11 @@ def test_shared_memory_that_no_rank_maps_is_found() -> None:
     os.ftruncate(fd, 8 * MIB)
     before = unmapped([os.getpid()])
     os.pwrite(fd, b"\1" * (8 * MIB), 0)
-    assert unmapped([os.getpid()]) - before == 8 * MIB
+    nobody_maps = unmapped([os.getpid()])
+    assert 7 * MIB < nobody_maps - before <= 8 * MIB  # this process may map some from other tests
     with mmap.mmap(fd, 4 * MIB) as window:
         assert sum(window[:: mmap.PAGESIZE]) == 4 * MIB // mmap.PAGESIZE
-        assert unmapped([os.getpid()]) - before == 4 * MIB
+        assert nobody_maps - unmapped([os.getpid()]) == 4 * MIB
     os.close(fd)
 
 
