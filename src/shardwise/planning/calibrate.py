@@ -25,19 +25,15 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import devices
 from shardwise.checkpoint.disk.files import Links, read_small
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.elastic.call import launch
 from shardwise.errors import CheckpointError
-from shardwise.observe import Activity, Memory, Wire, observing
 from shardwise.planning import probes
-from shardwise.planning.costs import FAMILIES, calls_of, op_seconds
-from shardwise.planning.events import Op, Phase
+from shardwise.planning.costs import FAMILIES
+from shardwise.planning.events import Phase
 from shardwise.planning.machine import (
     Curve,
     Device,
@@ -49,7 +45,7 @@ from shardwise.planning.machine import (
     SharedBy,
     link_named,
 )
-from shardwise.sharding.api import fully_shard
+from shardwise.planning.probe_steps import corrected, overheads, with_costs
 
 GLOO = devices.GLOO.name
 _VERSION = 1
@@ -64,13 +60,13 @@ class Effort:
 
     Attributes:
         seconds: for a probe.
-        steps: of the small model.
-        large_steps: of one that takes as long as its operations do.
+        steps: of small models as a whole.
+        timed_steps: of those whose operations are timed one by one.
     """
 
     seconds: float = 0.008
     steps: int = 25
-    large_steps: int = 12
+    timed_steps: int = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,187 +432,22 @@ def _measure(effort: Effort) -> Measured:
             found = probes.measure(dtype, effort.seconds, dist.barrier, clock)
             name = str(dtype).removeprefix("torch.")
             curves |= {f"{family}.{name}": curve for family, curve in found.items()}
-        overheads = _overheads(_device_of(curves), effort, clock)
         for dtype in _DTYPES:
-            slower = _slower_in_steps(_device_of(curves), overheads, dtype, effort, clock)
-            name = f".{dtype}".removeprefix(".torch")
-            curves |= {
-                each: curve.scaled(slower) for each, curve in curves.items() if each.endswith(name)
-            }
-        device = _device_of(curves)
+            curves = dict(corrected(curves, dtype, effort.timed_steps, clock))
+        beside = overheads(curves, effort.steps, clock)
+        steps = effort.steps, effort.timed_steps
         links = {} if ranks == 1 else {GLOO: _gloo(), "shm": _SHM}
-        links |= {name: _launches(device, overheads, each, effort) for name, each in links.items()}
-        return Measured(ranks=ranks, curves=curves, overheads=overheads, links=links)
+        links |= {
+            name: with_costs(link, transport, curves, beside, steps, time.perf_counter)
+            for (name, link), transport in zip(links.items(), ("c10d", "shm"), strict=False)
+        }
+        return Measured(ranks=ranks, curves=curves, overheads=beside, links=links)
     finally:
         dist.destroy_process_group()
 
 
 #: Copies are operations of the log; what is left is to wait for each other.
 _SHM = Link(name="shm", bandwidth=1e15, latency=0.0, progress=Progress.WAITING, launch=0.0)
-
-
-def _device_of(curves: Mapping[str, Curve]) -> Device:
-    return Device(name="cpu", memory=1, memory_bandwidth=1.0, flops={"float32": 1}, curves=curves)
-
-
-class _Blocks(nn.Module):
-    """A small transformer, whose operations take less time than calling them does."""
-
-    def __init__(self, layers: int = 6, width: int = 64) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(256, width)
-        self.blocks = nn.ModuleList(_Block(width) for _ in range(layers))
-        self.head = nn.Linear(width, 256, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        logits: torch.Tensor = self.head(x)
-        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
-
-
-class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
-        self.down = nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.norms[0](x)
-        shape = (*x.shape[:-1], 4, x.shape[-1] // 4)
-        q, k, v = (each(h).view(shape).transpose(1, 2) for each in (self.q, self.k, self.v))
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(a.transpose(1, 2).flatten(2))
-        h = self.norms[1](x)
-        y: torch.Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
-        return y
-
-
-class _Step:
-    """Steps of the small model."""
-
-    def __init__(
-        self,
-        transport: str | None = None,
-        width: int = 64,
-        tokens: tuple[int, int] = (2, 16),
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        torch.manual_seed(0)
-        self.model = _Blocks(width=width).to(dtype)
-        if transport is not None:
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-            for module in (*self.model.blocks, self.model):
-                fully_shard(module, mesh=mesh, transport=transport)
-        self._ids = torch.randint(256, tokens)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
-
-    def run(self, at: Callable[[Phase], object]) -> None:
-        """Take a step; ``at`` is called before each phase."""
-        at(Phase.FORWARD)
-        loss = self.model(self._ids)
-        at(Phase.BACKWARD)
-        loss.backward()
-        at(Phase.OPTIMIZER)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-
-def _ops_of(step: _Step) -> list[Op]:
-    found = probes.Recorder()
-    with found:
-        step.run(found.enter)
-    return found.ops
-
-
-def _overheads(device: Device, effort: Effort, clock: Callable[[], float]) -> Mapping[str, float]:
-    """Return the seconds beside each operation, by phase."""
-    step = _Step()
-    for _ in range(3):
-        step.run(lambda _: None)
-    ops = _ops_of(step)
-    took: dict[Phase, list[float]] = {phase: [] for phase in _PHASES}
-    for _ in range(effort.steps):
-        marks: list[float] = []
-        step.run(lambda _, marks=marks: marks.append(clock()))  # type: ignore[misc]
-        marks.append(clock())
-        for phase, begin, end in zip(_PHASES, marks[:-1], marks[1:], strict=True):
-            took[phase].append(end - begin)
-    found = {}
-    for phase in _PHASES:
-        mine = [op for op in ops if op.phase is phase]
-        inside = sum(op_seconds(op, device) for op in mine)
-        calls = sum(calls_of(op) for op in mine)
-        found[phase.value] = max(0.0, statistics.median(took[phase]) - inside) / calls
-    return found
-
-
-def _slower_in_steps(
-    device: Device,
-    overheads: Mapping[str, float],
-    dtype: torch.dtype,
-    effort: Effort,
-    clock: Callable[[], float],
-) -> float:
-    """Return how much longer operations take in a step than one kind after the other.
-
-    There, each finds caches and memory as another kind has left them. All ranks step at once.
-    """
-    step = _Step(width=512, tokens=(1, 256), dtype=dtype)
-    step.run(lambda _: None)
-    ops = _ops_of(step)
-    alone = sum(op_seconds(op, device) + overheads[op.phase.value] * calls_of(op) for op in ops)
-    return max(1.0, _quick(step, effort.large_steps, clock) / alone)
-
-
-def _quick(step: _Step, steps: int, clock: Callable[[], float]) -> float:
-    """Return the lower quartile of the seconds of steps that all ranks take at once."""
-    took = []
-    for _ in range(steps):
-        dist.barrier()
-        begin = clock()
-        step.run(lambda _: None)
-        took.append(clock() - begin)
-    return statistics.quantiles(took, n=4)[0]  # whatever else runs here only adds to it
-
-
-def _launches(device: Device, overheads: Mapping[str, float], link: Link, effort: Effort) -> Link:
-    """Return a link with the seconds that a collective takes beside its bytes."""
-    step = _Step("c10d" if link.name == GLOO else link.name)
-    for _ in range(3):
-        step.run(lambda _: None)
-    ops = _ops_of(step)
-    inside = sum(op_seconds(op, device) + overheads[op.phase.value] * calls_of(op) for op in ops)
-    counter = _Collectives()
-    with observing(counter):
-        step.run(lambda _: None)
-    quick = _quick(step, effort.steps, time.perf_counter)
-    return dataclasses.replace(link, launch=max(0.0, quick - inside) / counter.calls)
-
-
-class _Collectives:
-    """An observer that counts collectives."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def begin(self, activity: Activity, name: str, dimension: str, nbytes: int) -> int:
-        return 1
-
-    def collective(
-        self, activity: Activity, name: str, wire: Wire, nbytes: int, launches: int
-    ) -> int:
-        self.calls += 1
-        return 1
-
-    def end(self, number: int) -> None:
-        pass
-
-    def memory(self, kind: Memory, name: str, nbytes: int) -> None:
-        pass
 
 
 def _gloo(nbytes: int = 8 * 2**20, times: int = 12) -> Link:

@@ -97,14 +97,19 @@ def step_time(
     return _Replay(log, machine, settings).run()
 
 
-def sent(start: Start) -> int:
+def bytes_sent(activity: Activity, nbytes: int, ranks: int) -> int:
     """Return the bytes that one rank of a collective sends.
 
     Each rank sends its part to all others, or the parts of all others: ``(n - 1) / n`` of the full
     tensors. An all-reduce is a reduce-scatter and an all-gather.
     """
-    once = start.nbytes * (start.ranks - 1) // max(start.ranks, 1)
-    return 2 * once if start.activity is Activity.ALL_REDUCE else once
+    once = nbytes * (ranks - 1) // max(ranks, 1)
+    return 2 * once if activity is Activity.ALL_REDUCE else once
+
+
+def sent(start: Start) -> int:
+    """Return the bytes that one rank sends in a collective of a log."""
+    return bytes_sent(start.activity, start.nbytes, start.ranks)
 
 
 class _Part(enum.Enum):

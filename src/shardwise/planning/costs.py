@@ -8,7 +8,7 @@ that was calibrated, each operation takes as long as the measured one that resem
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from shardwise.planning.events import Op, Phase
 from shardwise.planning.machine import Curve, Device
@@ -73,19 +73,6 @@ def is_attention(op: Op) -> bool:
     return "_dot_product_" in op.name or "flash_attention" in op.name
 
 
-def attention_flops(shapes: Sequence[tuple[int, ...]], *, backward: bool) -> int:
-    """Return the operations of fused attention, without leaving out what a causal mask hides.
-
-    Args:
-        shapes: of what is read: query, key and value, of (batch, heads, length, width); in backward
-            after the gradient.
-        backward: whether it is the backward, which has five products in place of two.
-    """
-    query, key = shapes[backward], shapes[backward + 1]
-    product = 2 * math.prod(query) * key[-2]
-    return product * (5 if backward else 2)
-
-
 def calls_of(op: Op) -> int:
     """Return how often the host's overhead counts for an operation: optimizers work by tensor."""
     return max(1, len(op.shapes)) if op.phase is Phase.OPTIMIZER else 1
@@ -104,14 +91,20 @@ def op_seconds(op: Op, device: Device) -> float:
     return KERNEL + max(moved, op.flops / (device.peak(op.dtype) * share))
 
 
-def _measured(op: Op, curves: Mapping[str, Curve]) -> float:
+def size_of(op: Op) -> float:
+    """Return where an operation is on the curve of its family: its operations, or its bytes."""
     family = family_of(op)
-    half = op.dtype in ("bfloat16", "float16")
-    curve = curves[f"{family}.{'bfloat16' if half else 'float32'}"]
-    if family == "product":
-        return curve(op.flops)
-    if family in ("attention", "attention_backward"):
-        return curve(op.flops or attention_flops(op.shapes, backward="backward" in op.name))
+    if family in ("product", "attention", "attention_backward"):
+        return op.flops
     if family == "lookup" and op.shapes:  # most of the table is not read
-        return curve(math.prod(op.shapes[-1]) * (2 if half else 4))
-    return curve(op.nbytes)
+        return math.prod(op.shapes[-1]) * (2 if _is_half(op) else 4)
+    return op.nbytes
+
+
+def _is_half(op: Op) -> bool:
+    return op.dtype in ("bfloat16", "float16")
+
+
+def _measured(op: Op, curves: Mapping[str, Curve]) -> float:
+    curve = curves[f"{family_of(op)}.{'bfloat16' if _is_half(op) else 'float32'}"]
+    return curve(size_of(op))

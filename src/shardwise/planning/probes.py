@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from shardwise._torch import aten, fake
-from shardwise.planning.costs import attention_flops
 from shardwise.planning.events import Op, Phase
 from shardwise.planning.machine import Curve
+from shardwise.planning.work import tensors_in, traits_of, work_of
 
 _POOL = 48 * 2**20  # bytes of inputs that take turns
 _MOST_SETS = 64
@@ -236,45 +237,43 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        op = _op(func, args, out, self._phase)
-        if op is not None:
-            self.ops.append(op)
-            self.written += sum(each.nbytes for each in _tensors(out))
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # what it does with its shards counts
+        out = self.call(func, args, kwargs or {})
+        self.note(func, args, out, kwargs)
         return out
 
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation."""
+        return func(*args, **kwargs)
 
-def _op(func: Any, args: Any, out: Any, phase: Phase) -> Op | None:
-    """Return an operation as a rehearsal writes it down; ``None`` for views."""
-    if fake.only_views(func):
-        return None
-    tensors = [*_tensors(args), *_tensors(out)]
-    shapes = tuple(tuple(each.shape) for each in tensors)
-    flops = 0
-    if "attention" in str(func):
-        flops = attention_flops(shapes, backward="backward" in str(func))
-    elif str(func).startswith("aten.mm"):
-        (m, k), (_, n) = shapes[:2]
-        flops = 2 * m * k * n
-    written = _tensors(out)
-    return Op(
-        name=str(func),
-        module="",
-        phase=phase,
-        flops=flops,
-        nbytes=sum(each.nbytes for each in tensors),
-        shapes=shapes,
-        dtype=str(written[0].dtype).removeprefix("torch.") if written else "",
-        runtime=False,
-    )
+    def note(self, func: Any, args: tuple[Any, ...], out: Any, kwargs: Any = None) -> bool:
+        """Write down a call if it computes anything."""
+        traits = traits_of(func)
+        written = tensors_in(out)
+        if not traits.computes or not (traits.writes or _makes(args, written)):
+            return False
+        work = work_of(func, args, kwargs or {}, out, written)
+        self.ops.append(
+            Op(
+                name=traits.name,
+                module="",
+                phase=self._phase,
+                flops=work.flops.done,
+                nbytes=work.nbytes,
+                shapes=work.shapes,
+                dtype=work.dtype,
+                runtime=False,
+            )
+        )
+        self.written += sum(each.nbytes for each in written)
+        return True
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, list | tuple):
-        return [each for value in values for each in _tensors(value)]
-    return []
+def _makes(args: Any, written: list[torch.Tensor]) -> bool:
+    """Whether a call returns memory that it was not given."""
+    given = {each.untyped_storage().data_ptr() for each in tensors_in(args)}
+    return any(each.untyped_storage().data_ptr() not in given for each in written)
 
 
 def _size(probe: Probe) -> tuple[float, int]:

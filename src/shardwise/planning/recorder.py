@@ -31,6 +31,7 @@ from shardwise.observe import Activity, Memory, Wire
 from shardwise.planning.events import Change, Event, Mark, Op, Phase, Place, Start, Wait
 from shardwise.planning.formulas import MOST_READS, stand_in
 from shardwise.planning.settings import UntraceableError
+from shardwise.planning.work import Traits, Work, tensors_in, traits_of, work_of
 
 #: The module that logits, loss and what is computed from them belong to.
 LOSS = "logits and loss"
@@ -330,7 +331,7 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (device := fake.device_of(func, args)) is not None:
             return device
         kwargs = kwargs or {}
-        traits = _traits(func)
+        traits = traits_of(func)
         call: replay.Call | None = None
         try:
             out = fake.grouped_product(func, args, kwargs)
@@ -344,10 +345,10 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
         except fake.UNTRACEABLE as error:
             out = self._stand_in(traits.name, args, error)
         if traits.only_views:
-            for tensor in _tensors_in(out):
+            for tensor in tensors_in(out):
                 self._keep_size(tensor.untyped_storage())
             return out
-        written = _tensors_in(out)
+        written = tensors_in(out)
         if written and not fake.stands_for_memory(written[0], self._mode):
             return out  # shapes are also found out on the meta device, or on other fake tensors
         phase, module = self._where()
@@ -370,9 +371,9 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         if not (self._records and traits.computes and (made or traits.writes)):
             return out
-        work: _Work
+        work: Work
         if call is None or call.facts is None:
-            work = _work(func, args, kwargs, out, written)
+            work = work_of(func, args, kwargs, out, written)
             if call is not None:
                 call.facts = work
         else:
@@ -416,7 +417,7 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase = Phase.RECOMPUTE if torch.is_grad_enabled() else Phase.BACKWARD
         return phase, self._module_of_node()
 
-    def _functional_collective(self, traits: _Traits, module: str, args: Any, out: Any) -> None:
+    def _functional_collective(self, traits: Traits, module: str, args: Any, out: Any) -> None:
         """Note a collective of tensor parallelism, or the wait for one."""
         if traits.short == "wait_tensor":
             number = self._functional.get(args[0].untyped_storage())
@@ -492,72 +493,7 @@ def _group(label: str) -> str:
     return "" if label == _ROOT_GROUP else label
 
 
-# -- operations and where they come from -----------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Traits:
-    """What the schema of an operation says about all its calls."""
-
-    name: str
-    short: str
-    namespace: str
-    only_views: bool
-    writes: bool
-    computes: bool
-
-
-_IDLE = frozenset(
-    {
-        *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
-        *("empty_permuted", "set_", "resize_"),
-    }
-)
-
-
-@functools.cache
-def _traits(func: Any) -> _Traits:
-    name = str(func)
-    namespace, _, rest = name.partition(".")
-    short = rest.partition(".")[0]
-    return _Traits(
-        name=name,
-        short=short,
-        namespace=namespace,
-        only_views=fake.only_views(func),
-        writes=fake.writes(func),
-        computes=short not in _IDLE,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What a call computes; the same for all calls with the same shapes."""
-
-    flops: fake.Flops
-    nbytes: int
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: str
-
-
-def _work(
-    func: Any, args: Any, kwargs: Mapping[str, Any], out: Any, written: list[torch.Tensor]
-) -> _Work:
-    tensors = (*_tensors_in((args, tuple(kwargs.values()))), *written)
-    return _Work(
-        flops=fake.flops_of(func, args, kwargs, out),
-        nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-        dtype=str(written[0].dtype)[6:] if written else "",
-    )
-
-
-def _tensors_in(values: Any) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, list | tuple):
-        return [tensor for value in values for tensor in _tensors_in(value)]
-    return []
+# -- where operations come from -----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,93 @@
+"""What one call of an operation computes: its arithmetic, its bytes, its shapes.
+
+The recorder of a rehearsal and the probes of this machine ask here, so that a plan and what it is
+timed by count alike.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise._torch import fake
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the schema of an operation says about all its calls."""
+
+    name: str
+    short: str
+    namespace: str
+    only_views: bool
+    writes: bool
+    computes: bool
+
+
+#: They touch no memory.
+_IDLE = frozenset(
+    {
+        *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
+        *("empty_permuted", "set_", "resize_"),
+    }
+)
+
+
+@functools.cache
+def traits_of(func: Any) -> Traits:
+    """Return what the schema of an operation says."""
+    name = str(func)
+    namespace, _, rest = name.partition(".")
+    short = rest.partition(".")[0]
+    return Traits(
+        name=name,
+        short=short,
+        namespace=namespace,
+        only_views=fake.only_views(func),
+        writes=fake.writes(func),
+        computes=short not in _IDLE,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a call computes; the same for all calls with the same shapes."""
+
+    flops: fake.Flops
+    nbytes: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+
+
+def work_of(
+    func: Any, args: Any, kwargs: Mapping[str, Any], out: Any, written: list[torch.Tensor]
+) -> Work:
+    """Return what a call computes.
+
+    Args:
+        func: the operation.
+        args: of the call.
+        kwargs: likewise.
+        out: what it returned.
+        written: the tensors in it.
+    """
+    tensors = (*tensors_in((args, tuple(kwargs.values()))), *written)
+    return Work(
+        flops=fake.flops_of(func, args, kwargs, out),
+        nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        dtype=str(written[0].dtype)[6:] if written else "",
+    )
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists and tuples."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [tensor for value in values for tensor in tensors_in(value)]
+    return []
