@@ -19,7 +19,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +35,7 @@ from shardwise.planning import probes
 from shardwise.planning.costs import FAMILIES
 from shardwise.planning.events import Phase
 from shardwise.planning.machine import (
+    GROUP,
     Curve,
     Device,
     Execution,
@@ -45,12 +46,21 @@ from shardwise.planning.machine import (
     SharedBy,
     link_named,
 )
-from shardwise.planning.probe_steps import corrected, overheads, with_costs
+from shardwise.planning.probe_steps import (
+    Sizes,
+    corrected,
+    group_overhead,
+    overheads,
+    with_costs,
+)
 
 GLOO = devices.GLOO.name
-_VERSION = 1
+_VERSION = 2
 _DTYPES = (torch.float32, torch.bfloat16)
 _MOST = 1 << 20  # bytes of the file
+#: How much more a byte costs the host through a network than on this machine, where packets are 40
+#: times as long. Fitted on one row of docs/plan.md: two hosts, 10 Gbit/s.
+_THROUGH_A_NETWORK = 1.5
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
@@ -61,12 +71,14 @@ class Effort:
     Attributes:
         seconds: for a probe.
         steps: of small models as a whole.
-        timed_steps: of those whose operations are timed one by one.
+        timed_steps: of those whose operations are timed one by one, and of the large model.
+        sizes: of those models.
     """
 
     seconds: float = 0.008
-    steps: int = 25
-    timed_steps: int = 7
+    steps: int = 16
+    timed_steps: int = 6
+    sizes: Sizes = field(default_factory=Sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +89,8 @@ class Measured:
         ranks: how many there were.
         curves: as in :class:`~shardwise.planning.machine.Device`.
         overheads: seconds beside each operation by phase: of Python, and of autograd. In the
-            optimizer, beside each tensor that an operation reads or writes.
+            optimizer, beside each tensor that an operation reads or writes. And beside each
+            ``"group"`` in forward or backward.
         links: by transport.
     """
 
@@ -126,6 +139,7 @@ class Calibration:
                 messages,
                 name=link,
                 bandwidth=min(messages.bandwidth, known.bandwidth),
+                host_cost=_THROUGH_A_NETWORK * messages.host_cost,
                 latency=known.latency,
                 shared_by=known.shared_by,
             )
@@ -250,7 +264,10 @@ def _json_of(measured: Measured) -> dict[str, Any]:
 
 def _measured_of(fields: Fields) -> Measured:
     known = {f"{family}.{dtype}" for family in FAMILIES for dtype in ("float32", "bfloat16")}
-    for name, needed in (("curves", known), ("overheads", {phase.value for phase in _PHASES})):
+    for name, needed in (
+        ("curves", known),
+        ("overheads", {GROUP, *(phase.value for phase in _PHASES)}),
+    ):
         missing = sorted(needed - fields.object(name).keys())
         if missing:
             refuse(f"{fields.where}, {name!r}", f"none of {missing[0]}", "all that plans need")
@@ -433,13 +450,18 @@ def _measure(effort: Effort) -> Measured:
             name = str(dtype).removeprefix("torch.")
             curves |= {f"{family}.{name}": curve for family, curve in found.items()}
         for dtype in _DTYPES:
-            curves = dict(corrected(curves, dtype, effort.timed_steps, clock))
-        beside = overheads(curves, effort.steps, clock)
+            curves = corrected(curves, dtype, effort.sizes, effort.timed_steps, clock)
+        beside = {GROUP: 0.0, **overheads(curves, effort.sizes.middle, effort.steps, clock)}
         steps = effort.steps, effort.timed_steps
-        links = {} if ranks == 1 else {GLOO: _gloo(), "shm": _SHM}
-        links |= {
-            name: with_costs(link, transport, curves, beside, steps, time.perf_counter)
-            for (name, link), transport in zip(links.items(), ("c10d", "shm"), strict=False)
+        if ranks == 1:
+            beside |= {GROUP: group_overhead(effort.sizes.middle, effort.steps, clock)}
+            return Measured(ranks=ranks, curves=curves, overheads=beside, links={})
+        links = {GLOO: _gloo(), "shm": _SHM}
+        links = {
+            name: with_costs(
+                link, transport, curves, beside, effort.sizes, steps, time.perf_counter
+            )
+            for (name, link), transport in zip(links.items(), ("c10d", "shm"), strict=True)
         }
         return Measured(ranks=ranks, curves=curves, overheads=beside, links=links)
     finally:

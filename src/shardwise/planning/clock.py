@@ -19,7 +19,7 @@ from shardwise.observe import Activity
 from shardwise.planning.compiled import fused, in_float8
 from shardwise.planning.costs import calls_of, op_seconds
 from shardwise.planning.events import Log, Mark, Op, Phase, Start, Wait
-from shardwise.planning.machine import Device, Execution, Link, Machine, Progress, SharedBy
+from shardwise.planning.machine import GROUP, Device, Execution, Link, Machine, Progress, SharedBy
 from shardwise.planning.settings import Compiled, Products, Settings
 
 #: The activities that marks begin, and that spans show beside collectives.
@@ -150,6 +150,8 @@ class _Replay:
                 case Wait():
                     self._wait(event.number)
                 case Mark() if event.activity in _PARTS:
+                    if event.activity is not Activity.OPTIMIZER:
+                        self._issue(self._device.overheads.get(GROUP, 0.0))
                     self._mark(event.activity, event.group)
         for number in [number for number, start in self._starts.items() if start.ranks > 1]:
             self._wait(number)  # whoever reads the results waits

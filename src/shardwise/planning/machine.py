@@ -47,6 +47,9 @@ from shardwise.units import printable
 _GIB = 2**30
 _MAX_BYTES = 1 << 16  # of a file that describes a machine
 
+#: The overhead beside each forward or backward of a group of parameters.
+GROUP = "group"
+
 
 class MachineError(ValueError):
     """A device, a link or a file of them cannot be used.
@@ -133,7 +136,7 @@ class Device:
         execution: whether the host runs ahead of the device.
         curves: measured seconds, by family of operations and dtype; see
             :mod:`shardwise.planning.costs`. Empty if nobody has measured it.
-        overheads: measured in place of ``op_overhead``, by phase.
+        overheads: measured in place of ``op_overhead``, by phase, and for each :data:`GROUP`.
     """
 
     name: str

@@ -56,12 +56,19 @@ class Size:
     layers: int = 6
 
 
-#: Calling its operations takes longer than computing them.
-SMALL = Size(64, 32)
-#: The other way around.
-LARGE = Size(512, 256)
-#: The sizes at which curves are corrected.
-SIZES = (SMALL, Size(192, 256), LARGE)
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes at which curves are corrected.
+
+    Attributes:
+        small: calling its operations takes longer than computing them.
+        middle: the other way around.
+        large: calling its operations takes next to nothing.
+    """
+
+    small: Size = Size(64, 32)
+    middle: Size = Size(192, 256)
+    large: Size = Size(512, 256)
 
 
 class _Blocks(nn.Module):
@@ -173,12 +180,15 @@ class _Timed(probes.Recorder):  # type: ignore[no-untyped-call]
         return noted
 
 
-def corrected(curves: Curves, dtype: torch.dtype, steps: int, clock: Clock) -> Curves:
+def corrected(
+    curves: Curves, dtype: torch.dtype, sizes: Sizes, steps: int, clock: Clock
+) -> dict[str, Curve]:
     """Return curves by what their operations take in steps of a dtype.
 
     Args:
         curves: by family and dtype, as probes have measured them.
         dtype: of the steps.
+        sizes: of the transformers.
         steps: how many of each size.
         clock: what to read the time from.
     """
@@ -187,7 +197,7 @@ def corrected(curves: Curves, dtype: torch.dtype, steps: int, clock: Clock) -> C
     found: dict[str, dict[float, list[tuple[float, float]]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for size in SIZES:
+    for size in (sizes.small, sizes.middle, sizes.large):
         for op, took in _ops_in_steps(Step(size, dtype), steps, clock):
             if (op.dtype in ("bfloat16", "float16")) == half and op.nbytes:
                 points = found[f"{family_of(op)}.{str(dtype).removeprefix('torch.')}"]
@@ -247,14 +257,15 @@ def ops_of(step: Step) -> list[Op]:
     return found.ops
 
 
-def overheads(curves: Curves, steps: int, clock: Clock) -> Mapping[str, float]:
+def overheads(curves: Curves, size: Size, steps: int, clock: Clock) -> dict[str, float]:
     """Return the seconds beside each operation, by phase.
 
-    They are those of the small transformer. In the optimizer, they count for each tensor.
+    The transformer should not be too small: where calls follow each other at once, they find Python
+    and autograd in the caches, and take less. In the optimizer, overheads count for each tensor.
     """
     device = device_of(curves)
-    step = Step(SMALL)
-    for _ in range(3):
+    step = Step(size)
+    for _ in range(2):
         step.run()
     ops = ops_of(step)
     took: dict[Phase, list[float]] = {phase: [] for phase in _PHASES}
@@ -269,7 +280,7 @@ def overheads(curves: Curves, steps: int, clock: Clock) -> Mapping[str, float]:
         mine = [op for op in ops if op.phase is phase]
         inside = sum(op_seconds(op, device) for op in mine)
         calls = sum(calls_of(op) for op in mine)
-        found[phase.value] = max(0.0, statistics.median(took[phase]) - inside) / calls
+        found[phase.value] = max(0.0, statistics.quantiles(took[phase], n=4)[0] - inside) / calls
     return found
 
 
@@ -289,11 +300,25 @@ def quick(step: Step, steps: int, clock: Clock) -> float:
     return statistics.quantiles(took, n=4)[0]  # whatever else runs here only adds to it
 
 
+def group_overhead(size: Size, steps: int, clock: Clock) -> float:
+    """Return the seconds that the runtime takes beside each forward or backward of a group.
+
+    Measured on one rank. Over several, it is in what each collective costs.
+    """
+    alone, sharded = Step(size), Step(size, transport="auto")
+    for step in (alone, sharded):
+        for _ in range(2):
+            step.run()
+    took = quick(sharded, steps, clock) - quick(alone, steps, clock)
+    return max(0.0, took) / (2 * (size.layers + 1))
+
+
 def with_costs(
     link: Link,
     transport: str,
     curves: Curves,
     beside: Mapping[str, float],
+    sizes: Sizes,
     steps: tuple[int, int],
     clock: Clock,
 ) -> Link:
@@ -304,19 +329,20 @@ def with_costs(
         transport: which uses it.
         curves: what the operations take.
         beside: the overheads.
-        steps: of the small model, and of the large one.
+        sizes: of the transformers; the small and the large one count.
+        steps: of the small one, and of the large one.
         clock: on the wall.
     """
     device = device_of(curves)
     found = []
-    for size, times in zip((SMALL, LARGE), steps, strict=True):
+    for size, times in zip((sizes.small, sizes.large), steps, strict=True):
         step = Step(size, transport=transport)
-        for _ in range(3):
+        for _ in range(2):
             step.run()
         counter = _Collectives()
         with observing(counter):
-            step.run()
-        rest = quick(step, times, clock) - seconds_of(ops_of(step), device, beside)
+            ops = ops_of(step)
+        rest = quick(step, times, clock) - seconds_of(ops, device, beside)
         found.append((counter.calls, counter.nbytes, rest))
     (calls, few, small), (_, many, large) = found
     # Two equations for what a call and what a byte costs. Neither can be negative.
