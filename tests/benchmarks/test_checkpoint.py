@@ -16,6 +16,7 @@ on_linux = pytest.mark.skipif(
 
 
 @on_linux
+@pytest.mark.long
 def test_every_contender_saves_and_loads_the_same_bytes(tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
     arguments = ["--params", "tiny", "--rounds", "2", "--folder", str(tmp_path), "--cold"]

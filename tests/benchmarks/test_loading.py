@@ -16,6 +16,7 @@ on_linux = pytest.mark.skipif(
 
 
 @on_linux
+@pytest.mark.long
 def test_contenders_load_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import loading
 

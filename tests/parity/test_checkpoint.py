@@ -86,7 +86,11 @@ def _copy_both_ways(rank: int, world_size: int, case: Case) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("model", "strategy", "world_size"),
-    [("mlp", "full-shard", 3), ("llama", "shard-grad-op", 2), ("mlp", "hybrid", 4)],
+    [
+        ("mlp", "full-shard", 3),
+        ("llama", "shard-grad-op", 2),
+        pytest.param("mlp", "hybrid", 4, marks=pytest.mark.long),
+    ],
 )
 def test_state_dict_loads_and_trains_on(
     ranks: Ranks, model: str, strategy: str, world_size: int

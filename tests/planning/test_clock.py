@@ -11,7 +11,7 @@ from shardwise.observe import Activity
 from shardwise.planning.clock import StepTime, step_time
 from shardwise.planning.costs import KERNEL
 from shardwise.planning.events import Event, Log, Mark, Op, Phase, Start, Wait
-from shardwise.planning.machine import Device, Execution, Link, Machine, Progress, SharedBy
+from shardwise.planning.machine import GROUP, Device, Execution, Link, Machine, Progress, SharedBy
 from shardwise.planning.settings import Settings
 
 SECOND = 10**12  # operations; bytes on the device are as many
@@ -26,6 +26,7 @@ DEVICE = Device(
     memory_efficiency=1.0,
     op_overhead=0.0,
 )
+OVERHEADS = {phase.value: 0.0 for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)}
 LINK = Link(name="test", bandwidth=WIRE, latency=0.0, launch=0.0)
 BETWEEN = Link(name="slow", bandwidth=WIRE / 10, latency=0.0, launch=0.0)
 MACHINE = Machine(device=DEVICE, inside=LINK, between=BETWEEN, ranks_per_host=2)
@@ -138,6 +139,14 @@ def test_a_host_that_computes_cannot_run_ahead() -> None:
     alone = replayed(*events, machine=replace(MACHINE, device=direct))
     assert alone.seconds == close(7.5)
     assert alone.host == close(1.5)
+
+
+def test_on_processors_the_runtime_takes_time_beside_each_group() -> None:
+    device = replace(DEVICE, execution=Execution.DIRECT, overheads=OVERHEADS | {GROUP: 0.25})
+    marks = [Mark(each, "g") for each in (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER)]
+    found = replayed(product(1.0), *marks, machine=replace(MACHINE, device=device))
+    assert found.seconds == pytest.approx(1.5 + KERNEL)
+    assert found.host == pytest.approx(0.5)
 
 
 def test_a_device_that_waits_for_the_host_is_bound_by_it() -> None:

@@ -76,6 +76,7 @@ def test_compiled_blocks_train_as_others_and_go_on_exactly(
     assert losses(again) == whole
 
 
+@pytest.mark.long
 @_modes(Checkpointing.FULL)
 def test_compiled_batch_norms_count_a_batch_once(
     ranks: Ranks, tmp_path: Path, mode: Checkpointing

@@ -37,7 +37,7 @@ Out = Annotated[
 def calibrate(out: Out = None) -> None:
     """Measure what this machine can do: products, memory, messages, overhead.
 
-    Takes under a minute. Nothing else should run meanwhile.
+    Takes about a minute. Nothing else should run meanwhile.
     """
     from shardwise.planning.calibrate import cache_file, check_writable, measure_machine
     from shardwise.planning.machine import MachineError

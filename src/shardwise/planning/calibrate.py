@@ -396,7 +396,7 @@ def measure_machine(
 ) -> Calibration:
     """Measure this machine.
 
-    Takes under a minute if nothing else runs. Starts one process, and then one on each processor
+    Takes about a minute if nothing else runs. Starts one process, and then one on each processor
     (at most 16).
 
     Args:
