@@ -55,6 +55,8 @@ def call(monkeypatch: Patch, *arguments: str) -> int:
         ("llama-tiny --mesh dp=2,tp=3", "--mesh: found dp=2,tp=3, expected a tp that divides"),
         ("llama-tiny --batch-size 0", "--batch-size: found 0, expected 1 or more"),
         ("llama-tiny --seq-length 9999", "--seq-length: found 9,999, expected at most 1,024"),
+        ("llama-tiny --image-size 32", "--image-size: found 32, expected none: llama-tiny takes"),
+        ("vit-tiny --seq-length 9", "--seq-length: found 9, expected none: vit-tiny takes images"),
         ("llama-tiny --optimizer lion", "--optimizer: found lion, expected one of adamw"),
         ("llama-tiny --optimizer nowhere:sgd", "--optimizer: found nowhere:sgd (No module named"),
         ("llama-tiny --device h100 --transport shm", "--transport: found shm, expected auto"),
@@ -118,6 +120,13 @@ def test_a_page_is_written(monkeypatch: Patch, capsys: Capture, tmp_path: Path) 
     assert call(monkeypatch, *words.split()) == 0
     assert capsys.readouterr().out == ""
     assert page.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_line(monkeypatch: Patch, capsys: Capture) -> None:
+    words = f"{_NETS}:build --batch {_NETS}:batch --mesh dp=2 --html /dev/full"
+    assert call(monkeypatch, *words.split()) == 1
+    assert capsys.readouterr().err == "error: cannot write: No space left on device\n"
 
 
 # -- before a training -----------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_a_function_in_code_is_a_model() -> None:
         ("llama-70", "did you mean llama-70b?"),
         ("no.such:model", "No module named 'no'"),
         (f"{__name__}:nobody", "nobody"),
-        (f"{__name__}:no_module", "makes a int, expected an nn.Module"),
+        (f"{__name__}:no_module", "makes int, expected an nn.Module"),
         (f"{__name__}:failing", "raises RuntimeError: no such file"),
         (f"{__name__}:", "expected package.module:name"),
     ],
@@ -79,6 +79,7 @@ def test_a_model_that_is_not_there_is_named(name: str, message: str) -> None:
         ("[1]", 'without "model_type"'),
         ("{}", 'without "model_type"'),
         ("[" * 50_000, "no JSON"),
+        ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "expected at most 10,000"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused(

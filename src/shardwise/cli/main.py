@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -27,6 +28,7 @@ from shardwise.elastic.errors import UserError
 from shardwise.units import printable
 
 _LONGEST = 2000  # characters of a message
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STOPPED, _UNREAD = 130, 141  # 128 and the signal, as shells count: SIGINT, SIGPIPE
 
 cli = typer.Typer(
@@ -103,6 +105,8 @@ def app() -> NoReturn:
     except BrokenPipeError:
         _end_unread()
     except OSError as error:
+        if error.errno in _FULL:
+            _end(f"cannot write: {error.strerror}", 1)
         if error.filename is None:
             raise  # about no file that the command line could have named
         _end(f"{error.filename}: {error.strerror}", 2)

@@ -295,14 +295,19 @@ def make_fit(
         MeshError, SettingsError: as for :func:`make_plan`.
     """
     settings = on_machine(with_sequence(blueprint, settings), machine)
+    plans: dict[Settings, ModelPlan] = {}
 
     def measure(model: Blueprint, settings: Settings) -> Measured:
         plan = make_plan(model, settings, machine, available, Rehearsed.FIRST)
         assert plan.step is not None
+        if model is blueprint:
+            plans[settings] = plan
         return Measured(peak=plan.needed, seconds=plan.step.seconds)
 
     found = fit(blueprint, settings, available.nbytes, measure)
-    plan = make_plan(blueprint, found.settings, machine, available)
+    plan = plans[found.settings]
+    if len(kinds_of_ranks(blueprint, found.settings)) > 1:  # and the search rehearsed only one
+        plan = make_plan(blueprint, found.settings, machine, available)
     return replace(plan, alternatives=found.alternatives)
 
 
@@ -332,11 +337,20 @@ def with_sequence(blueprint: Blueprint, settings: Settings) -> Settings:
     """Return the settings with a length of sequences, if the model of transformers has them.
 
     Raises:
-        SettingsError: sequences are longer than the model's.
+        SettingsError: sequences are longer than the model's, or the model has none, or no images.
     """
     model: Any = blueprint.model
-    if getattr(model, "main_input_name", "") != "input_ids" or settings.batch is not None:
+    if settings.batch is not None:
         return settings
+    takes = getattr(model, "main_input_name", "")
+    if takes == "pixel_values" and settings.seq_length is not None:
+        expected = f"none: {blueprint.name} takes images"
+        raise SettingsError("seq_length", f"{settings.seq_length:,}", expected)
+    if takes != "input_ids":
+        return settings
+    if settings.image_size is not None:
+        expected = f"none: {blueprint.name} takes tokens"
+        raise SettingsError("image_size", f"{settings.image_size:,}", expected)
     longest = longest_sequence(model.config.to_dict())
     if settings.seq_length is None:
         return replace(settings, seq_length=min(longest or USUAL_SEQUENCE, USUAL_SEQUENCE))

@@ -134,7 +134,7 @@ def _call(name: str) -> nn.Module | Blueprint:
             error
         )
     if not isinstance(made, nn.Module | Blueprint):
-        raise ModelError(f"{name}, which makes a {type(made).__name__}", "an nn.Module")
+        raise ModelError(f"{name}, which makes {type(made).__name__}", "an nn.Module")
     return made
 
 

@@ -192,6 +192,9 @@ MODELS: Mapping[str, dict[str, Any]] = {
 }
 
 
+MOST_LAYERS = 10_000
+
+
 def find_settings(model: str, presets: Mapping[str, dict[str, Any]] = MODELS) -> dict[str, Any]:
     """Return the settings of a preset, or of a ``config.json`` of ``transformers``.
 
@@ -218,6 +221,9 @@ def find_settings(model: str, presets: Mapping[str, dict[str, Any]] = MODELS) ->
         raise ModelError(f"{file}, no JSON ({error})", "a config.json") from None
     if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
         raise ModelError(f'{file} without "model_type"', "a config.json")
+    layers = settings.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MOST_LAYERS:  # each is built, and rehearsed
+        raise ModelError(f"{file} with {layers:,} layers", f"at most {MOST_LAYERS:,}")
     return settings
 
 

@@ -94,7 +94,9 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         with _explaining("making the optimizer"):
             optimizer = _Optimizer(settings, built.model)
         name = type(blueprint.model).__name__  # sharding gives the copy a class of its own
-        batches = [_batch(settings, built.model, name, mode) for _ in range(settings.accumulate)]
+        with _explaining("making a batch"):
+            each = range(settings.accumulate)
+            batches = [_batch(settings, built.model, name, mode) for _ in each]
         recorder = Recorder(mode, _dimensions(mesh))
         with recorder, recorder.watching(built.model, built.ends), observing(recorder):
             with _explaining("a step of the optimizer"):
@@ -323,8 +325,7 @@ def _batch(settings: Settings, model: nn.Module, name: str, mode: fake.FakeTenso
     """Make one microbatch for a model whose class has this name."""
     size = settings.batch_size
     if settings.batch is not None:
-        with _explaining("making a batch"):
-            made = settings.batch(size)
+        made = settings.batch(size)
         return map_tensors(functools.partial(fake.adopt, mode), made)
     config: Any = getattr(model, "config", None)
     takes = getattr(model, "main_input_name", None)
@@ -404,8 +405,8 @@ def _warm_up(
     """Take steps until the transports keep as much memory as they will.
 
     Messages have scratch memory from the first step on. Groups take turns in shared memory, and
-    which one gets which piece may settle only after some steps. On accelerators, transports keep
-    nothing.
+    which one gets which piece may settle only after some steps. Other transports keep nothing, but
+    what tensor parallelism gathers for the first time on the meta device is not noted.
     """
     meshes = [group.mesh for group in groups_of(model)]
     names = {
@@ -414,8 +415,8 @@ def _warm_up(
         for transport in (mesh.shard, mesh.scatter, mesh.replicate)
         if transport is not None
     }
-    on_host = settings.device_type == devices.CPU.type
-    most = 4 if ShmTransport.name in names else 1 if on_host else 0
+    settles = _backend(settings).sends_messages or TENSOR in settings.world.names
+    most = 4 if ShmTransport.name in names else 1 if settles else 0
     before = -1
     for _ in range(most):
         _step(recorder, settings, model, optimizer, batches)

@@ -33,6 +33,8 @@ MOST_RANKS = 100_000  # of a mesh to plan for
 #: and shared memory take time for each peer, in a rehearsal too.
 MOST_PEERS = 16
 ONE_HOST = 8  # ranks on a host, unless it is given
+MOST_ACCUMULATED = 1000  # microbatches; each of them is rehearsed
+MOST_SIZE = 10**9  # of anything else that is counted
 
 #: The dtypes that can be named -> their names in torch.
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -183,6 +185,9 @@ class Settings:
             found = getattr(self, name)
             if found is not None and not (type(found) is int and found >= 1):
                 raise SettingsError(name, found, "1 or more")
+            most = MOST_ACCUMULATED if name == "accumulate" else MOST_SIZE
+            if found is not None and found > most:
+                raise SettingsError(name, f"{found:,}", f"at most {most:,}")
         for name in ("param_dtype", "reduce_dtype", "shard_dtype"):
             found = getattr(self, name)
             if found is not None and found not in DTYPES:
