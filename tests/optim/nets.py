@@ -56,9 +56,7 @@ class Mesh:
             parallelize_module(net, mesh["tp"], plan)
         data: DeviceMesh = mesh[tuple(names)] if len(names) > 1 else mesh[names[0]]
         dim = self.dim
-        fully_shard(
-            net, mesh=data, shard_placement_fn=lambda p: Shard(dim if p.ndim > dim else 0)
-        )
+        fully_shard(net, mesh=data, shard_placement_fn=lambda p: Shard(dim if p.ndim > dim else 0))
         return net
 
 
