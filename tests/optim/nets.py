@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,11 @@ class Mesh:
 
     sizes: dict[str, int]
     dim: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes.values())
 
     def build(self, dtype: torch.dtype = torch.float32) -> Net:
         """Make the net, sharded. All ranks call it."""

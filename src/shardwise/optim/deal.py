@@ -1,8 +1,8 @@
 """Which rank orthogonalizes which matrix: the same answer on all ranks, from shapes alone.
 
-The most expensive matrix is dealt first, each to the rank that would be done with it first. A
-matrix that lies on one rank as a whole, as an expert may, costs that rank no messages, so it stays
-there unless that rank has more to do than others.
+A matrix that lies on one rank as a whole, as an expert may, stays there, unless that rank has more
+than its share of all work. The others are dealt with the most expensive one first, each to the rank
+that would be done with it first.
 
     4 matrices of cost 4 3 3 2 on 2 ranks:        rank 0: 4 2        rank 1: 3 3
 
@@ -73,6 +73,11 @@ class Matrix:
         """The number of elements."""
         return math.prod(self.shape)
 
+    @cached_property
+    def homes(self) -> list[int]:
+        """The ranks that hold all of it."""
+        return [rank for rank, piece in self.pieces.items() if piece.numel == self.numel]
+
     def sources(self, owner: int) -> dict[int, Piece]:
         """Return the pieces that make up the whole, by the rank that sends each to the owner.
 
@@ -123,22 +128,26 @@ def deal(matrices: Sequence[Matrix], ranks: int, cost: Callable[[Matrix], int]) 
         cost: returns the floating-point operations of a matrix.
 
     Returns:
-        The matrices of each rank, expensive ones first.
+        The matrices of each rank.
     """
     own: list[list[Matrix]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    queue = [(0, rank) for rank in range(ranks)]
+    share = sum(map(cost, matrices)) / ranks
+    left = []
     for matrix in sorted(matrices, key=cost, reverse=True):  # equal ones keep their order
-        while queue[0][0] != loads[queue[0][1]]:
-            heapq.heapreplace(queue, (loads[queue[0][1]], queue[0][1]))
-        free = queue[0][1]
-        holders = [rank for rank, piece in matrix.pieces.items() if piece.numel == matrix.numel]
-        ends = {rank: loads[rank] + cost(matrix) for rank in (free, *holders)}
-        if free not in holders:
-            ends[free] += MOVE * matrix.numel
-        owner = min(ends, key=lambda rank: (ends[rank], rank))
+        home = min(matrix.homes, key=lambda rank: (loads[rank], rank), default=None)
+        if home is None or loads[home] + cost(matrix) > share:
+            left.append(matrix)
+        else:
+            own[home].append(matrix)
+            loads[home] += cost(matrix)
+    queue = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(queue)
+    for matrix in left:
+        load, owner = queue[0]
         own[owner].append(matrix)
-        loads[owner] = ends[owner]
+        moved = 0 if owner in matrix.homes else MOVE * matrix.numel
+        heapq.heapreplace(queue, (load + cost(matrix) + moved, owner))
     return tuple(map(tuple, own))
 
 
