@@ -9,8 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.recipes.core.build import count, learning_rate, make_adamw, make_sgd, set_lr
-from shardwise.recipes.core.config import OptimizerConfig, ScheduleName, SgdConfig
+from shardwise.recipes.core.build import (
+    count,
+    learning_rate,
+    make_adamw,
+    make_optimizer,
+    make_sgd,
+    set_lr,
+)
+from shardwise.recipes.core.config import (
+    OptimizerConfig,
+    OptimizerName,
+    ScheduleName,
+    SgdConfig,
+)
 
 
 @pytest.fixture
@@ -56,6 +68,28 @@ def test_sgd_decays_everything_that_it_trains(model: nn.Sequential) -> None:
     (group,) = make_sgd(model, config).param_groups
     assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.8, 0.01)
     assert [id(p) for p in group["params"]] == [id(p) for p in model[:2].parameters()]
+
+
+def test_muon_gets_hidden_matrices_and_adamw_the_rest(model: nn.Sequential) -> None:
+    config = OptimizerConfig(
+        algorithm=OptimizerName.MUON, lr=0.1, weight_decay=0.3, betas=(0.8, 0.9), momentum=0.5
+    )
+    muon, adamw = make_optimizer(model, config).param_groups
+    assert [id(p) for p in muon["params"]] == [id(model[0].weight)]
+    assert (muon["algorithm"], muon["lr"], muon["weight_decay"]) == ("muon", 0.1, 0.3)
+    assert (muon["momentum"], muon["adjust_lr_fn"]) == (0.5, "match_rms_adamw")
+    assert (adamw["algorithm"], adamw["lr"], adamw["weight_decay"]) == ("adamw", 0.1, 0.0)
+    assert adamw["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(("given", "momentum"), [(None, 0.9), (0.0, 0.0), (0.5, 0.5)])
+def test_sgd_has_momentum_unless_it_is_given(
+    model: nn.Sequential, given: float | None, momentum: float
+) -> None:
+    config = OptimizerConfig(algorithm=OptimizerName.SGD, lr=0.1, momentum=given)
+    matrices, vectors = make_optimizer(model, config).param_groups
+    assert matrices["momentum"] == vectors["momentum"] == momentum
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
 
 
 def test_a_learning_rate_is_set_in_every_group(model: nn.Sequential) -> None:

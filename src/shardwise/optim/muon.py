@@ -96,10 +96,15 @@ class Muon(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what was pickled or copied."""
         super().__setstate__(state)
+        for group in self.param_groups:  # those of torch.optim.Muon do not say it
+            group.setdefault("algorithm", Algorithm.MUON.value)
         self._forget_plans()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group.
+
+        Args:
+            param_group: parameters, named or not, and settings; see the class.
 
         Raises:
             ValueError: a setting is impossible, or a parameter for Muon is no matrix.
