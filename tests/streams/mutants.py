@@ -8,6 +8,7 @@ from __future__ import annotations
 
 #: Files and folders without tensors of a device, or without any that two streams use.
 HOST_ONLY = {
+    "sharding/part.py": "says which elements a rank holds; only reports of the inspector take them",
     "transport/gloo.py": "messages between tensors of the host",
     "transport/waiter.py": "a thread that waits for gloo",
     "transport/peers.py": "ranks that meet in the store",
