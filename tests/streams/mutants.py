@@ -232,8 +232,6 @@ UNSEEN = {
     "transport/all_to_all.py AllToAll._collect: rows=rows": _HELD,
     "transport/all_to_all.py AllToAll.exchange_numbers: "
     "self.start_uneven(sent, ones, received, ones, label).wait()": _MUON,
-    "transport/all_to_all.py AllToAll.exchange_numbers: "
-    "torch.full((self.world_size,), mine, dtype=torch.int64, device=self._device)": _MUON,
     "transport/all_to_all.py AllToAll.exchange_numbers: torch.empty_like(sent)": _MUON,
     "transport/collectives.py CollectivesTransport.all_gather: mine.clone()": (
         "for backends that cannot gather in place; the one that is modeled can"
