@@ -34,7 +34,7 @@ from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
 from shardwise.elastic.world import World as Ranks
 from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
 from shardwise.recipes.core.build import learning_rate, make_adamw, set_lr, shard
-from shardwise.recipes.core.config import AdamWConfig, ShardingConfig, TransportName
+from shardwise.recipes.core.config import OptimizerConfig, ShardingConfig, TransportName
 from shardwise.recipes.core.model import build, decoder_layers, initialize, next_token_loss
 from shardwise.recipes.core.progress import make_display
 from shardwise.recipes.core.recipe import Place
@@ -113,7 +113,7 @@ class DilocoWorker:
         sharding = ShardingConfig(strategy=strategy, transport=TransportName.C10D)
         shard(self._model, decoder_layers(self._model), sharding, place)
         initialize(self._model, settings.seed)
-        config = AdamWConfig(lr=settings.lr)
+        config = OptimizerConfig(lr=settings.lr)
         self._schedule = learning_rate(config, settings.start + settings.steps)
         self._clip = config.clip_grad
         self._optimizer: torch.optim.Optimizer = make_adamw(self._model, config)

@@ -29,6 +29,7 @@ from _diloco_tables import diloco_tables
 from _gpu_tables import gpu_tables
 from _loading_tables import loading_tables
 from _memory_tables import memory_tables
+from _muon_tables import muon_tables
 from _overhead_tables import overhead_tables
 from _plan_memory_tables import plan_memory_tables
 from _plan_time_tables import plan_time_tables
@@ -57,6 +58,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "diloco": diloco_tables,
     "strategies": strategies_tables,
     "gpu": gpu_tables,
+    "muon": muon_tables,
     "timeline": timeline_tables,
     "plan_memory": plan_memory_tables,
     "plan_time": plan_time_tables,

@@ -36,7 +36,7 @@ from shardwise.planning.presets import VIT_PRESETS
 from shardwise.planning.settings import Checkpointing
 from shardwise.recipes.core.build import make_adamw
 from shardwise.recipes.core.config import (
-    AdamWConfig,
+    OptimizerConfig,
     OutputConfig,
     Precision,
     ShardingConfig,
@@ -56,7 +56,7 @@ from shardwise.recipes.vit import shard_model
 
 CLASSES = 1000
 STEPS = 2  # the first makes the optimizer's state
-OPTIMIZER = AdamWConfig(lr=1e-4)
+OPTIMIZER = OptimizerConfig(lr=1e-4)
 SAMPLED_EVERY = 0.01  # seconds; to read the PSS of a large process takes milliseconds
 
 

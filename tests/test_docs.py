@@ -74,7 +74,8 @@ def test_programs_run(ranks: Ranks, program: Program) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["shardwise", "shardwise.wrap", "shardwise.checkpoint", "shardwise.diloco"]
+    "package",
+    ["shardwise", "shardwise.wrap", "shardwise.checkpoint", "shardwise.diloco", "shardwise.optim"],
 )
 def test_every_public_name_is_in_the_reference(package: str) -> None:
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))

@@ -25,7 +25,7 @@ LAYERS = [
     ["sharding"],
     ["compat", "wrap"],
     ["frontends", "checkpoint"],
-    ["diloco", "inspect", "pretrained"],
+    ["diloco", "inspect", "optim", "pretrained"],
     ["planning"],
     ["timeline"],
     ["__init__"],

@@ -58,6 +58,7 @@ PUBLIC = {
         "inspect",
         "launch",
         "materialize",
+        "optim",
         "patch_torch",
         "plan",
         "register_fsdp_forward_method",
@@ -89,6 +90,10 @@ PUBLIC = {
         "OuterSGD",
         "Streaming",
         "WireFormat",
+    ],
+    "shardwise.optim": [
+        "Muon",
+        "muon_groups",
     ],
     "shardwise.pretrained": [
         "LoadReport",

@@ -33,6 +33,7 @@ class Activity(enum.Enum):
     ALL_GATHER = "all-gather"  # a collective is under way, from its issue to the end of its wait
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
+    ALL_TO_ALL = "all-to-all"
     WAIT = "wait"  # the thread waits for a collective
     PEER = "wait for a peer"  # within WAIT, the thread waits for one other rank
     COPY = "copy"  # between host and device, or between buffers
@@ -94,10 +95,11 @@ class Observer(Protocol):
         A collective that nobody waits for, after an exception, say, has no end.
 
         Args:
-            activity: ``ALL_GATHER``, ``REDUCE_SCATTER`` or ``ALL_REDUCE``.
+            activity: ``ALL_GATHER``, ``REDUCE_SCATTER``, ``ALL_REDUCE`` or ``ALL_TO_ALL``.
             name: of the group, such as ``"model.layers.3"``.
             wire: what it travels over.
-            nbytes: of the full tensors in the dtype that is sent, padding included.
+            nbytes: of the full tensors in the dtype that is sent, padding included; for
+                ``ALL_TO_ALL``, what this rank sends to others.
             launches: how many calls of the wire it takes: messages to peers, or collectives.
 
         Returns:

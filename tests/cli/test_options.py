@@ -43,6 +43,8 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--lr=fast", "--lr: found 'fast', expected a number"),
         ("--lr -1", "--lr: found -1.0, expected a number above 0"),
         ("--beta1 1", "--beta1: found 1.0, expected 0 to 1, without 1"),
+        ("--momentum 0.5", "--momentum: found 0.5, expected none: only muon and sgd have one"),
+        ("--optimizer sgd --momentum 1", "--momentum: found 1.0, expected 0 to 1, without 1"),
         ("--seq-length 0", "--seq-length: found 0, expected 1 or more"),
         ("--seq-length 9999", "--seq-length: found 9999, expected at most 1024"),
         ("--streams 0", "--streams: found 0, expected 1 or more"),
@@ -301,7 +303,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
     arguments = (
         "--model llama-34m --data a.txt b.txt --data c.txt --steps 7 --batch-size 3 "
         "--accumulate 2 --lr 0.5 --beta2 0.5 --weight-decay 0 --warmup 1 --clip-grad 0 --seed 9 "
-        "--schedule warmup-stable-decay --decay-steps 3 --min-lr 0 --device cpu --strategy "
+        "--schedule warmup-stable-decay --decay-steps 3 --min-lr 0 --device cpu --optimizer muon "
+        "--momentum 0.5 --strategy "
         "hybrid --replicas 2 --param-dtype bf16 --shard-dtype bf16 --reduce-dtype bf16 "
         "--activation-checkpointing --transport collectives --out here --checkpoint-every 5 "
         "--keep-last 9 --async-checkpoint --eval-every 4 --keep-best --tensorboard --log "
@@ -314,7 +317,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "model": "llama-34m", "data": ["a.txt", "c.txt", "b.txt"], "seq_length": 512,
         "prompt": "x", "sample_tokens": 3, "temperature": 0.0, "steps": 7, "epochs": None,
         "batch_size": 3,
-        "accumulate": 2, "seed": 9, "device": "cpu", "lr": 0.5, "betas": [0.9, 0.5],
+        "accumulate": 2, "seed": 9, "device": "cpu", "algorithm": "muon", "momentum": 0.5,
+        "lr": 0.5, "betas": [0.9, 0.5],
         "weight_decay": 0.0, "warmup": 1, "schedule": "warmup-stable-decay", "decay_steps": 3,
         "min_lr": 0.0, "clip_grad": 0.0, "strategy": "hybrid", "replicas": 2,
         "mesh": None, "param_dtype": "bf16", "shard_dtype": "bf16", "reduce_dtype": "bf16",

@@ -20,7 +20,7 @@ from shardwise.inspect.page import page
 from shardwise.inspect.picture import drawing
 from shardwise.inspect.report import Kind, Report
 from shardwise.inspect.text import as_text
-from shardwise.inspect.tiling import take
+from shardwise.sharding.part import take
 from tests.sharding.nets import Net
 
 Threads = Callable[..., list[Any]]

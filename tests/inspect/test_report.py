@@ -9,7 +9,8 @@ from torch import nn
 
 from shardwise.inspect.grid import Grid
 from shardwise.inspect.report import Kind, ParameterReport, Report, folded, unfolded
-from shardwise.inspect.tiling import Part, Tiling, full_part
+from shardwise.inspect.tiling import Tiling
+from shardwise.sharding.part import Part, full_part
 from tests.inspect.plans import planned_report
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.inspect.tiling import Block, Span
+from shardwise.inspect.tiling import Block
 from shardwise.inspect.words import (
     Row,
     add_rows,
@@ -25,6 +25,7 @@ from shardwise.inspect.words import (
     shape_in_words,
     spans_in_words,
 )
+from shardwise.sharding.part import Span
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from shardwise.recipes.core.config import AdamWConfig
+from shardwise.recipes.core.config import OptimizerConfig
 from shardwise.recipes.vision.config import MnistConfig
 from shardwise.recipes.vision.files import CLASSES, SIDE
 from tests.recipes.small import train_config
@@ -65,7 +65,7 @@ def small_mnist(folder: Path, name: str = "run", **changes: Any) -> MnistConfig:
         data_dir=data,
         nested=given.pop("nested", False),
         train=train_config(
-            folder / name, given, AdamWConfig(lr=5e-3, warmup=2, betas=(0.9, 0.999))
+            folder / name, given, OptimizerConfig(lr=5e-3, warmup=2, betas=(0.9, 0.999))
         ),
     )
     assert not given, f"unknown settings: {sorted(given)}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.recipes.core.config import (
-    AdamWConfig,
+    OptimizerConfig,
     OutputConfig,
     SgdConfig,
     ShardingConfig,
@@ -64,14 +64,14 @@ def small_config(folder: Path, name: str = "run", **changes: Any) -> LmConfig:
         data=(str(folder / "words.txt"),),
         seq_length=given.pop("seq_length", 16),
         sample_tokens=given.pop("sample_tokens", 0),
-        train=train_config(folder / name, given, AdamWConfig(lr=1e-2, warmup=2)),
+        train=train_config(folder / name, given, OptimizerConfig(lr=1e-2, warmup=2)),
     )
     assert not given, f"unknown settings: {sorted(given)}"
     return config
 
 
 def train_config(
-    out: Path, given: dict[str, Any], optimizer: AdamWConfig | SgdConfig
+    out: Path, given: dict[str, Any], optimizer: OptimizerConfig | SgdConfig
 ) -> TrainConfig:
     """Take from ``given`` what belongs to every training, by the innermost names.
 

@@ -9,8 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.recipes.core.build import count, learning_rate, make_adamw, make_sgd, set_lr
-from shardwise.recipes.core.config import AdamWConfig, ScheduleName, SgdConfig
+from shardwise.recipes.core.build import (
+    count,
+    learning_rate,
+    make_adamw,
+    make_optimizer,
+    make_sgd,
+    set_lr,
+)
+from shardwise.recipes.core.config import (
+    OptimizerConfig,
+    OptimizerName,
+    ScheduleName,
+    SgdConfig,
+)
 
 
 @pytest.fixture
@@ -22,7 +34,7 @@ def model() -> nn.Sequential:
 
 
 def test_adamw_decays_matrices_and_neither_norms_nor_biases(model: nn.Sequential) -> None:
-    config = AdamWConfig(lr=1e-3, weight_decay=0.3, betas=(0.8, 0.9))
+    config = OptimizerConfig(lr=1e-3, weight_decay=0.3, betas=(0.8, 0.9))
     matrices, vectors = make_adamw(model, config).param_groups
     linear, norm, _ = model
     assert [id(p) for p in matrices["params"]] == [id(linear.weight)]
@@ -35,7 +47,7 @@ def test_adamw_decays_matrices_and_neither_norms_nor_biases(model: nn.Sequential
 def test_a_step_of_adamw_shrinks_what_decays_and_nothing_else(model: nn.Sequential) -> None:
     """Where the gradient is 0, only decay moves a parameter: by the learning rate times it."""
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = make_adamw(model, AdamWConfig(lr=0.1, weight_decay=0.5))
+    optimizer = make_adamw(model, OptimizerConfig(lr=0.1, weight_decay=0.5))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -47,7 +59,7 @@ def test_a_step_of_adamw_shrinks_what_decays_and_nothing_else(model: nn.Sequenti
 def test_a_model_of_one_kind_of_parameters_has_no_empty_group() -> None:
     """Checkpoints name the groups; an empty one would be a group that no other model has."""
     for model in (nn.Linear(2, 2, bias=False), nn.LayerNorm(2)):
-        (group,) = make_adamw(model, AdamWConfig(lr=1e-3)).param_groups
+        (group,) = make_adamw(model, OptimizerConfig(lr=1e-3)).param_groups
         assert [id(p) for p in group["params"]] == [id(p) for p in model.parameters()]
 
 
@@ -58,8 +70,30 @@ def test_sgd_decays_everything_that_it_trains(model: nn.Sequential) -> None:
     assert [id(p) for p in group["params"]] == [id(p) for p in model[:2].parameters()]
 
 
+def test_muon_gets_hidden_matrices_and_adamw_the_rest(model: nn.Sequential) -> None:
+    config = OptimizerConfig(
+        algorithm=OptimizerName.MUON, lr=0.1, weight_decay=0.3, betas=(0.8, 0.9), momentum=0.5
+    )
+    muon, adamw = make_optimizer(model, config).param_groups
+    assert [id(p) for p in muon["params"]] == [id(model[0].weight)]
+    assert (muon["algorithm"], muon["lr"], muon["weight_decay"]) == ("muon", 0.1, 0.3)
+    assert (muon["momentum"], muon["adjust_lr_fn"]) == (0.5, "match_rms_adamw")
+    assert (adamw["algorithm"], adamw["lr"], adamw["weight_decay"]) == ("adamw", 0.1, 0.0)
+    assert adamw["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(("given", "momentum"), [(None, 0.9), (0.0, 0.0), (0.5, 0.5)])
+def test_sgd_has_momentum_unless_it_is_given(
+    model: nn.Sequential, given: float | None, momentum: float
+) -> None:
+    config = OptimizerConfig(algorithm=OptimizerName.SGD, lr=0.1, momentum=given)
+    matrices, vectors = make_optimizer(model, config).param_groups
+    assert matrices["momentum"] == vectors["momentum"] == momentum
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+
+
 def test_a_learning_rate_is_set_in_every_group(model: nn.Sequential) -> None:
-    optimizer = make_adamw(model, AdamWConfig(lr=1e-3))
+    optimizer = make_adamw(model, OptimizerConfig(lr=1e-3))
     set_lr(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 
@@ -73,7 +107,7 @@ def test_every_element_counts_once_whatever_its_shape(model: nn.Sequential) -> N
 
 
 def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
-    lr = learning_rate(AdamWConfig(lr=1.0, warmup=10), 110)
+    lr = learning_rate(OptimizerConfig(lr=1.0, warmup=10), 110)
     rates = [lr(step) for step in range(1, 111)]
     assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
     assert rates[59] == pytest.approx(0.55)  # half way down: 0.1 + 0.9 / 2
@@ -83,7 +117,7 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 5), (20, 1), (20, 2), (20, 5), (5, 5)])
 def test_short_runs_have_a_learning_rate_too(warmup: int, steps: int) -> None:
-    lr = learning_rate(AdamWConfig(lr=2.0, warmup=warmup), steps)
+    lr = learning_rate(OptimizerConfig(lr=2.0, warmup=warmup), steps)
     rates = [lr(step) for step in range(1, steps + 1)]
     assert all(0 < rate <= 2.0 and math.isfinite(rate) for rate in rates)
     assert max(rates) > 1.0 or warmup == 0
@@ -91,14 +125,14 @@ def test_short_runs_have_a_learning_rate_too(warmup: int, steps: int) -> None:
 
 def test_a_run_longer_than_planned_stays_at_the_lowest_rate() -> None:
     """``--steps`` may be lowered for a run that is resumed."""
-    lr = learning_rate(AdamWConfig(lr=1.0, warmup=0), 10)
+    lr = learning_rate(OptimizerConfig(lr=1.0, warmup=0), 10)
     assert lr(10) == pytest.approx(0.1)
     assert lr(1000) == pytest.approx(0.1)
 
 
 def rates(steps: int, **settings: Any) -> list[float]:
     """The learning rates of all steps of a run with a peak of 1."""
-    lr = learning_rate(AdamWConfig(lr=1.0, **settings), steps)
+    lr = learning_rate(OptimizerConfig(lr=1.0, **settings), steps)
     return [lr(step) for step in range(1, steps + 1)]
 
 

@@ -18,8 +18,8 @@ from shardwise.frontends.strategies import Strategy
 from shardwise.planning.presets import longest_sequence
 from shardwise.recipes.core.begin import check_folder, decided
 from shardwise.recipes.core.config import (
-    AdamWConfig,
     Existing,
+    OptimizerConfig,
     OptionError,
     OutputConfig,
     ScheduleName,
@@ -44,7 +44,7 @@ from tests.recipes.small import small_config
 def config(**changes: Any) -> TrainConfig:
     """A good configuration but for the changes, each given by its innermost name."""
     parts: dict[str, Any] = {
-        "optimizer": AdamWConfig(lr=1e-3),
+        "optimizer": OptimizerConfig(lr=1e-3),
         "output": OutputConfig(out=Path("out")),
         "sharding": ShardingConfig(),
     }

@@ -17,8 +17,9 @@ from shardwise.frontends.strategies import Strategy
 from shardwise.planning.settings import Checkpointing
 from shardwise.recipes.catalog import RECIPES
 from shardwise.recipes.core.config import (
-    AdamWConfig,
     DilocoConfig,
+    OptimizerConfig,
+    OptimizerName,
     OutputConfig,
     Precision,
     SgdConfig,
@@ -71,23 +72,27 @@ def _train(optimizer: Any, **changes: Any) -> TrainConfig:
 @pytest.mark.parametrize(
     ("train", "expected"),
     [
-        (_train(AdamWConfig(lr=1.0)), {"optimizer": "adamw", "clip_grad": 1.0, "outer_states": 0}),
+        (
+            _train(OptimizerConfig(lr=1.0)),
+            {"optimizer": "adamw", "clip_grad": 1.0, "outer_states": 0},
+        ),
+        (_train(OptimizerConfig(lr=1.0, algorithm=OptimizerName.MUON)), {"optimizer": "muon"}),
         (_train(SgdConfig(lr=1.0)), {"optimizer": "sgd-momentum", "clip_grad": 0.0}),
         (_train(SgdConfig(lr=1.0, momentum=0.0)), {"optimizer": "sgd"}),
         (
             _train(
-                AdamWConfig(lr=1.0),
+                OptimizerConfig(lr=1.0),
                 diloco=DilocoConfig(error_feedback=True),
                 sharding=ShardingConfig(strategy=Strategy.DILOCO, replicas=2),
             ),
             {"outer_states": 3},
         ),
         (
-            _train(AdamWConfig(lr=1.0), sharding=ShardingConfig(param_dtype=Precision.BF16)),
+            _train(OptimizerConfig(lr=1.0), sharding=ShardingConfig(param_dtype=Precision.BF16)),
             {"param_dtype": "bf16", "shard_dtype": "fp32"},
         ),
         (
-            _train(AdamWConfig(lr=1.0), sharding=ShardingConfig(strategy=Strategy.NO_SHARD)),
+            _train(OptimizerConfig(lr=1.0), sharding=ShardingConfig(strategy=Strategy.NO_SHARD)),
             {"transport": "auto", "ranks_per_host": 2},
         ),
     ],

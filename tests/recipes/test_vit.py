@@ -38,8 +38,8 @@ from shardwise.recipes.catalog import RECIPES
 from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.build import make_adamw, shard_bytes
 from shardwise.recipes.core.config import (
-    AdamWConfig,
     Existing,
+    OptimizerConfig,
     OptionError,
     OutputConfig,
     Precision,
@@ -118,7 +118,7 @@ def _place(config: ShardingConfig, rank: int, world_size: int) -> Place:
     train = TrainConfig(
         steps=1,
         batch_size=1,
-        optimizer=AdamWConfig(lr=1e-3),
+        optimizer=OptimizerConfig(lr=1e-3),
         output=OutputConfig(out=Path("out")),
         sharding=config,
     )
@@ -205,11 +205,11 @@ def _measure(rank: int, world_size: int, stored: int, needed: RankBytes) -> dict
 
     small = build_classifier(UNEVEN, CLASSES)  # imports, connections and threads are not counted
     _built(small, config, place)
-    step(small, make_adamw(small, AdamWConfig(lr=1e-3)))
+    step(small, make_adamw(small, OptimizerConfig(lr=1e-3)))
     gc.collect()
     model = build_classifier(WIDE, CLASSES)
     found = {"build": extra_memory(lambda: _built(model, config, place))}
-    optimizer = make_adamw(model, AdamWConfig(lr=1e-3))
+    optimizer = make_adamw(model, OptimizerConfig(lr=1e-3))
     step(model, optimizer)  # makes the optimizer's state
     gc.collect()
     found["step"] = stored + needed.optimizer + extra_memory(lambda: step(model, optimizer))
@@ -229,7 +229,7 @@ def test_a_rank_holds_its_shards_and_a_layer_while_building_and_what_was_planned
     layout = _planned(model, 4)
     whole, stored = layout.nbytes, layout.totals[0].parameters
     sharding = ShardingConfig(transport=TransportName.C10D)
-    given = train_config(Path("out"), {"batch_size": 1}, AdamWConfig(lr=1e-3))
+    given = train_config(Path("out"), {"batch_size": 1}, OptimizerConfig(lr=1e-3))
     train = dataclasses.replace(given, sharding=sharding)
     blueprint = Blueprint("vit", model, decoder_layers(model), placement=vit_placement)
     example = Example(batch=_images, loss=classification_loss)
@@ -355,7 +355,7 @@ def small_vit(folder: Path, name: str = "run", **changes: Any) -> VitConfig:
     if not (folder / "config.json").exists():
         (folder / "config.json").write_text(json.dumps(LEARNING))
     given = {"epochs": 2, "batch_size": 8, "eval_every": 1, **changes}
-    train = train_config(folder / name, given, AdamWConfig(lr=5e-3, warmup=2))
+    train = train_config(folder / name, given, OptimizerConfig(lr=5e-3, warmup=2))
     own = {"model": str(folder / "config.json"), "image_size": 32, "threads": 2}
     return VitConfig(**{"data_dir": data, **own, **given}, train=train)
 

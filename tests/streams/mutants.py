@@ -8,6 +8,7 @@ from __future__ import annotations
 
 #: Files and folders without tensors of a device, or without any that two streams use.
 HOST_ONLY = {
+    "sharding/part.py": "says which elements a rank holds; only reports of the inspector take them",
     "transport/gloo.py": "messages between tensors of the host",
     "transport/waiter.py": "a thread that waits for gloo",
     "transport/peers.py": "ranks that meet in the store",
@@ -71,7 +72,7 @@ SEEN = {
     "sharding/policy.py Offload.grad_to_host: stream.record_event()": "offload_pinned",
     "sharding/policy.py Offload.wait: self._copied.popitem()[1].synchronize()": "offload_pinned",
     # Collectives.
-    "transport/all_to_all.py AllToAll.start: work.wait()": "diloco",
+    "transport/all_to_all.py AllToAll._collect: work.wait()": "diloco",
     "transport/buckets.py pack: torch.cat(list(pieces))": "hybrid",
     "transport/buckets.py flat_rows: like.new_empty(world_size, sum(chunks))": "zero3",
     "transport/buckets.py contributions: "
@@ -184,6 +185,7 @@ _ORDERED = (
 _META = "it has no memory: it is on the meta device"
 _ASKS = "it asks whether the device can do this, and nothing follows it"
 _LOADED = "it is filled from the host, which waits for each copy"
+_MUON = "only the step of Muon calls it, which no scenario plays"
 
 #: By place: why no scenario can report that it is gone.
 UNSEEN = {
@@ -208,7 +210,7 @@ UNSEEN = {
     "sharding/state.py Root._move_on: self._left_alone.pop(0).finish()": (
         "a part of a gradient is missing, which only values show"
     ),
-    "transport/all_to_all.py AllToAll.start: under_way.append(held)": "gloo's, on the host",
+    "transport/all_to_all.py AllToAll._send: under_way.append(held)": "gloo's, on the host",
     "devices.py _has_streams: "
     "torch.accelerator.current_stream(current(kind)).record_event()": _ASKS,
     "devices.py _times_events: last.synchronize()": _ASKS,
@@ -226,8 +228,11 @@ UNSEEN = {
     "storage.resize_((offset + memory.numel()) * memory.itemsize)": _FREED,
     'sharding/layout.py Layout.strides: torch.empty(self.shape, device="meta")': _META,
     'sharding/placement.py sharded_spec: torch.empty(param.shape, device="meta")': _META,
-    "transport/all_to_all.py AllToAll.start: messages.wait()": "gloo's messages, on the host",
-    "transport/all_to_all.py AllToAll.start: rows=rows": _HELD,
+    "transport/all_to_all.py AllToAll._send: messages.wait()": "gloo's messages, on the host",
+    "transport/all_to_all.py AllToAll._collect: rows=rows": _HELD,
+    "transport/all_to_all.py AllToAll.exchange_numbers: "
+    "self.start_uneven(sent, ones, received, ones, label).wait()": _MUON,
+    "transport/all_to_all.py AllToAll.exchange_numbers: torch.empty_like(sent)": _MUON,
     "transport/collectives.py CollectivesTransport.all_gather: mine.clone()": (
         "for backends that cannot gather in place; the one that is modeled can"
     ),

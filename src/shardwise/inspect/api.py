@@ -25,8 +25,8 @@ from shardwise._torch import c10d, fsdp
 from shardwise.frontends.strategies import TENSOR, WantedMesh
 from shardwise.inspect.read import gather_values, read
 from shardwise.inspect.report import MOST_VALUES, Report
-from shardwise.inspect.tiling import take
 from shardwise.sharding.api import fully_shard
+from shardwise.sharding.part import take
 
 
 @dataclass(frozen=True, kw_only=True)

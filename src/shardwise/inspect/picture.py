@@ -14,7 +14,7 @@ from itertools import pairwise, product
 
 from shardwise.inspect.grid import Grid
 from shardwise.inspect.report import ParameterReport, Report
-from shardwise.inspect.tiling import Block, Span, Tiling
+from shardwise.inspect.tiling import Block, Tiling
 from shardwise.inspect.words import (
     block_in_words,
     dimension_name,
@@ -23,6 +23,7 @@ from shardwise.inspect.words import (
     shape_in_words,
     spans_in_words,
 )
+from shardwise.sharding.part import Span
 from shardwise.units import brief_size
 
 #: The style of all drawings; ``--h`` is the hue of a block, in degrees.

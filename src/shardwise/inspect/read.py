@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch import dtensor
 from shardwise.inspect.grid import Coordinate, Grid, coordinates_in, grid_of, names_of, reachable
 from shardwise.inspect.report import MOST_VALUES, Kind, ParameterReport, Report, Values
-from shardwise.inspect.tiling import Part, Tiling, cut, full_part, placed, shape_of
+from shardwise.inspect.tiling import Tiling
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.part import Part, cut, full_part, placed, shape_of
 from shardwise.sharding.state import state_of
 
 #: The part and the number of padding elements that each rank holds.

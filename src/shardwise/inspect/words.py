@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shardwise.inspect.tiling import Block, Span
+    from shardwise.inspect.tiling import Block
+    from shardwise.sharding.part import Span
 
 _MOST_RANGES = 4
 

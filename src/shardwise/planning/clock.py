@@ -101,8 +101,10 @@ def bytes_sent(activity: Activity, nbytes: int, ranks: int) -> int:
     """Return the bytes that one rank of a collective sends.
 
     Each rank sends its part to all others, or the parts of all others: ``(n - 1) / n`` of the full
-    tensors. An all-reduce is a reduce-scatter and an all-gather.
+    tensors. An all-reduce is a reduce-scatter and an all-gather. An all-to-all says what it sends.
     """
+    if activity is Activity.ALL_TO_ALL:
+        return nbytes
     once = nbytes * (ranks - 1) // max(ranks, 1)
     return 2 * once if activity is Activity.ALL_REDUCE else once
 

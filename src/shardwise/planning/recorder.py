@@ -521,6 +521,7 @@ _KINDS = {
     "sharding/layout.py": Memory.GRADIENTS,  # in the order of chunks
     "sharding/reduce.py": Memory.GRADIENTS,
     "sharding/param.py": Memory.GRADIENTS,
+    "optim/whole.py": Memory.TRANSPORT,
     "transport/memory.py": Memory.FULL_PARAMETERS,
     "transport/sums.py": Memory.OTHER,
 }
@@ -567,7 +568,7 @@ def _source_of_file(path: str) -> _Source | None:
         return None
     if name.startswith("transport/") or name == "planning/wires.py":
         return _Source(runtime=True, kind=_KINDS.get(name, Memory.TRANSPORT))
-    if name.startswith("sharding/"):
+    if name.startswith(("sharding/", "optim/")):
         return _Source(runtime=True, kind=_KINDS.get(name))
     return _MODEL
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from shardwise import devices
 from shardwise.devices import Backend
 from shardwise.observe import Memory
-from shardwise.transport.base import FinishedWork, Transport
+from shardwise.transport.all_to_all import AllToAll
+from shardwise.transport.base import FinishedWork, Label, Transport
 from shardwise.transport.collective_log import CollectiveLog
 from shardwise.transport.collectives import Collective, CollectivesTransport, NcclTransport
 from shardwise.transport.gloo import GlooTransport, Messages
@@ -60,6 +62,7 @@ def simulated(backend: Backend, *, ranks_per_host: int) -> Iterator[None]:
         gloo=SimulatedGloo,
         nccl=SimulatedNccl,
         collectives=SimulatedCollectives,
+        all_to_all=functools.partial(SimulatedAllToAll, backend=backend),
     )
     with made_by(factory), warnings.catch_warnings():
         # Tensors without memory have no address, and nothing here needs one.
@@ -147,6 +150,25 @@ class SimulatedGloo(GlooTransport):
     @property
     def _collectives_type(self) -> type[CollectivesTransport]:
         return SimulatedCollectives
+
+
+class SimulatedAllToAll(AllToAll):
+    """An all-to-all that is prepared, and never sent."""
+
+    @property
+    def _messages_type(self) -> type[Messages]:
+        return _Unsent
+
+    def _launch(self, *args: object) -> Launched:
+        return FinishedWork()
+
+    def exchange_numbers(self, mine: int, label: Label) -> list[int]:
+        """Exchange them, and let the others have the number of this rank."""
+        super().exchange_numbers(mine, label)
+        return [mine] * self.world_size
+
+    def _values(self, numbers: torch.Tensor) -> list[int]:
+        return []
 
 
 def _simulated_shm(peers: Peers, ranks_per_host: int) -> Transport | str:

@@ -21,10 +21,10 @@ from shardwise.recipes.core.build import (
     checkpoint_blocks,
     compile_blocks,
     learning_rate,
-    make_adamw,
+    make_optimizer,
     shard,
 )
-from shardwise.recipes.core.config import AdamWConfig
+from shardwise.recipes.core.config import OptimizerConfig
 from shardwise.recipes.core.model import (
     Utilization,
     build,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 def assemble(inputs: LmInputs, place: Place) -> Task:
     """Build model, optimizer and data on one rank."""
     config, train = inputs.config, inputs.train
-    assert isinstance(train.optimizer, AdamWConfig)
+    assert isinstance(train.optimizer, OptimizerConfig)
     vocabulary = load_vocabulary(config.tokenizer_name, config.tokenizer_option)
     model = _build(inputs.settings, config, vocabulary)
     introduction = _notes(config, vocabulary, model)
@@ -79,7 +79,7 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
     span = replace(inputs.span, per_epoch=data.per_epoch)
     steps = span.steps_in_all(train.examples_per_step(place.world.size))
     curve = learning_rate(train.optimizer, steps)
-    optimizer: torch.optim.Optimizer = make_adamw(model, train.optimizer)
+    optimizer = make_optimizer(model, train.optimizer)
     replicas = None
     if train.diloco is not None:
         optimizer, replicas = replicas_of(model, optimizer, place.mesh, train.diloco)

@@ -21,10 +21,10 @@ from shardwise.recipes.core.build import (
     checkpoint_blocks,
     compile_blocks,
     learning_rate,
-    make_adamw,
+    make_optimizer,
     shard,
 )
-from shardwise.recipes.core.config import AdamWConfig
+from shardwise.recipes.core.config import OptimizerConfig
 from shardwise.recipes.core.recipe import Example, Place, Task
 from shardwise.recipes.vision.config import MnistConfig, MnistInputs
 from shardwise.recipes.vision.files import CLASSES, SIDE, IdxSet
@@ -45,7 +45,7 @@ HIDDEN = 64
 def assemble(inputs: MnistInputs, place: Place) -> Task:
     """Build model, optimizer and data on one rank."""
     train = inputs.train
-    assert isinstance(train.optimizer, AdamWConfig)
+    assert isinstance(train.optimizer, OptimizerConfig)
     torch.manual_seed(train.seed)  # every rank begins with the same weights
     model = build_convnet().to(place.device)
     checkpoint_blocks(_blocks(model), train.sharding.activation_checkpointing)
@@ -64,7 +64,7 @@ def assemble(inputs: MnistInputs, place: Place) -> Task:
     classifier = Classifier(
         name="convnet",
         model=sharded,
-        optimizer=make_adamw(model, train.optimizer),
+        optimizer=make_optimizer(model, train.optimizer),
         # By examples: in a resumed run, steps before may have had another number of them.
         schedule=lambda position: curve(position.examples / per_step),
         load=functools.partial(load_plain, build_convnet, place.device),

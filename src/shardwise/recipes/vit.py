@@ -24,10 +24,10 @@ from shardwise.recipes.core.build import (
     checkpoint_blocks,
     compile_blocks,
     learning_rate,
-    make_adamw,
+    make_optimizer,
     shard,
 )
-from shardwise.recipes.core.config import AdamWConfig, ShardingConfig
+from shardwise.recipes.core.config import OptimizerConfig, ShardingConfig
 from shardwise.recipes.core.model import (
     build_classifier,
     config_json,
@@ -42,7 +42,7 @@ from shardwise.recipes.vision.task import Classifier, ImageData, example_of, vis
 def assemble(inputs: VitInputs, place: Place) -> Task:
     """Build model, optimizer and data on one rank."""
     config, train = inputs.config, inputs.train
-    assert isinstance(train.optimizer, AdamWConfig)
+    assert isinstance(train.optimizer, OptimizerConfig)
     model = build_classifier(inputs.settings, len(inputs.classes))
     sharded = shard_model(model, units_of(model, config), train.sharding, place)
     initialize(model, train.seed)
@@ -54,7 +54,7 @@ def assemble(inputs: VitInputs, place: Place) -> Task:
         name=config.model,
         model=sharded,
         config_json=config_json(model),
-        optimizer=make_adamw(model, train.optimizer),
+        optimizer=make_optimizer(model, train.optimizer),
         # By examples: in a resumed run, steps before may have had another number of them.
         schedule=lambda position: curve(position.examples / per_step),
         load=functools.partial(_load_sharded, inputs, place),

@@ -13,7 +13,9 @@ from shardwise.checkpoint.disk.strict import Fields, refuse
 from shardwise.observe import Activity, Memory
 
 #: Activities that are collectives.
-COLLECTIVES = frozenset({Activity.ALL_GATHER, Activity.REDUCE_SCATTER, Activity.ALL_REDUCE})
+COLLECTIVES = frozenset(
+    {Activity.ALL_GATHER, Activity.REDUCE_SCATTER, Activity.ALL_REDUCE, Activity.ALL_TO_ALL}
+)
 
 _MOST = 1 << 24  # spans or changes in a file
 _PLACES = 7  # decimal places of a time: 0.1 microseconds

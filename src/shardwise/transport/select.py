@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.devices import Backend
+from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Transport
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport
 from shardwise.transport.gloo import GlooTransport
@@ -121,6 +122,23 @@ def symmetric_transport(group: dist.ProcessGroup, device: torch.device) -> Trans
     return transport
 
 
+def all_to_all(group: dist.ProcessGroup, device: torch.device) -> AllToAll:
+    """Return the all-to-all between the ranks of a process group, the same one while it is in use.
+
+    Args:
+        group: the process group.
+        device: the device of what is sent.
+
+    Raises:
+        ValueError: the group has no backend for the device.
+    """
+    in_use = Peers(group).once(_all_to_alls)
+    found = in_use.get(device)
+    if found is None:
+        found = in_use[device] = _factory.all_to_all(group, device)
+    return found
+
+
 def _collectives(group: dist.ProcessGroup, device: torch.device) -> Transport:
     return _factory.collectives(group, backend_for(group, device))
 
@@ -175,6 +193,7 @@ class TransportFactory:
         gloo: makes the transport of a group that sends messages.
         nccl: makes the transport of a group that gathers in place and coalesces.
         collectives: makes the transport of any other group.
+        all_to_all: makes the all-to-all of any group.
     """
 
     backend: Callable[[dist.ProcessGroup, torch.device], Backend] = _backend
@@ -182,6 +201,7 @@ class TransportFactory:
     gloo: Callable[[dist.ProcessGroup], Transport] = GlooTransport
     nccl: Callable[[dist.ProcessGroup, Backend], Transport] = NcclTransport
     collectives: Callable[[dist.ProcessGroup, Backend], Transport] = CollectivesTransport
+    all_to_all: Callable[[dist.ProcessGroup, torch.device], AllToAll] = AllToAll
 
 
 _factory = TransportFactory()
@@ -207,6 +227,11 @@ def _in_use(peers: Peers) -> _InUse:
     Parameter groups that are sharded over the same ranks share one: its message tags and its
     scratch memory belong to the process group. This keeps no transport alive.
     """
+    return weakref.WeakValueDictionary()
+
+
+def _all_to_alls(peers: Peers) -> weakref.WeakValueDictionary[torch.device, AllToAll]:
+    """Keep the all-to-alls in use, by device. This keeps none alive."""
     return weakref.WeakValueDictionary()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from shardwise.recipes.core.config import AdamWConfig, ScheduleName
+from shardwise.recipes.core.config import OptimizerConfig, ScheduleName
 from shardwise.recipes.text.config import LmConfig
 from shardwise.recipes.text.conversations import TargetBatch
 from tests.recipes.small import train_config
@@ -110,7 +110,7 @@ def tuned(folder: Path, pretrained: Path, out: str, **changes: Any) -> LmConfig:
     given = {"steps": 4, "batch_size": 2, **changes}
     own = {f.name for f in dataclasses.fields(LmConfig)} - {"train"}
     mine = {name: given.pop(name) for name in list(given) if name in own}
-    optimizer = AdamWConfig(lr=1e-2, warmup=2, clip_grad=0.0, schedule=ScheduleName.CONSTANT)
+    optimizer = OptimizerConfig(lr=1e-2, warmup=2, clip_grad=0.0, schedule=ScheduleName.CONSTANT)
     config = LmConfig(
         model=str(pretrained),
         pretrained=str(pretrained),

@@ -16,6 +16,7 @@ from shardwise.recipes.core.checkpointing import Checkpoints
 from shardwise.recipes.core.config import (
     Existing,
     LogName,
+    OptimizerName,
     OptionError,
     OutputConfig,
     Precision,
@@ -33,6 +34,7 @@ _FIXED = {
     "weight_decay": "--weight-decay",
     "betas": "--beta1 and --beta2",
     "momentum": "--momentum",
+    "algorithm": "--optimizer",
 }
 
 # Modules whose package has another name.
@@ -121,7 +123,9 @@ def check_folder(inputs: Inputs) -> Position:
 
 def _check_fixed(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     known = flatten(now)
-    before = {"shard_dtype": Precision.FP32.value, **before}  # as before there was a choice
+    # As before there was a choice.
+    usual = {"shard_dtype": Precision.FP32.value, "algorithm": OptimizerName.ADAMW.value}
+    before = {**usual, **before}
     check_same(before, now, {name: option for name, option in _FIXED.items() if name in known})
 
 

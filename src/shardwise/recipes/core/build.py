@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,12 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise import FSDPModule, MixedPrecisionPolicy, checkpoint_module, fully_shard
 from shardwise.frontends.activation import batch_norms, keep_products
 from shardwise.frontends.blocks import shard_blocks, store_in
+from shardwise.optim import Muon, muon_groups
 from shardwise.planning.settings import Checkpointing
 from shardwise.recipes.core.config import (
-    AdamWConfig,
+    MOMENTA,
+    OptimizerConfig,
+    OptimizerName,
     Precision,
     ScheduleName,
     SgdConfig,
@@ -97,15 +101,38 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
         block.compile(backend=BACKEND)
 
 
-def make_adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
-    """Return AdamW with weight decay on matrices only, not on norms and biases."""
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return the optimizer that a configuration names, over all trained parameters."""
+    momentum = MOMENTA.get(config.algorithm, 0.0) if config.momentum is None else config.momentum
+    match config.algorithm:
+        case OptimizerName.ADAMW:
+            return make_adamw(model, config)
+        case OptimizerName.MUON:
+            return Muon(
+                muon_groups(model, adamw={"betas": config.betas}),
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                momentum=momentum,
+                adjust_lr_fn="match_rms_adamw",  # --lr is for AdamW as well
+            )
+        case OptimizerName.SGD:
+            return torch.optim.SGD(_decaying(model, config.weight_decay), config.lr, momentum)
+
+
+def _decaying(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return parameter groups with weight decay on matrices only, not on norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
+
+
+def make_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Return AdamW with weight decay on matrices only, not on norms and biases."""
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        _decaying(model, config.weight_decay),
         lr=config.lr,
         betas=config.betas,
         fused=True,  # one kernel for all shards; a shard may be small, a call is not free
@@ -126,7 +153,7 @@ FLOOR = 0.1  # the learning rate at the end, as a part of its peak, unless --min
 DECAY = 0.1  # the part of a run in which warmup-stable-decay decays, unless --decay-steps does
 
 
-def learning_rate(config: AdamWConfig, steps: int) -> Callable[[float], float]:
+def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[float], float]:
     """Return a schedule: linear warmup, the peak for as long as nothing decays, and the decay.
 
     ``cosine`` and ``linear`` decay from the end of the warmup on, ``warmup-stable-decay`` in the

@@ -105,10 +105,32 @@ class ScheduleName(enum.Enum):
     WARMUP_STABLE_DECAY = "warmup-stable-decay"
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdamWConfig:
-    """AdamW, and how its learning rate changes; see :func:`~.build.learning_rate`."""
+class OptimizerName(enum.Enum):
+    """What updates parameters."""
 
+    ADAMW = "adamw"
+    MUON = "muon"
+    SGD = "sgd"
+
+
+#: The momentum of an optimizer, unless ``--momentum`` says another.
+MOMENTA = {OptimizerName.MUON: 0.95, OptimizerName.SGD: 0.9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """An optimizer, and how its learning rate changes; see :func:`~.build.learning_rate`."""
+
+    algorithm: OptimizerName = field(
+        default=OptimizerName.ADAMW,
+        metadata=option(
+            "What updates parameters: {choices}. muon is for the matrices of hidden layers, and "
+            "leaves the rest to AdamW.",
+            TRAINING,
+            name="--optimizer",
+            metavar="NAME",
+        ),
+    )
     lr: float = field(metadata=option("Peak learning rate.", TRAINING))
     warmup: int = field(
         default=20, metadata=option("Steps of linear warmup, at most half of all.", TRAINING)
@@ -138,6 +160,12 @@ class AdamWConfig:
             "AdamW's betas.",
             TRAINING,
             parts={"--beta1": "AdamW's first beta.", "--beta2": "AdamW's second beta."},
+        ),
+    )
+    momentum: float | None = field(
+        default=None,
+        metadata=option(
+            "Momentum of Muon and of SGD.", TRAINING, shown="0.95 for muon, 0.9 for sgd"
         ),
     )
     weight_decay: float = field(
@@ -431,7 +459,7 @@ class TrainConfig:
     accumulate: int = field(
         default=1, metadata=option("Microbatches per step; gradients are reduced once.", TRAINING)
     )
-    optimizer: AdamWConfig | SgdConfig
+    optimizer: OptimizerConfig | SgdConfig
     seed: int = field(
         default=0,
         metadata=option("Seed of initial weights, order of data and dropout.", TRAINING),
@@ -562,13 +590,16 @@ def _check_diloco(config: TrainConfig) -> None:
         raise OptionError("--local-steps", steps, str(error)) from None
 
 
-def _check_optimizer(config: AdamWConfig | SgdConfig) -> None:
+def _check_optimizer(config: OptimizerConfig | SgdConfig) -> None:
     # Written so that NaN fails every one of them.
     require(0 < config.lr < math.inf, "--lr", config.lr, "a number above 0")
     match config:
-        case AdamWConfig():
+        case OptimizerConfig():
             for name, beta in zip(("--beta1", "--beta2"), config.betas, strict=True):
                 require(0 <= beta < 1, name, beta, "0 to 1, without 1")
+            found, expected = config.momentum, "none: only muon and sgd have one"
+            require(config.algorithm in MOMENTA or found is None, "--momentum", found, expected)
+            require(found is None or 0 <= found < 1, "--momentum", found, "0 to 1, without 1")
             _at_least("--warmup", config.warmup, 0)
             _check_schedule(config)
         case SgdConfig(momentum=momentum):
@@ -578,7 +609,7 @@ def _check_optimizer(config: AdamWConfig | SgdConfig) -> None:
     require(0 <= config.clip_grad < math.inf, "--clip-grad", config.clip_grad, "0 or more")
 
 
-def _check_schedule(config: AdamWConfig) -> None:
+def _check_schedule(config: OptimizerConfig) -> None:
     decays = config.schedule is not ScheduleName.CONSTANT
     for name, given in (("--decay-steps", config.decay_steps), ("--min-lr", config.min_lr)):
         expected = "none with --schedule constant, which does not decay"

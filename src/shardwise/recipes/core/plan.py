@@ -36,7 +36,8 @@ from shardwise.planning.settings import (
 from shardwise.planning.text import verdict
 from shardwise.recipes.core.config import (
     AUTO,
-    AdamWConfig,
+    OptimizerConfig,
+    OptimizerName,
     SgdConfig,
     TrainConfig,
     resolve_sharding,
@@ -105,12 +106,12 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
     sharding = config.sharding
     plan = resolve_sharding(sharding, world.size, world.hosts)
     match config.optimizer:
-        case AdamWConfig():
-            optimizer = "adamw"
-        case SgdConfig(momentum=0):
+        case SgdConfig(momentum=0) | OptimizerConfig(algorithm=OptimizerName.SGD, momentum=0):
             optimizer = "sgd"
-        case SgdConfig():
+        case SgdConfig() | OptimizerConfig(algorithm=OptimizerName.SGD):
             optimizer = "sgd-momentum"
+        case OptimizerConfig(algorithm=name):
+            optimizer = name.value
     outer = 0
     if config.diloco is not None:
         outer = 3 if config.diloco.error_feedback else 2

@@ -12,7 +12,7 @@ from shardwise.elastic.world import World
 from shardwise.planning.presets import LLAMAS, LlamaShape, longest_sequence
 from shardwise.recipes.core.begin import check_extras
 from shardwise.recipes.core.config import (
-    AdamWConfig,
+    OptimizerConfig,
     OptionError,
     OutputConfig,
     TrainConfig,
@@ -246,7 +246,7 @@ class LmConfig:
             train=TrainConfig(
                 steps=defaults.steps,
                 batch_size=defaults.batch_size,
-                optimizer=AdamWConfig(lr=defaults.lr),
+                optimizer=OptimizerConfig(lr=defaults.lr),
                 output=OutputConfig(out=Path("runs/lm")),
             ),
         )
@@ -269,7 +269,7 @@ class LmConfig:
                 config.train,
                 steps=defaults.steps,
                 batch_size=defaults.batch_size,
-                optimizer=AdamWConfig(lr=defaults.lr),
+                optimizer=OptimizerConfig(lr=defaults.lr),
             ),
         )
 

@@ -15,7 +15,7 @@ from shardwise.elastic.world import World
 from shardwise.planning.presets import RESNETS, VIT_PRESETS
 from shardwise.recipes.core.begin import check_extras
 from shardwise.recipes.core.config import (
-    AdamWConfig,
+    OptimizerConfig,
     OptionError,
     OutputConfig,
     SgdConfig,
@@ -102,7 +102,7 @@ class MnistConfig(VisionConfig):
         default=TrainConfig(
             epochs=2,
             batch_size=64,
-            optimizer=AdamWConfig(
+            optimizer=OptimizerConfig(
                 lr=5e-3, warmup=50, betas=(0.9, 0.999), weight_decay=0.01, clip_grad=0.0
             ),
             output=OutputConfig(out=Path("runs/mnist"), checkpoint_every=200, eval_every=1),
@@ -403,7 +403,7 @@ class VitConfig(ImageFolderConfig):
         default=TrainConfig(
             epochs=300,
             batch_size=VIT_PRESETS["vit-tiny"].batch_size,
-            optimizer=AdamWConfig(
+            optimizer=OptimizerConfig(
                 lr=1e-3, warmup=10_000, betas=(0.9, 0.999), weight_decay=0.1, clip_grad=1.0
             ),
             output=OutputConfig(out=Path("runs/vit"), checkpoint_every=1000, eval_every=10),

@@ -1,0 +1,281 @@
+"""Muon on sharded parameters: each matrix is orthogonalized once over all ranks."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
+
+from shardwise._torch import dtensor
+from shardwise.errors import RanksDivergedError
+from shardwise.optim.adamw import AdamWStep
+from shardwise.optim.matrices import MatrixParam, Orthogonalization, Plan
+from shardwise.optim.pool import Pool
+
+#: Keller Jordan's coefficients.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_DOING = "the step of Muon"
+#: Sets of parameters with gradients whose plans are kept.
+_PLANS = 8
+
+
+class Algorithm(enum.Enum):
+    """What updates the parameters of a group."""
+
+    MUON = "muon"
+    ADAMW = "adamw"
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices, and AdamW for the rest, on parameters sharded over any mesh.
+
+    Arguments and results are those of ``torch.optim.Muon`` on the full matrices. Each matrix is
+    orthogonalized by one rank of its mesh, replicas and tensor parallel ranks included. The ranks
+    share the matrices out by cost, and the pieces travel while other matrices are computed.
+    Momentum has the placements of its parameter.
+
+    A group with ``algorithm="adamw"`` (or ``use_muon=False``, as Keller Jordan's optimizer names
+    it) is updated by AdamW: :func:`shardwise.optim.muon_groups` makes such groups. It may have
+    ``lr``, ``weight_decay``, ``betas`` (default 0.9 and 0.95) and ``eps`` (default 1e-8).
+
+    A parameter of more than two dimensions is a stack of matrices, such as the weights of experts:
+    each matrix of its last two dimensions is orthogonalized by itself. Plain tensors are updated by
+    every rank on its own.
+
+    Args:
+        params: parameters, or groups, named or not.
+        lr: learning rate of all groups that have none of their own.
+        weight_decay: decoupled weight decay; likewise.
+        momentum: of the moving average of gradients, 0 to 1.
+        nesterov: whether an update looks ahead by one step of momentum.
+        ns_coefficients: of the polynomial of the Newton-Schulz iteration.
+        eps: the smallest norm that a matrix is divided by.
+        ns_steps: iterations, below 100.
+        adjust_lr_fn: how the learning rate depends on the shape of a matrix: ``"original"``
+            (``None`` too), or ``"match_rms_adamw"``, with which one ``lr`` serves Muon and AdamW.
+
+    Raises:
+        ValueError: an argument is impossible, or a parameter for Muon is no matrix.
+
+    Source: ``torch.optim.Muon``; Keller Jordan, https://kellerjordan.github.io/posts/muon/; and
+    "Muon is Scalable for LLM Training" (arXiv 2502.16982).
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = _COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "algorithm": Algorithm.MUON.value,
+        }
+        _check_settings(defaults, "Muon")
+        self._forget_plans()
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what was pickled or copied."""
+        super().__setstate__(state)
+        for group in self.param_groups:  # those of torch.optim.Muon do not say it
+            group.setdefault("algorithm", Algorithm.MUON.value)
+        self._forget_plans()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group.
+
+        Args:
+            param_group: parameters, named or not, and settings; see the class.
+
+        Raises:
+            ValueError: a setting is impossible, or a parameter for Muon is no matrix.
+        """
+        number = len(self.param_groups)
+        where = f"Muon, group {number}"
+        if "use_muon" in param_group:
+            param_group = dict(param_group)
+            named = Algorithm.MUON if param_group.pop("use_muon") else Algorithm.ADAMW
+            param_group.setdefault("algorithm", named.value)
+        if param_group.get("algorithm", Algorithm.MUON.value) == Algorithm.ADAMW.value:
+            param_group.setdefault("betas", (0.9, 0.95))
+            param_group.setdefault("eps", 1e-8)
+            param_group.setdefault("fused", True)
+        super().add_param_group(param_group)
+        try:
+            group = self.param_groups[-1]
+            _check_settings(group, where)
+            if Algorithm(group["algorithm"]) is Algorithm.MUON:
+                for name, param in zip(_names(group, number), group["params"], strict=True):
+                    _check_matrix(param, f"{where}: {name}")
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient. All ranks call it.
+
+        Args:
+            closure: computes the loss again, and returns it.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            RanksDivergedError: ranks have gradients of different parameters, or another rank
+                failed before the step. Nothing was changed.
+            PeerLostError: a peer is lost, or failed during the step. Some parameters may have been
+                updated, and others not: go on from the last checkpoint.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        matrices: list[MatrixParam] = []
+        rest: list[AdamWStep] = []
+        error: Exception | None = None
+        try:
+            for group, named in self._with_gradients():
+                if Algorithm(group["algorithm"]) is Algorithm.ADAMW:
+                    rest.append(AdamWStep.of(named, self.state, group))
+                    continue
+                for name, param in named:
+                    matrices.append(MatrixParam.of(name, param, self.state[param], group))
+        except Exception as raised:
+            error = raised
+        pools = self._agree(matrices, error)
+        for pool, own in pools:
+            Orthogonalization(self._plan(own, pool), own).run()
+        for each in rest:
+            each.run()
+        return loss
+
+    def _with_gradients(self) -> Iterator[tuple[dict[str, Any], list[tuple[str, torch.Tensor]]]]:
+        """Yield every group, and those of its parameters that have a gradient, with their names."""
+        for number, group in enumerate(self.param_groups):
+            named = zip(_names(group, number), group["params"], strict=True)
+            yield group, [(name, param) for name, param in named if param.grad is not None]
+
+    # -- plans ------------------------------------------------------------------------------------
+
+    def _forget_plans(self) -> None:
+        self._pools: dict[tuple[DeviceMesh, torch.device], Pool] = {}
+        self._plans: dict[tuple[object, ...], Plan] = {}
+
+    def _agree(
+        self, matrices: Sequence[MatrixParam], error: Exception | None
+    ) -> list[tuple[Pool | None, list[MatrixParam]]]:
+        """Check that all ranks are about to do the same, and return who shares which parameters.
+
+        Every pool is asked, whether this rank has a gradient for it or not: another rank may have
+        one. And all are asked before anything is raised: their other ranks wait to be.
+        """
+        for group in self.param_groups:
+            if Algorithm(group["algorithm"]) is Algorithm.MUON:
+                for param in group["params"]:
+                    if (key := _shared_by(param)) is not None and key not in self._pools:
+                        self._pools[key] = Pool.over(*key)
+        found: list[tuple[Pool | None, list[MatrixParam]]] = []
+        differs: RanksDivergedError | None = None
+        for key in (None, *self._pools):
+            pool = None if key is None else self._pools[key]
+            own = [each for each in matrices if _shared_by(each.param) == key]
+            try:
+                if pool is not None:
+                    pool.agree([each.name for each in own], _DOING, error)
+            except RanksDivergedError as raised:
+                differs = raised
+            if own:
+                found.append((pool, own))
+        if (failure := error or differs) is not None:
+            raise failure
+        return found
+
+    def _plan(self, own: Sequence[MatrixParam], pool: Pool | None) -> Plan:
+        """Return who does what, the same as in earlier steps with the same gradients."""
+        key = (pool, *((id(each.param), each.ns_steps) for each in own))
+        plan = self._plans.pop(key, None)
+        if plan is None:
+            plan = Plan.of(own, pool)
+            if len(self._plans) >= _PLANS:
+                del self._plans[next(iter(self._plans))]
+        self._plans[key] = plan  # the last one used is the last to be forgotten
+        return plan
+
+
+def _shared_by(param: torch.Tensor) -> tuple[DeviceMesh, torch.device] | None:
+    """Return the mesh whose ranks share the work on a parameter; ``None`` if this rank is alone."""
+    if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
+        return None
+    return param.device_mesh, dtensor.local_of(param).device
+
+
+def _names(group: Mapping[str, Any], number: int) -> list[str]:
+    """Return the names of a group's parameters, for messages."""
+    count = len(group["params"])
+    return group.get("param_names") or [f"parameter {i} of group {number}" for i in range(count)]
+
+
+def _check_settings(settings: Mapping[str, Any], where: str) -> None:
+    """Check the settings of a group.
+
+    Raises:
+        ValueError: one is impossible.
+    """
+    lr = settings["lr"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError(f"{where}: lr: found a tensor of {lr.numel()} elements, expected 1")
+    for name in ("lr", "weight_decay", "momentum"):
+        if not settings[name] >= 0:
+            raise ValueError(f"{where}: {name}: found {settings[name]}, expected 0 or more")
+    expected = {
+        "adjust_lr_fn": (None, "original", "match_rms_adamw"),
+        "algorithm": tuple(each.value for each in Algorithm),
+    }
+    for name, choices in expected.items():
+        if settings[name] not in choices:
+            raise ValueError(
+                f"{where}: {name}: found {settings[name]!r}, expected one of {choices}"
+            )
+    if not 0 <= settings["ns_steps"] < 100:
+        raise ValueError(f"{where}: ns_steps: found {settings['ns_steps']}, expected 0 to 99")
+    if len(settings["ns_coefficients"]) != 3:
+        found = settings["ns_coefficients"]
+        raise ValueError(f"{where}: ns_coefficients: found {found}, expected three numbers")
+
+
+def _check_matrix(param: torch.Tensor, where: str) -> None:
+    """Check that Muon can update a parameter.
+
+    Raises:
+        ValueError: it has less than two dimensions, or its values are pending a reduction.
+    """
+    if param.ndim < 2:
+        raise ValueError(
+            f"{where}: found shape {tuple(param.shape)}, expected a matrix, or a stack of "
+            'matrices; put it into a group with algorithm="adamw", as muon_groups(model) does'
+        )
+    if isinstance(param, DTensor) and any(each.is_partial() for each in param.placements):
+        raise ValueError(
+            f"{where}: found placements {param.placements}, expected Shard or Replicate; "
+            "redistribute it first"
+        )

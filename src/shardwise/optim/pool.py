@@ -1,0 +1,134 @@
+"""Ranks that share the work of an optimizer: those of the mesh that parameters are sharded over."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwise._torch import dtensor
+from shardwise.errors import RanksDivergedError
+from shardwise.sharding.part import Part, placed
+from shardwise.transport.all_to_all import AllToAll
+from shardwise.transport.base import Label
+from shardwise.transport.peers import Peers, new_group
+from shardwise.transport.select import all_to_all
+
+#: What a rank reports in place of a number if it has failed.
+_FAILED = 2**32
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The ranks of a mesh, whatever its shape.
+
+    Attributes:
+        members: the ranks, as ranks of the default group, ascending.
+        all_to_all: moves tensors between them.
+    """
+
+    members: tuple[int, ...]
+    all_to_all: AllToAll
+
+    @classmethod
+    def over(cls, mesh: DeviceMesh, device: torch.device) -> Pool:
+        """Return the pool of a mesh. All ranks of the mesh call it.
+
+        Args:
+            mesh: a mesh that this rank is part of.
+            device: the device of what is moved.
+
+        Raises:
+            PeerLostError: a rank is lost while a process group is made.
+        """
+        group = _group_over(mesh)
+        return cls(tuple(Peers(group).members), all_to_all(group, device))
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the pool."""
+        return self.all_to_all.rank
+
+    def parts(self, param: DTensor) -> dict[int, Part]:
+        """Return the part of a parameter that each rank of the pool holds."""
+        spec = dtensor.spec_of(param)
+        with dtensor.real_tensors():
+            ranks = spec.mesh.mesh.flatten().tolist()
+        coordinates = itertools.product(*(range(size) for size in spec.mesh.shape))
+        return {
+            self.members.index(rank): placed(param.shape, spec.placements, spec.mesh.shape, at)
+            for rank, at in zip(ranks, coordinates, strict=True)
+        }
+
+    def agree(self, names: Sequence[str], doing: str, error: Exception | None = None) -> None:
+        """Check that all ranks are about to work on the same tensors. All ranks call it.
+
+        Args:
+            names: of the tensors, in order.
+            doing: what is done with them, such as ``"the step of Muon"``.
+            error: what this rank raises after this call, which others have to know.
+
+        Raises:
+            RanksDivergedError: another rank has other tensors, or has failed.
+            PeerLostError: a rank is lost.
+        """
+        mine = _FAILED if error is not None else zlib.crc32("\n".join(names).encode())
+        found = self.all_to_all.exchange_numbers(mine, Label(f"{doing}: which tensors it is for"))
+        failed = [self.members[rank] for rank, number in enumerate(found) if number == _FAILED]
+        if failed and error is None:
+            raise RanksDivergedError(
+                f"{doing} on rank {self.members[self.rank]}: rank {failed[0]} raised an error "
+                "before it, which is in that rank's own output. Nothing was changed on any rank"
+            )
+        if failed or len(set(found)) == 1:
+            return
+        everybody = Peers(self._group).gather_objects(list(names), f"{doing}: a difference")
+        other = next(rank for rank, theirs in enumerate(everybody) if theirs != list(names))
+        theirs = everybody[other]
+        only = [name for name in names if name not in theirs]
+        extra = [name for name in theirs if name not in names]
+        me, them = self.members[self.rank], self.members[other]
+        raise RanksDivergedError(
+            f"{doing}: ranks have gradients of different parameters: {_some(only)} on rank {me} "
+            f"only, {_some(extra)} on rank {them} only. All ranks have to work on the same ones: "
+            "call set_reduce_scatter_unused_params(True) if a parameter is not used on every "
+            "rank. Nothing was changed on any rank"
+        )
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self.all_to_all.group
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) or "none"
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+def _group_over(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return a process group of all ranks of a mesh."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    with dtensor.real_tensors():
+        members = tuple(sorted(mesh.mesh.flatten().tolist()))
+    world = Peers()
+    if len(members) == world.size:
+        group = world.group
+    else:
+        made = world.once(_groups)
+        if members not in made:
+            made[members] = new_group(members)
+        group = made[members]
+    Peers(group).name_dimension(" x ".join(mesh.mesh_dim_names or ()))
+    return group
+
+
+def _groups(world: Peers) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Keep process groups over the ranks of meshes, by these ranks."""
+    return {}

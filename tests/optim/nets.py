@@ -1,0 +1,94 @@
+"""Parameters for optimizers, on any mesh, and gradients that are the same in any world."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from shardwise import fully_shard, init_mesh
+from shardwise._torch import dtensor
+from shardwise.optim import Muon, muon_groups
+from shardwise.sharding.part import placed, take
+
+
+class Net(nn.Module):
+    """Wide, tall and square matrices, whose rows few world sizes divide, and a stack of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.up = nn.Linear(6, 16)
+        self.down = nn.Linear(16, 6)
+        self.square = nn.Linear(5, 5, bias=False)
+        self.experts = nn.Parameter(torch.empty(3, 7, 4))
+        self.norm = nn.LayerNorm(6)
+        for name, param in self.named_parameters():
+            nn.init.normal_(param, generator=_generator(name, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """How the net lies over ranks.
+
+    Attributes:
+        sizes: of the mesh, by dimension; a dimension ``tp`` cuts ``up`` and ``down``.
+        dim: the dimension that is sharded.
+    """
+
+    sizes: dict[str, int]
+    dim: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes.values())
+
+    def build(self, dtype: torch.dtype = torch.float32) -> Net:
+        """Make the net, sharded. All ranks call it."""
+        net = Net().to(dtype)
+        mesh = init_mesh(device_type="cpu", **self.sizes)
+        names = [name for name in self.sizes if name != "tp"]
+        if "tp" in self.sizes:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(net, mesh["tp"], plan)
+        data: DeviceMesh = mesh[tuple(names)] if len(names) > 1 else mesh[names[0]]
+        dim = self.dim
+        fully_shard(net, mesh=data, shard_placement_fn=lambda p: Shard(dim if p.ndim > dim else 0))
+        return net
+
+
+def make_muon(net: nn.Module, **settings: Any) -> Muon:
+    """Make Muon for the hidden matrices of a net, and AdamW for the rest."""
+    return Muon(muon_groups(net, adamw={"lr": 0.02}), lr=0.1, **settings)
+
+
+def set_gradients(
+    net: nn.Module, step: int, has: Callable[[str], bool] = lambda name: True
+) -> None:
+    """Give each parameter the gradient of a step: this rank's part of what one process has."""
+    for name, param in net.named_parameters():
+        grad = torch.randn(param.shape, generator=_generator(name, step)).to(param.dtype)
+        param.grad = part_of(grad, param) if has(name) else None
+
+
+def part_of(full: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a full tensor, placed as a parameter is."""
+    if not isinstance(param, DTensor):
+        return full.clone()
+    coordinate = param.device_mesh.get_coordinate()
+    assert coordinate is not None
+    part = placed(full.shape, param.placements, param.device_mesh.shape, coordinate)
+    return dtensor.wrap_local(take(full, part).contiguous(), dtensor.spec_of(param))
+
+
+def _generator(name: str, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
