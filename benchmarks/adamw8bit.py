@@ -60,15 +60,13 @@ OPTIMIZERS: dict[str, Callable[[Params, float], torch.optim.Optimizer]] = {
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Count the bytes of all states."""
-    return sum(
-        _bytes(value) for state in optimizer.state.values() for value in state.values()
-    )
+    return sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
 
 
-def _bytes(value: torch.Tensor) -> int:
+def _bytes(value: Any) -> int:
     if hasattr(value, "codes"):  # torchao's
         return int(value.codes.nbytes + value.scale.nbytes + value.qmap.nbytes)
-    return value.nbytes
+    return int(value.nbytes)
 
 
 def play_steps(preset: str, names: list[str], rounds: int) -> dict[str, Any]:

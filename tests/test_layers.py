@@ -18,12 +18,12 @@ NAMES = [str(path.relative_to(SOURCE)) for path in FILES]
 # from itself.
 LAYERS = [
     ["devices"],
-    ["_lazy", "_torch", "errors", "optim_names", "units"],
+    ["_lazy", "_torch", "errors", "optim_names", "optim_states", "units"],
     ["observe"],
     ["transport"],
     ["elastic"],
     ["sharding"],
-    ["compat", "wrap"],
+    ["compat", "optim", "wrap"],
     ["frontends", "checkpoint"],
     ["diloco", "inspect", "pretrained"],
     ["planning"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 
@@ -25,3 +26,20 @@ class MakesStates(Protocol):
             Tensors by name: ``DTensor`` s with values where the parameter is one.
         """
         ...
+
+
+def new_state(optimizer: torch.optim.Optimizer | None, param: Tensor) -> dict[str, Tensor]:
+    """The state of a parameter before its first step, if the optimizer says what it looks like.
+
+    Args:
+        optimizer: the optimizer, or one around it, as ``DiLoCo`` is.
+        param: one of its parameters.
+
+    Returns:
+        Tensors by name; nothing if the states are as those of other optimizers.
+    """
+    while optimizer is not None:
+        if isinstance(optimizer, MakesStates):
+            return optimizer.new_state(param)
+        optimizer = getattr(optimizer, "inner", None)
+    return {}

@@ -1,4 +1,4 @@
-"""Blocks follow from the shape of a tensor; ranks have whole ones unless rows are cut inside them."""
+"""Blocks follow from the shape of a tensor; ranks share one only if rows are cut inside it."""
 
 from __future__ import annotations
 

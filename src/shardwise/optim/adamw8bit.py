@@ -1,10 +1,10 @@
 """``AdamW8bit``: AdamW whose moments take eight bits for each element, whatever the mesh.
 
-    exp_avg            uint8   shape and placements of the parameter
-    exp_avg_scale      fp32    a number for each block; see ``blocks.py``
-    exp_avg_sq         uint8
-    exp_avg_sq_scale   fp32
     step               fp32    a scalar
+    exp_avg_codes      uint8   shape and placements of the parameter
+    exp_avg_scale      fp32    a number for each block; see ``blocks.py``
+    exp_avg_sq_codes   uint8
+    exp_avg_sq_scale   fp32
 
 A moment is decoded, advanced by the gradient, used, and encoded again, some thousand elements at a
 time. Every operation rounds once and works on single elements, or takes a maximum. So the result
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement
 from shardwise._torch import dtensor
 from shardwise.optim.blocks import Blocks
 from shardwise.optim.codes import CodeBook, Range
-from shardwise.optim.moments import MOMENTS, SCALES, Rates, Scratch, Update, agree_on_scales
+from shardwise.optim.moments import CODES, MOMENTS, SCALES, Rates, Scratch, Update, agree_on_scales
 from shardwise.optim_names import keys_in_order, parameters_in_order
 
 #: Tensors with fewer elements keep moments in fp32.
@@ -236,19 +236,17 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def _books_on(self, device: torch.device) -> tuple[CodeBook, CodeBook]:
         if device not in self._books:
-            self._books[device] = tuple(
-                CodeBook(numbers, device) for numbers in (Range.SIGNED, Range.UNSIGNED)
-            )
+            self._books[device] = CodeBook(Range.SIGNED, device), CodeBook(Range.UNSIGNED, device)
         return self._books[device]
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
     beta1, beta2 = options["betas"]
     for name, value, is_right, expected in (
-        ("lr", options["lr"], 0.0 <= options["lr"], "0 or more"),
+        ("lr", options["lr"], options["lr"] >= 0.0, "0 or more"),
         ("betas", options["betas"], 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0, "two from 0 to 1"),
-        ("eps", options["eps"], 0.0 <= options["eps"], "0 or more"),
-        ("weight_decay", options["weight_decay"], 0.0 <= options["weight_decay"], "0 or more"),
+        ("eps", options["eps"], options["eps"] >= 0.0, "0 or more"),
+        ("weight_decay", options["weight_decay"], options["weight_decay"] >= 0.0, "0 or more"),
     ):
         if not is_right:
             raise ValueError(f"AdamW8bit: {name}: found {value}, expected {expected}")
@@ -328,4 +326,4 @@ class _Plan:
         scales = _Form(
             blocks.scales_shape, blocks.scales_local, torch.float32, mesh, blocks.scales_placements
         )
-        return cls(dict.fromkeys(MOMENTS, codes) | dict.fromkeys(SCALES, scales), blocks)
+        return cls(dict.fromkeys(CODES, codes) | dict.fromkeys(SCALES, scales), blocks)

@@ -1,4 +1,4 @@
-"""Codes of eight bits for numbers from -1 to 1, or from 0 to 1: what they mean, and the nearest one.
+"""Codes of eight bits: which numbers from -1 or 0 to 1 they stand for, and the nearest one.
 
 The values are those of dynamic tree quantization (Dettmers, arXiv 1511.04561) as 8-bit optimizers
 have them (Dettmers et al., arXiv 2110.02861): seven decades, each with twice as many values, evenly

@@ -23,8 +23,10 @@ from shardwise.optim.codes import CodeBook
 from shardwise.transport.peers import Peers
 from shardwise.transport.select import backend_for
 
-#: The moments, and their scales, as a state names them.
+#: The moments in fp32, as the state of any AdamW names them.
 MOMENTS = ("exp_avg", "exp_avg_sq")
+#: Their codes and scales. Another AdamW that were given codes for moments would not notice.
+CODES = ("exp_avg_codes", "exp_avg_sq_codes")
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 
 #: Elements that a thread of a CPU advances at a time: what it works with fits into its cache.
@@ -122,7 +124,7 @@ class Update:
 
     Args:
         param: the parameter. It has a gradient.
-        state: its state, with the names of :data:`MOMENTS` and :data:`SCALES`.
+        state: its state, with the names of :data:`MOMENTS`, or of :data:`CODES` and :data:`SCALES`.
         blocks: the blocks of the moments; ``None`` if they are in fp32.
         rates: the factors of the step.
         scratch: memory to work in.
@@ -147,7 +149,8 @@ class Update:
         self._local = local
         self._param = local.reshape(rows, columns)
         self._grad = _grad_of(param).reshape(rows, columns)
-        self._moments = [dtensor.plain(state[name]).view(rows, columns) for name in MOMENTS]
+        names = MOMENTS if blocks is None else CODES
+        self._moments = [dtensor.plain(state[name]).view(rows, columns) for name in names]
         self._scales: list[Tensor] = []
         self.agreed: list[Tensor] = []
         self.peers: list[Peers] = []
@@ -288,7 +291,7 @@ def agree_on_scales(updates: Sequence[Update]) -> None:
             continue
         for peers in alike[0].peers:
             _all_reduce_largest(flat, peers)
-        parts = flat.split([scale.numel() for scale in scales])
+        parts = torch.split(flat, [scale.numel() for scale in scales])
         for scale, part in zip(scales, parts, strict=True):
             scale.copy_(part.view(scale.shape))
 
