@@ -146,8 +146,9 @@ class Update:
         local = dtensor.plain(param).detach()
         # Without blocks, a tensor is one row that may be divided anywhere.
         rows, columns = (blocks.rows, blocks.columns) if blocks else (1, local.numel())
-        self._local = local
-        self._param = local.reshape(rows, columns)
+        # Memory that is no matrix is copied, and copied back.
+        self._copied_from = None if local.is_contiguous() else local
+        self._param = local.contiguous().view(rows, columns)
         self._grad = _grad_of(param).reshape(rows, columns)
         names = MOMENTS if blocks is None else CODES
         self._moments = [dtensor.plain(state[name]).view(rows, columns) for name in names]
@@ -264,9 +265,8 @@ class Update:
         self._write_back()
 
     def _write_back(self) -> None:
-        """Copy the parameter back if its memory could not be seen as a matrix."""
-        if self._param.data_ptr() != self._local.data_ptr():
-            self._local.copy_(self._param.view(self._local.shape))
+        if self._copied_from is not None:
+            self._copied_from.copy_(self._param.view(self._copied_from.shape))
 
 
 def agree_on_scales(updates: Sequence[Update]) -> None:

@@ -631,7 +631,7 @@ def _source_of_file(path: str) -> _Source | None:
         return None
     if name.startswith("transport/") or name == "planning/wires.py":
         return _Source(runtime=True, kind=_KINDS.get(name, Memory.TRANSPORT))
-    if name.startswith("sharding/"):
+    if name.startswith(("sharding/", "optim/")):
         return _Source(runtime=True, kind=_KINDS.get(name))
     return _MODEL
 

@@ -32,6 +32,7 @@ from shardwise.frontends.blocks import shard_blocks, store_in
 from shardwise.frontends.strategies import TENSOR
 from shardwise.inspect.api import Blueprint, apply_tensor_parallelism
 from shardwise.observe import Memory, observing
+from shardwise.optim import AdamW8bit
 from shardwise.planning.events import Log, Phase
 from shardwise.planning.recorder import Recorder
 from shardwise.planning.settings import (
@@ -267,7 +268,7 @@ class _Optimizer:
 
     What torch names works on the local shards as such: the same operations as on ``DTensor``s,
     without the seconds that these take to find out placements. A function of the user gets the
-    parameters as they are.
+    parameters as they are, and so do our own optimizers, whose states depend on placements.
     """
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
@@ -276,6 +277,8 @@ class _Optimizer:
         self.inner: torch.optim.Optimizer | None = None
         if callable(settings.optimizer):
             self.inner = settings.optimizer(trained)
+        elif trained and settings.optimizer in _OF_MODELS:
+            self.inner = _OF_MODELS[settings.optimizer](model)
         elif trained and settings.optimizer in _OPTIMIZERS:
             self._shards = [(p, nn.Parameter(dtensor.plain(p.detach()))) for p in trained]
             self.inner = _OPTIMIZERS[settings.optimizer]([shard for _, shard in self._shards])
@@ -316,6 +319,11 @@ _OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]
     "sgd": torch.optim.SGD,
     "sgd-momentum": functools.partial(torch.optim.SGD, momentum=0.9),
     "adagrad": torch.optim.Adagrad,
+}
+
+
+_OF_MODELS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw8bit": lambda model: AdamW8bit(p for p in model.parameters() if p.requires_grad),
 }
 
 
