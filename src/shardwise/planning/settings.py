@@ -38,7 +38,7 @@ ONE_HOST = 8  # ranks on a host, unless it is given
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 #: The optimizers that can be named.
-OPTIMIZERS = ("adamw", "adam", "muon", "sgd", "sgd-momentum", "adagrad", "none")
+OPTIMIZERS = ("adamw", "adamw8bit", "adam", "muon", "sgd", "sgd-momentum", "adagrad", "none")
 
 #: The transports that can be named. Any other name is that of a backend of ``torch.distributed``.
 TRANSPORTS = ("auto", "shm", "c10d", "collectives")
