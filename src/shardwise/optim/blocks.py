@@ -97,7 +97,8 @@ class Blocks:
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return cls.part(shape, (0,) * len(shape), shape, (), ())
-        (box,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        with dtensor.real_tensors():  # in a rehearsal too: torch reads the ranks of a mesh
+            (box,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
         mesh = tuple(tensor.device_mesh.shape)
         return cls.part(shape, tuple(box.offsets), tuple(box.sizes), tensor.placements, mesh)
 
