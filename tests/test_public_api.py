@@ -93,6 +93,8 @@ PUBLIC = {
     ],
     "shardwise.optim": [
         "AdamW8bit",
+        "Muon",
+        "muon_groups",
     ],
     "shardwise.pretrained": [
         "LoadReport",
