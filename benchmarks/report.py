@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from _adamw8bit_tables import adamw8bit_tables
 from _checkpoint_stall_tables import stall_tables
 from _checkpoint_tables import checkpoint_tables
 from _diloco_tables import diloco_tables
@@ -62,6 +63,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "timeline": timeline_tables,
     "plan_memory": plan_memory_tables,
     "plan_time": plan_time_tables,
+    "adamw8bit": adamw8bit_tables,
 }
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL

@@ -18,11 +18,12 @@ NAMES = [str(path.relative_to(SOURCE)) for path in FILES]
 # from itself.
 LAYERS = [
     ["devices"],
-    ["_lazy", "_torch", "errors", "optim_names", "units"],
+    ["_lazy", "_torch", "errors", "optim_names", "optim_states", "units"],
     ["observe"],
     ["transport"],
     ["elastic"],
     ["sharding"],
+    ["optim"],
     ["compat", "wrap"],
     ["frontends", "checkpoint"],
     ["diloco", "inspect", "optim", "pretrained"],

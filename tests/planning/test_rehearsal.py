@@ -55,6 +55,24 @@ def test_shards_and_optimizer_states_are_counted_to_the_byte() -> None:
     assert log.before[Memory.OPTIMIZER] == 2 * log.before[Memory.PARAMETERS] + steps
 
 
+def test_states_of_eight_bits_are_counted_to_the_byte() -> None:
+    settings = Settings(
+        mesh=WantedMesh.parse("dp=2"),
+        batch_size=8,
+        transport="collectives",
+        optimizer="adamw8bit",
+        batch=lambda size: torch.zeros(size, 64),
+    )
+    log = rehearse(_blueprint(), settings)
+    quantized = 3 * 2 * (64 * 64 + 64 * 4)  # two codes an element, two scales a row
+    in_fp32 = 2 * (3 * 64 + 64 * 4 + 4) * 4  # biases, and a matrix of 256 elements
+    steps = 8 * 4
+    assert log.before[Memory.OPTIMIZER] == (quantized + in_fp32) // 2 + steps
+    scratch = 28 << 16  # bytes for 65,536 elements, for each thread
+    largest = max(event.nbytes for event in log.events if isinstance(event, Change))
+    assert largest <= scratch * torch.get_num_threads()
+
+
 def test_what_a_step_allocates_is_freed_in_it() -> None:
     log = _rehearse("dp=2")
     changes = [event for event in log.events if isinstance(event, Change)]

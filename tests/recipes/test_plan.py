@@ -77,6 +77,10 @@ def _train(optimizer: Any, **changes: Any) -> TrainConfig:
             {"optimizer": "adamw", "clip_grad": 1.0, "outer_states": 0},
         ),
         (_train(OptimizerConfig(lr=1.0, algorithm=OptimizerName.MUON)), {"optimizer": "muon"}),
+        (
+            _train(OptimizerConfig(lr=1.0, algorithm=OptimizerName.ADAMW8BIT)),
+            {"optimizer": "adamw8bit"},
+        ),
         (_train(SgdConfig(lr=1.0)), {"optimizer": "sgd-momentum", "clip_grad": 0.0}),
         (_train(SgdConfig(lr=1.0, momentum=0.0)), {"optimizer": "sgd"}),
         (

@@ -32,7 +32,7 @@ from shardwise.frontends.blocks import shard_blocks, store_in
 from shardwise.frontends.strategies import TENSOR
 from shardwise.inspect.api import Blueprint, apply_tensor_parallelism
 from shardwise.observe import Memory, observing
-from shardwise.optim import Muon, muon_groups
+from shardwise.optim import AdamW8bit, Muon, muon_groups
 from shardwise.planning.events import Log, Phase
 from shardwise.planning.recorder import Recorder
 from shardwise.planning.settings import (
@@ -270,7 +270,8 @@ class _Optimizer:
 
     What torch names works on the local shards as such: the same operations as on ``DTensor``s,
     without the seconds that these take to find out placements. A function of the user gets the
-    parameters as they are, and so does Muon, whose ranks share their work.
+    parameters as they are, and so do our own optimizers: their states depend on placements, and
+    ranks may share their work.
     """
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
@@ -325,6 +326,7 @@ _OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]
 
 
 _OF_MODELS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw8bit": lambda model: AdamW8bit(p for p in model.parameters() if p.requires_grad),
     "muon": lambda model: Muon(muon_groups(model)),
 }
 

@@ -2,11 +2,12 @@
 
 An optimizer numbers its parameters in the order in which it was given them. Names outlive that
 order, and the mesh too. No optimizer takes a step here to see what its state looks like: the
-checkpoint says so.
+checkpoint says so, or an optimizer whose state has shapes of its own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.optim_names import keys_in_order, names_in_order, parameters_in_order
+from shardwise.optim_states import new_state
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 _STEP = "step"  # a count, even if it has the shape of its parameter
@@ -123,6 +125,7 @@ def destinations(
     mine = {name: param for param, name in names.items()}
     held = {id(param) for param in parameters_in_order(optimizer)}
     found: dict[str, Tensor] = {}
+    made = functools.cache(functools.partial(new_state, optimizer))
     for entry in manifest.section("optimizer"):
         if entry.path[1] != STATE or len(entry.path) < 4:
             found[entry.fqn] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
@@ -133,6 +136,8 @@ def destinations(
         before: Any = optimizer.state.get(param, {})
         for key in entry.path[3:]:
             before = before.get(key) if isinstance(before, dict) else None
+        if not _is_alike(before, entry):
+            before = made(param).get(str(entry.path[-1]))
         found[entry.fqn] = before if _is_alike(before, entry) else _made_for(param, entry)
     return found
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise import FSDPModule, MixedPrecisionPolicy, checkpoint_module, fully_shard
 from shardwise.frontends.activation import batch_norms, keep_products
 from shardwise.frontends.blocks import shard_blocks, store_in
-from shardwise.optim import Muon, muon_groups
+from shardwise.optim import AdamW8bit, Muon, muon_groups
 from shardwise.planning.settings import Checkpointing
 from shardwise.recipes.core.config import (
     MOMENTA,
@@ -107,6 +107,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     match config.algorithm:
         case OptimizerName.ADAMW:
             return make_adamw(model, config)
+        case OptimizerName.ADAMW8BIT:
+            decaying = _decaying(model, config.weight_decay)
+            return AdamW8bit(decaying, lr=config.lr, betas=config.betas)
         case OptimizerName.MUON:
             return Muon(
                 muon_groups(model, adamw={"betas": config.betas}),

@@ -109,6 +109,7 @@ class OptimizerName(enum.Enum):
     """What updates parameters."""
 
     ADAMW = "adamw"
+    ADAMW8BIT = "adamw8bit"
     MUON = "muon"
     SGD = "sgd"
 
@@ -124,8 +125,8 @@ class OptimizerConfig:
     algorithm: OptimizerName = field(
         default=OptimizerName.ADAMW,
         metadata=option(
-            "What updates parameters: {choices}. muon is for the matrices of hidden layers, and "
-            "leaves the rest to AdamW.",
+            "What updates parameters: {choices}. adamw8bit keeps AdamW's moments in a quarter of "
+            "the memory. muon is for the matrices of hidden layers, and leaves the rest to AdamW.",
             TRAINING,
             name="--optimizer",
             metavar="NAME",
