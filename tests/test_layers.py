@@ -23,6 +23,7 @@ LAYERS = [
     ["transport"],
     ["elastic"],
     ["sharding"],
+    ["optim"],
     ["compat", "wrap"],
     ["frontends", "checkpoint"],
     ["diloco", "inspect", "pretrained"],
