@@ -58,6 +58,7 @@ PUBLIC = {
         "inspect",
         "launch",
         "materialize",
+        "optim",
         "patch_torch",
         "plan",
         "register_fsdp_forward_method",
@@ -89,6 +90,13 @@ PUBLIC = {
         "OuterSGD",
         "Streaming",
         "WireFormat",
+    ],
+    "shardwise.optim": [
+        "ClipBy",
+        "NonFinite",
+        "OptimizerInBackward",
+        "StepInterruptedError",
+        "in_backward",
     ],
     "shardwise.pretrained": [
         "LoadReport",
@@ -208,7 +216,9 @@ def _raised(function: Any) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("package", ["shardwise", "shardwise.checkpoint", "shardwise.diloco"])
+@pytest.mark.parametrize(
+    "package", ["shardwise", "shardwise.checkpoint", "shardwise.diloco", "shardwise.optim"]
+)
 def test_type_checkers_see_the_names_that_are_imported_late(package: str) -> None:
     module = import_module(package)
     tree = ast.parse(Path(str(module.__file__)).read_text())

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         StateDictType,
     )
 
-    from shardwise import checkpoint, diloco, timeline, wrap
+    from shardwise import checkpoint, diloco, optim, timeline, wrap
     from shardwise._torch.fsdp import DataParallelMeshDims
     from shardwise.compat import patch_torch
     from shardwise.elastic.call import launch
@@ -98,6 +98,7 @@ __all__ = [
     "inspect",
     "launch",
     "materialize",
+    "optim",
     "patch_torch",
     "plan",
     "register_fsdp_forward_method",
@@ -147,6 +148,7 @@ _HOME = {
     "inspect": "shardwise.inspect",
     "launch": "shardwise.elastic.call",
     "materialize": "shardwise.sharding.init",
+    "optim": "shardwise.optim",
     "patch_torch": "shardwise.compat",
     "plan": "shardwise.planning.api",
     "register_fsdp_forward_method": "shardwise.sharding.module",

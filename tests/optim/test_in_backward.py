@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils.checkpoint import checkpoint
 
+import shardwise
 from shardwise import FSDPModule, fully_shard
+from shardwise.diloco import DiLoCo
 from shardwise.errors import MisuseError, StepInterruptedError
 from shardwise.optim import ClipBy, NonFinite, OptimizerInBackward, in_backward
 from shardwise.sharding.state import groups_of
@@ -394,6 +397,55 @@ def test_state_dicts_are_those_of_one_ordinary_optimizer(threads: Ranks) -> None
     threads(_saves, 2)
 
 
+def _saved(rank: int, world_size: int, folder: Path) -> None:
+    net = sharded_net()
+    optimizer = in_backward(net, _decayed, max_norm=0.1)
+    loss_of(net, batches(1)[0]).backward()
+    shardwise.checkpoint.save(folder / "saved", net, optimizer)
+    loss_of(net, batches(1, 1)[0]).backward()
+    shardwise.checkpoint.save(folder / "later", net, optimizer)
+
+
+def _loaded(rank: int, world_size: int, folder: Path) -> None:
+    net, expected = (seeded(Net) for _ in range(2))
+    for each in (net, expected):
+        with torch.no_grad():
+            for p in each.parameters():
+                p.zero_()
+        shard_blocks(each)
+    optimizer = in_backward(net, _decayed, max_norm=0.1)
+    shardwise.checkpoint.load(folder / "saved", net, optimizer)
+    loss_of(net, batches(1, 1)[0]).backward()
+    # An ordinary optimizer of the same parameters loads it, too.
+    shardwise.checkpoint.load(folder / "later", expected, _decayed(list(expected.parameters())))
+    torch.testing.assert_close(values(net), values(expected))
+
+
+def test_a_checkpoint_goes_on_over_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(_saved, 2, tmp_path)
+    ranks(_loaded, 3, tmp_path)
+
+
+def _apart_from_replicas(rank: int, world_size: int) -> None:
+    mine, theirs = sharded_net(), sharded_net()
+    inner, ordinary = in_backward(mine, adamw), adamw(theirs.parameters())
+    optimizers = [
+        DiLoCo(net, each, every=2, group=None) for net, each in ((mine, inner), (theirs, ordinary))
+    ]
+    for step in range(4):
+        for net, optimizer in zip((mine, theirs), optimizers, strict=True):
+            loss_of(net, batches(world_size, step)[rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal(values(mine), values(theirs))
+    with pytest.raises(ValueError, match="pass what in_backward returns to DiLoCo"):
+        in_backward(sharded_net(), lambda _: optimizers[1])
+
+
+def test_diloco_steps_around_it(threads: Ranks) -> None:
+    threads(_apart_from_replicas, 2)
+
+
 class Counting(torch.optim.SGD):
     """Counts steps in its parameter groups, as some optimizers do."""
 
@@ -730,22 +782,22 @@ def test_backwards_inside_of_a_backward_that_recompute_make_one_step(threads: Ra
     threads(_reentrant, 2)
 
 
-def _nested(rank: int, world_size: int) -> None:
+def _late(rank: int, world_size: int) -> None:
     net = sharded_net()
     in_backward(net, adamw)
-    x = batches(world_size)[rank].requires_grad_()
+    block = net.blocks[2]
 
-    def go_back_again(*_: object) -> None:
-        with torch.enable_grad():
-            net.blocks[2](x).sum().backward()
+    def add_to_gradients(*_: object) -> None:
+        for p in block.parameters():
+            p.grad = torch.zeros_like(p)
 
-    net.blocks[0].up.register_full_backward_hook(go_back_again)
+    net.blocks[0].up.register_full_backward_hook(add_to_gradients)
     with pytest.raises(RuntimeError, match=r"blocks\.2\.\S+ on rank \d: got another gradient"):
-        loss_of(net, x).backward()
+        loss_of(net, batches(world_size)[rank].requires_grad_()).backward()
 
 
 def test_a_gradient_that_comes_after_the_step_is_an_error(threads: Ranks) -> None:
-    threads(_nested, 2)
+    threads(_late, 2)
 
 
 def _refused(rank: int, world_size: int) -> None:
