@@ -208,6 +208,9 @@ UNSEEN = {
         "the wrapper cuts along the first dimension, so nothing is copied"
     ),
     "sharding/grad.py NormParts.total: torch.zeros(())": _HOST,
+    "sharding/state.py Root._end_step: stepper.finish()": (
+        "it adds up a norm and keeps hyperparameters, which only values show"
+    ),
     "sharding/state.py Root._move_on: self._left_alone.pop(0).finish()": (
         "a part of a gradient is missing, which only values show"
     ),

@@ -48,7 +48,7 @@ class GroupSteps:
             param.form: param.form.parameter for group in groups for param in group.params
         }
         # The step that has begun: the groups that have stepped, and their parameters.
-        self._names: list[str] = []
+        self._names: dict[str, None] = {}
         self._stepped: set[torch.Tensor] = set()
         # The number of the parameter group that each parameter is in, and the hyperparameters of
         # parameter groups before and after the step.
@@ -100,9 +100,10 @@ class GroupSteps:
                     "in which it has stepped already, as by a backward inside of that backward. "
                     "Step after backward"
                 )
-        self._step(name, [form.parameter for form in forms])
+        stepped = self._step(name, [form.parameter for form in forms])
         for form in forms:
-            form.steps_in_backward += 1
+            if form.parameter in stepped:
+                form.steps_in_backward += 1
 
     def step_rest(self) -> None:
         """Step with all gradients that there are, outside of backward.
@@ -146,21 +147,23 @@ class GroupSteps:
         self._clipping.drop()
         self._forget_step()
 
-    def _step(self, name: str, params: Sequence[torch.Tensor]) -> None:
+    def _step(self, name: str, params: Sequence[torch.Tensor]) -> frozenset[torch.Tensor]:
+        """Step with those of ``params`` that the optimizer has, and return them."""
         if not self._names:
             self._begin()
         own = [param for param in params if param in self._number_of]
         if all(param.grad is None for param in own):
-            return
+            return frozenset()
         with autograd.no_grad():
             steps = self._clipping.clip(name, own)
             # From here on, an exception leaves this group in an unknown state.
-            self._names.append(name)
+            self._names[name] = None
             self._stepped.update(own)
             if steps:
                 self._step_alone(own)
             for param in own:
                 param.grad = None
+        return frozenset(own)
 
     def _begin(self) -> None:
         groups = self._inner.param_groups
@@ -190,14 +193,14 @@ class GroupSteps:
             self._after[number] = _hyperparameters(group)
 
     def _forget_step(self) -> None:
-        self._names, self._stepped = [], set()
+        self._names, self._stepped = {}, set()
         self._number_of, self._before, self._after = {}, [], {}
 
     def _all_parameters(self) -> list[torch.Tensor]:
         return [param for group in self._inner.param_groups for param in group[_PARAMS]]
 
     def _refuse_interrupted(self) -> NoReturn:
-        done = self._names[-_MOST_NAMES:]
+        done = list(self._names)[-_MOST_NAMES:]
         more = len(self._names) - len(done)
         rest = f" and {more} before them" if more else ""
         raise StepInterruptedError(
