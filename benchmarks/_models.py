@@ -50,6 +50,7 @@ PRESETS = {
     "34m": Preset(hidden=512, intermediate=1376, layers=8, heads=8, vocab=8192),  # 33.7 M
     "150m": Preset(hidden=768, intermediate=2048, layers=14, heads=12, vocab=32000),  # 148.3 M
     "10m": Preset(hidden=320, intermediate=864, layers=6, heads=5, vocab=4096),  # 10.1 M
+    "215m": Preset(hidden=896, intermediate=2464, layers=16, heads=14, vocab=32000),  # 214.7 M
     "400m": Preset(hidden=1152, intermediate=3200, layers=20, heads=18, vocab=32000),  # 401.1 M
     # For GPUs, the largest that fits.
     "1b": Preset(hidden=2048, intermediate=5632, layers=18, heads=16, vocab=32000),  # 1.06 B

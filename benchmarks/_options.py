@@ -85,4 +85,4 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 def contender_env(name: str, transport: str) -> dict[str, str]:
     """Return the environment of a contender's processes: ours is told which transport to take."""
-    return {"SHARDWISE_TRANSPORT": transport} if name == "ours" else {}
+    return {"SHARDWISE_TRANSPORT": transport} if name.startswith("ours") else {}

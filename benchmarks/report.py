@@ -28,6 +28,7 @@ from _checkpoint_stall_tables import stall_tables
 from _checkpoint_tables import checkpoint_tables
 from _diloco_tables import diloco_tables
 from _gpu_tables import gpu_tables
+from _in_backward_tables import in_backward_tables
 from _loading_tables import loading_tables
 from _memory_tables import memory_tables
 from _muon_tables import muon_tables
@@ -64,6 +65,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "plan_memory": plan_memory_tables,
     "plan_time": plan_time_tables,
     "adamw8bit": adamw8bit_tables,
+    "in_backward": in_backward_tables,
 }
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL

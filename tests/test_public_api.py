@@ -93,7 +93,12 @@ PUBLIC = {
     ],
     "shardwise.optim": [
         "AdamW8bit",
+        "ClipBy",
         "Muon",
+        "NonFinite",
+        "OptimizerInBackward",
+        "StepInterruptedError",
+        "in_backward",
         "muon_groups",
     ],
     "shardwise.pretrained": [

@@ -4,6 +4,7 @@
     ├── PeerLostError       a peer died, left or stalled: a collective could not finish
     ├── RanksDivergedError  ranks disagree about what they are about to do
     ├── RankFailedError     a rank that this process launched was killed, or raised an error
+    ├── StepInterruptedError  an exception left only some groups stepped in backward
     └── CheckpointError     a checkpoint is damaged, belongs to another model, or was not written
 
 Wrong use of the library raises a plain ``ValueError``, ``TypeError`` or ``NotImplementedError``,
@@ -51,6 +52,15 @@ class RankFailedError(ShardwiseError):
 
     An exception of the rank that can be pickled is raised itself, in place of this one. The message
     names the rank, and shows its traceback or the last lines that it wrote.
+    """
+
+
+class StepInterruptedError(ShardwiseError):
+    """An exception ended a backward in which some groups had stepped already, and others had not.
+
+    Forward, backward, and the state dicts of model and optimizer raise it, until a state is loaded
+    into the optimizer or the parameters are accepted as they are. The message names the rank and
+    the groups that have stepped. See :func:`shardwise.optim.in_backward`.
     """
 
 

@@ -302,7 +302,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cli_train, "run", lambda job, launch: jobs.append(job))
     arguments = (
         "--model llama-34m --data a.txt b.txt --data c.txt --steps 7 --batch-size 3 "
-        "--accumulate 2 --lr 0.5 --beta2 0.5 --weight-decay 0 --warmup 1 --clip-grad 0 --seed 9 "
+        "--accumulate 2 --step-in-backward --lr 0.5 --beta2 0.5 --weight-decay 0 --warmup 1 "
+        "--clip-grad 0 --seed 9 "
         "--schedule warmup-stable-decay --decay-steps 3 --min-lr 0 --device cpu --optimizer muon "
         "--momentum 0.5 --strategy "
         "hybrid --replicas 2 --param-dtype bf16 --shard-dtype bf16 --reduce-dtype bf16 "
@@ -317,7 +318,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "model": "llama-34m", "data": ["a.txt", "c.txt", "b.txt"], "seq_length": 512,
         "prompt": "x", "sample_tokens": 3, "temperature": 0.0, "steps": 7, "epochs": None,
         "batch_size": 3,
-        "accumulate": 2, "seed": 9, "device": "cpu", "algorithm": "muon", "momentum": 0.5,
+        "accumulate": 2, "stepping": "in-backward",
+        "seed": 9, "device": "cpu", "algorithm": "muon", "momentum": 0.5,
         "lr": 0.5, "betas": [0.9, 0.5],
         "weight_decay": 0.0, "warmup": 1, "schedule": "warmup-stable-decay", "decay_steps": 3,
         "min_lr": 0.0, "clip_grad": 0.0, "strategy": "hybrid", "replicas": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shardwise._torch import c10d
 from shardwise.frontends.blocks import shard_blocks, store_in
 from shardwise.inspect.api import Blueprint
-from shardwise.planning.settings import Settings
+from shardwise.optim import in_backward
+from shardwise.planning.settings import Settings, Stepping
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,11 @@ def allocated(
             precision=policy,
             transport=settings.transport,
         )
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer: torch.optim.Optimizer
+        if settings.stepping is Stepping.IN_BACKWARD:
+            optimizer = in_backward(model, functools.partial(torch.optim.AdamW, fused=True))
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         batches = [settings.batch(settings.batch_size) for _ in range(settings.accumulate)]
 
         def step() -> None:

@@ -26,6 +26,7 @@ from shardwise.planning.settings import (
     RehearsalError,
     Settings,
     SettingsError,
+    Stepping,
     UntraceableError,
 )
 from tests.planning.profiled import allocated
@@ -37,14 +38,26 @@ def _blueprint(width: int = 64, depth: int = 3) -> Blueprint:
         return Blueprint("blocks", nn.Sequential(*blocks, nn.Linear(width, 4)), blocks)
 
 
-def _rehearse(mesh: str, width: int = 64, rank: int = 0) -> Log:
+def _rehearse(mesh: str, width: int = 64, rank: int = 0, **given: Any) -> Log:
     settings = Settings(
         mesh=WantedMesh.parse(mesh),
         batch_size=8,
         transport="collectives",
         batch=lambda size: torch.zeros(size, width),
+        **given,
     )
     return rehearse(_blueprint(width), settings, rank)
+
+
+def test_steps_in_backward_keep_the_gradients_of_few_groups() -> None:
+    after, inside = (_rehearse("dp=2", stepping=each) for each in Stepping)
+    per_block = (64 * 64 + 64) * 4
+    # One block computes its full gradients while those of another are reduced.
+    assert memory(inside).most[Memory.GRADIENTS] <= 3 * per_block
+    assert memory(after).most[Memory.GRADIENTS] > memory(inside).most[Memory.GRADIENTS]
+    changes = [event.nbytes for event in inside.events if isinstance(event, Change)]
+    assert sum(changes) == 0, "all that the step allocates is freed in it"
+    assert inside.flops == after.flops
 
 
 def test_shards_and_optimizer_states_are_counted_to_the_byte() -> None:
@@ -147,8 +160,9 @@ def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         {"param_dtype": "bf16"},
         {"checkpointing": Checkpointing.FULL, "shard_dtype": "bf16"},
         {"checkpointing": Checkpointing.SELECTIVE, "param_dtype": "bf16"},
+        {"stepping": Stepping.IN_BACKWARD, "accumulate": 2},
     ],
-    ids=["fp32", "accumulated", "bf16", "full", "selective"],
+    ids=["fp32", "accumulated", "bf16", "full", "selective", "in backward"],
 )
 def test_allocates_what_a_step_with_values_allocates(given: dict[str, Any], tmp_path: Path) -> None:
     settings = Settings(

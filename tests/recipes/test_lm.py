@@ -25,7 +25,7 @@ from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.ranks.saving import Saving
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
-from shardwise.planning.settings import Checkpointing
+from shardwise.planning.settings import Checkpointing, Stepping
 from shardwise.recipes import lm
 from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.checkpointing import Checkpoints
@@ -70,11 +70,14 @@ def test_all_strategies_learn_the_same(ranks: Ranks, tmp_path: Path) -> None:
     }
     for mode in (Checkpointing.FULL, Checkpointing.SELECTIVE):
         variants[f"recompute-{mode.value}"] = {"activation_checkpointing": mode}
+    for when in Stepping:  # clipping by the norm of the step before gives other numbers
+        variants[when.value] = {"stepping": when, "clip_grad": 0.0}
     configs = {
         name: small_config(tmp_path, name, model=model, accumulate=2, steps=3, **settings)
         for name, settings in variants.items()
     }
     ranks(train, 2, *configs.values())
+    assert losses(configs.pop("in-backward")) == losses(configs.pop("after-backward"))
     expected = losses(configs["full"])
     assert [step for step, _, _ in expected] == [1, 2, 3]
     for name, config in configs.items():

@@ -65,7 +65,6 @@ SEEN = {
     ),
     "sharding/reduce.py Reduction._run_hook_on: "
     "devices.current_stream(device).wait_event(hooked)": "all_reduce_hook_with_stream",
-    "sharding/grad.py _grad_norm: torch.zeros((), dtype=wide, device=device)": "clip",
     "sharding/grad.py _local_norm: torch.zeros((), dtype=dtype, device=device)": "wrapper",
     # Gradients on their way to the host.
     "sharding/group.py ParamGroup.wait_for_offload: param.form.offload.wait()": "offload_pinned",
@@ -131,11 +130,14 @@ SEEN = {
     "sharding/state.py Root._finish_reductions: self._left_alone.pop(0).finish()": "hybrid",
     "sharding/state.py Root._finish_reductions: reduction.finish()": "offload_hybrid",
     "sharding/state.py Root._deliver: group.wait_for_offload()": "offload_pinned",
+    "sharding/group.py ParamGroup.step_in_backward: self.wait_for_offload()": (
+        "step_in_backward_offloaded"
+    ),
     "transport/collectives.py CollectivesTransport._start: finish()": "zero3",
     "transport/collectives.py CollectivesTransport._start: "
     "launched.append(self._launch(each))": "zero3",
     # Copies between host and device.
-    "sharding/grad.py clip_grad_norm_: scale.to(device)": "clip_offload",
+    "sharding/grad.py scale_grads: scale.to(device)": "clip_offload",
     "sharding/grad.py _local_norm: norm.to(device, dtype)": "clip_offload",
     "sharding/group_param.py GroupParam.take_over_writes: "
     "self.layout.cut(self.full_data, self.form.mesh.shard.rank).to(shard.device)": (
@@ -206,6 +208,10 @@ UNSEEN = {
     "sharding/summon.py _rows: "
     "param.layout.cut(full.detach(), param.form.mesh.shard.rank).contiguous()": (
         "the wrapper cuts along the first dimension, so nothing is copied"
+    ),
+    "sharding/grad.py NormParts.total: torch.zeros(())": _HOST,
+    "sharding/state.py Root._end_step: stepper.finish()": (
+        "it adds up a norm and keeps hyperparameters, which only values show"
     ),
     "sharding/state.py Root._move_on: self._left_alone.pop(0).finish()": (
         "a part of a gradient is missing, which only values show"

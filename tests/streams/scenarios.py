@@ -9,6 +9,7 @@ import copy
 import functools
 import gc
 import itertools
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ from shardwise import devices, fully_shard
 from shardwise.checkpoint.ranks import saving, state
 from shardwise.diloco import DiLoCo, Streaming, members
 from shardwise.diloco.settings import WireFormat
+from shardwise.optim import in_backward
 from shardwise.transport import select, symmetric
 from shardwise.transport.collectives import NcclTransport
 from shardwise.transport.peers import Peers
@@ -446,6 +448,31 @@ def _optimizer_in_backward(run: Run, net: Any) -> None:
         parameter.register_post_accumulate_grad_hook(step)
     for step_number in range(3):
         run_backward(net)
+        for hook in run.after_step:
+            hook(step_number)
+
+
+@scenario()
+def step_in_backward(run: Run) -> None:
+    _step_in_backward(run, shard(run))
+
+
+@scenario()
+def step_in_backward_offloaded(run: Run) -> None:
+    """Groups step on the host, as soon as their gradients have arrived there."""
+    _step_in_backward(run, shard(run, offload_policy=PINNED))
+
+
+@scenario(shape=(2, 2))
+def step_in_backward_hybrid(run: Run) -> None:
+    _step_in_backward(run, shard(run))
+
+
+def _step_in_backward(run: Run, net: Any) -> None:
+    optimizer = in_backward(net, adamw, max_norm=math.inf)
+    for step_number in range(3):
+        run_backward(net)
+        assert optimizer.grad_norm is not None
         for hook in run.after_step:
             hook(step_number)
 

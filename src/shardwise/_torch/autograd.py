@@ -267,6 +267,14 @@ class no_grad:  # noqa: N801 (as torch's)
         torch._C._set_grad_enabled(self._before)
 
 
+def outside_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Compute in the dtypes of tensors on ``device``, although backward may run under autocast."""
+    kind = device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
 #: Products of groups of rows with a matrix each, as of the experts of a model.
 GROUPED_PRODUCTS: tuple[Any, ...] = (torch.ops.aten._grouped_mm.default,)
 

@@ -30,6 +30,7 @@ from shardwise.planning.settings import (
     RehearsalError,
     Settings,
     SettingsError,
+    Stepping,
     UntraceableError,
 )
 from shardwise.recipes.core.begin import check_extras
@@ -141,6 +142,19 @@ class PlanConfig(StrategyConfig):
     clip_grad: float = field(
         default=1.0, metadata=option("Maximum gradient norm; 0: no clipping.", TRAINING)
     )
+    stepping: Stepping = field(
+        default=Stepping.AFTER_BACKWARD,
+        metadata=option(
+            "When the optimizer steps.",
+            TRAINING,
+            flags={
+                "--step-in-backward": (
+                    Stepping.IN_BACKWARD,
+                    "Step with each group as soon as its gradients are reduced.",
+                ),
+            },
+        ),
+    )
     batch: str | None = field(
         default=None,
         metadata=option(
@@ -233,6 +247,7 @@ class PlanConfig(StrategyConfig):
                     else self.optimizer
                 ),
                 clip_grad=self.clip_grad,
+                stepping=self.stepping,
                 checkpointing=self.activation_checkpointing,
                 transport=self.transport,
                 ranks_per_host=self.ranks_per_host,

@@ -5,15 +5,32 @@ from typing import TYPE_CHECKING
 from shardwise._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from shardwise.errors import StepInterruptedError
     from shardwise.optim.adamw8bit import AdamW8bit
+    from shardwise.optim.clipping import ClipBy, NonFinite
     from shardwise.optim.muon import Muon
     from shardwise.optim.split import muon_groups
+    from shardwise.optim.step_in_backward import OptimizerInBackward, in_backward
 
-__all__ = ["AdamW8bit", "Muon", "muon_groups"]
+__all__ = [
+    "AdamW8bit",
+    "ClipBy",
+    "Muon",
+    "NonFinite",
+    "OptimizerInBackward",
+    "StepInterruptedError",
+    "in_backward",
+    "muon_groups",
+]
 
 _HOME = {
     "AdamW8bit": "shardwise.optim.adamw8bit",
+    "ClipBy": "shardwise.optim.clipping",
     "Muon": "shardwise.optim.muon",
+    "NonFinite": "shardwise.optim.clipping",
+    "OptimizerInBackward": "shardwise.optim.step_in_backward",
+    "StepInterruptedError": "shardwise.errors",
+    "in_backward": "shardwise.optim.step_in_backward",
     "muon_groups": "shardwise.optim.split",
 }
 

@@ -41,6 +41,7 @@ from shardwise.planning.settings import (
     Compiled,
     Settings,
     SettingsError,
+    Stepping,
 )
 
 _log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ def plan(
     shard_dtype: str | torch.dtype | None = None,
     optimizer: str | Callable[[list[torch.Tensor]], torch.optim.Optimizer] = "adamw",
     clip_grad: float = 1.0,
+    stepping: str = "after-backward",
     activation_checkpointing: str = "none",
     reshard_after_forward: bool | int | None = None,
     transport: str = "auto",
@@ -139,6 +141,8 @@ def plan(
         shard_dtype: dtype of shards, gradients and optimizer states.
         optimizer: a name, or a function from parameters to an optimizer.
         clip_grad: the largest norm of the gradients; 0: no clipping.
+        stepping: ``"after-backward"``, or ``"in-backward"``: each group steps as soon as its
+            gradients are reduced; see :func:`shardwise.optim.in_backward`.
         activation_checkpointing: ``"none"``, ``"full"`` or ``"selective"``, for each block.
         reshard_after_forward: as for :func:`~shardwise.fully_shard`, in place of what the strategy
             says.
@@ -178,6 +182,7 @@ def plan(
         shard_dtype=_dtype("shard_dtype", shard_dtype),
         optimizer=optimizer,
         clip_grad=clip_grad,
+        stepping=_choice("stepping", stepping, Stepping),
         checkpointing=_choice("activation_checkpointing", activation_checkpointing, Checkpointing),
         reshard_after_forward=reshard_after_forward,
         transport=transport,

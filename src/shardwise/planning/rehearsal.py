@@ -41,14 +41,16 @@ from shardwise.planning.settings import (
     RehearsalError,
     Settings,
     SettingsError,
+    Stepping,
     UntraceableError,
 )
 from shardwise.planning.wires import simulated
-from shardwise.sharding.grad import clip_grad_norm_
+from shardwise.sharding.grad import NormParts, clip_grad_norm_, scale_grads
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.init import allocate
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.module import FSDPModule
+from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import groups_of
 from shardwise.sharding.tree import every_tensor_in, map_tensors
 from shardwise.transport.peers import Peers
@@ -94,6 +96,7 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
             built = _build(model, blocks, blueprint, settings, mesh)
         with _explaining("making the optimizer"):
             optimizer = _Optimizer(settings, built.model)
+        stepper = _GroupSteps(optimizer, settings.clip_grad)
         name = type(blueprint.model).__name__  # sharding gives the copy a class of its own
         with _explaining("making a batch"):
             each = range(settings.accumulate)
@@ -102,6 +105,9 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         with recorder, recorder.watching(built.model, built.ends), observing(recorder):
             with _explaining("a step of the optimizer"):
                 optimizer.make_states(built.model)
+            if settings.stepping is Stepping.IN_BACKWARD:
+                for group in groups_of(built.model):
+                    group.stepper = stepper
             recorder.label_gradients(_fulls(built.model))
             _warm_up(recorder, settings, built.model, optimizer, batches)
             _label(recorder, built.model, optimizer, batches)
@@ -316,6 +322,42 @@ class _Optimizer:
         return [*self._outer, *(dtensor.plain(each) for each in every_tensor_in(list(every)))]
 
 
+class _GroupSteps:
+    """What steps in backward; see :class:`~shardwise.sharding.stepping.Stepper`.
+
+    Gradients are scaled by the norm of the step before, as trainings do it.
+    """
+
+    def __init__(self, optimizer: _Optimizer, clip_grad: float) -> None:
+        self._optimizer = optimizer
+        self._clip_grad = clip_grad
+        self._parts = NormParts()
+
+    def check(self) -> None:
+        """Do nothing: no backward is interrupted here."""
+
+    def check_whole(self) -> None:
+        """Do nothing: no backward is interrupted here."""
+
+    def step(self, name: str, forms: Sequence[ShardedParam]) -> None:
+        """Update the shards of a group, and drop their gradients."""
+        params = [form.parameter for form in forms]
+        if self._clip_grad:
+            self._parts.add(params)
+            scale_grads(params, 1.0, self._clip_grad)
+        self._optimizer.step()
+        for param in params:
+            param.grad = None
+
+    def finish(self) -> None:
+        """Compute the norm that clips the next step."""
+        if self._clip_grad:
+            self._parts.total()
+
+    def interrupt(self) -> None:
+        """Do nothing."""
+
+
 _OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": functools.partial(torch.optim.AdamW, fused=True),
     "adam": functools.partial(torch.optim.Adam, fused=True),
@@ -398,6 +440,8 @@ def _step(
             (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
         del loss
     recorder.enter(Phase.OPTIMIZER)
+    if settings.stepping is Stepping.IN_BACKWARD:
+        return
     if settings.clip_grad:
         clip_grad_norm_(list(model.parameters()), settings.clip_grad)
     with _explaining("a step of the optimizer"):

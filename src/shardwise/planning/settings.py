@@ -105,6 +105,13 @@ class Checkpointing(enum.Enum):
     SELECTIVE = "selective"  # all but the results of matrix products, convolutions and attention
 
 
+class Stepping(enum.Enum):
+    """When the optimizer steps."""
+
+    AFTER_BACKWARD = "after-backward"
+    IN_BACKWARD = "in-backward"  # each group, as soon as its gradients are reduced
+
+
 class Compiled(enum.Enum):
     """What ``torch.compile`` compiles."""
 
@@ -136,6 +143,7 @@ class Settings:
             was built.
         optimizer: one of :data:`OPTIMIZERS`, or a function from parameters to an optimizer.
         clip_grad: the largest norm of the gradients; 0: no clipping.
+        stepping: when the optimizer steps.
         checkpointing: which activations are recomputed.
         reshard_after_forward: as for ``fully_shard``, in place of what the strategy says.
         transport: one of :data:`TRANSPORTS`.
@@ -162,6 +170,7 @@ class Settings:
     shard_dtype: str | None = None
     optimizer: str | Callable[[list[torch.Tensor]], torch.optim.Optimizer] = "adamw"
     clip_grad: float = 1.0
+    stepping: Stepping = Stepping.AFTER_BACKWARD
     checkpointing: Checkpointing = Checkpointing.NONE
     reshard_after_forward: bool | int | None = None
     transport: str = "auto"
@@ -264,6 +273,7 @@ class Settings:
             "shard_dtype": self.shard_dtype,
             "optimizer": name_of(self.optimizer),
             "clip_grad": self.clip_grad,
+            "stepping": self.stepping.value,
             "activation_checkpointing": self.checkpointing.value,
             "reshard_after_forward": self.reshard_after_forward,
             "transport": self.transport,

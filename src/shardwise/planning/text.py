@@ -18,6 +18,7 @@ from shardwise.planning.settings import (
     Compiled,
     Products,
     Settings,
+    Stepping,
     name_of,
 )
 from shardwise.units import binary_size, seconds
@@ -114,6 +115,8 @@ def _optimizer(settings: Settings) -> str:
     parts = [name_of(settings.optimizer)]
     if settings.checkpointing is not Checkpointing.NONE:
         parts.append(f"{settings.checkpointing.value} activation checkpointing")
+    if settings.stepping is Stepping.IN_BACKWARD:
+        parts.append("steps in backward")
     if settings.compiled is Compiled.BLOCKS:
         parts.append("blocks compiled")
     return ", ".join(parts)

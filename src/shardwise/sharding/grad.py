@@ -58,14 +58,24 @@ def clip_grad_norm_(
             "Look for the parameter whose gradient is not finite, or pass "
             "error_if_nonfinite=False to continue"
         )
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    locals_ = [dtensor.plain(param.grad) for param in params if param.grad is not None]
+    scale_grads(params, norm, max_norm)
+    return norm.to(dtype)
+
+
+def scale_grads(
+    parameters: Iterable[torch.Tensor], norm: torch.Tensor | float, max_norm: float
+) -> None:
+    """Scale gradients in place so that ``norm``, a norm that they have, becomes ``max_norm``.
+
+    They are not scaled up.
+    """
+    scale = torch.clamp(max_norm / (torch.as_tensor(norm) + 1e-6), max=1.0)
+    locals_ = [dtensor.plain(param.grad) for param in parameters if param.grad is not None]
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in locals_:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, _), grads in by_kind.items():
         autograd.foreach_mul_(grads, scale.to(device))
-    return norm.to(dtype)
 
 
 def _grad_norm(
@@ -77,8 +87,70 @@ def _grad_norm(
         The norm, in at least float32 (float16 cannot represent the square of 300), and the widest
         dtype of the gradients.
     """
-    # Group parameters by the process groups that they are sharded over. Include those without a
-    # gradient, so that all ranks make the same all-reduces.
+    parts = NormParts(norm_type)
+    dtype = parts.add(parameters)
+    return parts.total(), dtype
+
+
+class NormParts:
+    """This rank's part of a norm, which grows until :meth:`total` adds up those of all ranks.
+
+    Args:
+        norm_type: 2 for the Euclidean norm, any other positive ``p``, or ``math.inf``.
+    """
+
+    def __init__(self, norm_type: float = 2.0) -> None:
+        self._norm_type = norm_type
+        # The largest element, or the sum of powers, by the process groups that it is spread over.
+        self._parts: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
+
+    def add(self, parameters: Iterable[torch.Tensor]) -> torch.dtype:
+        """Add the gradients of ``parameters``. Every rank adds the same parameters.
+
+        Returns:
+            The widest dtype of the gradients.
+
+        Raises:
+            ValueError: a parameter is a ``DTensor`` with a pending reduction.
+        """
+        spread, device, dtype = _spread(parameters)
+        wide = torch.promote_types(dtype, torch.float32)
+        for groups, grads in spread.items():
+            part = _local_norm(grads, self._norm_type, wide, device)
+            before = self._parts.get(groups)
+            self._parts[groups] = part if before is None else self._sum(before, part)
+        return dtype
+
+    def total(self) -> torch.Tensor:
+        """Compute the norm over all ranks, a 0-dim tensor. What was added is forgotten.
+
+        Raises:
+            PeerLostError: a peer died or stalled.
+        """
+        found: torch.Tensor | None = None
+        for groups, part in self._parts.items():
+            for group in groups:
+                op = dist.ReduceOp.MAX if math.isinf(self._norm_type) else dist.ReduceOp.SUM
+                _all_reduce(part, op, Peers(group))
+            found = part if found is None else self._sum(found, part)
+        self._parts = {}
+        if found is None:
+            return torch.zeros(())
+        return found if math.isinf(self._norm_type) else found ** (1.0 / self._norm_type)
+
+    def _sum(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(one, other) if math.isinf(self._norm_type) else one + other
+
+
+def _spread(
+    parameters: Iterable[torch.Tensor],
+) -> tuple[dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]], torch.device, torch.dtype]:
+    """Group gradients by the process groups that they are sharded over.
+
+    Returns:
+        Local gradients by process groups, including groups of parameters without a gradient, so
+        that all ranks make the same all-reduces; their device; their widest dtype.
+    """
     spread: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     device, dtype = torch.device("cpu"), None
     for param in parameters:
@@ -93,16 +165,7 @@ def _grad_norm(
         device = local.device
         if param.grad is not None or param.requires_grad:  # other ranks may have its gradient
             dtype = local.dtype if dtype is None else torch.promote_types(dtype, local.dtype)
-    dtype = torch.float32 if dtype is None else dtype.to_real()
-    wide = torch.promote_types(dtype, torch.float32)
-    total = torch.zeros((), dtype=wide, device=device)
-    for groups, grads in spread.items():
-        part = _local_norm(grads, norm_type, wide, device)
-        for group in groups:
-            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-            _all_reduce(part, op, Peers(group))
-        total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
-    return total if math.isinf(norm_type) else total ** (1.0 / norm_type), dtype
+    return spread, device, torch.float32 if dtype is None else dtype.to_real()
 
 
 def _all_reduce(part: torch.Tensor, op: dist.ReduceOp.RedOpType, peers: Peers) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +27,7 @@ from shardwise.sharding.param import COPIED, ShardedParam
 from shardwise.sharding.policy import GroupOptions, Offload, Precision
 from shardwise.sharding.reduce import Reduction, UnreducedGrads, deliver_alone
 from shardwise.sharding.states import MOVES, Freshness, GroupState, Passes, Phase
+from shardwise.sharding.stepping import Stepper
 from shardwise.transport.base import Label
 
 
@@ -48,6 +49,7 @@ class ParamGroup:
         post_forward: the shards between forward and backward, under an integer
             ``reshard_after_forward``.
         makes: how often the full parameters were made anew because the shards were replaced.
+        stepper: what updates the shards during backward, if anything does.
     """
 
     def __init__(
@@ -71,10 +73,12 @@ class ParamGroup:
         self._precision = precision
         self._offload = offload
         self.makes = 0
+        self.stepper: Stepper | None = None
         self._memory: FullParams | None = None
         self._label: tuple[str, Label] | None = None
         # The versions of the shards at the last gather, and what came of its result.
         self._gathered: list[int] = []
+        self._steps_when_gathered = 0
         self._freshness = Freshness.CURRENT
         # The outermost forward in which the group last ran, and the one whose gradients were
         # last reduced.
@@ -112,8 +116,17 @@ class ParamGroup:
         return made
 
     def reshard_for_state_dict(self, *_: Any) -> None:
-        """Reshard before a state dict is made; a hook. State dicts hold sharded parameters."""
+        """Reshard before a state dict is made or loaded; a hook. It holds sharded parameters."""
         self.reshard()
+
+    def check_for_state_dict(self, *_: Any) -> None:
+        """Check that the shards are of one step before a state dict is made; a hook.
+
+        Raises:
+            StepInterruptedError: an exception has interrupted a step in backward.
+        """
+        if self.stepper is not None:
+            self.stepper.check_whole()
 
     def refresh_from_state_dict(self, *_: Any) -> None:
         """Adopt the parameters that a state dict loaded; a hook.
@@ -171,6 +184,7 @@ class ParamGroup:
                 )
         if source is None:
             self._gathered = self._versions()
+            self._steps_when_gathered = self.steps_in_backward
         if self._memory.moves:
             with observe.during(Activity.UNSHARD, self.label.name):
                 self._memory.start(self.label, source)
@@ -401,6 +415,25 @@ class ParamGroup:
             "its backward, so the gradients would be lost. Replace them between steps"
         )
 
+    @property
+    def steps_in_backward(self) -> int:
+        """A number that grows with every update of a shard during backward."""
+        if self.stepper is None:
+            return 0
+        return sum(param.form.steps_in_backward for param in self.params)
+
+    def refuse_stepped(self) -> NoReturn:
+        """Raise an error: the shards were updated since the forward that this backward is of.
+
+        Raises:
+            MisuseError: always.
+        """
+        raise MisuseError(
+            f"group {self.fqn!r} on rank {dist.get_rank()}: its parameters have stepped in another "
+            "backward since this forward, so the gradients would mix old values and new ones. Call "
+            "set_is_last_backward(False) on the root before every backward of a step but the last"
+        )
+
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clear the gradients of the shards, and drop unreduced ones."""
         for param in self.params:
@@ -430,12 +463,16 @@ class ParamGroup:
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def reduce_grads(self, growing: dict[ShardedParam, None]) -> Reduction | None:
+    def reduce_grads(
+        self, growing: dict[ShardedParam, None], completes: bool = False
+    ) -> Reduction | None:
         """Start to reduce the full gradients, and reshard if the options say so.
 
         Args:
             growing: the parameters whose gradients may grow until the backward is over. Those of
                 this group are added or removed.
+            completes: whether no later backward adds to the gradients, so that what steps in
+                backward may step.
 
         Returns:
             The reduction. ``None`` if there is none to wait for: no parameter has a gradient; or
@@ -443,9 +480,9 @@ class ParamGroup:
             complete.
         """
         with observe.during(Activity.REDUCE, self.label.name):
-            return self._reduce_grads(growing)
+            return self._reduce_grads(growing, completes)
 
-    def _reduce_grads(self, growing: dict[ShardedParam, None]) -> Reduction | None:
+    def _reduce_grads(self, growing: dict[ShardedParam, None], completes: bool) -> Reduction | None:
         params, grads = self._unreduced.take(self.options, self.label)
         if self.options.reshard_after_backward:
             self.reshard()
@@ -458,8 +495,11 @@ class ParamGroup:
                 growing[param.form] = None
             elif growing:
                 growing.pop(param.form, None)
+        step = self._step_own if completes and not grows and self.stepper is not None else None
         if self.mesh.is_alone and self.options.all_reduce_hook is None:
             deliver_alone(params, grads, self._precision, self.options, growing)
+            if step is not None:
+                step()
             return None
         return Reduction(
             self.label,
@@ -470,7 +510,34 @@ class ParamGroup:
             self.options,
             self._unreduced.pending_all_reduce,
             growing,
+            step,
         )
+
+    @property
+    def completes_grads(self) -> bool:
+        """Whether backward reduces the gradients over all ranks."""
+        return self.options.requires_gradient_sync and self.options.requires_all_reduce
+
+    def step_in_backward(self, growing: Container[ShardedParam] = ()) -> None:
+        """Have the stepper update the shards, and wait for gradients that are offloaded.
+
+        Args:
+            growing: the parameters whose gradients are not complete.
+        """
+        if self.stepper is None:
+            return
+        forms = [
+            param.form
+            for param in self.params
+            if param.form.parameter.grad is not None and param.form not in growing
+        ]
+        if forms:
+            self.wait_for_offload()
+            self.stepper.step(self.label.name, forms)
+
+    def _step_own(self) -> None:
+        """Have the stepper update the parameters that no other group has."""
+        self.step_in_backward([param.form for param in self.params if param.form.is_tied])
 
     def wait_for_offload(self) -> None:
         """Block until reduced gradients have been copied to the host, where they are offloaded."""
@@ -500,11 +567,13 @@ class ParamGroup:
         """Whether the next forward uses full parameters that are still in memory.
 
         A user asks for that with :meth:`FSDPModule.keep_unsharded`, or by accumulating gradients
-        without synchronization and without resharding.
+        without synchronization and without resharding. Not if the shards have stepped in backward.
         """
         options = self.options
         accumulates = not (options.reshard_after_backward or options.requires_gradient_sync)
         is_reduced = self._reduced_forward == self._forward
+        if self._steps_when_gathered != self.steps_in_backward:
+            return False
         return options.keep_unsharded or (accumulates and not is_reduced)
 
     def _take_over_from_ties(self) -> None:

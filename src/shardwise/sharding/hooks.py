@@ -250,7 +250,7 @@ def mark_inputs(
     """
     if not torch.is_grad_enabled():
         return args, kwargs
-    begun = group.passes.begin(group.makes)
+    begun = group.passes.begin(group.makes, group.steps_in_backward)
     begun.is_in_transform = transformed = autograd.in_transform()
     # The nodes keep this hook, and the pass keeps the nodes. So the hook must not keep the pass.
     end = _post_input_in_transform if transformed else _post_input
@@ -338,6 +338,8 @@ def _pre_backward(
     for group, begun in zip(state.groups, passes, strict=True):
         if begun is not None and begun.makes != group.makes:
             group.refuse_replaced()
+        if begun is not None and begun.steps != group.steps_in_backward:
+            group.refuse_stepped()
         if group.phase is Phase.BACKWARD:
             continue  # another output of the same forward came first
         group.phase = Phase.BACKWARD

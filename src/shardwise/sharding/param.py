@@ -75,6 +75,7 @@ class ShardedParam:
         is_tied: whether several groups have the parameter, each with its part of the gradient.
         users: a :class:`GroupParam` for each group that has the parameter.
         steps: the number of optimizer steps on the parameter so far.
+        steps_in_backward: how many of them a :class:`~shardwise.sharding.stepping.Stepper` made.
         summoned: the full parameter that the user holds inside ``summon_full_params``, if any.
         offload: where the shard is stored.
     """
@@ -85,7 +86,7 @@ class ShardedParam:
         self.owners: list[ParamOwner] = []
         self.users: list[Any] = []
         self.is_tied = False
-        self.steps = 0
+        self.steps = self.steps_in_backward = 0
         # Whether the gradient of a tied parameter comes from the running backward alone.
         self._grad_is_new = False
         self.summoned: nn.Parameter | None = None

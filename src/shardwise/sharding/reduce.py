@@ -10,7 +10,7 @@ A reduction runs while the backward of the next groups computes, in three steps:
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,6 +145,8 @@ class Reduction:
             or takes them with it.
         growing: the parameters whose gradients may still grow when the reduction is complete. Their
             hooks are left to the caller.
+        completed: what to call when the sharded gradients are complete. Not called if they wait
+            for an all-reduce.
     """
 
     def __init__(
@@ -157,8 +159,10 @@ class Reduction:
         options: GroupOptions,
         pending_all_reduce: PendingAllReduce,
         growing: Container[ShardedParam] = (),
+        completed: Callable[[], None] | None = None,
     ) -> None:
         self._label = label
+        self._completed = completed
         self._hook = options.all_reduce_hook
         self._hook_stream = options.all_reduce_hook_stream
         self._keep_dtype = options.keep_low_precision_grads
@@ -189,6 +193,11 @@ class Reduction:
         if replicate is None or not (self._is_over_replicate and replicate.overlaps_compute()):
             return False
         return all(param.local.device == self._mesh.device for param in self._params)
+
+    @property
+    def steps(self) -> bool:
+        """Whether the shards are updated, and the gradients dropped, when this is over."""
+        return self._completed is not None
 
     @property
     def has_hooks(self) -> bool:
@@ -320,6 +329,9 @@ class Reduction:
             _deliver(param.form, shard, scaling, stored)
             if param.form in self._hooked:
                 param.form.run_hooks()
+            del shard
+        if self._completed is not None:
+            self._completed()
 
 
 class PendingAllReduce:

@@ -26,6 +26,7 @@ from shardwise.sharding.param import COPIED, ShardedParam
 from shardwise.sharding.policy import Precision
 from shardwise.sharding.reduce import Reduction
 from shardwise.sharding.states import GroupState, Phase
+from shardwise.sharding.stepping import Stepper
 
 
 class RunOrder:
@@ -149,6 +150,7 @@ class Root:
 
         Raises:
             RuntimeError: :meth:`finalize` has started reductions that nobody waited for.
+            StepInterruptedError: an exception has interrupted a step in backward.
         """
         if self.finalization.reducing is not None:
             raise RuntimeError(
@@ -156,6 +158,8 @@ class Root:
                 "reduces gradients; wait() for the handle that it returned"
             )
         self._forget_failed_backward()
+        for stepper in self._steppers():
+            stepper.check()
         self.forward_root = state
         self.order.begin_forward()
         self.forward_number += 1
@@ -179,6 +183,8 @@ class Root:
         """Make autograd call :meth:`end_backward` when the running backward is over."""
         self._forget_failed_backward()
         if self._end is None:
+            for stepper in self._steppers():
+                stepper.check()
             self.finalization.begin_backward()
             end = _End(self)
             self._end = weakref.ref(end)
@@ -206,7 +212,9 @@ class Root:
             due = max(0, len(self._pending) - kept)
             moving, self._pending = self._pending[:due], self._pending[due:]
             self._pending[:0] = [each for each in moving if not self._move_on(each)]
-        reduction = group.reduce_grads(self._growing)
+        reduction = group.reduce_grads(
+            self._growing, self.is_last_backward and group.completes_grads
+        )
         if reduction is not None:
             self._pending.append(reduction)
             if reduction.has_hooks:
@@ -260,6 +268,8 @@ class Root:
         self._growing.clear()
         self._end = None
         self.forward_root = None
+        for stepper in self._steppers():
+            stepper.interrupt()
         self.finalization.end()
         self.set_is_last_backward(True)
         self.order.end_backward()
@@ -316,8 +326,9 @@ class Root:
         if not reduction.can_be_left:
             return False
         self._left_alone.append(reduction)
-        # At most one gradient per group, however many backwards add theirs.
-        if len(self._left_alone) > sum(1 for _ in self._groups()):
+        # At most one gradient per group, however many backwards add theirs. What steps in backward
+        # does so to have few of them.
+        if len(self._left_alone) > (1 if reduction.steps else sum(1 for _ in self._groups())):
             self._left_alone.pop(0).finish()
         return True
 
@@ -350,6 +361,28 @@ class Root:
         for state in self.states:
             for group in state.groups:
                 group.wait_for_offload()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """Have groups step in backward that could not before its end, and end that step."""
+        steppers = list(self._steppers())
+        if not steppers:
+            return
+        incomplete = {
+            param.form: None
+            for group in self._groups()
+            if not group.completes_grads
+            for param in group.params
+        }
+        for group in self._groups():
+            group.step_in_backward(incomplete)
+        for stepper in steppers:
+            stepper.finish()
+
+    def _steppers(self) -> Iterator[Stepper]:
+        """What updates shards during backward; each once."""
+        found = (group.stepper for group in self._groups())
+        return iter(dict.fromkeys(each for each in found if each is not None))
 
     def _complete_or_reset(self) -> None:
         try:

@@ -86,9 +86,11 @@ class Pass:
 
     Args:
         makes: how often the group's full parameters had been made when the forward began.
+        steps: how many steps in backward the group's shards had made.
 
     Attributes:
         makes: the same number. Gradients belong to those full parameters, and to no later ones.
+        steps: the same number. Gradients belong to the values of before the next step.
         is_in_transform: whether the forward ran inside a ``torch.func`` transform.
     """
 
@@ -102,10 +104,12 @@ class Pass:
         "_ran_in",
         "is_in_transform",
         "makes",
+        "steps",
     )
 
-    def __init__(self, makes: int) -> None:
+    def __init__(self, makes: int, steps: int) -> None:
         self.makes = makes
+        self.steps = steps
         self.is_in_transform = False
         # A node of the graph for each input that needs a gradient. It runs when that gradient is
         # known, and the last of them when the backward of this pass ends. Whoever keeps the pass
@@ -196,9 +200,9 @@ class Passes:
         self._passes: list[weakref.ref[Pass]] = []
         self.current: Pass | None = None
 
-    def begin(self, makes: int) -> Pass:
+    def begin(self, makes: int, steps: int) -> Pass:
         """Start a pass. It is kept alive here until :meth:`end`, and then by its graph."""
-        self.current = Pass(makes)
+        self.current = Pass(makes, steps)
         self._passes = [ref for ref in self._passes if ref() is not None]
         self._passes.append(weakref.ref(self.current))
         return self.current

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise import FSDPModule, MixedPrecisionPolicy, checkpoint_module, fully_shard
 from shardwise.frontends.activation import batch_norms, keep_products
 from shardwise.frontends.blocks import shard_blocks, store_in
-from shardwise.optim import AdamW8bit, Muon, muon_groups
-from shardwise.planning.settings import Checkpointing
+from shardwise.optim import AdamW8bit, Muon, in_backward, muon_groups
+from shardwise.planning.settings import Checkpointing, Stepping
 from shardwise.recipes.core.config import (
     MOMENTA,
     OptimizerConfig,
@@ -25,8 +26,9 @@ from shardwise.recipes.core.config import (
     ScheduleName,
     SgdConfig,
     ShardingConfig,
+    TrainConfig,
 )
-from shardwise.recipes.core.recipe import Place
+from shardwise.recipes.core.recipe import Place, Task
 from shardwise.sharding.state import states_of
 from shardwise.transport.peers import Peers
 
@@ -206,6 +208,15 @@ def _remaining(schedule: ScheduleName, done: float) -> float:
             return 1 - math.sqrt(done)
         case ScheduleName.CONSTANT:
             return 1.0
+
+
+def stepping_in_backward(task: Task, config: TrainConfig) -> Task:
+    """Return the task, whose groups step in backward if the configuration says so."""
+    if config.stepping is Stepping.AFTER_BACKWARD:
+        return task
+    limit = config.optimizer.clip_grad or math.inf
+    made = in_backward(task.module, lambda _: task.optimizer, max_norm=limit)
+    return dataclasses.replace(task, optimizer=made)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -30,7 +30,7 @@ from shardwise.frontends.strategies import (
 )
 from shardwise.planning import presets as planning
 from shardwise.planning.presets import ModelError
-from shardwise.planning.settings import Checkpointing
+from shardwise.planning.settings import Checkpointing, Stepping
 from shardwise.recipes.core.option import (
     DILOCO,
     GROUP,
@@ -460,6 +460,24 @@ class TrainConfig:
     accumulate: int = field(
         default=1, metadata=option("Microbatches per step; gradients are reduced once.", TRAINING)
     )
+    stepping: Stepping = field(
+        default=Stepping.AFTER_BACKWARD,
+        metadata=option(
+            "When the optimizer steps.",
+            TRAINING,
+            flags={
+                "--step-in-backward": (
+                    Stepping.IN_BACKWARD,
+                    "Step with each group as soon as its gradients are reduced, which saves the "
+                    "memory of gradients; --clip-grad then goes by the norm of the step before.",
+                ),
+                "--step-after-backward": (
+                    Stepping.AFTER_BACKWARD,
+                    "Step after backward, whatever --config says.",
+                ),
+            },
+        ),
+    )
     optimizer: OptimizerConfig | SgdConfig
     seed: int = field(
         default=0,
@@ -572,6 +590,12 @@ def _check_diloco(config: TrainConfig) -> None:
     )
     if (diloco := config.diloco) is None:
         return
+    require(
+        config.stepping is Stepping.AFTER_BACKWARD,
+        "--step-in-backward",
+        f"--strategy {strategy} too",
+        "another strategy: replicas that train apart step after backward",
+    )
     # Written so that NaN fails every one of them.
     steps = diloco.local_steps
     _at_least("--local-steps", steps, 1)

@@ -7,7 +7,7 @@ all.
 One step, on every rank:
 
     forward, backward      x accumulate; gradients are reduced once, in the last backward
-    clip
+    clip                   unless groups step in backward
     exchange               one small all-gather: loss, memory, times, "was I asked to stop?"
     optimizer step
     record, evaluate, save
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import clip_grad_norm_, devices, observe
 from shardwise.elastic.errors import Stopped, UserError, signal_name
 from shardwise.elastic.rank import StopSignals
+from shardwise.optim import OptimizerInBackward
 from shardwise.recipes.core.build import set_lr
 from shardwise.recipes.core.checkpointing import Checkpoints, SaveError
 from shardwise.recipes.core.config import TrainConfig
@@ -167,14 +168,13 @@ class Loop:
         return self._span.left(position, self._per_step)
 
     def _step(self, before: Position) -> _Outcome:
-        task, config = self._task, self._config
+        task = self._task
         began, waited, self._loading = time.perf_counter(), observe.waited(), 0.0
         position = Position(before.step + 1, before.examples + self._per_step)
         lr = task.schedule(position)
         set_lr(task.optimizer, lr)
         loss = self._accumulate(before)
-        limit = config.optimizer.clip_grad or math.inf
-        norm = _item(clip_grad_norm_(list(task.module.parameters()), limit))
+        norm = _item(self._clip())
         seconds = self._updating + time.perf_counter() - began
         own = (seconds, observe.waited() - waited, self._loading)
         mean, memory_mib, stop, saved, ranks = self._exchange(loss, position.step, own)
@@ -209,6 +209,15 @@ class Loop:
             (loss / divisor).backward()  # type: ignore[no-untyped-call]
             total += loss.detach().float() / divisor
         return total
+
+    def _clip(self) -> torch.Tensor:
+        """Clip the gradients of the step, unless backward did; return their norm."""
+        optimizer = self._task.optimizer
+        if isinstance(optimizer, OptimizerInBackward):
+            assert optimizer.grad_norm is not None
+            return optimizer.grad_norm
+        limit = self._config.optimizer.clip_grad or math.inf
+        return clip_grad_norm_(list(self._task.module.parameters()), limit)
 
     def _batch(self, position: Position, micro: int) -> Any:
         """Return this rank's part of a microbatch of the step from a position on."""

@@ -126,6 +126,7 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
         shard_dtype=sharding.shard_dtype.value,
         optimizer=optimizer,
         clip_grad=config.optimizer.clip_grad,
+        stepping=config.stepping,
         checkpointing=sharding.activation_checkpointing,
         transport="auto" if sharding.transport is None else sharding.transport.value,
         ranks_per_host=world.local_size,

@@ -1,0 +1,847 @@
+"""``in_backward``: every group steps in backward, with the numbers of a step after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise import FSDPModule, fully_shard
+from shardwise.diloco import DiLoCo
+from shardwise.errors import MisuseError, StepInterruptedError
+from shardwise.optim import ClipBy, NonFinite, OptimizerInBackward, in_backward
+from shardwise.sharding.state import groups_of
+from tests.sharding.nets import (
+    WIDTH,
+    Block,
+    Net,
+    batches,
+    hybrid_mesh,
+    loss_of,
+    run_over,
+    seeded,
+    shard_blocks,
+    sharded_net,
+)
+
+Ranks = Callable[..., list[Any]]
+
+
+def adamw(params: Any) -> torch.optim.AdamW:
+    """An optimizer whose step depends on the steps before."""
+    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.1)
+
+
+class Odd(nn.Module):
+    """A weight in two groups, a block that runs twice, a frozen parameter and an unused one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.out.weight = self.embed.weight
+        self.blocks[1].up.bias.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        out: torch.Tensor = self.out(x)
+        return out
+
+
+class Recomputing(Net):
+    """Blocks that are recomputed in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+        out: torch.Tensor = self.head(x) * self.gain
+        return out
+
+
+def odd(**kwargs: Any) -> nn.Module:
+    net = seeded(Odd)
+    for module in (net.embed, net.out):
+        fully_shard(module, **kwargs)
+    return shard_blocks(net, **kwargs)
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's shards, by name, also while modules hold full parameters."""
+    forms = {
+        each: param.form
+        for group in groups_of(model)
+        for param in group.params
+        for each in (param.full, param.sharded)
+    }
+    return {name: forms[p].local.clone() for name, p in model.named_parameters()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Compare bit for bit."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def _copied(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _copied(value) for key, value in tree.items()}
+    return tree.clone() if isinstance(tree, torch.Tensor) else tree
+
+
+def moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's second moments, by name."""
+    return {
+        name: optimizer.state[p]["exp_avg_sq"].to_local()
+        for name, p in model.named_parameters()
+        if p in optimizer.state
+    }
+
+
+def _same(
+    rank: int,
+    world_size: int,
+    transport: str,
+    make: Callable[..., nn.Module],
+    hybrid: bool = False,
+    **kwargs: Any,
+) -> None:
+    mesh = hybrid_mesh(world_size) if hybrid else None
+    mine, theirs = (make(mesh=mesh, transport=transport, **kwargs) for _ in range(2))
+    optimizer, ordinary = in_backward(mine, adamw), adamw(theirs.parameters())
+    for step in range(3):
+        x = batches(world_size, step)[rank]
+        with torch.no_grad():
+            assert torch.equal(mine(x), theirs(x))
+        for model in (mine, theirs):
+            loss_of(model, x).backward()
+        assert all(p.grad is None for p in mine.parameters())
+        ordinary.step()
+        ordinary.zero_grad()
+        assert_equal(values(mine), values(theirs))
+    assert_equal(moments(optimizer, mine), moments(ordinary, theirs))
+
+
+STRATEGIES = {
+    "zero3": {"reshard_after_forward": True},
+    "zero2": {"reshard_after_forward": False},
+    "over fewer": {"reshard_after_forward": 2},
+    "hybrid": {"hybrid": True},
+}
+CASES = [
+    (world_size, name)
+    for world_size in (1, 2, 3, 4)
+    for name in STRATEGIES
+    if world_size == 4 or (name in ("zero3", "zero2"))
+]
+
+
+@pytest.mark.parametrize("make", [sharded_net, odd])
+@pytest.mark.parametrize(("world_size", "strategy"), CASES)
+def test_numbers_are_those_of_a_step_after_backward(
+    threads: Ranks, world_size: int, strategy: str, make: Callable[..., nn.Module]
+) -> None:
+    threads(_same, world_size, "c10d", make, **STRATEGIES[strategy])
+
+
+def test_numbers_are_the_same_in_shared_memory() -> None:
+    run_over("shm", _same, 2, odd)
+
+
+def _recomputed(**kwargs: Any) -> nn.Module:
+    return sharded_net(Recomputing, **kwargs)
+
+
+def test_numbers_are_the_same_if_activations_are_recomputed(threads: Ranks) -> None:
+    threads(_same, 2, "c10d", _recomputed)
+
+
+def _names_with_gradients(model: nn.Module) -> set[str]:
+    """The modules some of whose shards have a gradient."""
+    return {
+        param.fqn.rpartition(".")[0]
+        for group in groups_of(model)
+        for param in group.params
+        if param.sharded.grad is not None
+    }
+
+
+def _apart(rank: int, world_size: int, hybrid: bool) -> None:
+    net = sharded_net(mesh=hybrid_mesh(world_size) if hybrid else None, transport="c10d")
+    seen: list[set[str]] = []
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        inner = adamw(params)
+        inner.register_step_pre_hook(lambda *_: seen.append(_names_with_gradients(net)))
+        return inner
+
+    in_backward(net, make)
+    loss_of(net, batches(world_size)[rank]).backward()
+    blocks = [{f"blocks.{i}.up", f"blocks.{i}.down"} for i in range(3)]
+    assert seen == [blocks[2], blocks[1], {"head", ""}, blocks[0]]
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_the_gradients_of_two_groups_never_exist_together(threads: Ranks, hybrid: bool) -> None:
+    threads(_apart, 4, hybrid)
+
+
+def _without_sync(model: FSDPModule, is_last: bool) -> None:
+    model.set_requires_gradient_sync(is_last)
+
+
+def _with_sync(model: FSDPModule, is_last: bool) -> None:
+    model.set_is_last_backward(is_last)
+
+
+def _within_replicas(model: FSDPModule, is_last: bool) -> None:
+    model.set_requires_all_reduce(is_last)
+    model.set_is_last_backward(is_last)
+
+
+def _accumulates(rank: int, world_size: int, set_last: Callable[..., None]) -> None:
+    mesh = hybrid_mesh(world_size) if set_last is _within_replicas else None
+    mine, theirs = (odd(mesh=mesh) for _ in range(2))
+    in_backward(mine, adamw)
+    ordinary = adamw(theirs.parameters())
+    for step in range(2):
+        for micro in range(3):
+            before = values(mine)
+            x = batches(world_size, 3 * step + micro)[rank]
+            for model in (mine, theirs):
+                set_last(model, micro == 2)
+                loss_of(model, x).backward()
+            if micro < 2:
+                assert_equal(values(mine), before)
+        ordinary.step()
+        ordinary.zero_grad()
+        assert_equal(values(mine), values(theirs))
+
+
+@pytest.mark.parametrize("set_last", [_without_sync, _with_sync, _within_replicas])
+def test_the_last_of_several_backwards_steps(threads: Ranks, set_last: Callable[..., None]) -> None:
+    threads(_accumulates, 4 if set_last is _within_replicas else 2, set_last)
+
+
+def _only_before(rank: int, world_size: int) -> None:
+    """The last backward of a step does not reach every group."""
+    mine, theirs = sharded_net(), sharded_net()
+    in_backward(mine, adamw)
+    ordinary = adamw(theirs.parameters())
+    x = batches(world_size)[rank]
+    for model in (mine, theirs):
+        model.set_is_last_backward(False)
+        loss_of(model, x).backward()
+        model.set_is_last_backward(True)
+        model(x)
+        model.blocks[0](x).sum().backward()
+    ordinary.step()
+    assert_equal(values(mine), values(theirs))
+
+
+def test_groups_that_the_last_backward_does_not_reach_step_too(threads: Ranks) -> None:
+    threads(_only_before, 2)
+
+
+def _step_steps_with_the_rest(rank: int, world_size: int) -> None:
+    mine, theirs = sharded_net(), sharded_net()
+    optimizer, ordinary = in_backward(mine, adamw), adamw(theirs.parameters())
+    x = batches(world_size)[rank]
+    for model in (mine, theirs):
+        model.set_is_last_backward(False)
+        loss_of(model, x).backward()
+        model.set_is_last_backward(True)
+        loss_of(model, x)
+        loss_of(model, x).mul(0).backward()
+    ordinary.step()
+    before = values(mine)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert_equal(values(mine), before)
+    assert_equal(before, values(theirs))
+    for p in mine.parameters():
+        p.grad = torch.ones_like(p)
+    for p in theirs.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    ordinary.step()
+    assert_equal(values(mine), values(theirs))
+
+
+def test_step_steps_with_what_is_left_and_is_harmless_otherwise(threads: Ranks) -> None:
+    threads(_step_steps_with_the_rest, 2)
+
+
+def _ignores(rank: int, world_size: int) -> None:
+    def make() -> nn.Module:
+        net = seeded(Net)
+        ignored = {net.gain}
+        for block in net.blocks:
+            fully_shard(block)
+        return fully_shard(net, ignored_params=ignored)
+
+    net = make()
+    optimizer = in_backward(net, adamw)
+    before = net.gain.clone()
+    loss_of(net, batches(world_size)[rank]).backward()
+    assert torch.equal(net.gain, before)
+    torch.distributed.all_reduce(net.gain.grad)
+    optimizer.step()
+    assert not torch.equal(net.gain, before)
+    assert net.gain.grad is None
+    with pytest.raises(ValueError, match="gain belongs to no group"):
+        in_backward(make(), adamw, max_norm=1.0)
+
+
+def test_parameters_outside_of_groups_wait_for_step(threads: Ranks) -> None:
+    threads(_ignores, 2)
+
+
+def _finalizes(rank: int, world_size: int) -> None:
+    mine, theirs = sharded_net(), sharded_net()
+    in_backward(mine, adamw)
+    ordinary = adamw(theirs.parameters())
+    for model in (mine, theirs):
+        model.set_manual_backward_finalization(True)
+    before = values(mine)
+    for micro in range(2):
+        for model in (mine, theirs):
+            loss_of(model, batches(world_size, micro)[rank]).backward()
+        assert_equal(values(mine), before)
+    for model in (mine, theirs):
+        model.finalize_backward()
+    ordinary.step()
+    assert_equal(values(mine), values(theirs))
+
+
+def test_manual_finalization_steps(threads: Ranks) -> None:
+    threads(_finalizes, 2)
+
+
+# -- the face of an optimizer --------------------------------------------------------------------
+
+
+def _decayed(params: Any) -> torch.optim.Optimizer:
+    matrices = [p for p in params if p.ndim >= 2]
+    others = [p for p in params if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.2}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.05)
+
+
+def _schedules(rank: int, world_size: int) -> None:
+    mine, theirs = sharded_net(), sharded_net()
+    optimizer: torch.optim.Optimizer = in_backward(mine, _decayed)
+    ordinary = _decayed(list(theirs.parameters()))
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optimizer, ordinary)]
+    for step in range(3):
+        x = batches(world_size, step)[rank]
+        for model in (mine, theirs):
+            loss_of(model, x).backward()
+        ordinary.step()
+        ordinary.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+        assert_equal(values(mine), values(theirs))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05 / 8] * 2
+
+
+def test_schedules_set_the_learning_rate_and_do_not_warn(threads: Ranks) -> None:
+    threads(_schedules, 2)
+
+
+def _saves(rank: int, world_size: int) -> None:
+    mine, theirs = sharded_net(), sharded_net()
+    optimizer, ordinary = in_backward(mine, _decayed), _decayed(list(theirs.parameters()))
+    for model in (mine, theirs):
+        loss_of(model, batches(world_size)[rank]).backward()
+    ordinary.step()
+    found, expected = optimizer.state_dict(), ordinary.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    by_name = get_optimizer_state_dict(theirs, ordinary)
+    assert get_optimizer_state_dict(mine, optimizer).keys() == by_name.keys()
+    for load in ("plain", "torch"):
+        fresh = sharded_net()
+        with torch.no_grad():
+            for p, q in zip(fresh.parameters(), theirs.parameters(), strict=True):
+                p.copy_(q)
+        loaded = in_backward(fresh, _decayed)
+        if load == "plain":
+            loaded.load_state_dict(_copied(expected))
+        else:
+            set_optimizer_state_dict(fresh, loaded, _copied(by_name))
+        again = sharded_net()
+        again.load_state_dict(theirs.state_dict())
+        other = _decayed(list(again.parameters()))
+        other.load_state_dict(_copied(expected))
+        for model in (fresh, again):
+            loss_of(model, batches(world_size, 1)[rank]).backward()
+        other.step()
+        assert_equal(values(fresh), values(again))
+
+
+def test_state_dicts_are_those_of_one_ordinary_optimizer(threads: Ranks) -> None:
+    threads(_saves, 2)
+
+
+def _saved(rank: int, world_size: int, folder: Path) -> None:
+    net = sharded_net()
+    optimizer = in_backward(net, _decayed, max_norm=0.1)
+    loss_of(net, batches(1)[0]).backward()
+    shardwise.checkpoint.save(folder / "saved", net, optimizer)
+    loss_of(net, batches(1, 1)[0]).backward()
+    shardwise.checkpoint.save(folder / "later", net, optimizer)
+
+
+def _loaded(rank: int, world_size: int, folder: Path) -> None:
+    net, expected = (seeded(Net) for _ in range(2))
+    for each in (net, expected):
+        with torch.no_grad():
+            for p in each.parameters():
+                p.zero_()
+        shard_blocks(each)
+    optimizer = in_backward(net, _decayed, max_norm=0.1)
+    shardwise.checkpoint.load(folder / "saved", net, optimizer)
+    loss_of(net, batches(1, 1)[0]).backward()
+    # An ordinary optimizer of the same parameters loads it, too.
+    shardwise.checkpoint.load(folder / "later", expected, _decayed(list(expected.parameters())))
+    torch.testing.assert_close(values(net), values(expected))
+
+
+def test_a_checkpoint_goes_on_over_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(_saved, 2, tmp_path)
+    ranks(_loaded, 3, tmp_path)
+
+
+def _apart_from_replicas(rank: int, world_size: int) -> None:
+    mine, theirs = sharded_net(), sharded_net()
+    inner, ordinary = in_backward(mine, adamw), adamw(theirs.parameters())
+    optimizers = [
+        DiLoCo(net, each, every=2, group=None) for net, each in ((mine, inner), (theirs, ordinary))
+    ]
+    for step in range(4):
+        for net, optimizer in zip((mine, theirs), optimizers, strict=True):
+            loss_of(net, batches(world_size, step)[rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal(values(mine), values(theirs))
+    with pytest.raises(ValueError, match="pass what in_backward returns to DiLoCo"):
+        in_backward(sharded_net(), lambda _: optimizers[1])
+
+
+def test_diloco_steps_around_it(threads: Ranks) -> None:
+    threads(_apart_from_replicas, 2)
+
+
+class Counting(torch.optim.SGD):
+    """Counts steps in its parameter groups, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        return super().step(closure)
+
+
+def _counts(rank: int, world_size: int) -> None:
+    net = sharded_net()
+    optimizer = in_backward(net, lambda params: Counting(params, lr=0.1))
+    for step in range(2):
+        loss_of(net, batches(world_size, step)[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [group["steps"] for group in optimizer.param_groups] == [2]
+    assert len(optimizer.param_groups[0]["params"]) == len(list(net.parameters()))
+
+
+def test_what_parameter_groups_count_counts_once_a_step(threads: Ranks) -> None:
+    threads(_counts, 2)
+
+
+def _removed(rank: int, world_size: int) -> None:
+    net = sharded_net()
+    optimizer = in_backward(net, adamw)
+    with pytest.raises(ValueError, match="steps in backward already"):
+        in_backward(net.blocks[0], adamw)
+    optimizer.remove()
+    before = values(net)
+    loss_of(net, batches(world_size)[rank]).backward()
+    assert_equal(values(net), before)
+    assert all(p.grad is not None for p in net.parameters())
+    in_backward(net, adamw)
+
+
+def test_without_it_gradients_wait_for_a_step_after_backward(threads: Ranks) -> None:
+    threads(_removed, 2)
+
+
+# -- clipping ----------------------------------------------------------------------------------
+
+
+def _norm(grads: dict[str, torch.Tensor], prefix: str = "") -> float:
+    found = [g.double().square().sum().item() for n, g in grads.items() if n.startswith(prefix)]
+    return math.sqrt(sum(found))
+
+
+def _clips(rank: int, world_size: int, clip_by: ClipBy) -> None:
+    mine, theirs = sharded_net(), sharded_net()
+    optimizer = in_backward(
+        mine, lambda params: torch.optim.SGD(params, lr=0.1), max_norm=0.3, clip_by=clip_by
+    )
+    ordinary = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    previous: float | None = None
+    for step in range(3):
+        x = batches(world_size, step)[rank]
+        for model in (mine, theirs):
+            loss_of(model, x).backward()
+        whole = {name: p.grad.full_tensor().clone() for name, p in theirs.named_parameters()}
+        total = _norm(whole)
+        for name, p in theirs.named_parameters():
+            own = _norm(whole, ".".join(name.split(".")[:2]) if "blocks" in name else "")
+            if "blocks" not in name:
+                own = _norm({n: g for n, g in whole.items() if "blocks" not in n})
+            by = own if previous is None or clip_by is ClipBy.GROUP_NORM else previous
+            p.grad.mul_(min(1.0, 0.3 / (by + 1e-6)))
+        ordinary.step()
+        ordinary.zero_grad()
+        assert optimizer.grad_norm is not None
+        torch.testing.assert_close(optimizer.grad_norm.item(), total, rtol=1e-5, atol=0)
+        torch.testing.assert_close(values(mine), values(theirs))
+        previous = total
+    saved = optimizer.state_dict()["param_groups"][0].get("previous_norm")
+    assert saved == (None if clip_by is ClipBy.GROUP_NORM else optimizer.grad_norm.item())
+
+
+@pytest.mark.parametrize("clip_by", list(ClipBy))
+def test_gradients_are_clipped_by_a_norm_that_is_known(threads: Ranks, clip_by: ClipBy) -> None:
+    threads(_clips, 2, clip_by)
+
+
+def _resumes(rank: int, world_size: int) -> None:
+    mine, fresh = sharded_net(), sharded_net()
+    optimizer, loaded = (in_backward(net, adamw, max_norm=0.1) for net in (mine, fresh))
+    x = batches(world_size)[rank]
+    loss_of(mine, x).backward()
+    fresh.load_state_dict(mine.state_dict())
+    loaded.load_state_dict(_copied(optimizer.state_dict()))
+    for net in (mine, fresh):
+        loss_of(net, x).backward()
+    assert_equal(values(fresh), values(mine))
+
+
+def test_the_norm_of_the_step_before_is_saved(threads: Ranks) -> None:
+    threads(_resumes, 2)
+
+
+def _not_finite(rank: int, world_size: int, nonfinite: NonFinite) -> None:
+    net = sharded_net()
+    optimizer = in_backward(net, adamw, max_norm=math.inf, nonfinite=nonfinite)
+    before = values(net)
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        return grad.mul(math.nan)
+
+    if rank == 0:
+        net.blocks[1].up.register_full_backward_hook(
+            lambda _, inputs, __: (inputs[0] * 1.0,)  # the module's own weights stay finite
+        )
+    handle = net.blocks[1].up.weight.register_hook(spoil if rank == 0 else lambda grad: grad)
+    loss_of(net, batches(world_size)[rank]).backward()
+    handle.remove()
+    changed = {n for n, value in values(net).items() if not torch.equal(value, before[n])}
+    spoiled = {n for n in before if n.startswith("blocks.1.")}
+    assert optimizer.grad_norm is not None
+    assert not math.isfinite(optimizer.grad_norm.item())
+    if nonfinite is NonFinite.SKIP_GROUP:
+        assert optimizer.skipped == ("blocks.1",)
+        assert not changed & spoiled
+        assert net.blocks[1].up.weight not in optimizer.state
+        assert net.blocks[0].up.weight in optimizer.state
+    else:
+        assert optimizer.skipped == ()
+        assert "blocks.1.up.weight" in changed or rank != 0
+    loss_of(net, batches(world_size, 1)[rank]).backward()
+    assert optimizer.skipped == ()
+
+
+@pytest.mark.parametrize("nonfinite", list(NonFinite))
+def test_a_group_whose_gradients_are_not_finite_may_be_skipped_on_every_rank(
+    threads: Ranks, nonfinite: NonFinite
+) -> None:
+    threads(_not_finite, 2, nonfinite)
+
+
+# -- what can go wrong -----------------------------------------------------------------------------
+
+
+class _CaughtError(Exception):
+    pass
+
+
+def _raises(*_: object) -> None:
+    raise _CaughtError
+
+
+def _interrupted(rank: int, world_size: int) -> None:
+    net = sharded_net()
+    optimizer = in_backward(net, adamw)
+    x = batches(world_size)[rank].requires_grad_()
+    loss_of(net, x).backward()
+    saved, state = net.state_dict(), optimizer.state_dict()
+    saved = {name: value.clone() for name, value in saved.items()}
+    state = _copied(state)
+    expected = values(net)
+
+    handle = net.blocks[0].up.register_full_backward_hook(_raises)
+    with pytest.raises(_CaughtError):
+        loss_of(net, x).backward()
+    handle.remove()
+    now = values(net)
+    stepped = {name for name in now if not torch.equal(now[name], expected[name])}
+    assert {name.rpartition(".")[0] for name in stepped} == {"blocks.2.up", "blocks.2.down"}
+    for call in (lambda: net(x), optimizer.state_dict, optimizer.step, net.state_dict):
+        with pytest.raises(StepInterruptedError, match=r"1 of 4 groups had stepped: 'blocks\.2'"):
+            call()
+    optimizer.load_state_dict(state)
+    net.load_state_dict(saved)
+    assert_equal(values(net), expected)
+    loss_of(net, x).backward()
+
+
+def test_an_exception_in_the_middle_leaves_a_state_that_is_named_and_refused(
+    threads: Ranks,
+) -> None:
+    threads(_interrupted, 2)
+
+
+def _accepted(rank: int, world_size: int) -> None:
+    net = sharded_net()
+    optimizer = in_backward(net, adamw)
+    x = batches(world_size)[rank].requires_grad_()
+    handle = net.blocks[0].up.register_full_backward_hook(_raises)
+    loss = loss_of(net, x)
+    with pytest.raises(_CaughtError):
+        loss.backward()
+    handle.remove()
+    other = net.blocks[2].down.weight
+    with pytest.raises(StepInterruptedError):
+        loss_of(net, x)
+    optimizer.accept_interrupted_step()
+    loss_of(net, x).backward()
+    assert optimizer.state[other]["step"] == 2
+    assert optimizer.state[net.head.weight]["step"] == 1
+
+
+def test_an_interrupted_step_may_be_accepted(threads: Ranks) -> None:
+    threads(_accepted, 2)
+
+
+def _not_at_all(rank: int, world_size: int) -> None:
+    """The exception comes before any group has stepped."""
+    net = sharded_net()
+    optimizer = in_backward(net, adamw)
+    x = batches(world_size)[rank]
+    before = values(net)
+    handle = net.blocks[2].up.register_full_backward_hook(_raises)
+    with pytest.raises(_CaughtError):
+        loss_of(net, x).backward()
+    handle.remove()
+    assert_equal(values(net), before)
+    assert not optimizer.state_dict()["state"]
+    loss_of(net, x).backward()
+    assert {state["step"].item() for state in optimizer.state.values()} == {1.0}
+
+
+def test_an_exception_before_any_group_has_stepped_makes_no_step(threads: Ranks) -> None:
+    threads(_not_at_all, 2)
+
+
+class _FailingError(Exception):
+    pass
+
+
+def _optimizer_fails(rank: int, world_size: int) -> None:
+    net = sharded_net()
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if any(p is net.blocks[1].up.weight for p in self.param_groups[0]["params"]):
+                raise _FailingError
+            return super().step(closure)
+
+    optimizer = in_backward(net, lambda params: Failing(params, lr=0.1))
+    with pytest.raises(_FailingError):
+        loss_of(net, batches(world_size)[rank]).backward()
+    assert len(optimizer.param_groups[0]["params"]) == len(list(net.parameters()))
+    with pytest.raises(StepInterruptedError, match=r"2 of 4 groups .*'blocks\.2', 'blocks\.1'"):
+        optimizer.state_dict()
+
+
+def test_an_optimizer_that_raises_interrupts_the_step(threads: Ranks) -> None:
+    threads(_optimizer_fails, 2)
+
+
+def _second_backward(rank: int, world_size: int) -> None:
+    mine, theirs = sharded_net(), sharded_net()
+    in_backward(mine, adamw)
+    ordinary = adamw(theirs.parameters())
+    x = batches(world_size)[rank]
+    losses = [loss_of(model, x) for model in (mine, theirs)]
+    for model, loss in zip((mine, theirs), losses, strict=True):
+        model.set_is_last_backward(False)
+        loss.backward(retain_graph=True)
+        model.set_is_last_backward(True)
+        loss.backward(retain_graph=True)
+    ordinary.step()
+    assert_equal(values(mine), values(theirs))
+    with pytest.raises(MisuseError, match="stepped in another backward since this forward"):
+        losses[0].backward()
+
+
+def test_a_second_backward_needs_the_values_of_its_forward(threads: Ranks) -> None:
+    threads(_second_backward, 2)
+
+
+def _kept(rank: int, world_size: int) -> None:
+    mine, theirs = sharded_net(), sharded_net()
+    in_backward(mine, adamw)
+    ordinary = adamw(theirs.parameters())
+    with mine.keep_unsharded():
+        for step in range(2):
+            x = batches(world_size, step)[rank]
+            for model in (mine, theirs):
+                loss_of(model, x).backward()
+            ordinary.step()
+            ordinary.zero_grad()
+        assert torch.equal(mine(x), theirs(x))
+    assert_equal(values(mine), values(theirs))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_kept_parameters_are_gathered_again_after_a_step(threads: Ranks, world_size: int) -> None:
+    threads(_kept, world_size)
+
+
+def _prefetches(rank: int, world_size: int) -> None:
+    mine, theirs = sharded_net(), sharded_net()
+    for before, after in zip(mine.blocks, mine.blocks[1:], strict=False):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+    mine.set_reshard_after_backward(False)
+    in_backward(mine, adamw)
+    ordinary = adamw(theirs.parameters())
+    for step in range(3):
+        x = batches(world_size, step)[rank]
+        for model in (mine, theirs):
+            loss_of(model, x).backward()
+        ordinary.step()
+        ordinary.zero_grad()
+        assert_equal(values(mine), values(theirs))
+
+
+def test_prefetched_and_kept_parameters_are_never_stale(threads: Ranks) -> None:
+    threads(_prefetches, 2)
+
+
+class Twice(Net):
+    """A block that runs twice, and is recomputed in a backward of its own each time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.blocks[0], x, use_reentrant=True)  # type: ignore[assignment]
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def _reentrant(rank: int, world_size: int) -> None:
+    mine, theirs = sharded_net(Twice), sharded_net(Twice)
+    in_backward(mine, adamw)
+    ordinary = adamw(theirs.parameters())
+    for step in range(2):
+        x = batches(world_size, step)[rank].requires_grad_()
+        for model in (mine, theirs):
+            loss_of(model, x).backward()
+        ordinary.step()
+        ordinary.zero_grad()
+        assert_equal(values(mine), values(theirs))
+
+
+def test_backwards_inside_of_a_backward_that_recompute_make_one_step(threads: Ranks) -> None:
+    threads(_reentrant, 2)
+
+
+def _late(rank: int, world_size: int) -> None:
+    net = sharded_net()
+    in_backward(net, adamw)
+    block = net.blocks[2]
+
+    def add_to_gradients(*_: object) -> None:
+        for p in block.parameters():
+            p.grad = torch.zeros_like(p)
+
+    net.blocks[0].up.register_full_backward_hook(add_to_gradients)
+    with pytest.raises(RuntimeError, match=r"blocks\.2\.\S+ on rank \d: got another gradient"):
+        loss_of(net, batches(world_size)[rank].requires_grad_()).backward()
+
+
+def test_a_gradient_that_comes_after_the_step_is_an_error(threads: Ranks) -> None:
+    threads(_late, 2)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    net = sharded_net()
+    with pytest.raises(ValueError, match="without groups"):
+        in_backward(nn.Linear(2, 2), adamw)
+    with pytest.raises(TypeError, match="make returned"):
+        in_backward(net, lambda params: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match="needs a closure"):
+        in_backward(net, torch.optim.LBFGS)
+    with pytest.raises(ValueError, match="does not have"):
+        in_backward(net, lambda _: adamw([nn.Parameter(torch.ones(2))]))
+    with pytest.raises(ValueError, match="max_norm"):
+        in_backward(net, adamw, max_norm=math.nan)
+    optimizer = in_backward(net, adamw)
+    with pytest.raises(NotImplementedError, match="add them to the inner optimizer"):
+        optimizer.add_param_group({"params": []})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(net, batches(world_size)[rank])).backward()
+    with pytest.raises(NotImplementedError, match="GradScaler"):
+        scaler.step(optimizer)
+    net.load_state_dict(net.state_dict(), assign=True)
+    with pytest.raises(RuntimeError, match="was replaced"):
+        net(batches(world_size)[rank])
+
+
+def test_wrong_use_is_refused(threads: Ranks) -> None:
+    threads(_refused, 1)
+
+
+def _copies(rank: int, world_size: int) -> None:
+    import copy
+
+    net = sharded_net()
+    optimizer = in_backward(net, adamw)
+    x = batches(world_size)[rank]
+    loss_of(net, x).backward()
+    copied = copy.deepcopy(net)
+    before = values(net)
+    loss_of(copied, x).backward()
+    assert all(p.grad is not None for p in copied.parameters())
+    assert_equal(values(net), before)
+    assert isinstance(optimizer, OptimizerInBackward)
+
+
+def test_a_copied_model_does_not_step(threads: Ranks) -> None:
+    threads(_copies, 2)
