@@ -26,7 +26,7 @@ LAYERS = [
     ["optim"],
     ["compat", "wrap"],
     ["frontends", "checkpoint"],
-    ["diloco", "inspect", "optim", "pretrained"],
+    ["diloco", "inspect", "pretrained"],
     ["planning"],
     ["timeline"],
     ["__init__"],
