@@ -20,7 +20,15 @@ import shardwise
 from shardwise import FSDPModule, fully_shard
 from shardwise.diloco import DiLoCo
 from shardwise.errors import MisuseError, StepInterruptedError
-from shardwise.optim import ClipBy, NonFinite, OptimizerInBackward, in_backward
+from shardwise.optim import (
+    AdamW8bit,
+    ClipBy,
+    Muon,
+    NonFinite,
+    OptimizerInBackward,
+    in_backward,
+    muon_groups,
+)
 from shardwise.sharding.state import groups_of
 from tests.sharding.nets import (
     WIDTH,
@@ -159,6 +167,36 @@ def test_numbers_are_those_of_a_step_after_backward(
 
 def test_numbers_are_the_same_in_shared_memory() -> None:
     run_over("shm", _same, 2, odd)
+
+
+def _muon(model: nn.Module) -> torch.optim.Optimizer:
+    return Muon(muon_groups(model, adamw={"lr": 0.02}), lr=0.1)
+
+
+def _adamw8bit(model: nn.Module) -> torch.optim.Optimizer:
+    return AdamW8bit(model.parameters(), lr=0.02)
+
+
+def _same_with(
+    rank: int, world_size: int, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    mine, theirs = (sharded_net(transport="c10d") for _ in range(2))
+    in_backward(mine, lambda _: make(mine))
+    ordinary = make(theirs)
+    for step in range(3):
+        x = batches(world_size, step)[rank]
+        for model in (mine, theirs):
+            loss_of(model, x).backward()
+        ordinary.step()
+        ordinary.zero_grad()
+        assert_equal(values(mine), values(theirs))
+
+
+@pytest.mark.parametrize("make", [_muon, _adamw8bit])
+def test_optimizers_that_need_whole_matrices_or_blocks_step_too(
+    threads: Ranks, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    threads(_same_with, 2, make)
 
 
 def _recomputed(**kwargs: Any) -> nn.Module:

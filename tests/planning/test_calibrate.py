@@ -166,7 +166,7 @@ def _changed(change: Mapping[str, Any]) -> str:
     [
         ("", "is not valid JSON"),
         ("[]", "expected an object"),
-        (_changed({"version": 99}), "an integer from 2 to 2"),
+        (_changed({"version": 99}), "2: run `shardwise calibrate` again"),
         (_changed({"cores": -1}), "an integer from 1"),
         (_changed({"processor": "a\x1b[2J"}), "printable"),
         (_changed({"measured": []}), "no measurements"),

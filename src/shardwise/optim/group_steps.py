@@ -19,6 +19,7 @@ from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.param import ShardedParam
 
 _PARAMS = "params"
+_PARAM_NAMES = "param_names"  # torch keeps them beside named parameters
 _MOST_NAMES = 4  # of groups, in a message
 
 
@@ -53,6 +54,7 @@ class GroupSteps:
         # The number of the parameter group that each parameter is in, and the hyperparameters of
         # parameter groups before and after the step.
         self._number_of: dict[torch.Tensor, int] = {}
+        self._name_of: dict[torch.Tensor, str] = {}
         self._before: list[dict[str, Any]] = []
         self._after: dict[int, dict[str, Any]] = {}
         self._is_interrupted = False
@@ -170,6 +172,11 @@ class GroupSteps:
         self._number_of = {
             param: number for number, group in enumerate(groups) for param in group[_PARAMS]
         }
+        self._name_of = {
+            param: name
+            for group in groups
+            for param, name in zip(group[_PARAMS], group.get(_PARAM_NAMES) or (), strict=False)
+        }
         self._before = [_hyperparameters(group) for group in groups]
 
     def _step_alone(self, params: Sequence[torch.Tensor]) -> None:
@@ -182,6 +189,9 @@ class GroupSteps:
         for param in params:
             parts.setdefault(self._number_of[param], []).append(param)
         shown = {number: {_PARAMS: part, **self._before[number]} for number, part in parts.items()}
+        for group in shown.values():
+            if all(param in self._name_of for param in group[_PARAMS]):
+                group[_PARAM_NAMES] = [self._name_of[param] for param in group[_PARAMS]]
         every = self._inner.param_groups
         self._inner.param_groups = list(shown.values())
         try:
@@ -194,7 +204,7 @@ class GroupSteps:
 
     def _forget_step(self) -> None:
         self._names, self._stepped = {}, set()
-        self._number_of, self._before, self._after = {}, [], {}
+        self._number_of, self._name_of, self._before, self._after = {}, {}, [], {}
 
     def _all_parameters(self) -> list[torch.Tensor]:
         return [param for group in self._inner.param_groups for param in group[_PARAMS]]
@@ -213,4 +223,4 @@ class GroupSteps:
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != _PARAMS}
+    return {key: value for key, value in group.items() if key not in (_PARAMS, _PARAM_NAMES)}

@@ -20,8 +20,9 @@ from shardwise.optim.pool import Pool
 #: Keller Jordan's coefficients.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _DOING = "the step of Muon"
-#: Sets of parameters with gradients whose plans are kept.
-_PLANS = 8
+#: Sets of parameters with gradients whose plans are kept. With a step in backward, each group of
+#: parameters is one.
+_PLANS = 512
 
 
 class Algorithm(enum.Enum):

@@ -217,7 +217,10 @@ class Calibration:
 
     @classmethod
     def _of(cls, fields: Fields) -> Self:
-        fields.number("version", _VERSION, _VERSION)
+        version = fields.number("version", 1)
+        if version != _VERSION:
+            expected = f"{_VERSION}: run `shardwise calibrate` again"
+            refuse(f"{fields.where}, 'version'", version, expected)
         measured = tuple(
             _measured_of(Fields(each, f"{fields.where}, measured"))
             for each in fields.items("measured", 100)
