@@ -144,7 +144,7 @@ class OptimizerInBackward(AroundOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the inner optimizer, which has all parameters.
 
-        With :attr:`ClipBy.PREVIOUS_NORM`, parameter groups have the norm that clips the next step,
+        With ``ClipBy.PREVIOUS_NORM``, parameter groups have the norm that clips the next step,
         under ``"previous_norm"``.
 
         Returns:
