@@ -14,6 +14,7 @@ on_linux = pytest.mark.skipif(
 )
 
 
+@pytest.mark.long
 @on_linux
 def test_every_way_saves_in_every_turn(tmp_path: Path) -> None:
     path = tmp_path / "raw.json"

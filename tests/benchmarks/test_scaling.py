@@ -36,6 +36,7 @@ def document(folder: Path) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.long
 def test_document_holds_a_case_for_each_point_of_each_axis(document: dict[str, Any]) -> None:
     from _scaling_tables import along, value
 
@@ -52,6 +53,7 @@ def test_document_holds_a_case_for_each_point_of_each_axis(document: dict[str, A
         }
 
 
+@pytest.mark.long
 def test_communication_is_the_difference_within_a_round(document: dict[str, Any]) -> None:
     from _scaling_tables import scaling_tables
 
@@ -70,6 +72,7 @@ def test_communication_is_the_difference_within_a_round(document: dict[str, Any]
     assert table.rows == [["4", "250", "150", "125 to 175", "500", "450 to 550", "0.29"]]
 
 
+@pytest.mark.long
 def test_a_difference_of_losses_is_told_and_fails(folder: Path, document: dict[str, Any]) -> None:
     document["cases"][1]["contenders"]["ours"][1]["steps"][0][0]["loss"] += 1
     wrong = folder / "wrong.json"
@@ -79,6 +82,7 @@ def test_a_difference_of_losses_is_told_and_fails(folder: Path, document: dict[s
     assert "losses at 2 ranks DIFFER: ours differs from fsdp2" in done.stdout
 
 
+@pytest.mark.long
 def test_stored_documents_give_the_same_picture(folder: Path, document: dict[str, Any]) -> None:
     """From several documents, in any order: nothing in it is of the day on which it is drawn."""
     names = []
@@ -92,6 +96,7 @@ def test_stored_documents_give_the_same_picture(folder: Path, document: dict[str
     assert again.read_text() == (folder / "picture.svg").read_text()
 
 
+@pytest.mark.long
 def test_picture_says_what_it_shows_and_suits_dark_screens(folder: Path) -> None:
     text = (folder / "picture.svg").read_text()
     said = "".join(ElementTree.fromstring(text).itertext())

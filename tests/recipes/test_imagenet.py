@@ -28,6 +28,7 @@ from tests.recipes.snapshots import COLORS, small_imagenet, write_snapshots
 Ranks = Callable[..., list[Any]]
 
 
+@pytest.mark.long
 def test_a_net_learns_however_it_is_sharded(ranks: Ranks, tmp_path: Path) -> None:
     plain = small_imagenet(tmp_path, "plain", epochs=3)
     variants: dict[str, dict[str, Any]] = {

@@ -62,6 +62,7 @@ def train_until(
 # -- strategies and worlds -------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_all_strategies_learn_the_same(ranks: Ranks, tmp_path: Path) -> None:
     model = str(write_model(tmp_path, attention_dropout=0.0))
     variants: dict[str, dict[str, Any]] = {
