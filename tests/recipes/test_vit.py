@@ -281,7 +281,9 @@ def _rows(text: str) -> dict[str, dict[str, int]]:
     return rows
 
 
-@pytest.mark.parametrize("world_size", [1, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (96, 128))])
+@pytest.mark.parametrize(
+    "world_size", [1, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (96, 128))]
+)
 def test_what_is_printed_adds_up_to_the_model(world_size: int) -> None:
     text = _told(world_size)
     rows = _rows(text)
