@@ -11,12 +11,47 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+#: What wrappers of torch put into names, and state dicts leave out.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def without_wrappers(name: str) -> str:
+    """The name of a parameter without what compilation and activation checkpointing put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def names_of_parameters(model: nn.Module) -> dict[Tensor, list[str]]:
+    """The names of each parameter of a model, without those of wrappers, in the model's order.
+
+    A parameter that is tied has several.
+    """
+    names: dict[Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(without_wrappers(name))
+    return names
 
 
 def parameters_in_order(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The parameters of an optimizer, in the order in which its state dict numbers them."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def named_in_group(group: Mapping[str, Any], number: int) -> list[tuple[str, Tensor]]:
+    """The parameters of an optimizer's group, each with what messages call it.
+
+    Args:
+        group: the group. Those that were made of named parameters know the names.
+        number: of the group.
+    """
+    params = group["params"]
+    names = group.get("param_names") or [
+        f"parameter {i} of group {number}" for i in range(len(params))
+    ]
+    return list(zip(names, params, strict=True))
 
 
 def keys_in_order(state_dict: Mapping[str, Any]) -> list[Any]:

@@ -13,31 +13,27 @@ does not depend on who has which blocks, or on how many are computed at a time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.optim.blocks import Blocks
 from shardwise.optim.codes import CodeBook, Range
+from shardwise.optim.forms import STEP, Form, OwnStates
 from shardwise.optim.moments import CODES, MOMENTS, SCALES, Rates, Scratch, Update, agree_on_scales
-from shardwise.optim_names import keys_in_order, parameters_in_order
 
 #: Tensors with fewer elements keep moments in fp32.
 SMALLEST = 4096
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_STEP = "step"
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(OwnStates):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with moments of eight bits.
 
     Moments are quantized block by block, to the codes of 8-bit optimizers (Dettmers et al., arXiv
@@ -101,18 +97,9 @@ class AdamW8bit(torch.optim.Optimizer):
                     "torch.optim.AdamW"
                 )
 
-    def new_state(self, param: Tensor) -> dict[str, Tensor]:
-        """The state of a parameter before its first step.
-
-        Args:
-            param: a parameter of this optimizer.
-
-        Returns:
-            Tensors by name. Where the parameter is a ``DTensor``, all but ``step`` are.
-        """
-        device = dtensor.plain(param).device
-        made = {name: form.zeros(device) for name, form in self._plan(param).forms.items()}
-        return {_STEP: torch.tensor(0.0), **made}
+    def _forms(self, param: Tensor) -> Mapping[str, Form]:
+        """What the moments of a parameter look like; see :class:`OwnStates`."""
+        return self._plan(param).forms
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -139,62 +126,6 @@ class AdamW8bit(torch.optim.Optimizer):
             self._step()
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, for parameters that are sharded alike.
-
-        Onto another mesh, load with ``shardwise.checkpoint`` or ``torch.distributed.checkpoint``.
-
-        Args:
-            state_dict: the state.
-
-        Raises:
-            ValueError: it is of another optimizer, or of parameters that are sharded in another
-                way. Nothing has been changed.
-        """
-        found: dict[Tensor, dict[str, Tensor]] = {}
-
-        # The base class would convert codes and scales to the dtype of the parameter.
-        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            states = dict(given["state"])
-            pairs = zip(keys_in_order(given), parameters_in_order(self), strict=False)
-            for number, (key, param) in enumerate(pairs):
-                if key in states:
-                    found[param] = self._checked(number, param, states.pop(key))
-            return {**given, "state": states}
-
-        def give(_: torch.optim.Optimizer) -> None:
-            self.state.update(found)
-
-        hooks = (
-            self.register_load_state_dict_pre_hook(take),  # after those of the user
-            self.register_load_state_dict_post_hook(give, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _checked(self, number: int, param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """A state that was loaded, on the device of its parameter."""
-        if not state:  # of a parameter that never had a gradient
-            return {}
-        forms = self._plan(param).forms
-        where = f"state of parameter {number}, of shape {list(param.shape)}"
-        if dist.is_initialized():
-            where += f", on rank {dist.get_rank()}"
-        if state.keys() != {_STEP, *forms}:
-            raise ValueError(
-                f"{where}: found {sorted(state)}, expected {sorted([_STEP, *forms])}; the state of "
-                "another optimizer cannot be loaded into AdamW8bit"
-            )
-        made = {_STEP: torch.as_tensor(state[_STEP], dtype=torch.float32, device="cpu")}
-        device = dtensor.plain(param).device
-        for name, form in forms.items():
-            form.check(state[name], f"{where}: {name}")
-            made[name] = state[name].to(device)
-        return made
-
     def _plan(self, param: Tensor) -> _Plan:
         if param not in self._plans:
             self._plans[param] = _Plan.of(param)
@@ -220,11 +151,11 @@ class AdamW8bit(torch.optim.Optimizer):
             state, plan = self.state[param], self._plan(param)
             if not state:
                 state.update(self.new_state(param))
-            state[_STEP] += 1
+            state[STEP] += 1
             device = dtensor.plain(param).device
             if device not in scratch:
                 scratch[device] = Scratch(device, self._books_on(device))
-            rates = Rates.of(group, state[_STEP])
+            rates = Rates.of(group, state[STEP])
             update = Update(param, state, plan.blocks, rates, scratch[device])
             if plan.blocks is not None and plan.blocks.shared_over:
                 together.append(update)
@@ -253,55 +184,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class _Form:
-    """What a tensor of a state looks like.
-
-    Attributes:
-        shape: of the whole tensor.
-        local: of this rank's part.
-        dtype: of both.
-        mesh: of a ``DTensor``.
-        placements: of a ``DTensor``.
-    """
-
-    shape: tuple[int, ...]
-    local: tuple[int, ...]
-    dtype: torch.dtype
-    mesh: DeviceMesh | None
-    placements: tuple[Placement, ...]
-
-    def zeros(self, device: torch.device) -> Tensor:
-        local = torch.zeros(self.local, dtype=self.dtype, device=device)
-        if self.mesh is None:
-            return local
-        shape = torch.Size(self.shape)
-        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        spec = dtensor.make_spec(self.mesh, self.placements, shape, strides, self.dtype)
-        return dtensor.wrap_local(local, spec)
-
-    def check(self, value: object, what: str) -> None:
-        """Raise an error if a tensor is not of this form."""
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{what}: found a {type(value).__name__}, expected a tensor")
-        local = dtensor.plain(value)
-        if value.dtype != self.dtype or tuple(value.shape) != self.shape:
-            raise ValueError(
-                f"{what}: found {value.dtype} of shape {list(value.shape)}, expected {self.dtype} "
-                f"of shape {list(self.shape)}; the state is of another optimizer or model"
-            )
-        if isinstance(value, DTensor) != (self.mesh is not None) or (
-            tuple(local.shape) != self.local
-        ):
-            found = "a DTensor" if isinstance(value, DTensor) else "a plain tensor"
-            raise ValueError(
-                f"{what}: found {found} with {list(local.shape)} on this rank, expected "
-                f"{'a plain tensor' if self.mesh is None else 'a DTensor'} with "
-                f"{list(self.local)}; load onto another mesh with shardwise.checkpoint or "
-                "torch.distributed.checkpoint"
-            )
-
-
-@dataclass(frozen=True)
 class _Plan:
     """How the state of a parameter is laid out.
 
@@ -310,7 +192,7 @@ class _Plan:
         blocks: blocks of the moments; ``None`` if they are in fp32.
     """
 
-    forms: Mapping[str, _Form]
+    forms: Mapping[str, Form]
     blocks: Blocks | None
 
     @classmethod
@@ -319,11 +201,11 @@ class _Plan:
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         placements = param.placements if isinstance(param, DTensor) else ()
         if param.ndim < 2 or param.numel() < SMALLEST:
-            moment = _Form(shape, local, torch.float32, mesh, placements)
+            moment = Form(shape, local, torch.float32, mesh, placements)
             return cls(dict.fromkeys(MOMENTS, moment), None)
         blocks = Blocks.of(param)
-        codes = _Form(shape, local, torch.uint8, mesh, placements)
-        scales = _Form(
+        codes = Form(shape, local, torch.uint8, mesh, placements)
+        scales = Form(
             blocks.scales_shape, blocks.scales_local, torch.float32, mesh, blocks.scales_placements
         )
         return cls(dict.fromkeys(CODES, codes) | dict.fromkeys(SCALES, scales), blocks)

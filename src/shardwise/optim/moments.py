@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise import devices, observe
+from shardwise import devices
 from shardwise._torch import dtensor
-from shardwise.observe import Activity
 from shardwise.optim.blocks import Blocks, Tile
 from shardwise.optim.codes import CodeBook
+from shardwise.optim.sums import all_reduce
 from shardwise.transport.peers import Peers
-from shardwise.transport.select import backend_for
 
 #: The moments in fp32, as the state of any AdamW names them.
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -290,23 +289,10 @@ def agree_on_scales(updates: Sequence[Update]) -> None:
         if not flat.numel():  # the same on all of these ranks
             continue
         for peers in alike[0].peers:
-            _all_reduce_largest(flat, peers)
+            all_reduce(flat, dist.ReduceOp.MAX, peers, _NAME)
         parts = torch.split(flat, [scale.numel() for scale in scales])
         for scale, part in zip(scales, parts, strict=True):
             scale.copy_(part.view(scale.shape))
-
-
-def _all_reduce_largest(flat: Tensor, peers: Peers) -> None:
-    number = 0
-    if observe.is_observed():
-        wire = peers.wire(backend_for(peers.group, flat.device).name)
-        number = observe.collective(Activity.ALL_REDUCE, _NAME, wire, flat.nbytes, 1)
-    with (
-        peers.collective(f"the all-reduce of {_NAME}"),
-        observe.during(Activity.WAIT, _NAME, peers.dimension),
-    ):
-        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=peers.group)
-    observe.end(number)
 
 
 def _largest(work: _Work, tile: Tile) -> list[Tensor]:

@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from shardwise._torch import dtensor
-from shardwise.errors import RanksDivergedError
 from shardwise.optim.adamw import AdamWStep
 from shardwise.optim.matrices import MatrixParam, Orthogonalization, Plan
-from shardwise.optim.pool import Pool
+from shardwise.optim.pool import Pool, Pools
+from shardwise.optim_names import named_in_group
 
 #: Keller Jordan's coefficients.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -125,7 +123,7 @@ class Muon(torch.optim.Optimizer):
             group = self.param_groups[-1]
             _check_settings(group, where)
             if Algorithm(group["algorithm"]) is Algorithm.MUON:
-                for name, param in zip(_names(group, number), group["params"], strict=True):
+                for name, param in named_in_group(group, number):
                     _check_matrix(param, f"{where}: {name}")
         except ValueError:
             self.param_groups.pop()
@@ -173,43 +171,30 @@ class Muon(torch.optim.Optimizer):
     def _with_gradients(self) -> Iterator[tuple[dict[str, Any], list[tuple[str, torch.Tensor]]]]:
         """Yield every group, and those of its parameters that have a gradient, with their names."""
         for number, group in enumerate(self.param_groups):
-            named = zip(_names(group, number), group["params"], strict=True)
+            named = named_in_group(group, number)
             yield group, [(name, param) for name, param in named if param.grad is not None]
 
     # -- plans ------------------------------------------------------------------------------------
 
     def _forget_plans(self) -> None:
-        self._pools: dict[tuple[DeviceMesh, torch.device], Pool] = {}
+        self._pools = Pools()
         self._plans: dict[tuple[object, ...], Plan] = {}
 
     def _agree(
         self, matrices: Sequence[MatrixParam], error: Exception | None
-    ) -> list[tuple[Pool | None, list[MatrixParam]]]:
-        """Check that all ranks are about to do the same, and return who shares which parameters.
-
-        Every pool is asked, whether this rank has a gradient for it or not: another rank may have
-        one. And all are asked before anything is raised: their other ranks wait to be.
-        """
-        for group in self.param_groups:
-            if Algorithm(group["algorithm"]) is Algorithm.MUON:
-                for param in group["params"]:
-                    if (key := _shared_by(param)) is not None and key not in self._pools:
-                        self._pools[key] = Pool.over(*key)
-        found: list[tuple[Pool | None, list[MatrixParam]]] = []
-        differs: RanksDivergedError | None = None
-        for key in (None, *self._pools):
-            pool = None if key is None else self._pools[key]
-            own = [each for each in matrices if _shared_by(each.param) == key]
-            try:
-                if pool is not None:
-                    pool.agree([each.name for each in own], _DOING, error)
-            except RanksDivergedError as raised:
-                differs = raised
-            if own:
-                found.append((pool, own))
-        if (failure := error or differs) is not None:
-            raise failure
-        return found
+    ) -> Iterator[tuple[Pool | None, list[MatrixParam]]]:
+        """Check that all ranks are about to do the same, and return who shares which parameters."""
+        every = [
+            param
+            for group in self.param_groups
+            if Algorithm(group["algorithm"]) is Algorithm.MUON
+            for param in group["params"]
+        ]
+        self._pools.agree(every, [(each.name, each.param) for each in matrices], _DOING, error)
+        found: dict[Pool | None, list[MatrixParam]] = {}
+        for each in matrices:
+            found.setdefault(self._pools.of(each.param), []).append(each)
+        return iter(found.items())
 
     def _plan(self, own: Sequence[MatrixParam], pool: Pool | None) -> Plan:
         """Return who does what, the same as in earlier steps with the same gradients."""
@@ -221,19 +206,6 @@ class Muon(torch.optim.Optimizer):
                 del self._plans[next(iter(self._plans))]
         self._plans[key] = plan  # the last one used is the last to be forgotten
         return plan
-
-
-def _shared_by(param: torch.Tensor) -> tuple[DeviceMesh, torch.device] | None:
-    """Return the mesh whose ranks share the work on a parameter; ``None`` if this rank is alone."""
-    if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
-        return None
-    return param.device_mesh, dtensor.local_of(param).device
-
-
-def _names(group: Mapping[str, Any], number: int) -> list[str]:
-    """Return the names of a group's parameters, for messages."""
-    count = len(group["params"])
-    return group.get("param_names") or [f"parameter {i} of group {number}" for i in range(count)]
 
 
 def _check_settings(settings: Mapping[str, Any], where: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,8 @@ from shardwise.transport.select import all_to_all
 
 #: What a rank reports in place of a number if it has failed.
 _FAILED = 2**32
+
+_Key = tuple[DeviceMesh, torch.device]
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,67 @@ class Pool:
     @property
     def _group(self) -> dist.ProcessGroup:
         return self.all_to_all.group
+
+
+class Pools:
+    """The pools that the parameters of an optimizer have, made when they are needed."""
+
+    def __init__(self) -> None:
+        self._made: dict[_Key, Pool] = {}
+
+    def of(self, param: torch.Tensor) -> Pool | None:
+        """Return the pool of a parameter that ranks have agreed on; ``None``: this rank is alone.
+
+        Args:
+            param: one of those that :meth:`agree` was last called with, or before.
+        """
+        key = _key(param)
+        return None if key is None else self._made[key]
+
+    def agree(
+        self,
+        params: Iterable[torch.Tensor],
+        named: Sequence[tuple[str, torch.Tensor]],
+        doing: str,
+        error: Exception | None = None,
+    ) -> None:
+        """Check that all ranks are about to work on the same parameters. All ranks call it.
+
+        The pools of all parameters are asked, whether this rank works on one of theirs or not:
+        another rank may do so. And all are asked before anything is raised: their other ranks wait
+        to be.
+
+        Args:
+            params: all parameters that ranks may work on, the same on every rank.
+            named: those that this rank is about to work on, by name, in order.
+            doing: what is done with them, such as ``"the step of Muon"``.
+            error: what this rank raises, after the others know of it.
+
+        Raises:
+            RanksDivergedError: another rank has other parameters, or has failed.
+            PeerLostError: a rank is lost.
+            Exception: ``error``.
+        """
+        keys = dict.fromkeys(key for key in map(_key, params) if key is not None)
+        for key in keys:
+            if key not in self._made:
+                self._made[key] = Pool.over(*key)
+        differs: RanksDivergedError | None = None
+        for key in keys:
+            names = [name for name, param in named if _key(param) == key]
+            try:
+                self._made[key].agree(names, doing, error)
+            except RanksDivergedError as raised:
+                differs = raised
+        if (failure := error or differs) is not None:
+            raise failure
+
+
+def _key(param: torch.Tensor) -> _Key | None:
+    """Return what the pool of a parameter depends on; ``None`` if this rank is alone."""
+    if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
+        return None
+    return param.device_mesh, dtensor.local_of(param).device
 
 
 def _some(names: Sequence[str]) -> str:

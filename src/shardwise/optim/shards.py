@@ -18,12 +18,12 @@ def gradient(name: str, param: torch.Tensor) -> torch.Tensor:
     grad = param.grad
     assert grad is not None
     if torch.is_complex(param):
-        raise RuntimeError(f"Muon: {name}: found {param.dtype}, expected real numbers")
+        raise RuntimeError(f"{name}: found {param.dtype}, expected real numbers")
     if grad.is_sparse:
-        raise RuntimeError(f"Muon: {name}: found a sparse gradient, expected a dense one")
+        raise RuntimeError(f"{name}: found a sparse gradient, expected a dense one")
     if isinstance(param, DTensor):
         if not isinstance(grad, DTensor):
-            raise RuntimeError(f"Muon: {name}: found a plain gradient, expected a DTensor")
+            raise RuntimeError(f"{name}: found a plain gradient, expected a DTensor")
         if tuple(grad.placements) != tuple(param.placements):
             grad = grad.redistribute(param.device_mesh, param.placements)
     return grad
@@ -38,7 +38,7 @@ def shard_of_state(name: str, param: torch.Tensor, key: str, state: torch.Tensor
     shard, mine = dtensor.plain(state), dtensor.plain(param)
     if shard.shape != mine.shape or isinstance(state, DTensor) != isinstance(param, DTensor):
         raise ValueError(
-            f"Muon: {name}: found a {key} of shape {tuple(shard.shape)} on this rank, expected "
+            f"{name}: found a {key} of shape {tuple(shard.shape)} on this rank, expected "
             f"{tuple(mine.shape)}, as the parameter's; load it with shardwise.checkpoint or "
             "torch.distributed.checkpoint, which cut states as parameters are cut"
         )

@@ -18,7 +18,12 @@ from torch.distributed.tensor import empty as empty_dtensor
 
 from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, torch_dtype
 from shardwise.errors import CheckpointError
-from shardwise.optim_names import keys_in_order, names_in_order, parameters_in_order
+from shardwise.optim_names import (
+    keys_in_order,
+    names_in_order,
+    parameters_in_order,
+    without_wrappers,
+)
 from shardwise.optim_states import new_state
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -37,8 +42,7 @@ def parameter_names(model: nn.Module, saved: Mapping[str, Any]) -> dict[Tensor, 
     """
     names: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
-        for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
-            name = name.replace(wrapper, "")
+        name = without_wrappers(name)
         if name not in saved and name.removeprefix("module.") in saved:
             name = name.removeprefix("module.")
         names[parameter] = name

@@ -1,0 +1,102 @@
+"""Reductions of many small tensors over the ranks that a parameter is cut over."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise import observe
+from shardwise._torch import dtensor
+from shardwise.observe import Activity
+from shardwise.transport.peers import Peers
+from shardwise.transport.select import backend_for
+
+
+def all_reduce(flat: Tensor, op: dist.ReduceOp.RedOpType, peers: Peers, name: str) -> None:
+    """Reduce a tensor over the ranks of a process group, in place.
+
+    Args:
+        flat: the tensor.
+        op: how values are reduced.
+        peers: the ranks.
+        name: what is reduced, for reports: ``"the scales of AdamW8bit"``.
+
+    Raises:
+        PeerLostError: a rank is gone.
+    """
+    number = 0
+    if observe.is_observed():
+        wire = peers.wire(backend_for(peers.group, flat.device).name)
+        number = observe.collective(Activity.ALL_REDUCE, name, wire, flat.nbytes, 1)
+    with (
+        peers.collective(f"the all-reduce of {name}"),
+        observe.during(Activity.WAIT, name, peers.dimension),
+    ):
+        dist.all_reduce(flat, op=op, group=peers.group)
+    observe.end(number)
+
+
+def groups_cutting(param: Tensor, dims: Collection[int]) -> tuple[dist.ProcessGroup, ...]:
+    """Return the process groups of the mesh dimensions that cut a parameter.
+
+    Args:
+        param: the parameter.
+        dims: the dimensions of the parameter that are looked at.
+    """
+    if not isinstance(param, DTensor):
+        return ()
+    mesh = param.device_mesh
+    cut = [n for n, each in enumerate(param.placements) if dtensor.sharded_dim(each) in dims]
+    groups = tuple(mesh.get_group(n) for n in cut if mesh.size(n) > 1)
+    if observe.is_observed() and mesh.mesh_dim_names:
+        for n in cut:
+            Peers(mesh.get_group(n)).name_dimension(mesh.mesh_dim_names[n])
+    return groups
+
+
+class Sums:
+    """Tensors that are added up over ranks, in one all-reduce for each process group.
+
+    All ranks add the same tensors in the same order.
+
+    Args:
+        name: what they are, for reports.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._terms: dict[tuple[dist.ProcessGroup, torch.device, torch.dtype], list[Tensor]] = {}
+
+    def add(self, term: Tensor, groups: Collection[dist.ProcessGroup]) -> Tensor:
+        """Add a tensor, which :meth:`run` changes in place.
+
+        Args:
+            term: this rank's part; contiguous.
+            groups: over which ranks to add up; none: the tensor is the sum already.
+
+        Returns:
+            ``term``.
+        """
+        for group in groups:
+            self._terms.setdefault((group, term.device, term.dtype), []).append(term)
+        return term
+
+    def run(self) -> None:
+        """Add up. All ranks call it.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        for (group, _, _), terms in self._terms.items():
+            flat = torch.cat([term.view(-1) for term in terms])
+            if not flat.numel():  # the same on all of these ranks
+                continue
+            all_reduce(flat, dist.ReduceOp.SUM, Peers(group), self._name)
+            parts = torch.split(flat, [term.numel() for term in terms])
+            for term, part in zip(terms, parts, strict=True):
+                term.view(-1).copy_(part)
+        self._terms = {}
