@@ -92,8 +92,10 @@ PUBLIC = {
         "WireFormat",
     ],
     "shardwise.optim": [
+        "Adafactor",
         "AdamW8bit",
         "ClipBy",
+        "Lion",
         "Muon",
         "NonFinite",
         "OptimizerInBackward",

@@ -21,8 +21,10 @@ from shardwise import FSDPModule, fully_shard
 from shardwise.diloco import DiLoCo
 from shardwise.errors import MisuseError, StepInterruptedError
 from shardwise.optim import (
+    Adafactor,
     AdamW8bit,
     ClipBy,
+    Lion,
     Muon,
     NonFinite,
     OptimizerInBackward,
@@ -177,6 +179,14 @@ def _adamw8bit(model: nn.Module) -> torch.optim.Optimizer:
     return AdamW8bit(model.parameters(), lr=0.02)
 
 
+def _adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return Adafactor(model.parameters(), lr=0.1)
+
+
+def _lion(model: nn.Module) -> torch.optim.Optimizer:
+    return Lion(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
 def _same_with(
     rank: int, world_size: int, make: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> None:
@@ -192,7 +202,7 @@ def _same_with(
         assert_equal(values(mine), values(theirs))
 
 
-@pytest.mark.parametrize("make", [_muon, _adamw8bit])
+@pytest.mark.parametrize("make", [_muon, _adamw8bit, _adafactor, _lion])
 def test_optimizers_that_need_whole_matrices_or_blocks_step_too(
     threads: Ranks, make: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> None:

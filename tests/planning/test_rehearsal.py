@@ -68,6 +68,28 @@ def test_shards_and_optimizer_states_are_counted_to_the_byte() -> None:
     assert log.before[Memory.OPTIMIZER] == 2 * log.before[Memory.PARAMETERS] + steps
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "elements"),
+    [
+        ("lion", 3 * (32 * 64 + 32) + 2 * 64 + 2),
+        # Means of this rank's rows, of all columns, and the squares of biases.
+        ("adafactor", 3 * (32 + 64 + 32) + (2 + 64 + 2)),
+    ],
+)
+def test_states_of_other_shapes_are_counted_to_the_byte(optimizer: str, elements: int) -> None:
+    settings = Settings(
+        mesh=WantedMesh.parse("dp=2"),
+        batch_size=8,
+        transport="collectives",
+        optimizer=optimizer,
+        batch=lambda size: torch.zeros(size, 64),
+    )
+    steps = 8 if optimizer == "adafactor" else 0
+    for stepping in Stepping:
+        log = rehearse(_blueprint(), dataclasses.replace(settings, stepping=stepping))
+        assert log.before[Memory.OPTIMIZER] == 4 * (elements + steps)
+
+
 def test_states_of_eight_bits_are_counted_to_the_byte() -> None:
     settings = Settings(
         mesh=WantedMesh.parse("dp=2"),

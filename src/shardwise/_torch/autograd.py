@@ -188,6 +188,28 @@ def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def foreach_lerp(
+    starts: list[torch.Tensor], ends: list[torch.Tensor], weight: float
+) -> list[torch.Tensor]:
+    """Return the tensors ``weight`` of the way from ``starts`` to ``ends``."""
+    return list(torch._foreach_lerp(starts, ends, weight))
+
+
+def foreach_lerp_(starts: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
+    """Move ``starts`` in place by ``weight`` of the way to ``ends``."""
+    torch._foreach_lerp_(starts, ends, weight)
+
+
+def foreach_sign_(tensors: list[torch.Tensor]) -> None:
+    """Replace every element by its sign."""
+    torch._foreach_sign_(tensors)
+
+
+def foreach_add_(tensors: list[torch.Tensor], others: list[torch.Tensor], factor: float) -> None:
+    """Add ``factor`` times ``others`` in place."""
+    torch._foreach_add_(tensors, others, alpha=factor)
+
+
 def disable_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Keep ``torch.compile`` from tracing ``function``, which then runs between graphs.
 

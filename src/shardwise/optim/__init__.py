@@ -6,15 +6,19 @@ from shardwise._lazy import lazy_names
 
 if TYPE_CHECKING:
     from shardwise.errors import StepInterruptedError
+    from shardwise.optim.adafactor import Adafactor
     from shardwise.optim.adamw8bit import AdamW8bit
     from shardwise.optim.clipping import ClipBy, NonFinite
+    from shardwise.optim.lion import Lion
     from shardwise.optim.muon import Muon
     from shardwise.optim.split import muon_groups
     from shardwise.optim.step_in_backward import OptimizerInBackward, in_backward
 
 __all__ = [
+    "Adafactor",
     "AdamW8bit",
     "ClipBy",
+    "Lion",
     "Muon",
     "NonFinite",
     "OptimizerInBackward",
@@ -24,8 +28,10 @@ __all__ = [
 ]
 
 _HOME = {
+    "Adafactor": "shardwise.optim.adafactor",
     "AdamW8bit": "shardwise.optim.adamw8bit",
     "ClipBy": "shardwise.optim.clipping",
+    "Lion": "shardwise.optim.lion",
     "Muon": "shardwise.optim.muon",
     "NonFinite": "shardwise.optim.clipping",
     "OptimizerInBackward": "shardwise.optim.step_in_backward",

@@ -32,7 +32,7 @@ from shardwise.frontends.blocks import shard_blocks, store_in
 from shardwise.frontends.strategies import TENSOR
 from shardwise.inspect.api import Blueprint, apply_tensor_parallelism
 from shardwise.observe import Memory, observing
-from shardwise.optim import AdamW8bit, Muon, muon_groups
+from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups
 from shardwise.planning.events import Log, Phase
 from shardwise.planning.recorder import Recorder
 from shardwise.planning.settings import (
@@ -364,12 +364,14 @@ _OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]
     "sgd": torch.optim.SGD,
     "sgd-momentum": functools.partial(torch.optim.SGD, momentum=0.9),
     "adagrad": torch.optim.Adagrad,
+    "lion": Lion,
 }
 
 
 _OF_MODELS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw8bit": lambda model: AdamW8bit(p for p in model.parameters() if p.requires_grad),
     "muon": lambda model: Muon(muon_groups(model)),
+    "adafactor": lambda model: Adafactor(p for p in model.parameters() if p.requires_grad),
 }
 
 

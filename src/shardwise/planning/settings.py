@@ -40,7 +40,10 @@ MOST_SIZE = 10**9  # of anything else that is counted
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 #: The optimizers that can be named.
-OPTIMIZERS = ("adamw", "adamw8bit", "adam", "muon", "sgd", "sgd-momentum", "adagrad", "none")
+OPTIMIZERS = (
+    *("adamw", "adamw8bit", "adam", "muon", "lion", "adafactor"),
+    *("sgd", "sgd-momentum", "adagrad", "none"),
+)
 
 #: The transports that can be named. Any other name is that of a backend of ``torch.distributed``.
 TRANSPORTS = ("auto", "shm", "c10d", "collectives")

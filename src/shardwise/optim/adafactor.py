@@ -1,0 +1,195 @@
+"""``Adafactor``: the update of ``torch.optim.Adafactor`` on parameters cut over any mesh.
+
+    step       fp32   a scalar
+    row_var    fp32   the means of rows, for parameters of two or more dimensions
+    col_var    fp32   the means of columns
+    variance   fp32   for all others
+
+``factored.py`` has the step of one parameter. Here all parameters take each part of it together, so
+that ranks add up what all of them need at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from shardwise._torch import dtensor
+from shardwise.optim.factored import COLUMNS, ELEMENTS, ROWS, Rates, Update
+from shardwise.optim.forms import STEP, Form, OwnStates
+from shardwise.optim.pool import Pools
+from shardwise.optim.shards import gradient
+from shardwise.optim.sums import Sums
+from shardwise.optim_names import named_in_group
+
+_DOING = "the step of Adafactor"
+
+
+class Adafactor(OwnStates):
+    """Adafactor, of Shazeer and Stern (arXiv 1804.04235), on parameters cut over any mesh.
+
+    Arguments and update are those of ``torch.optim.Adafactor`` on full tensors, up to the rounding
+    of fp32: means of rows and columns, and norms, are those of the whole parameter. Ranks add up
+    what they need for all parameters at once, so a step takes two small all-reduces for each mesh
+    dimension that cuts parameters, however many these are. All ranks have to call :meth:`step`.
+
+    Averages have the dtype fp32 (fp64 for parameters of fp64), and everything is computed in it:
+    parameters of bf16 and fp16 are updated as fp32 ones would be, and rounded.
+
+    Args:
+        params: parameters, or groups of them, named or not; sharded or not.
+        lr: the largest step, relative to the root of the mean square of a parameter; weight decay
+            is multiplied by it.
+        beta2_decay: exponent that the share of old squares follows; 0 or less.
+        eps: the least root of a second moment (``None``: the resolution of the dtype that it is
+            computed in), and the least root of the mean square of a parameter.
+        d: the root of the mean square of an update above which it is scaled down; 1 or more.
+        weight_decay: share of a parameter that is taken off, times ``lr``.
+        maximize: ascend.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: ``torch.optim.Adafactor``, of which ``foreach`` is left out.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        self._pools = Pools()
+        defaults = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "eps": eps,
+            "d": d,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what was pickled or copied."""
+        self._pools = Pools()
+        super().__setstate__(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with options of its own.
+
+        Args:
+            param_group: ``params``, and options.
+
+        Raises:
+            ValueError: an option is out of range.
+        """
+        _check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def _forms(self, param: Tensor) -> Mapping[str, Form]:
+        """What the averages of a parameter look like."""
+        if param.ndim < 2:
+            return {ELEMENTS: _form(param, ())}
+        return {ROWS: _form(param, (param.ndim - 1,)), COLUMNS: _form(param, (param.ndim - 2,))}
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters that have a gradient. All ranks call it.
+
+        Args:
+            closure: computes the loss and its gradients again.
+
+        Returns:
+            What ``closure`` returned, if there is one.
+
+        Raises:
+            RanksDivergedError: ranks have gradients of different parameters, or another rank
+                failed before the step. Nothing was changed.
+            PeerLostError: a peer is lost. Nothing was changed on this rank.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates: list[Update] = []
+        steps: list[Tensor] = []
+        names: list[tuple[str, Tensor]] = []
+        error: Exception | None = None
+        try:
+            for number, group in enumerate(self.param_groups):
+                for name, param in named_in_group(group, number):
+                    if param.grad is not None:
+                        updates.append(self._update_of(name, param, group))
+                        steps.append(self.state[param][STEP])
+                        names.append((name, param))
+        except Exception as raised:
+            error = raised
+        every = (param for group in self.param_groups for param in group["params"])
+        self._pools.agree(every, names, _DOING, error)
+        for part in (Update.measure, Update.compute):
+            sums = Sums("the means and norms of Adafactor")
+            for update in updates:
+                part(update, sums)
+            sums.run()
+        for update, step in zip(updates, steps, strict=True):
+            update.apply()
+            step += 1
+        return loss
+
+    def _update_of(self, name: str, param: Tensor, group: Mapping[str, Any]) -> Update:
+        grad, state, shard = gradient(name, param), self.state[param], dtensor.plain(param)
+        forms = self._forms(param)
+        if not state:
+            state.update(self.new_state(param))
+        for key, form in forms.items():
+            form.check(state.get(key), f"{name}: {key}")
+        dtype = next(iter(forms.values())).dtype
+        return Update(param, grad, state, Rates.of(group, state[STEP] + 1, dtype, shard.device))
+
+
+def _form(param: Tensor, reduced: tuple[int, ...]) -> Form:
+    """What an average looks like that has one element along some dimensions of a parameter."""
+    local, mesh = list(dtensor.plain(param).shape), None
+    shape = list(param.shape)
+    for dim in reduced:
+        shape[dim] = local[dim] = 1
+    placements: tuple[Placement, ...] = ()
+    if isinstance(param, DTensor):
+        mesh = param.device_mesh
+        placements = tuple(
+            Replicate() if dtensor.sharded_dim(each) in reduced else each
+            for each in param.placements
+        )
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    return Form(tuple(shape), tuple(local), dtype, mesh, placements)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    # Written so that NaN fails every one of them.
+    eps, floor = options["eps"]
+    lr, decay = options["lr"], options["weight_decay"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"Adafactor: lr: found a tensor of {lr.numel()} elements, expected 1")
+    for name, is_right, expected in (
+        ("lr", lr >= 0, "0 or more"),
+        ("beta2_decay", options["beta2_decay"] <= 0, "0 or less"),
+        ("eps", (eps is None or eps >= 0) and floor >= 0, "None or 0 or more, and 0 or more"),
+        ("d", options["d"] >= 1, "1 or more"),
+        ("weight_decay", decay >= 0, "0 or more"),
+    ):
+        if not is_right:
+            raise ValueError(f"Adafactor: {name}: found {options[name]}, expected {expected}")

@@ -1,0 +1,138 @@
+"""``Lion``: the sign of an average of gradients, on this rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from shardwise._torch import autograd, dtensor
+from shardwise.optim.pieces import AT_ONCE, pieces_of
+from shardwise.optim.shards import gradient, shard_of_state
+from shardwise.optim_names import named_in_group
+
+_AVERAGE = "exp_avg"
+
+#: This rank's part of a parameter, of its gradient and of its average.
+_Part = tuple[Tensor, Tensor, Tensor]
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion, of Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675).
+
+    The update is the sign of an average of gradients, so every element moves by ``lr``. It needs a
+    smaller ``lr`` than AdamW, by a factor of 3 to 10, and a ``weight_decay`` that is larger by the
+    same factor.
+
+    The state is one average for each parameter, ``exp_avg``, of its dtype and placements. Each rank
+    updates its shards, and sends nothing. Parameters of bf16 and fp16 are rounded once in a step.
+
+    Args:
+        params: parameters, or groups of them, named or not; sharded or not.
+        lr: learning rate.
+        betas: the shares of the average in the update, and in the average of the next step.
+        weight_decay: share of a parameter that is taken off, times ``lr``.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with options of its own.
+
+        Args:
+            param_group: ``params``, and options.
+
+        Raises:
+            ValueError: an option is out of range.
+        """
+        _check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss and its gradients again.
+
+        Returns:
+            What ``closure`` returned, if there is one.
+
+        Raises:
+            RuntimeError: a gradient is sparse, or a parameter complex. Nothing has been changed.
+            ValueError: a state that was loaded does not lie as its parameter does. Nothing has been
+                changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        todo = [(g, self._parts(number, g)) for number, g in enumerate(self.param_groups)]
+        for group, parts in todo:
+            for batch in _batches(parts):
+                _update(batch, group)
+        return loss
+
+    def _parts(self, number: int, group: Mapping[str, Any]) -> list[_Part]:
+        found = []
+        for name, param in named_in_group(group, number):
+            if param.grad is None:
+                continue
+            grad, state = gradient(name, param), self.state[param]
+            if not state:
+                state[_AVERAGE] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            average = shard_of_state(name, param, _AVERAGE, state[_AVERAGE])
+            shard = dtensor.plain(param)
+            found.append((shard, dtensor.plain(grad).to(shard.dtype), average))
+        return found
+
+
+def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Divide large parts, and put small ones of the same device and dtype together."""
+    open_batches: dict[tuple[torch.device, torch.dtype], list[_Part]] = {}
+    for part in parts:
+        for param, grad, average in pieces_of(part):
+            kind = param.device, param.dtype
+            batch = open_batches.setdefault(kind, [])
+            batch.append((param, grad, average))
+            if sum(each.numel() for each, _, _ in batch) >= AT_ONCE:
+                yield open_batches.pop(kind)
+    yield from open_batches.values()
+
+
+def _update(batch: Sequence[_Part], group: Mapping[str, Any]) -> None:
+    params, grads, averages = (list(each) for each in zip(*batch, strict=True))
+    (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    updates = autograd.foreach_lerp(averages, grads, 1 - beta1)
+    autograd.foreach_sign_(updates)
+    if decay:
+        autograd.foreach_add_(updates, params, decay)
+    autograd.foreach_add_(params, updates, -float(group["lr"]))
+    autograd.foreach_lerp_(averages, grads, 1 - beta2)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name, value, is_right, expected in (
+        ("lr", options["lr"], options["lr"] >= 0, "0 or more"),
+        ("betas", options["betas"], all(0 <= b <= 1 for b in options["betas"]), "two from 0 to 1"),
+        ("weight_decay", options["weight_decay"], options["weight_decay"] >= 0, "0 or more"),
+    ):
+        if not is_right:
+            raise ValueError(f"Lion: {name}: found {value}, expected {expected}")
