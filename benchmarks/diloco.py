@@ -145,7 +145,7 @@ class DilocoWorker:
         started = time.perf_counter()
         with metered(self._group) as meter:
             for step in range(begin, end):
-                set_lr(self._optimizer, self._schedule(step + 1))
+                set_lr(self._optimizer, self._schedule(step + 1), settings.lr)
                 first = (step * settings.ranks + dist.get_rank()) * settings.batch
                 batch = torch.from_numpy(self._train.read(first, settings.batch))
                 loss = next_token_loss(self._model, batch)

@@ -102,6 +102,7 @@ PUBLIC = {
         "StepInterruptedError",
         "in_backward",
         "muon_groups",
+        "param_groups",
     ],
     "shardwise.pretrained": [
         "LoadReport",

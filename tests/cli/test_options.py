@@ -44,6 +44,16 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--lr -1", "--lr: found -1.0, expected a number above 0"),
         ("--beta1 1", "--beta1: found 1.0, expected 0 to 1, without 1"),
         ("--momentum 0.5", "--momentum: found 0.5, expected none: only muon and sgd have one"),
+        ("--optimizer lion --momentum 0.5", "--momentum: found 0.5, expected none: only muon and"),
+        ("--param-group embed*", "--param-group: found 'embed*', expected PATTERN:SETTING=VALUE"),
+        ("--param-group :lr=1", "--param-group: found ':lr=1', expected PATTERN:SETTING=VALUE"),
+        ("--param-group a:eps=1", "--param-group: found 'eps=1' in 'a:eps=1', expected lr=VALUE"),
+        ("--param-group a:lr=nan", "--param-group: found 'nan' in 'a:lr=nan', expected a number"),
+        ("--param-group a:lr=1,lr=2", "--param-group: found a setting twice in 'a:lr=1,lr=2'"),
+        (
+            "--param-group a:lr=1 --param-group a:lr=2",
+            "--param-group: found 'a' twice, expected all its settings together",
+        ),
         ("--optimizer sgd --momentum 1", "--momentum: found 1.0, expected 0 to 1, without 1"),
         ("--seq-length 0", "--seq-length: found 0, expected 1 or more"),
         ("--seq-length 9999", "--seq-length: found 9999, expected at most 1024"),
@@ -297,6 +307,28 @@ def test_a_missing_extra_says_what_to_install(
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--optimizer lion", (5e-4, 0.4, (0.9, 0.99))),
+        ("--optimizer lion --beta1 0.5 --weight-decay 1", (5e-4, 1.0, (0.5, 0.99))),
+        ("--optimizer adafactor", (0.05, 0.1, (0.9, 0.95))),
+        ("--optimizer adafactor --lr 0.5", (0.5, 0.1, (0.9, 0.95))),
+        ("--beta2 0.5", (2e-3, 0.1, (0.9, 0.5))),
+    ],
+)
+def test_optimizers_have_defaults_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    expected: tuple[float, float, tuple[float, float]],
+) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(cli_train, "run", lambda job, launch: jobs.append(job))
+    assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
+    found: Any = jobs[0].config.train.optimizer
+    assert (found.lr, found.weight_decay, found.betas) == expected
+
+
 def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
     monkeypatch.setattr(cli_train, "run", lambda job, launch: jobs.append(job))
@@ -309,7 +341,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "hybrid --replicas 2 --param-dtype bf16 --shard-dtype bf16 --reduce-dtype bf16 "
         "--activation-checkpointing --transport collectives --out here --checkpoint-every 5 "
         "--keep-last 9 --async-checkpoint --eval-every 4 --keep-best --tensorboard --log "
-        "wandb,jsonl --overwrite --prompt x --sample-tokens 3 --temperature 0"
+        "wandb,jsonl --overwrite --prompt x --sample-tokens 3 --temperature 0 "
+        "--param-group *norm*:lr=1 --param-group embed*:lr=0.1,weight-decay=0"
     )
     assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
     from shardwise.recipes.core.config import as_json, flatten
@@ -321,6 +354,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "accumulate": 2, "stepping": "in-backward",
         "seed": 9, "device": "cpu", "algorithm": "muon", "momentum": 0.5,
         "lr": 0.5, "betas": [0.9, 0.5],
+        "param_groups": ["*norm*:lr=1", "embed*:lr=0.1,weight-decay=0"],
         "weight_decay": 0.0, "warmup": 1, "schedule": "warmup-stable-decay", "decay_steps": 3,
         "min_lr": 0.0, "clip_grad": 0.0, "strategy": "hybrid", "replicas": 2,
         "mesh": None, "param_dtype": "bf16", "shard_dtype": "bf16", "reduce_dtype": "bf16",

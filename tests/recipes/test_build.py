@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.elastic.errors import UserError
 from shardwise.recipes.core.build import (
     count,
     learning_rate,
@@ -94,8 +95,53 @@ def test_sgd_has_momentum_unless_it_is_given(
 
 def test_a_learning_rate_is_set_in_every_group(model: nn.Sequential) -> None:
     optimizer = make_adamw(model, OptimizerConfig(lr=1e-3))
-    set_lr(optimizer, 0.25)
+    set_lr(optimizer, 0.25, peak=1e-3)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("algorithm", OptimizerName)
+def test_settings_by_names_go_with_every_optimizer(
+    model: nn.Sequential, algorithm: OptimizerName
+) -> None:
+    rules = ("*.bias:lr=0.02", "0.weight:weight-decay=0.5", "1.bias:weight_decay=0.25")
+    config = OptimizerConfig(lr=0.1, weight_decay=0.3, algorithm=algorithm, param_groups=rules)
+    optimizer = make_optimizer(model, config)
+    set_lr(optimizer, 0.05, peak=0.1)  # half of the peak
+    found = {
+        name: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+    assert found == {
+        "0.weight": (0.05, 0.5),
+        "0.bias": (0.01, 0.0),
+        "1.weight": (0.05, 0.0),
+        "1.bias": (0.01, 0.25),
+    }
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def test_settings_by_names_go_with_sgd_of_the_image_recipe(model: nn.Sequential) -> None:
+    config = SgdConfig(lr=0.1, param_groups=("1.*:weight_decay=0",))
+    rest, norm = make_sgd(model, config).param_groups
+    assert (rest["param_names"], rest["weight_decay"]) == (["0.weight", "0.bias"], 1e-4)
+    assert (norm["param_names"], norm["weight_decay"]) == (["1.weight", "1.bias"], 0.0)
+
+
+def test_a_pattern_that_does_not_fit_the_model_is_a_wrong_option(model: nn.Sequential) -> None:
+    config = OptimizerConfig(lr=0.1, param_groups=("embed*:lr=1",))
+    with pytest.raises(UserError, match=r"^--param-group: .*'embed\*': found no parameter"):
+        make_optimizer(model, config)
+
+
+def test_lion_and_adafactor_have_defaults_of_their_own() -> None:
+    config = OptimizerConfig(lr=1e-3, weight_decay=0.1)
+    lion, adafactor = map(config.usual_for, (OptimizerName.LION, OptimizerName.ADAFACTOR))
+    assert (lion.lr, lion.weight_decay, lion.betas) == (0.25e-3, 0.4, (0.9, 0.99))
+    assert (adafactor.lr, adafactor.weight_decay) == (0.025, 0.1)
+    assert config.usual_for(OptimizerName.MUON) == config
 
 
 def test_every_element_counts_once_whatever_its_shape(model: nn.Sequential) -> None:

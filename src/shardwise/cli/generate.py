@@ -99,15 +99,15 @@ class Options(Generic[C]):
         Raises:
             OptionError: options contradict each other.
         """
+        config = self.default if default is None else default
         changes: dict[Keys, Any] = {}
         groups: dict[Keys, Group] = {}
-        for setting in self.settings():
-            value = _value_of(setting, given, (file or {}).get(setting.keys))
+        for setting, usual in self.values_of(config):
+            value = _value_of(setting, given, (file or {}).get(setting.keys), usual)
             if value is not None:
                 changes[setting.keys] = value
             if setting.group is not None:
                 groups[setting.keys[:-1]] = setting.group
-        config = self.default if default is None else default
         for keys, group in groups.items():
             inside = [name for name in changes if name[: len(keys)] == keys]
             decided = _find(_changed(config, _outside(changes, keys)), group.setting)
@@ -299,8 +299,11 @@ def _arguments() -> Parameter:
 # -- from a command line to a configuration --------------------------------------------------------
 
 
-def _value_of(setting: Setting, given: Mapping[str, Any], filed: Any) -> Any:
-    """Return what a command line says about a setting, else ``filed``; None: nothing."""
+def _value_of(setting: Setting, given: Mapping[str, Any], filed: Any, usual: Any) -> Any:
+    """Return what a command line says about a setting, else ``filed``; None: nothing.
+
+    The parts of a setting that neither says are those of ``usual``.
+    """
     told = setting.option
     if told.flags:
         flags = {flag: value for flag, (value, _) in told.flags.items()}
@@ -318,8 +321,7 @@ def _value_of(setting: Setting, given: Mapping[str, Any], filed: Any) -> Any:
         if all(part is None for part in parts):
             return None
         return tuple(
-            default if part is None else part
-            for part, default in zip(parts, setting.default, strict=True)
+            default if part is None else part for part, default in zip(parts, usual, strict=True)
         )
     names = _names_of(setting)
     by_parameter = {parameter_name(name): name for name in names}

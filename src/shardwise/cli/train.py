@@ -16,6 +16,7 @@ from shardwise.cli.run import LaunchConfig, run
 from shardwise.cli.values import read_path
 from shardwise.elastic.errors import UserError
 from shardwise.recipes.catalog import RECIPES
+from shardwise.recipes.core.config import OptimizerConfig, OptimizerName
 from shardwise.recipes.core.job import Folder, Job
 from shardwise.recipes.core.recipe import Recipe, RecipeConfig
 
@@ -191,6 +192,9 @@ class _Command:
                 config = self.recipe.config_from(weights)
             elif self.recipe.config_for is not None and model is not None:
                 config = self.recipe.config_for(model)
+            algorithm = given.get("optimizer") or file.value("--optimizer")
+            if algorithm is not None:
+                config = _with_usual(self.recipe.config if config is None else config, algorithm)
             config = options.read(given, config, file.by_keys(options))
             epochs = given["epochs"] is not None or file.value("--epochs") is not None
             if epochs and given["steps"] is None and file.value("--steps") is None:
@@ -210,6 +214,13 @@ class _Command:
 
         command = with_options(act, [launch, options], self.text, _FILES)
         commands.command(self.recipe.name, epilog=self.examples)(command)
+
+
+def _with_usual(config: RecipeConfig, algorithm: OptimizerName) -> RecipeConfig:
+    """Return a configuration with the defaults that go with ``--optimizer``."""
+    assert isinstance(config.train.optimizer, OptimizerConfig)
+    usual = config.train.optimizer.usual_for(algorithm)
+    return replace(config, train=replace(config.train, optimizer=usual))
 
 
 _COMMANDS = (

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from shardwise.optim.clipping import ClipBy, NonFinite
     from shardwise.optim.lion import Lion
     from shardwise.optim.muon import Muon
+    from shardwise.optim.patterns import param_groups
     from shardwise.optim.split import muon_groups
     from shardwise.optim.step_in_backward import OptimizerInBackward, in_backward
 
@@ -25,6 +26,7 @@ __all__ = [
     "StepInterruptedError",
     "in_backward",
     "muon_groups",
+    "param_groups",
 ]
 
 _HOME = {
@@ -38,6 +40,7 @@ _HOME = {
     "StepInterruptedError": "shardwise.errors",
     "in_backward": "shardwise.optim.step_in_backward",
     "muon_groups": "shardwise.optim.split",
+    "param_groups": "shardwise.optim.patterns",
 }
 
 

@@ -131,9 +131,10 @@ class Adafactor(OwnStates):
         error: Exception | None = None
         try:
             for number, group in enumerate(self.param_groups):
+                settings = {**group, "lr": float(group["lr"])}  # a tensor is waited for once
                 for name, param in named_in_group(group, number):
                     if param.grad is not None:
-                        updates.append(self._update_of(name, param, group))
+                        updates.append(self._update_of(name, param, settings))
                         steps.append(self.state[param][STEP])
                         names.append((name, param))
         except Exception as raised:
@@ -150,7 +151,7 @@ class Adafactor(OwnStates):
             step += 1
         return loss
 
-    def _update_of(self, name: str, param: Tensor, group: Mapping[str, Any]) -> Update:
+    def _update_of(self, name: str, param: Tensor, settings: Mapping[str, Any]) -> Update:
         grad, state, shard = gradient(name, param), self.state[param], dtensor.plain(param)
         forms = self._forms(param)
         if not state:
@@ -158,7 +159,7 @@ class Adafactor(OwnStates):
         for key, form in forms.items():
             form.check(state.get(key), f"{name}: {key}")
         dtype = next(iter(forms.values())).dtype
-        return Update(param, grad, state, Rates.of(group, state[STEP] + 1, dtype, shard.device))
+        return Update(param, grad, state, Rates.of(settings, state[STEP] + 1, dtype, shard.device))
 
 
 def _form(param: Tensor, reduced: tuple[int, ...]) -> Form:

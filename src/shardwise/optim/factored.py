@@ -57,27 +57,27 @@ class Rates:
 
     @classmethod
     def of(
-        cls, group: Mapping[str, Any], step: Tensor, dtype: torch.dtype, device: torch.device
+        cls, settings: Mapping[str, Any], step: Tensor, dtype: torch.dtype, device: torch.device
     ) -> Rates:
-        """The factors from the options of a parameter group.
+        """The factors from the settings of a parameter group.
 
         Args:
-            group: the group.
+            settings: of the group; ``lr`` is a plain number.
             step: the number of the step, 0-dim.
             dtype: that the update is computed in.
             device: of the parameter.
         """
         # Tensors, since a rehearsal has no values.
-        eps, floor = group["eps"]
-        lr, count = float(group["lr"]), step.double()
+        eps, floor = settings["eps"]
+        lr, count = settings["lr"], step.double()
         return cls(
-            new=(count ** group["beta2_decay"]).to(device, dtype),
+            new=(count ** settings["beta2_decay"]).to(device, dtype),
             size=count.rsqrt().clamp(max=lr).to(device, dtype),
             floor=floor,
             eps=torch.finfo(dtype).eps if eps is None else eps,
-            threshold=group["d"],
-            kept=1 - lr * group["weight_decay"],
-            sign=1 if group["maximize"] else -1,
+            threshold=settings["d"],
+            kept=1 - lr * settings["weight_decay"],
+            sign=1 if settings["maximize"] else -1,
         )
 
 

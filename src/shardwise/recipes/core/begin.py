@@ -35,6 +35,7 @@ _FIXED = {
     "betas": "--beta1 and --beta2",
     "momentum": "--momentum",
     "algorithm": "--optimizer",
+    "param_groups": "--param-group",
 }
 
 # Modules whose package has another name.
@@ -124,7 +125,11 @@ def check_folder(inputs: Inputs) -> Position:
 def _check_fixed(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     known = flatten(now)
     # As before there was a choice.
-    usual = {"shard_dtype": Precision.FP32.value, "algorithm": OptimizerName.ADAMW.value}
+    usual: dict[str, Any] = {
+        "shard_dtype": Precision.FP32.value,
+        "algorithm": OptimizerName.ADAMW.value,
+        "param_groups": [],
+    }
     before = {**usual, **before}
     check_same(before, now, {name: option for name, option in _FIXED.items() if name in known})
 

@@ -14,9 +14,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import FSDPModule, MixedPrecisionPolicy, checkpoint_module, fully_shard
+from shardwise.elastic.errors import UserError
 from shardwise.frontends.activation import batch_norms, keep_products
 from shardwise.frontends.blocks import shard_blocks, store_in
-from shardwise.optim import AdamW8bit, Muon, in_backward, muon_groups
+from shardwise.optim import (
+    Adafactor,
+    AdamW8bit,
+    Lion,
+    Muon,
+    in_backward,
+    muon_groups,
+    param_groups,
+)
 from shardwise.planning.settings import Checkpointing, Stepping
 from shardwise.recipes.core.config import (
     MOMENTA,
@@ -27,6 +36,7 @@ from shardwise.recipes.core.config import (
     SgdConfig,
     ShardingConfig,
     TrainConfig,
+    rules_of,
 )
 from shardwise.recipes.core.recipe import Place, Task
 from shardwise.sharding.state import states_of
@@ -110,34 +120,60 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         case OptimizerName.ADAMW:
             return make_adamw(model, config)
         case OptimizerName.ADAMW8BIT:
-            decaying = _decaying(model, config.weight_decay)
-            return AdamW8bit(decaying, lr=config.lr, betas=config.betas)
+            return AdamW8bit(_decaying(model, config), lr=config.lr, betas=config.betas)
         case OptimizerName.MUON:
             return Muon(
-                muon_groups(model, adamw={"betas": config.betas}),
+                _divided(model, config, muon_groups(model, adamw={"betas": config.betas})),
                 lr=config.lr,
                 weight_decay=config.weight_decay,
                 momentum=momentum,
                 adjust_lr_fn="match_rms_adamw",  # --lr is for AdamW as well
             )
+        case OptimizerName.LION:
+            return Lion(_decaying(model, config), lr=config.lr, betas=config.betas)
+        case OptimizerName.ADAFACTOR:
+            return Adafactor(_decaying(model, config), lr=config.lr)
         case OptimizerName.SGD:
-            return torch.optim.SGD(_decaying(model, config.weight_decay), config.lr, momentum)
+            return torch.optim.SGD(_decaying(model, config), config.lr, momentum)
 
 
-def _decaying(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def _decaying(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Return parameter groups with weight decay on matrices only, not on norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    return _divided(model, config, groups)
+
+
+#: The key of a parameter group for its peak learning rate, where that is not the one of all.
+_PEAK = "peak_lr"
+
+
+def _divided(
+    model: nn.Module, config: OptimizerConfig | SgdConfig, groups: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Divide parameter groups as ``--param-group`` says.
+
+    Raises:
+        UserError: a pattern does not fit the model.
+    """
+    rules: dict[str, dict[str, Any]] = rules_of(config.param_groups)
+    try:
+        divided = param_groups(model, rules, groups=groups)
+    except ValueError as error:
+        raise UserError(f"--param-group: {error}") from error
+    for group in divided:
+        if "lr" in group:
+            group[_PEAK] = group["lr"]
+    return divided
 
 
 def make_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Return AdamW with weight decay on matrices only, not on norms and biases."""
     return torch.optim.AdamW(
-        _decaying(model, config.weight_decay),
+        _decaying(model, config),
         lr=config.lr,
         betas=config.betas,
         fused=True,  # one kernel for all shards; a shard may be small, a call is not free
@@ -146,8 +182,9 @@ def make_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 
 def make_sgd(model: nn.Module, config: SgdConfig) -> torch.optim.SGD:
     """Return stochastic gradient descent with weight decay on all parameters."""
+    trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.SGD(
-        [p for p in model.parameters() if p.requires_grad],
+        _divided(model, config, [{"params": trained}]),
         lr=config.lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
@@ -219,10 +256,17 @@ def stepping_in_backward(task: Task, config: TrainConfig) -> Task:
     return dataclasses.replace(task, optimizer=made)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every parameter group."""
+def set_lr(optimizer: torch.optim.Optimizer, lr: float, peak: float) -> None:
+    """Set the learning rate of every parameter group.
+
+    Args:
+        optimizer: the optimizer.
+        lr: the learning rate of the step.
+        peak: the largest one of the training. Groups with a peak of their own get the same part of
+            that.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * (group[_PEAK] / peak) if _PEAK in group else lr
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import contextlib
 import enum
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +111,30 @@ class OptimizerName(enum.Enum):
     ADAMW = "adamw"
     ADAMW8BIT = "adamw8bit"
     MUON = "muon"
+    LION = "lion"
+    ADAFACTOR = "adafactor"
     SGD = "sgd"
 
 
 #: The momentum of an optimizer, unless ``--momentum`` says another.
 MOMENTA = {OptimizerName.MUON: 0.95, OptimizerName.SGD: 0.9}
+
+#: How much larger the learning rate of AdamW is than that of Lion, for which weight decay makes up.
+LION_FACTOR = 4
+#: How much larger the learning rate of Adafactor is: relative to parameters, and not absolute.
+ADAFACTOR_FACTOR = 25
+
+_GROUP = "--param-group"
+_PARAM_GROUPS: Any = field(
+    default=(),
+    metadata=option(
+        "Peak lr, weight_decay, or both, separated by a comma, of parameters whose names match a "
+        "pattern: 'embed*:lr=1e-4'. May be repeated.",
+        TRAINING,
+        name=_GROUP,
+        metavar="RULE",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +145,8 @@ class OptimizerConfig:
         default=OptimizerName.ADAMW,
         metadata=option(
             "What updates parameters: {choices}. adamw8bit keeps AdamW's moments in a quarter of "
-            "the memory. muon is for the matrices of hidden layers, and leaves the rest to AdamW.",
+            "the memory. muon is for the matrices of hidden layers, and leaves the rest to AdamW. "
+            "lion and adafactor have other defaults of --lr.",
             TRAINING,
             name="--optimizer",
             metavar="NAME",
@@ -158,9 +178,12 @@ class OptimizerConfig:
     betas: tuple[float, float] = field(
         default=(0.9, 0.95),
         metadata=option(
-            "AdamW's betas.",
+            "AdamW's and Lion's betas.",
             TRAINING,
-            parts={"--beta1": "AdamW's first beta.", "--beta2": "AdamW's second beta."},
+            parts={
+                "--beta1": "First beta of AdamW and of Lion.",
+                "--beta2": "Second beta of AdamW and of Lion, for which the default is 0.99.",
+            },
         ),
     )
     momentum: float | None = field(
@@ -173,9 +196,25 @@ class OptimizerConfig:
         default=0.1,
         metadata=option("Weight decay of matrices; norms and biases have none.", TRAINING),
     )
+    param_groups: tuple[str, ...] = _PARAM_GROUPS
     clip_grad: float = field(
         default=1.0, metadata=option("Maximum gradient norm; 0: no clipping.", TRAINING)
     )
+
+    def usual_for(self, algorithm: OptimizerName) -> OptimizerConfig:
+        """Return this with the defaults that go with an optimizer, if these are AdamW's.
+
+        The paper of Lion, arXiv 2302.06675, advises a learning rate that is 3 to 10 times smaller.
+        A weight with a root mean square of 0.04 moves under Adafactor as under AdamW.
+        """
+        match algorithm:
+            case OptimizerName.LION:
+                lr, decay = self.lr / LION_FACTOR, self.weight_decay * LION_FACTOR
+                return replace(self, lr=lr, weight_decay=decay, betas=(0.9, 0.99))
+            case OptimizerName.ADAFACTOR:
+                return replace(self, lr=self.lr * ADAFACTOR_FACTOR)
+            case _:
+                return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +226,7 @@ class SgdConfig:
     weight_decay: float = field(
         default=1e-4, metadata=option("Weight decay of all parameters.", TRAINING)
     )
+    param_groups: tuple[str, ...] = _PARAM_GROUPS
     clip_grad: float = field(
         default=0.0, metadata=option("Maximum gradient norm; 0: no clipping.", TRAINING)
     )
@@ -631,7 +671,44 @@ def _check_optimizer(config: OptimizerConfig | SgdConfig) -> None:
             require(0 <= momentum < 1, "--momentum", momentum, "0 to 1, without 1")
     decay = config.weight_decay
     require(0 <= decay < math.inf, "--weight-decay", decay, "0 or more")
+    rules_of(config.param_groups)
     require(0 <= config.clip_grad < math.inf, "--clip-grad", config.clip_grad, "0 or more")
+
+
+def rules_of(param_groups: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return settings by patterns of names, as ``--param-group`` says them.
+
+    Args:
+        param_groups: each ``PATTERN:SETTING=VALUE,...``.
+
+    Raises:
+        OptionError: one says something else, or two have the same pattern.
+    """
+    rules: dict[str, dict[str, float]] = {}
+    for text in param_groups:
+        pattern, _, settings = text.rpartition(":")
+        expected = "PATTERN:SETTING=VALUE, such as 'embed*:lr=1e-4,weight_decay=0'"
+        require(bool(pattern.strip() and settings), _GROUP, repr(text), expected)
+        require(pattern not in rules, _GROUP, f"{pattern!r} twice", "all its settings together")
+        rules[pattern] = dict(_setting(each, text) for each in settings.split(","))
+        twice = len(rules[pattern]) < len(settings.split(","))
+        require(not twice, _GROUP, f"a setting twice in {text!r}", "it once")
+    return rules
+
+
+def _setting(text: str, whole: str) -> tuple[str, float]:
+    """Return the name and the value of a setting in ``--param-group``."""
+    name, _, value = (each.strip() for each in text.partition("="))
+    name = name.replace("-", "_")
+    expected = "lr=VALUE or weight_decay=VALUE behind the pattern and a colon"
+    require(name in ("lr", "weight_decay"), _GROUP, f"{text!r} in {whole!r}", expected)
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    expected = f"a number, 0 or more, for {name}"
+    require(0 <= number < math.inf, _GROUP, f"{value!r} in {whole!r}", expected)
+    return name, number
 
 
 def _check_schedule(config: OptimizerConfig) -> None:

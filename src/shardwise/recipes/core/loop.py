@@ -172,7 +172,7 @@ class Loop:
         began, waited, self._loading = time.perf_counter(), observe.waited(), 0.0
         position = Position(before.step + 1, before.examples + self._per_step)
         lr = task.schedule(position)
-        set_lr(task.optimizer, lr)
+        set_lr(task.optimizer, lr, self._config.optimizer.lr)
         loss = self._accumulate(before)
         norm = _item(self._clip())
         seconds = self._updating + time.perf_counter() - began
