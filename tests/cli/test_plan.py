@@ -57,7 +57,7 @@ def call(monkeypatch: Patch, *arguments: str) -> int:
         ("llama-tiny --seq-length 9999", "--seq-length: found 9,999, expected at most 1,024"),
         ("llama-tiny --image-size 32", "--image-size: found 32, expected none: llama-tiny takes"),
         ("vit-tiny --seq-length 9", "--seq-length: found 9, expected none: vit-tiny takes images"),
-        ("llama-tiny --optimizer lion", "--optimizer: found lion, expected one of adamw"),
+        ("llama-tiny --optimizer lamb", "--optimizer: found lamb, expected one of adamw"),
         ("llama-tiny --optimizer nowhere:sgd", "--optimizer: found nowhere:sgd (No module named"),
         ("llama-tiny --device h100 --transport shm", "--transport: found shm, expected auto"),
         ("llama-tiny --device h1000", "--device: found h1000 (did you mean h100?), expected"),

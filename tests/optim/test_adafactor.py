@@ -29,7 +29,7 @@ from tests.optim.nets import Mesh, Net, part_of, set_gradients
 Threads = Callable[..., list[Any]]
 
 STEPS = 3
-SETTINGS = {"lr": 0.1, "weight_decay": 0.05}
+SETTINGS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.05}
 
 
 class Reference:
@@ -44,7 +44,7 @@ class Reference:
         set_gradients(self.net, number, has)
         for param in self.net.parameters():
             param.grad = None if param.grad is None else param.grad.to(self._dtype).float()
-        self._optimizer.step()
+        self._optimizer.step()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for param in self.net.parameters():
                 param.copy_(param.to(self._dtype))

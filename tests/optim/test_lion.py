@@ -42,7 +42,7 @@ class Reference:
                 continue
             average = self._averages[name]
             update = (BETAS[0] * average + (1 - BETAS[0]) * param.grad).sign()
-            param -= LR * (update + DECAY * param)
+            param.copy_(param - LR * (update + DECAY * param))
             self._averages[name] = BETAS[1] * average + (1 - BETAS[1]) * param.grad
 
     def assert_same(self, net: nn.Module, what: str, tolerance: float = 1e-6) -> None:

@@ -124,10 +124,8 @@ def test_groups_of_an_optimizer_can_be_divided_too() -> None:
 
 
 def _wrapped(rank: int, world_size: int) -> None:
-    assert (
-        _by_name(param_groups(torch.compile(Net(), backend="eager"), RULES), "lr", "weight_decay")
-        == EXPECTED
-    )
+    compiled: Any = torch.compile(Net(), backend="eager")
+    assert _by_name(param_groups(compiled, RULES), "lr", "weight_decay") == EXPECTED
     net = Net()
     for block in net.blocks:
         checkpoint_module(block)

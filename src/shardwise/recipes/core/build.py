@@ -163,7 +163,8 @@ def _divided(
     try:
         divided = param_groups(model, rules, groups=groups)
     except ValueError as error:
-        raise UserError(f"--param-group: {error}") from error
+        found = str(error).removeprefix("param_groups: ")
+        raise UserError(f"--param-group: {found}") from error
     for group in divided:
         if "lr" in group:
             group[_PEAK] = group["lr"]
