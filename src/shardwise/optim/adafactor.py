@@ -119,7 +119,8 @@ class Adafactor(OwnStates):
         Raises:
             RanksDivergedError: ranks have gradients of different parameters, or another rank
                 failed before the step. Nothing was changed.
-            PeerLostError: a peer is lost. Nothing was changed on this rank.
+            PeerLostError: a peer is lost. Nothing was changed on this rank, but others may have made
+                the step: go on from the last checkpoint.
         """
         loss = None
         if closure is not None:

@@ -48,7 +48,7 @@ def param_groups(
     Several patterns may match a parameter, as long as they do not contradict each other.
 
     Args:
-        model: the model, sharded or not.
+        model: the model; after it was sharded, which replaces parameters.
         rules: settings by patterns, such as ``lr``, ``weight_decay`` or ``betas``: any argument of
             an optimizer of ``torch.optim`` or ``shardwise.optim``.
         groups: the groups that are divided further, such as those of

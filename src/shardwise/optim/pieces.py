@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-#: The most elements of a piece, unless a single row has more.
-AT_ONCE = 1 << 20
+#: The most elements of a piece, unless a single row has more. On CPUs, smaller ones are hardly
+#: faster, and each costs a rehearsal and an accelerator as much as a whole tensor.
+AT_ONCE = 1 << 21
 
 
 def pieces_of_stack(shape: Sequence[int]) -> Iterator[tuple[slice, slice]]:
