@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import checkpoint
 from shardwise._torch import dtensor
-from shardwise.errors import RanksDivergedError
-from shardwise.optim import Adafactor, pieces
+from shardwise.errors import PeerLostError, RanksDivergedError
+from shardwise.optim import Adafactor, factored, pieces
 from tests.harness import run_ranks
 from tests.optim.nets import Mesh, Net, part_of, set_gradients
 
@@ -212,6 +212,33 @@ def test_what_one_rank_cannot_use_stops_all_of_them(threads: Threads) -> None:
     first, second = threads(_cannot_step, 2, "state")
     assert "up.weight: row_var: found torch.float32 of shape [1], expected torch.float32" in second
     assert "rank 1 raised an error before it" in first
+
+
+def _fails_in_the_middle(rank: int, world_size: int) -> str:
+    """Rank 1 runs out of memory between two messages; it stays alive."""
+    net = Mesh({"dp": world_size}).build()
+    adafactor = _make(net)
+    set_gradients(net, 1)
+    before = copy.deepcopy([dtensor.plain(param) for param in net.parameters()])
+
+    def fail(*args: object) -> None:
+        raise MemoryError("no memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(factored.Update, "compute", fail)
+        with pytest.raises(MemoryError if rank == 1 else PeerLostError) as caught:
+            adafactor.step()
+    assert all(map(torch.equal, before, map(dtensor.plain, net.parameters())))
+    assert all(own["step"] == 0 for own in adafactor.state.values())
+    return str(caught.value)
+
+
+def test_nobody_waits_for_a_rank_that_fails_in_the_middle() -> None:
+    first, second, third = run_ranks(_fails_in_the_middle, 3, pg_timeout=60)
+    assert second == "no memory"
+    for message in (first, third):
+        assert "during the all-reduce of the means and norms of Adafactor" in message
 
 
 # -- messages --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from shardwise.optim.factored import COLUMNS, ELEMENTS, ROWS, Rates, Update
 from shardwise.optim.forms import STEP, Form, OwnStates
 from shardwise.optim.pool import Pools
 from shardwise.optim.shards import gradient
-from shardwise.optim.sums import Sums
+from shardwise.optim.sums import Sums, abandon
 from shardwise.optim_names import named_in_group
 
 _DOING = "the step of Adafactor"
@@ -119,8 +119,8 @@ class Adafactor(OwnStates):
         Raises:
             RanksDivergedError: ranks have gradients of different parameters, or another rank
                 failed before the step. Nothing was changed.
-            PeerLostError: a peer is lost. Nothing was changed on this rank, but others may have made
-                the step: go on from the last checkpoint.
+            PeerLostError: a peer is lost, or failed during the step. Nothing was changed on this
+                rank, but other ranks may have made the step: go on from the last checkpoint.
         """
         loss = None
         if closure is not None:
@@ -142,11 +142,17 @@ class Adafactor(OwnStates):
             error = raised
         every = (param for group in self.param_groups for param in group["params"])
         self._pools.agree(every, names, _DOING, error)
-        for part in (Update.measure, Update.compute):
-            sums = Sums("the means and norms of Adafactor")
-            for update in updates:
-                part(update, sums)
-            sums.run()
+        try:
+            for part in (Update.measure, Update.compute):
+                sums = Sums("the means and norms of Adafactor")
+                for update in updates:
+                    part(update, sums)
+                sums.run()
+        except BaseException:
+            for device in {update.device for update in updates}:
+                own = (update.groups for update in updates if update.device == device)
+                abandon(set().union(*own), device)
+            raise
         for update, step in zip(updates, steps, strict=True):
             update.apply()
             step += 1

@@ -91,6 +91,10 @@ class Update:
         grad: its gradient, placed as the parameter is.
         state: its state.
         rates: the factors of the step.
+
+    Attributes:
+        device: of the parameter.
+        groups: the process groups whose ranks have parts of it.
     """
 
     def __init__(
@@ -98,8 +102,8 @@ class Update:
     ) -> None:
         self._rates = rates
         self._param, self._grad = dtensor.plain(param), dtensor.plain(grad)
-        self._numel = param.numel()
-        self._cut = groups_cutting(param, range(param.ndim))
+        self._numel, self.device = param.numel(), self._param.device
+        self.groups = groups_cutting(param, range(param.ndim))
         self._state = {name: dtensor.plain(state[name]) for name in state if name != STEP}
         own = {name: as_stack(each) for name, each in self._state.items()}
         self._estimate: _Factors | _Elements
@@ -112,7 +116,7 @@ class Update:
         else:
             self._estimate = _Elements(own[ELEMENTS], rates)
         self._dtype = self._estimate.dtype
-        self._param_square = torch.zeros((), dtype=self._dtype, device=self._param.device)
+        self._param_square = torch.zeros((), dtype=self._dtype, device=self.device)
         self._update_square = self._param_square.clone()
 
     def measure(self, sums: Sums) -> None:
@@ -121,7 +125,7 @@ class Update:
         for at in pieces_of_stack(grad.shape):
             self._param_square += param[at].to(self._dtype).square().sum()
             self._estimate.take(at, grad[at].to(self._dtype).square())
-        sums.add(self._param_square, self._cut)
+        sums.add(self._param_square, self.groups)
         self._estimate.measure(sums)
 
     def compute(self, sums: Sums) -> None:
@@ -130,7 +134,7 @@ class Update:
         grad = as_stack(self._grad)
         for at in pieces_of_stack(grad.shape):
             self._update_square += self._update(at, grad).square_().sum()
-        sums.add(self._update_square, self._cut)
+        sums.add(self._update_square, self.groups)
 
     def apply(self) -> None:
         """Update the parameter and its state."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,21 @@ def groups_cutting(param: Tensor, dims: Collection[int]) -> tuple[dist.ProcessGr
         for n in cut:
             Peers(mesh.get_group(n)).name_dimension(mesh.mesh_dim_names[n])
     return groups
+
+
+def abandon(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """Let others notice that this rank will not make the reductions that they wait for.
+
+    On gloo their waits end with ``PeerLostError`` at once, and the groups are of no more use. On
+    other backends they end with the timeout.
+
+    Args:
+        groups: the process groups.
+        device: of what is reduced.
+    """
+    for peers in map(Peers, groups):
+        if peers.backend(device).sends_messages:
+            peers.hang_up()
 
 
 class Sums:
