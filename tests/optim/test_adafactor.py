@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardwise import checkpoint
 from shardwise._torch import dtensor
 from shardwise.errors import PeerLostError, RanksDivergedError
 from shardwise.optim import Adafactor, factored, pieces
+from shardwise.transport.peers import Peers
 from tests.harness import run_ranks
 from tests.optim.nets import Mesh, Net, part_of, set_gradients
 
@@ -215,7 +217,7 @@ def test_what_one_rank_cannot_use_stops_all_of_them(threads: Threads) -> None:
 
 
 def _fails_in_the_middle(rank: int, world_size: int) -> str:
-    """Rank 1 runs out of memory between two messages; it stays alive."""
+    """Rank 1 runs out of memory between two messages; it lives until the others have noticed."""
     net = Mesh({"dp": world_size}).build()
     adafactor = _make(net)
     set_gradients(net, 1)
@@ -229,6 +231,11 @@ def _fails_in_the_middle(rank: int, world_size: int) -> str:
             patch.setattr(factored.Update, "compute", fail)
         with pytest.raises(MemoryError if rank == 1 else PeerLostError) as caught:
             adafactor.step()
+    store = Peers().store
+    if rank == 1:
+        store.wait(["noticed 0", "noticed 2"], timedelta(seconds=30))
+    else:
+        store.set(f"noticed {rank}", "")
     assert all(map(torch.equal, before, map(dtensor.plain, net.parameters())))
     assert all(own["step"] == 0 for own in adafactor.state.values())
     return str(caught.value)
