@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from shardwise._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from shardwise.errors import StepInterruptedError
+    from shardwise.errors import OffloadError, StepInterruptedError
     from shardwise.optim.adamw8bit import AdamW8bit
     from shardwise.optim.clipping import ClipBy, NonFinite
     from shardwise.optim.muon import Muon
+    from shardwise.optim.offloaded.optimizer import OffloadedOptimizer, offload
     from shardwise.optim.split import muon_groups
     from shardwise.optim.step_in_backward import OptimizerInBackward, in_backward
 
@@ -17,10 +18,13 @@ __all__ = [
     "ClipBy",
     "Muon",
     "NonFinite",
+    "OffloadError",
+    "OffloadedOptimizer",
     "OptimizerInBackward",
     "StepInterruptedError",
     "in_backward",
     "muon_groups",
+    "offload",
 ]
 
 _HOME = {
@@ -28,10 +32,13 @@ _HOME = {
     "ClipBy": "shardwise.optim.clipping",
     "Muon": "shardwise.optim.muon",
     "NonFinite": "shardwise.optim.clipping",
+    "OffloadError": "shardwise.errors",
+    "OffloadedOptimizer": "shardwise.optim.offloaded.optimizer",
     "OptimizerInBackward": "shardwise.optim.step_in_backward",
     "StepInterruptedError": "shardwise.errors",
     "in_backward": "shardwise.optim.step_in_backward",
     "muon_groups": "shardwise.optim.split",
+    "offload": "shardwise.optim.offloaded.optimizer",
 }
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.optim_names import keys_in_order, names_in_order, parameters_in_order
-from shardwise.optim_states import new_state
+from shardwise.optim_states import home_like, new_state
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 _STEP = "step"  # a count, even if it has the shape of its parameter
@@ -138,7 +138,9 @@ def destinations(
             before = before.get(key) if isinstance(before, dict) else None
         if not _is_alike(before, entry):
             before = made(param).get(str(entry.path[-1]))
-        found[entry.fqn] = before if _is_alike(before, entry) else _made_for(param, entry)
+        if not _is_alike(before, entry):
+            before = home_like(optimizer, _made_for(param, entry))
+        found[entry.fqn] = before
     return found
 
 
