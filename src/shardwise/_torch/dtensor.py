@@ -5,7 +5,6 @@ Tried on torch 2.11, 2.12 and 2.13.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -111,12 +110,6 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a view of a single storage: not on meta, not a wrapper."""
     return not tensor.is_meta and not is_wrapper(tensor)
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has a shape and a storage, but no values."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")  # else nobody has made one
-    return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

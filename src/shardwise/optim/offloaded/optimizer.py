@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from shardwise.optim.offloaded.entries import Form
 from shardwise.optim.offloaded.masters import Masters
 from shardwise.optim.offloaded.place import Medium, Place
 from shardwise.optim.offloaded.states import OffloadedStates
-from shardwise.optim.offloaded.stores import DiskStore, HostStore, PlannedStore, Store
+from shardwise.optim.offloaded.stores import DiskStore, HostStore, Store
 from shardwise.optim.partial_steps import PartialSteps
 from shardwise.optim_names import keys_in_order, parameters_in_order
 from shardwise.optim_states import MakesStates
@@ -73,7 +74,10 @@ def offload(
         )
     if not parameters_in_order(optimizer):
         raise ValueError("offload: found an optimizer without parameters")
-    return OffloadedOptimizer(optimizer, Place.parse(to), Masters(masters), staging)
+    place = Place.parse(to)
+    return OffloadedOptimizer(
+        optimizer, place, Masters(masters), functools.partial(_store_for, place), staging
+    )
 
 
 class OffloadedOptimizer(AroundOptimizer):
@@ -86,6 +90,8 @@ class OffloadedOptimizer(AroundOptimizer):
         inner: the optimizer.
         place: where states are kept.
         masters: what it updates in place of parameters.
+        make_store: makes what keeps states, for parameters like a given one; ``None`` if they stay
+            where they are.
         staging: bytes of memory for states on their way.
 
     Attributes:
@@ -98,11 +104,13 @@ class OffloadedOptimizer(AroundOptimizer):
         inner: torch.optim.Optimizer,
         place: Place,
         masters: Masters,
-        staging: int,
+        make_store: Callable[[torch.Tensor], Store | None],
+        staging: int = STAGING,
     ) -> None:
         super().__init__(inner)
         self.place = place
         self._masters = masters
+        self._make_store = make_store
         self._staging = staging
         self._kept: OffloadedStates | None = None
         # What steps after the parameters that begin with this one, as in the step before.
@@ -292,7 +300,7 @@ class OffloadedOptimizer(AroundOptimizer):
         param = dtensor.plain(parameters_in_order(self)[0])
         if self._kept is not None or param.is_meta:
             return
-        store = _store_for(self.place, param)
+        store = self._make_store(param)
         if store is not None:
             self._kept = OffloadedStates(self.inner, store, self._staging)
             self._kept.keep(parameters_in_order(self))
@@ -364,8 +372,6 @@ class OffloadedOptimizer(AroundOptimizer):
 
 
 def _store_for(place: Place, param: torch.Tensor) -> Store | None:
-    if dtensor.is_fake(param):
-        return PlannedStore()
     if place.folder is not None:
         return DiskStore(place.folder, param.device)
     assert place.medium is Medium.HOST

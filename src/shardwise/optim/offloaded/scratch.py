@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -133,7 +134,7 @@ class ScratchFile:
         memory: torch.Tensor,
         runs: Sequence[Run],
     ) -> list[Future[None]]:
-        view = memoryview(memory.numpy())
+        view = memoryview(cast(Any, memory.numpy()))
         return [
             self._threads.submit(
                 self._move,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise import devices
+from shardwise import devices, observe
+from shardwise.observe import Memory
 from shardwise.optim.offloaded.scratch import ALIGNMENT
 
 
@@ -60,7 +61,9 @@ class Staging:
         while self._free and self.nbytes + size > self._limit:
             self._free.pop()
         self._used += size
-        return self._make(size)
+        block = self._make(size)
+        observe.memory_of(Memory.OPTIMIZER, "", block.memory)
+        return block
 
     def release(self, block: Block) -> None:
         """Take a block back, for others."""

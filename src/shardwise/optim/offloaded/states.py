@@ -19,11 +19,15 @@ from typing import Any
 
 import torch
 
+from shardwise import observe
 from shardwise._torch import dtensor
+from shardwise.observe import Activity
 from shardwise.optim.offloaded.entries import Entry, Form
 from shardwise.optim.offloaded.scratch import Run
 from shardwise.optim.offloaded.staging import Block, Staging
 from shardwise.optim.offloaded.stores import Store, Wait
+
+_STATES = "optimizer states"  # what a timeline calls waiting for them
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +126,8 @@ class OffloadedStates:
                 self._finish_oldest()
             loan = self._fetch(pieces, self._room(_nbytes(pieces)))
         try:
-            loan.moved()
+            with observe.during(Activity.COPY, _STATES):
+                loan.moved()
         except BaseException:
             self._staging.release(loan.block)
             raise
@@ -197,6 +202,7 @@ class OffloadedStates:
             self._drop(loan)
         while self._behind:
             self._finish_oldest()
+        self._staging.clear()  # which activations may need now
 
     def lend_home(self, form: Form) -> torch.Tensor:
         """Return a tensor in the store, without values, for a state that :meth:`replace` is given.
@@ -279,7 +285,8 @@ class OffloadedStates:
         """Wait for the oldest write, and bring its states home."""
         loan = self._behind.popleft()
         try:
-            loan.moved()
+            with observe.during(Activity.COPY, _STATES):
+                loan.moved()
         finally:
             self._staging.release(loan.block)
         for piece, view in zip(loan.pieces, loan.views, strict=True):

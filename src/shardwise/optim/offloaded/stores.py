@@ -18,7 +18,7 @@ from shardwise import devices
 from shardwise.optim.offloaded.scratch import Run, ScratchFile
 from shardwise.optim.offloaded.staging import Block, aligned_memory
 
-#: Waits until bytes have arrived: what comes next on the host, or on the current stream of a device.
+#: Waits until bytes have arrived: the host, or the current stream of a device.
 Wait = Callable[[], None]
 
 

@@ -31,6 +31,7 @@ from shardwise.recipes.core.rundir import RunDir, check_same
 _FIXED = {
     "seed": "--seed",
     "shard_dtype": "--shard-dtype",
+    "master_dtype": "--master-dtype",
     "weight_decay": "--weight-decay",
     "betas": "--beta1 and --beta2",
     "momentum": "--momentum",
@@ -124,7 +125,11 @@ def check_folder(inputs: Inputs) -> Position:
 def _check_fixed(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     known = flatten(now)
     # As before there was a choice.
-    usual = {"shard_dtype": Precision.FP32.value, "algorithm": OptimizerName.ADAMW.value}
+    usual = {
+        "shard_dtype": Precision.FP32.value,
+        "master_dtype": None,
+        "algorithm": OptimizerName.ADAMW.value,
+    }
     before = {**usual, **before}
     check_same(before, now, {name: option for name, option in _FIXED.items() if name in known})
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise import FSDPModule, MixedPrecisionPolicy, checkpoint_module, fully_shard
 from shardwise.frontends.activation import batch_norms, keep_products
 from shardwise.frontends.blocks import shard_blocks, store_in
-from shardwise.optim import AdamW8bit, Muon, in_backward, muon_groups
+from shardwise.optim import AdamW8bit, Muon, in_backward, muon_groups, offload
 from shardwise.planning.settings import Checkpointing, Stepping
 from shardwise.recipes.core.config import (
     MOMENTA,
@@ -208,6 +208,16 @@ def _remaining(schedule: ScheduleName, done: float) -> float:
             return 1 - math.sqrt(done)
         case ScheduleName.CONSTANT:
             return 1.0
+
+
+def offloading(task: Task, config: TrainConfig) -> Task:
+    """Return the task, whose optimizer keeps its states where the configuration says."""
+    sharding = config.sharding
+    if sharding.offload is None:
+        return task
+    masters = None if sharding.master_dtype is None else DTYPES[sharding.master_dtype]
+    made = offload(task.optimizer, sharding.offload, masters=masters)
+    return dataclasses.replace(task, optimizer=made)
 
 
 def stepping_in_backward(task: Task, config: TrainConfig) -> Task:
