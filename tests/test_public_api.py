@@ -96,10 +96,13 @@ PUBLIC = {
         "ClipBy",
         "Muon",
         "NonFinite",
+        "OffloadError",
+        "OffloadedOptimizer",
         "OptimizerInBackward",
         "StepInterruptedError",
         "in_backward",
         "muon_groups",
+        "offload",
     ],
     "shardwise.pretrained": [
         "LoadReport",

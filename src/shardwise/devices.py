@@ -217,6 +217,11 @@ def _pins(kind: str) -> bool:
         return False
 
 
+def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate bytes on the host, pinned where that makes copies from and to ``device`` faster."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=CPU, pin_memory=pins(device))
+
+
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a host tensor in pinned memory: itself, or a copy."""
     return tensor if tensor.is_pinned() else tensor.pin_memory()

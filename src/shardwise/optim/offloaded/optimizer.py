@@ -107,7 +107,6 @@ class OffloadedOptimizer(AroundOptimizer):
         make_store: Callable[[torch.Tensor], Store | None],
         staging: int = STAGING,
     ) -> None:
-        super().__init__(inner)
         self.place = place
         self._masters = masters
         self._make_store = make_store
@@ -117,18 +116,8 @@ class OffloadedOptimizer(AroundOptimizer):
         self._next: dict[torch.Tensor, list[torch.Tensor]] = {}
         self._last: torch.Tensor | None = None
         self._failed: OffloadError | None = None
+        super().__init__(inner)
         self._open()
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of the inner optimizer."""
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        """Have the inner optimizer step with these parameters."""
-        if self._constructed:
-            self.inner.param_groups = value
 
     @property
     def nbytes_kept(self) -> int:
@@ -196,8 +185,7 @@ class OffloadedOptimizer(AroundOptimizer):
     @property
     def state(self) -> Any:
         """The state of the inner optimizer."""
-        if self._constructed:
-            self.settle()
+        self.settle()
         return self.inner.state
 
     @state.setter

@@ -85,9 +85,7 @@ def aligned_memory(nbytes: int, device: torch.device) -> torch.Tensor:
 
     They are pinned if that makes copies from and to ``device`` faster.
     """
-    memory = torch.empty(
-        nbytes + ALIGNMENT, dtype=torch.uint8, device=devices.CPU, pin_memory=devices.pins(device)
-    )
+    memory = devices.host_memory(nbytes + ALIGNMENT, device)
     begin = -memory.data_ptr() % ALIGNMENT
     return memory[begin : begin + nbytes]
 
