@@ -71,8 +71,9 @@ class Staging:
         self._free.append(block)
 
     def clear(self) -> None:
-        """Free the memory of blocks that are not out."""
+        """Free the memory of blocks that are not out, and forget how large they were."""
         self._free.clear()
+        self._largest = 0
 
 
 def aligned(nbytes: int) -> int:

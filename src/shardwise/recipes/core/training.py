@@ -103,8 +103,10 @@ def train(
                 held.enter_context(locked(RunDir(inputs.train.output.out)))
                 check_folder(inputs)
         device = _choose_device(inputs.train.device, world)
-        if device.type == "cpu":
+        if device.type == "cpu" and inputs.train.sharding.offload is None:
             devices.keep_freed_memory()
+        elif device.type == "cpu":
+            devices.return_freed_memory()  # who offloads is short of it
         backends = devices.backends_for(device)
         with connected(world, backends, inputs.train.peer_timeout):
             place = place_for(inputs.train, world, device)
