@@ -34,7 +34,7 @@ def _table(case: dict[str, Any]) -> Table:
     table = Table(
         f"{case['numel'] / 1e6:.0f} M parameters in bf16 with fp32 masters, AdamW, "
         f"{case['ranks']} ranks, {case['tokens']} tokens a rank and step",
-        ["contender", "step s", "fastest s", "slowest s", "speed", "peak of all ranks GiB"],
+        ["contender", "step s", "fastest s", "slowest s", "speed", "all ranks GiB"],
     )
     for name, seconds in case["seconds"].items():
         share = 1.0 if name == "memory" else speed(case)
@@ -46,7 +46,8 @@ def _table(case: dict[str, Any]) -> Table:
     table.notes.append(
         f"Medians of {turns} steps; contenders take turns. States and masters are "
         f"{kept / 2**30:.2f} GiB; the control group of the ranks with states on a disk may use "
-        f"{limit / 2**30:.2f} GiB, page cache included: states are {kept / limit:.1f} x as much."
+        f"{limit / 2**30:.2f} GiB, page cache included: states are {kept / limit:.1f} x as much. "
+        "The last column is the peak of that group, and the PSS between steps of the others."
     )
     same = case["digests"]["memory"] == case["digests"]["disk"]
     table.notes.append(f"Parameters after all steps: {'equal bit for bit' if same else 'differ'}.")
