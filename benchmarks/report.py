@@ -32,6 +32,7 @@ from _in_backward_tables import in_backward_tables
 from _loading_tables import loading_tables
 from _memory_tables import memory_tables
 from _muon_tables import muon_tables
+from _offload_tables import offload_tables
 from _overhead_tables import overhead_tables
 from _plan_memory_tables import plan_memory_tables
 from _plan_time_tables import plan_time_tables
@@ -61,6 +62,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "strategies": strategies_tables,
     "gpu": gpu_tables,
     "muon": muon_tables,
+    "offload": offload_tables,
     "timeline": timeline_tables,
     "plan_memory": plan_memory_tables,
     "plan_time": plan_time_tables,

@@ -98,10 +98,13 @@ PUBLIC = {
         "Lion",
         "Muon",
         "NonFinite",
+        "OffloadError",
+        "OffloadedOptimizer",
         "OptimizerInBackward",
         "StepInterruptedError",
         "in_backward",
         "muon_groups",
+        "offload",
         "param_groups",
     ],
     "shardwise.pretrained": [

@@ -5,6 +5,7 @@
     ├── RanksDivergedError  ranks disagree about what they are about to do
     ├── RankFailedError     a rank that this process launched was killed, or raised an error
     ├── StepInterruptedError  an exception left only some groups stepped in backward
+    ├── OffloadError        optimizer states that are kept on a disk could not be read or written
     └── CheckpointError     a checkpoint is damaged, belongs to another model, or was not written
 
 Wrong use of the library raises a plain ``ValueError``, ``TypeError`` or ``NotImplementedError``,
@@ -61,6 +62,14 @@ class StepInterruptedError(ShardwiseError):
     Forward, backward, and the state dicts of model and optimizer raise it, until a state is loaded
     into the optimizer or the parameters are accepted as they are. The message names the rank and
     the groups that have stepped. See :func:`shardwise.optim.in_backward`.
+    """
+
+
+class OffloadError(ShardwiseError):
+    """Optimizer states that are kept on a disk could not be read or written: it is full, or fails.
+
+    The states are lost, and a step may be made in part: go on from the last checkpoint. The message
+    names the folder and the rank. See :func:`shardwise.optim.offload`.
     """
 
 

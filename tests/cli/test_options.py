@@ -86,6 +86,9 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--local-steps 9", "--local-steps: found strategy full, expected --strategy diloco with"),
         ("--diloco-overlap 0", "--diloco-overlap: found strategy full, expected --strategy diloco"),
         ("--strategy diloco", "--strategy: found diloco on one host without a number of replicas"),
+        ("--offload tape", "--offload: found tape, expected host, or disk:FOLDER"),
+        ("--master-dtype fp32", "--master-dtype: found fp32, expected --offload too"),
+        ("--offload host --master-dtype fp32", "--master-dtype: found fp32 with shards in fp32"),
         ("--strategy diloco --local-steps 0", "--local-steps: found 0, expected 1 or more"),
         ("--strategy diloco --outer-lr nan", "--outer-lr: found nan, expected a number above 0"),
         ("--strategy diloco --outer-momentum 1", "--outer-momentum: found 1.0, expected 0 to 1"),
@@ -337,7 +340,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "--accumulate 2 --step-in-backward --lr 0.5 --beta2 0.5 --weight-decay 0 --warmup 1 "
         "--clip-grad 0 --seed 9 "
         "--schedule warmup-stable-decay --decay-steps 3 --min-lr 0 --device cpu --optimizer muon "
-        "--momentum 0.5 --strategy "
+        "--momentum 0.5 --offload disk:/tmp/x --master-dtype fp32 --strategy "
         "hybrid --replicas 2 --param-dtype bf16 --shard-dtype bf16 --reduce-dtype bf16 "
         "--activation-checkpointing --transport collectives --out here --checkpoint-every 5 "
         "--keep-last 9 --async-checkpoint --eval-every 4 --keep-best --tensorboard --log "
@@ -358,6 +361,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "weight_decay": 0.0, "warmup": 1, "schedule": "warmup-stable-decay", "decay_steps": 3,
         "min_lr": 0.0, "clip_grad": 0.0, "strategy": "hybrid", "replicas": 2,
         "mesh": None, "param_dtype": "bf16", "shard_dtype": "bf16", "reduce_dtype": "bf16",
+        "offload": "disk:/tmp/x", "master_dtype": "fp32",
         "transport": "collectives",
         "activation_checkpointing": "full", "out": "here", "checkpoint_every": 5, "keep_last": 9,
         "keep_best": True, "compile": False,

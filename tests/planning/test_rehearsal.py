@@ -18,6 +18,7 @@ from shardwise.frontends.activation import checkpoint_module, keep_products
 from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.inspect.api import Blueprint
 from shardwise.observe import Memory
+from shardwise.optim.offloaded import entries
 from shardwise.planning.events import Change, Log, Mark, Op, Start, Wait
 from shardwise.planning.memory import memory
 from shardwise.planning.rehearsal import rehearse
@@ -106,6 +107,43 @@ def test_states_of_eight_bits_are_counted_to_the_byte() -> None:
     scratch = 28 << 16  # bytes for 65,536 elements, for each thread
     largest = max(event.nbytes for event in log.events if isinstance(event, Change))
     assert largest <= scratch * torch.get_num_threads()
+
+
+def test_states_that_are_kept_elsewhere_are_counted_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "SMALLEST", 1024)
+    after, inside = (
+        _rehearse("dp=2", offload="disk:/nowhere", stepping=each, param_dtype="bf16")
+        for each in Stepping
+    )
+    matrices, small = 3 * 64 * 64 // 2, (3 * 64 + 64 * 4 + 4) // 2
+    for log, blocks in ((after, 3), (inside, 1)):
+        assert log.offloaded == 2 * 4 * matrices
+        assert log.before[Memory.OPTIMIZER] == 2 * 4 * small + 8 * 4
+        changes = [event for event in log.events if isinstance(event, Change)]
+        staged = [change.nbytes for change in changes if change.kind is Memory.OPTIMIZER]
+        assert sum(staged) == 0, "memory for states on their way is free between steps"
+        assert max(staged) == blocks * 2 * 4 * 64 * 64 // 2
+    with_masters = _rehearse(
+        "dp=2", offload="disk:/nowhere", shard_dtype="bf16", master_dtype="fp32"
+    )
+    assert with_masters.offloaded == 3 * 4 * matrices
+    stays = _rehearse("dp=2", offload="host")
+    assert stays.offloaded == 0, "states of a CPU are on the host already"
+    moved = _rehearse("dp=2", offload="host", device_type="cuda")
+    assert moved.offloaded == after.offloaded
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"offload": "tape"}, "offload"),
+        ({"master_dtype": "fp32"}, "master_dtype"),
+        ({"offload": "host", "master_dtype": "int3"}, "master_dtype"),
+    ],
+)
+def test_places_that_are_none_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        _rehearse("dp=2", **given)
 
 
 def test_what_a_step_allocates_is_freed_in_it() -> None:

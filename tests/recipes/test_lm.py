@@ -25,6 +25,7 @@ from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.ranks.saving import Saving
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
+from shardwise.optim.offloaded import entries
 from shardwise.planning.settings import Checkpointing, Stepping
 from shardwise.recipes import lm
 from shardwise.recipes.core.begin import check_folder
@@ -138,6 +139,44 @@ def test_all_in_bf16_is_kept_saved_and_resumed_in_bf16(ranks: Ranks, tmp_path: P
     assert losses(again) == losses(whole)
     other = small_config(tmp_path, "again", model=model, steps=5, existing=Existing.RESUME)
     with pytest.raises(OptionError, match="--shard-dtype: found fp32, expected bf16, as the run"):
+        check_folder(other.check(World(0, 2, 0, 2)))
+
+
+def _train_offloaded(rank: int, world_size: int, *configs: LmConfig) -> list[str]:
+    entries.SMALLEST = 1  # keep every state elsewhere
+    return train(rank, world_size, *configs)
+
+
+def test_states_on_a_disk_change_nothing_and_a_run_may_be_resumed_with_them_in_memory(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    disk: dict[str, Any] = {"offload": f"disk:{tmp_path / 'scratch'}"}
+    inside = {"stepping": Stepping.IN_BACKWARD, "steps": 4}
+    bf16 = {"shard_dtype": Precision.BF16, "master_dtype": Precision.FP32, "steps": 4}
+    memory = small_config(tmp_path, "memory", **inside)
+    whole = small_config(
+        tmp_path, "whole", checkpoint_every=2, async_checkpoint=True, **inside, **disk
+    )
+    masters = small_config(tmp_path, "masters", checkpoint_every=2, **bf16, **disk)
+    same = small_config(tmp_path, "same", offload="host", **bf16)
+    ranks(_train_offloaded, 2, memory, whole, masters, same)
+    assert losses(whole) == losses(memory)
+    assert losses(masters) == losses(same)
+    assert list((tmp_path / "scratch").iterdir()) == []
+    again = []
+    for run, settings in ((whole, inside), (masters, {**bf16, **disk})):
+        name = f"{run.train.output.out.name}-again"
+        config = small_config(tmp_path, name, existing=Existing.RESUME, **settings)
+        shutil.copytree(run.train.output.out, config.train.output.out)
+        shutil.rmtree(config.files.checkpoints / "step-00000004")
+        again.append(config)
+    ranks(_train_offloaded, 2, *again)
+    assert losses(again[0]) == losses(whole)
+    assert losses(again[1]) == losses(masters)
+    other = small_config(
+        tmp_path, "masters-again", steps=5, shard_dtype=Precision.BF16, existing=Existing.RESUME
+    )
+    with pytest.raises(OptionError, match="--master-dtype: found None, expected fp32, as the run"):
         check_folder(other.check(World(0, 2, 0, 2)))
 
 

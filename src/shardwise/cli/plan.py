@@ -248,6 +248,8 @@ class PlanConfig(StrategyConfig):
                 ),
                 clip_grad=self.clip_grad,
                 stepping=self.stepping,
+                offload=self.offload,
+                master_dtype=None if self.master_dtype is None else self.master_dtype.value,
                 checkpointing=self.activation_checkpointing,
                 transport=self.transport,
                 ranks_per_host=self.ranks_per_host,

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING
 from shardwise._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from shardwise.errors import StepInterruptedError
+    from shardwise.errors import OffloadError, StepInterruptedError
     from shardwise.optim.adafactor import Adafactor
     from shardwise.optim.adamw8bit import AdamW8bit
     from shardwise.optim.clipping import ClipBy, NonFinite
     from shardwise.optim.lion import Lion
     from shardwise.optim.muon import Muon
+    from shardwise.optim.offloaded.optimizer import OffloadedOptimizer, offload
     from shardwise.optim.patterns import param_groups
     from shardwise.optim.split import muon_groups
     from shardwise.optim.step_in_backward import OptimizerInBackward, in_backward
@@ -22,10 +23,13 @@ __all__ = [
     "Lion",
     "Muon",
     "NonFinite",
+    "OffloadError",
+    "OffloadedOptimizer",
     "OptimizerInBackward",
     "StepInterruptedError",
     "in_backward",
     "muon_groups",
+    "offload",
     "param_groups",
 ]
 
@@ -36,10 +40,13 @@ _HOME = {
     "Lion": "shardwise.optim.lion",
     "Muon": "shardwise.optim.muon",
     "NonFinite": "shardwise.optim.clipping",
+    "OffloadError": "shardwise.errors",
+    "OffloadedOptimizer": "shardwise.optim.offloaded.optimizer",
     "OptimizerInBackward": "shardwise.optim.step_in_backward",
     "StepInterruptedError": "shardwise.errors",
     "in_backward": "shardwise.optim.step_in_backward",
     "muon_groups": "shardwise.optim.split",
+    "offload": "shardwise.optim.offloaded.optimizer",
     "param_groups": "shardwise.optim.patterns",
 }
 

@@ -30,7 +30,9 @@ class AroundOptimizer(torch.optim.Optimizer):
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
-        """Ignored: the base class would start with groups of its own."""
+        """Give the inner optimizer these groups; the base class would start with its own."""
+        if self._constructed:
+            self.inner.param_groups = value
 
     @property
     def state(self) -> Any:

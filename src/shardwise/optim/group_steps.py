@@ -1,13 +1,9 @@
-"""What steps with one group of parameters after the other, during a backward.
-
-One ordinary optimizer has all parameters. To step with a group, it is shown the parameters of that
-group alone, so everything else about it (states, hyperparameters, state dicts) is as ever.
-"""
+"""What steps with one group of parameters after the other, during a backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,11 +11,11 @@ import torch.distributed as dist
 from shardwise._torch import autograd
 from shardwise.errors import StepInterruptedError
 from shardwise.optim.clipping import Clipping
+from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
+from shardwise.optim.partial_steps import PartialSteps
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.param import ShardedParam
 
-_PARAMS = "params"
-_PARAM_NAMES = "param_names"  # torch keeps them beside named parameters
 _MOST_NAMES = 4  # of groups, in a message
 
 
@@ -51,12 +47,7 @@ class GroupSteps:
         # The step that has begun: the groups that have stepped, and their parameters.
         self._names: dict[str, None] = {}
         self._stepped: set[torch.Tensor] = set()
-        # The number of the parameter group that each parameter is in, and the hyperparameters of
-        # parameter groups before and after the step.
-        self._number_of: dict[torch.Tensor, int] = {}
-        self._name_of: dict[torch.Tensor, str] = {}
-        self._before: list[dict[str, Any]] = []
-        self._after: dict[int, dict[str, Any]] = {}
+        self._parts: PartialSteps | None = None
         self._is_interrupted = False
 
     def check_whole(self) -> None:
@@ -128,11 +119,10 @@ class GroupSteps:
         """
         if not self._names:
             return
-        for number, values in self._after.items():
-            before = self._before[number]
-            self._inner.param_groups[number].update(
-                {key: value for key, value in values.items() if before.get(key) is not value}
-            )
+        if self._parts is not None:
+            self._parts.finish()
+        if isinstance(self._inner, OffloadedOptimizer):
+            self._inner.settle()
         self._forget_step()
         self._ended()
 
@@ -151,9 +141,12 @@ class GroupSteps:
 
     def _step(self, name: str, params: Sequence[torch.Tensor]) -> frozenset[torch.Tensor]:
         """Step with those of ``params`` that the optimizer has, and return them."""
-        if not self._names:
-            self._begin()
-        own = [param for param in params if param in self._number_of]
+        if self._parts is None or not self._names:
+            inner = self._inner
+            step = inner.step_part if isinstance(inner, OffloadedOptimizer) else inner.step
+            self._parts = PartialSteps(inner, step)
+        parts = self._parts
+        own = [param for param in params if param in parts]
         if all(param.grad is None for param in own):
             return frozenset()
         with autograd.no_grad():
@@ -162,52 +155,16 @@ class GroupSteps:
             self._names[name] = None
             self._stepped.update(own)
             if steps:
-                self._step_alone(own)
+                parts.run(own)
             for param in own:
                 param.grad = None
         return frozenset(own)
 
-    def _begin(self) -> None:
-        groups = self._inner.param_groups
-        self._number_of = {
-            param: number for number, group in enumerate(groups) for param in group[_PARAMS]
-        }
-        self._name_of = {
-            param: name
-            for group in groups
-            for param, name in zip(group[_PARAMS], group.get(_PARAM_NAMES) or (), strict=False)
-        }
-        self._before = [_hyperparameters(group) for group in groups]
-
-    def _step_alone(self, params: Sequence[torch.Tensor]) -> None:
-        """Step with ``params`` as if the optimizer had no others.
-
-        Every group of parameters starts with the hyperparameters of before the step, so that an
-        optimizer that counts steps there counts each step once.
-        """
-        parts: dict[int, list[torch.Tensor]] = {}
-        for param in params:
-            parts.setdefault(self._number_of[param], []).append(param)
-        shown = {number: {_PARAMS: part, **self._before[number]} for number, part in parts.items()}
-        for group in shown.values():
-            if all(param in self._name_of for param in group[_PARAMS]):
-                group[_PARAM_NAMES] = [self._name_of[param] for param in group[_PARAMS]]
-        every = self._inner.param_groups
-        self._inner.param_groups = list(shown.values())
-        try:
-            with autograd.outside_autocast(params[0].device):
-                self._inner.step()
-        finally:
-            self._inner.param_groups = every
-        for number, group in shown.items():
-            self._after[number] = _hyperparameters(group)
-
     def _forget_step(self) -> None:
-        self._names, self._stepped = {}, set()
-        self._number_of, self._name_of, self._before, self._after = {}, {}, [], {}
+        self._names, self._stepped, self._parts = {}, set(), None
 
     def _all_parameters(self) -> list[torch.Tensor]:
-        return [param for group in self._inner.param_groups for param in group[_PARAMS]]
+        return [param for group in self._inner.param_groups for param in group["params"]]
 
     def _refuse_interrupted(self) -> NoReturn:
         done = list(self._names)[-_MOST_NAMES:]
@@ -220,7 +177,3 @@ class GroupSteps:
             "into model and optimizer, or call accept_interrupted_step() on the optimizer, on "
             "every rank, to go on with parameters and states as they are"
         )
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in (_PARAMS, _PARAM_NAMES)}

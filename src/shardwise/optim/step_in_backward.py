@@ -16,6 +16,7 @@ from shardwise._torch import optim as torch_optim
 from shardwise.optim.around import AroundOptimizer
 from shardwise.optim.clipping import ClipBy, Clipping, NonFinite
 from shardwise.optim.group_steps import GroupSteps
+from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.optim_names import names_in_order, parameters_in_order
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.state import groups_of
@@ -236,7 +237,7 @@ def _check(model: nn.Module, inner: torch.optim.Optimizer, groups: Sequence[Para
                 f"in_backward: group {group.fqn!r} steps in backward already; call remove() on the "
                 "optimizer that it steps with"
             )
-    if isinstance(inner, AroundOptimizer):
+    if isinstance(inner, AroundOptimizer) and not isinstance(inner, OffloadedOptimizer):
         kind = type(inner).__name__
         raise ValueError(
             f"in_backward: found a {kind}, expected an optimizer with states of its own; pass "

@@ -106,6 +106,8 @@ def plan(
     optimizer: str | Callable[[list[torch.Tensor]], torch.optim.Optimizer] = "adamw",
     clip_grad: float = 1.0,
     stepping: str = "after-backward",
+    offload: str | None = None,
+    master_dtype: str | torch.dtype | None = None,
     activation_checkpointing: str = "none",
     reshard_after_forward: bool | int | None = None,
     transport: str = "auto",
@@ -143,6 +145,9 @@ def plan(
         clip_grad: the largest norm of the gradients; 0: no clipping.
         stepping: ``"after-backward"``, or ``"in-backward"``: each group steps as soon as its
             gradients are reduced; see :func:`shardwise.optim.in_backward`.
+        offload: where optimizer states are kept: ``"host"`` or ``"disk:FOLDER"``, as for
+            :func:`shardwise.optim.offload`.
+        master_dtype: dtype of copies of the parameters that are kept with them.
         activation_checkpointing: ``"none"``, ``"full"`` or ``"selective"``, for each block.
         reshard_after_forward: as for :func:`~shardwise.fully_shard`, in place of what the strategy
             says.
@@ -183,6 +188,8 @@ def plan(
         optimizer=optimizer,
         clip_grad=clip_grad,
         stepping=_choice("stepping", stepping, Stepping),
+        offload=offload,
+        master_dtype=_dtype("master_dtype", master_dtype),
         checkpointing=_choice("activation_checkpointing", activation_checkpointing, Checkpointing),
         reshard_after_forward=reshard_after_forward,
         transport=transport,

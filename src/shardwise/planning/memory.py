@@ -26,6 +26,7 @@ class RankBytes:
         ranks: how many ranks are of this kind.
         most: the most bytes of each kind during the step, each at a moment of its own.
         by_module: bytes of activations at the peak by module.
+        offloaded: bytes of optimizer states on the host or on a disk, not counted above.
     """
 
     parameters: int
@@ -40,6 +41,7 @@ class RankBytes:
     ranks: int
     most: Mapping[Memory, int] = field(default_factory=dict)
     by_module: Mapping[str, int] = field(default_factory=dict)
+    offloaded: int = 0
 
 
 def memory(log: Log) -> RankBytes:
@@ -78,4 +80,5 @@ def memory(log: Log) -> RankBytes:
         peak_moment=f"{moment}{unsharded}",
         most=most,
         by_module=by_module,
+        offloaded=log.offloaded,
     )

@@ -521,6 +521,7 @@ _KINDS = {
     "sharding/layout.py": Memory.GRADIENTS,  # in the order of chunks
     "sharding/reduce.py": Memory.GRADIENTS,
     "sharding/param.py": Memory.GRADIENTS,
+    "optim/offloaded/stores.py": Memory.OPTIMIZER,
     "optim/whole.py": Memory.TRANSPORT,
     "transport/memory.py": Memory.FULL_PARAMETERS,
     "transport/sums.py": Memory.OTHER,

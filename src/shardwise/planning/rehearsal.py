@@ -33,6 +33,10 @@ from shardwise.frontends.strategies import TENSOR
 from shardwise.inspect.api import Blueprint, apply_tensor_parallelism
 from shardwise.observe import Memory, observing
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups
+from shardwise.optim.offloaded.masters import Masters
+from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
+from shardwise.optim.offloaded.place import Medium, Place
+from shardwise.optim.offloaded.stores import PlannedStore
 from shardwise.planning.events import Log, Phase
 from shardwise.planning.recorder import Recorder
 from shardwise.planning.settings import (
@@ -122,6 +126,7 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         tokens=settings.batch_size * settings.accumulate * (settings.seq_length or 1),
         flops=recorder.model_flops,
         formulas=recorder.formulas,
+        offloaded=optimizer.offloaded,
     )
 
 
@@ -291,6 +296,12 @@ class _Optimizer:
         elif trained and settings.optimizer in _OPTIMIZERS:
             self._shards = [(p, nn.Parameter(dtensor.plain(p.detach()))) for p in trained]
             self.inner = _OPTIMIZERS[settings.optimizer]([shard for _, shard in self._shards])
+        if self.inner is not None and settings.offload is not None:
+            masters = None if settings.master_dtype is None else _dtype(settings.master_dtype)
+            place = Place.parse(settings.offload)
+            stays = place.medium is Medium.HOST and settings.device_type == devices.CPU.type
+            store = None if stays else PlannedStore()
+            self.inner = OffloadedOptimizer(self.inner, place, Masters(masters), lambda _: store)
         self._outer: list[torch.Tensor] = []
         if settings.outer_states and trained:
             named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -319,7 +330,14 @@ class _Optimizer:
     def states(self) -> list[torch.Tensor]:
         """The local tensors of all states, those of DiLoCo among them."""
         every = [] if self.inner is None else self.inner.state.values()
-        return [*self._outer, *(dtensor.plain(each) for each in every_tensor_in(list(every)))]
+        found = [dtensor.plain(each) for each in every_tensor_in(list(every))]
+        # Homes of states that are kept elsewhere are on the meta device.
+        return [*self._outer, *(each for each in found if not each.is_meta)]
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of states that are kept elsewhere."""
+        return self.inner.nbytes_kept if isinstance(self.inner, OffloadedOptimizer) else 0
 
 
 class _GroupSteps:

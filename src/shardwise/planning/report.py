@@ -217,6 +217,7 @@ def _json_of_rank(rank: RankBytes) -> dict[str, Any]:
         "peak_moment": rank.peak_moment,
         "most": {kind.value: nbytes for kind, nbytes in rank.most.items()},
         "activations_by_module": dict(rank.by_module),
+        "offloaded": rank.offloaded,
     }
 
 

@@ -23,6 +23,7 @@ from shardwise.frontends.strategies import (
     WantedMesh,
     resolve,
 )
+from shardwise.optim.offloaded.place import Place
 
 if TYPE_CHECKING:
     import torch
@@ -147,6 +148,10 @@ class Settings:
         optimizer: one of :data:`OPTIMIZERS`, or a function from parameters to an optimizer.
         clip_grad: the largest norm of the gradients; 0: no clipping.
         stepping: when the optimizer steps.
+        offload: where optimizer states are kept: ``"host"`` or ``"disk:FOLDER"``; ``None``: in
+            memory.
+        master_dtype: dtype of copies of the parameters that are kept with them; ``None``: no
+            copies.
         checkpointing: which activations are recomputed.
         reshard_after_forward: as for ``fully_shard``, in place of what the strategy says.
         transport: one of :data:`TRANSPORTS`.
@@ -174,6 +179,8 @@ class Settings:
     optimizer: str | Callable[[list[torch.Tensor]], torch.optim.Optimizer] = "adamw"
     clip_grad: float = 1.0
     stepping: Stepping = Stepping.AFTER_BACKWARD
+    offload: str | None = None
+    master_dtype: str | None = None
     checkpointing: Checkpointing = Checkpointing.NONE
     reshard_after_forward: bool | int | None = None
     transport: str = "auto"
@@ -200,13 +207,21 @@ class Settings:
             most = MOST_ACCUMULATED if name == "accumulate" else MOST_SIZE
             if found is not None and found > most:
                 raise SettingsError(name, f"{found:,}", f"at most {most:,}")
-        for name in ("param_dtype", "reduce_dtype", "shard_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "shard_dtype", "master_dtype"):
             found = getattr(self, name)
             if found is not None and found not in DTYPES:
                 raise SettingsError(name, found, f"one of {', '.join(DTYPES)}")
         if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
             expected = f"one of {', '.join(OPTIMIZERS)}, or a function in code"
             raise SettingsError("optimizer", self.optimizer, expected)
+        if self.offload is not None:
+            try:
+                Place.parse(self.offload)
+            except ValueError:
+                expected = "host, or disk:FOLDER"
+                raise SettingsError("offload", self.offload, expected) from None
+        if self.master_dtype is not None and self.offload is None:
+            raise SettingsError("master_dtype", self.master_dtype, "none without offload")
         if self.transport not in TRANSPORTS:
             raise SettingsError("transport", self.transport, f"one of {', '.join(TRANSPORTS)}")
         number = isinstance(self.clip_grad, int | float)
@@ -277,6 +292,8 @@ class Settings:
             "optimizer": name_of(self.optimizer),
             "clip_grad": self.clip_grad,
             "stepping": self.stepping.value,
+            "offload": self.offload,
+            "master_dtype": self.master_dtype,
             "activation_checkpointing": self.checkpointing.value,
             "reshard_after_forward": self.reshard_after_forward,
             "transport": self.transport,

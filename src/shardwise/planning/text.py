@@ -89,6 +89,9 @@ def head(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.machine:
         yield "machine", plan.machine
     yield "memory", verdict(plan)
+    if settings.offload is not None:
+        kept = max(rank.offloaded for rank in plan.ranks)
+        yield "offloaded", f"{binary_size(kept)} of states of a rank, to {settings.offload}"
     if plan.step is not None:
         yield "speed", speed(plan)
 
@@ -117,6 +120,8 @@ def _optimizer(settings: Settings) -> str:
         parts.append(f"{settings.checkpointing.value} activation checkpointing")
     if settings.stepping is Stepping.IN_BACKWARD:
         parts.append("steps in backward")
+    if settings.master_dtype is not None:
+        parts.append(f"{settings.master_dtype} masters")
     if settings.compiled is Compiled.BLOCKS:
         parts.append("blocks compiled")
     return ", ".join(parts)

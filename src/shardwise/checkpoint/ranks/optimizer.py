@@ -24,7 +24,7 @@ from shardwise.optim_names import (
     parameters_in_order,
     without_wrappers,
 )
-from shardwise.optim_states import new_state
+from shardwise.optim_states import home_like, new_state
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 _STEP = "step"  # a count, even if it has the shape of its parameter
@@ -142,7 +142,9 @@ def destinations(
             before = before.get(key) if isinstance(before, dict) else None
         if not _is_alike(before, entry):
             before = made(param).get(str(entry.path[-1]))
-        found[entry.fqn] = before if _is_alike(before, entry) else _made_for(param, entry)
+        if not _is_alike(before, entry):
+            before = home_like(optimizer, _made_for(param, entry))
+        found[entry.fqn] = before
     return found
 
 

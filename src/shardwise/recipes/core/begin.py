@@ -31,6 +31,7 @@ from shardwise.recipes.core.rundir import RunDir, check_same
 _FIXED = {
     "seed": "--seed",
     "shard_dtype": "--shard-dtype",
+    "master_dtype": "--master-dtype",
     "weight_decay": "--weight-decay",
     "betas": "--beta1 and --beta2",
     "momentum": "--momentum",
@@ -127,6 +128,7 @@ def _check_fixed(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     # As before there was a choice.
     usual: dict[str, Any] = {
         "shard_dtype": Precision.FP32.value,
+        "master_dtype": None,
         "algorithm": OptimizerName.ADAMW.value,
         "param_groups": [],
     }

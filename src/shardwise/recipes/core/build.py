@@ -24,6 +24,7 @@ from shardwise.optim import (
     Muon,
     in_backward,
     muon_groups,
+    offload,
     param_groups,
 )
 from shardwise.planning.settings import Checkpointing, Stepping
@@ -246,6 +247,16 @@ def _remaining(schedule: ScheduleName, done: float) -> float:
             return 1 - math.sqrt(done)
         case ScheduleName.CONSTANT:
             return 1.0
+
+
+def offloading(task: Task, config: TrainConfig) -> Task:
+    """Return the task, whose optimizer keeps its states where the configuration says."""
+    sharding = config.sharding
+    if sharding.offload is None:
+        return task
+    masters = None if sharding.master_dtype is None else DTYPES[sharding.master_dtype]
+    made = offload(task.optimizer, sharding.offload, masters=masters)
+    return dataclasses.replace(task, optimizer=made)
 
 
 def stepping_in_backward(task: Task, config: TrainConfig) -> Task:

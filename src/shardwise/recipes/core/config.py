@@ -28,6 +28,7 @@ from shardwise.frontends.strategies import (
     parse_mesh,
     resolve,
 )
+from shardwise.optim.offloaded.place import Place
 from shardwise.planning import presets as planning
 from shardwise.planning.presets import ModelError
 from shardwise.planning.settings import Checkpointing, Stepping
@@ -234,7 +235,7 @@ class SgdConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """What is sharded, and the dtypes of a step: what a training and its plan both ask for."""
+    """What is sharded, in which dtypes, and where: what a training and its plan both ask for."""
 
     strategy: Strategy = field(
         default=Strategy.FULL_SHARD,
@@ -252,6 +253,25 @@ class StrategyConfig:
     )
     reduce_dtype: Precision = field(
         default=Precision.FP32, metadata=option("Dtype to reduce gradients in.", SHARDING)
+    )
+    offload: str | None = field(
+        default=None,
+        metadata=option(
+            "Keep optimizer states on the host of an accelerator (host) or in a folder of a local "
+            "disk (disk:FOLDER), except during the step.",
+            TRAINING,
+            metavar="PLACE",
+            shown="in memory",
+        ),
+    )
+    master_dtype: Precision | None = field(
+        default=None,
+        metadata=option(
+            "With --offload: dtype of copies of the parameters that the optimizer updates, kept "
+            "with its states; --shard-dtype is that of the parameters.",
+            TRAINING,
+            shown="no copies",
+        ),
     )
 
     @property
@@ -576,6 +596,7 @@ def check_train(config: TrainConfig) -> None:
         require(0 < found < math.inf, "--peer-timeout", found, expected)
     require(0 <= config.seed < 2**63, "--seed", config.seed, "0 to 2^63 - 1")
     _check_optimizer(config.optimizer)
+    check_offload(config.sharding)
     out = str(config.output.out)
     expected = "a path in UTF-8: tokenizers and safetensors can write to no other"
     require(out == out.encode(errors="replace").decode(), "--out", ascii(out), expected)
@@ -619,6 +640,31 @@ def steps_to_record(asked: str, done: int, left: int) -> range:
     return range(begin, end + 1)
 
 
+def check_offload(config: StrategyConfig) -> None:
+    """Check where states are kept, and what is kept with them.
+
+    Raises:
+        OptionError: an option is impossible.
+    """
+    if config.offload is not None:
+        try:
+            Place.parse(config.offload)
+        except ValueError:
+            expected = "host, or disk:FOLDER with a folder of a local disk"
+            raise OptionError("--offload", config.offload, expected) from None
+    masters, shards = config.master_dtype, config.shard_dtype
+    if masters is None:
+        return
+    expected = "--offload too: masters are kept where states are"
+    require(config.offload is not None, "--master-dtype", masters.value, expected)
+    require(
+        masters is Precision.FP32 and shards is not Precision.FP32,
+        "--master-dtype",
+        f"{masters.value} with shards in {shards.value}",
+        "fp32 with --shard-dtype bf16",
+    )
+
+
 def _check_diloco(config: TrainConfig) -> None:
     apart = config.sharding.strategy is Strategy.DILOCO
     strategy = config.sharding.strategy.value
@@ -630,6 +676,12 @@ def _check_diloco(config: TrainConfig) -> None:
     )
     if (diloco := config.diloco) is None:
         return
+    require(
+        config.sharding.offload is None,
+        "--offload",
+        f"--strategy {strategy} too",
+        "another strategy: replicas that train apart keep their states in memory",
+    )
     require(
         config.stepping is Stepping.AFTER_BACKWARD,
         "--step-in-backward",

@@ -127,6 +127,8 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
         optimizer=optimizer,
         clip_grad=config.optimizer.clip_grad,
         stepping=config.stepping,
+        offload=sharding.offload,
+        master_dtype=None if sharding.master_dtype is None else sharding.master_dtype.value,
         checkpointing=sharding.activation_checkpointing,
         transport="auto" if sharding.transport is None else sharding.transport.value,
         ranks_per_host=world.local_size,

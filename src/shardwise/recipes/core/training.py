@@ -28,7 +28,13 @@ from shardwise.recipes.core.begin import (
     how_to_go_on_without,
     newest_step,
 )
-from shardwise.recipes.core.build import count, shard_bytes, stepping_in_backward, transport_name
+from shardwise.recipes.core.build import (
+    count,
+    offloading,
+    shard_bytes,
+    stepping_in_backward,
+    transport_name,
+)
 from shardwise.recipes.core.checkpointing import Best, Checkpoints, on_rank_zero
 from shardwise.recipes.core.config import (
     AUTO,
@@ -97,8 +103,10 @@ def train(
                 held.enter_context(locked(RunDir(inputs.train.output.out)))
                 check_folder(inputs)
         device = _choose_device(inputs.train.device, world)
-        if device.type == "cpu":
+        if device.type == "cpu" and inputs.train.sharding.offload is None:
             devices.keep_freed_memory()
+        elif device.type == "cpu":
+            devices.return_freed_memory()  # who offloads is short of it
         backends = devices.backends_for(device)
         with connected(world, backends, inputs.train.peer_timeout):
             place = place_for(inputs.train, world, device)
@@ -122,7 +130,8 @@ def train_connected(
         told = Peers().gather_objects(own, "the comparison of what hosts were asked")
         check_alike([each for each, _ in told[:: world.local_size]])
         host_names = [name for _, name in told[:: world.local_size]]
-    task = stepping_in_backward(assemble(inputs, place), inputs.train)
+    task = offloading(assemble(inputs, place), inputs.train)
+    task = stepping_in_backward(task, inputs.train)
     # From here on every rank has random numbers of its own, for dropout.
     torch.manual_seed(inputs.train.seed * world.size + world.rank)
     output = inputs.train.output

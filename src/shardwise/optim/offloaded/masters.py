@@ -1,0 +1,133 @@
+"""Masters: copies of parameters in a wider dtype, which the optimizer updates in their place.
+
+A master is part of the state of its parameter, under the name ``"master"``. The parameter is the
+master, rounded. Whoever writes to the parameter between steps, as by loading it, changes the
+master, too: where the two differ, the parameter counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise._torch import dtensor
+
+#: The name of a master in the state of its parameter.
+MASTER = "master"
+
+
+@dataclass(frozen=True, eq=False)
+class Lent:
+    """A master that an optimizer updates.
+
+    Attributes:
+        stand_in: the parameter that the optimizer is shown: the master, with a gradient.
+        master: the master, as it is kept.
+    """
+
+    stand_in: nn.Parameter
+    master: torch.Tensor
+
+
+class Masters:
+    """What an optimizer is shown in place of parameters.
+
+    Args:
+        dtype: of the masters; ``None`` if there are none.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        # Optimizers may keep something for each parameter, so a stand-in lives as long as it.
+        self._stand_ins: dict[torch.Tensor, nn.Parameter] = {}
+
+    def has(self, param: torch.Tensor) -> bool:
+        """Whether a parameter has a master: it is of a floating-point dtype with fewer bytes."""
+        if self.dtype is None or not param.dtype.is_floating_point:
+            return False
+        return param.dtype.itemsize < self.dtype.itemsize
+
+    def lend(
+        self, params: Sequence[torch.Tensor], states: dict[torch.Tensor, dict[str, Any]]
+    ) -> dict[torch.Tensor, Lent]:
+        """Let an optimizer update masters in place of parameters.
+
+        Args:
+            params: parameters, of which some have gradients.
+            states: of the optimizer. The state of a parameter becomes that of its stand-in.
+
+        Returns:
+            Masters of those parameters that have one, and a gradient.
+        """
+        lent = {}
+        for param in params:
+            if param.grad is None or not self.has(param):
+                continue
+            state = states.pop(param, {})
+            master = state.pop(MASTER, None)
+            if master is None:
+                master = self._wide(param.detach())
+            else:
+                _follow(dtensor.plain(master), dtensor.plain(param.detach()))
+            stand_in = self._stand_in_for(param, master)
+            stand_in.grad = self._wide(param.grad)
+            if state:  # optimizers take an empty one for their sign to begin
+                states[stand_in] = state
+            lent[param] = Lent(stand_in, master)
+        return lent
+
+    def take_back(
+        self, lent: dict[torch.Tensor, Lent], states: dict[torch.Tensor, dict[str, Any]]
+    ) -> None:
+        """Round masters to their parameters, whose states are their own again.
+
+        Args:
+            lent: what :meth:`lend` returned.
+            states: of the optimizer.
+        """
+        for param, each in lent.items():
+            master = dtensor.plain(each.master)
+            dtensor.plain(param.detach()).copy_(master)
+            states[param] = {**states.pop(each.stand_in, {}), MASTER: each.master}
+            each.stand_in.grad = None
+            _set_memory(each.stand_in, master.new_empty(0))  # let go of the master's
+
+    def _stand_in_for(self, param: torch.Tensor, master: torch.Tensor) -> nn.Parameter:
+        stand_in = self._stand_ins.get(param)
+        if stand_in is not None:
+            _set_memory(stand_in, dtensor.plain(master))
+            return stand_in
+        # A tensor object of its own: it changes its memory, and the master does not.
+        local = dtensor.plain(master).detach()
+        if isinstance(master, DTensor):
+            made = dtensor.make_parameter(local, dtensor.spec_of(master), requires_grad=True)
+        else:
+            made = nn.Parameter(local)
+        self._stand_ins[param] = made
+        return made
+
+    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a parameter or a gradient in the dtype of masters."""
+        assert self.dtype is not None
+        local = dtensor.plain(tensor).to(self.dtype, copy=True)
+        if not isinstance(tensor, DTensor):
+            return local
+        return dtensor.wrap_local(local, dtensor.with_dtype(dtensor.spec_of(tensor), self.dtype))
+
+
+def _follow(master: torch.Tensor, param: torch.Tensor) -> None:
+    """Change a master where its parameter was written to since the last step."""
+    is_same = master.to(param.dtype) == param
+    torch.where(is_same, master, param.to(master.dtype), out=master)
+
+
+def _set_memory(param: nn.Parameter, memory: torch.Tensor) -> None:
+    if isinstance(param, DTensor):
+        dtensor.set_local_memory(param, memory)
+    else:
+        param.data = memory

@@ -1,0 +1,387 @@
+"""``offload``: an optimizer whose states are on the host or on a disk, except during its step."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwise import devices
+from shardwise._torch import dtensor
+from shardwise.errors import OffloadError
+from shardwise.optim.around import AroundOptimizer
+from shardwise.optim.offloaded.entries import Form
+from shardwise.optim.offloaded.masters import Masters
+from shardwise.optim.offloaded.place import Medium, Place
+from shardwise.optim.offloaded.states import OffloadedStates
+from shardwise.optim.offloaded.stores import DiskStore, HostStore, Store
+from shardwise.optim.partial_steps import PartialSteps
+from shardwise.optim_names import keys_in_order, parameters_in_order
+from shardwise.optim_states import MakesStates
+
+#: Elements of this rank's parameters that step together. AdamW has 32 MiB of states for them.
+_TOGETHER = 4 * 1024 * 1024
+#: Bytes of memory that states pass through.
+STAGING = 256 * 1024 * 1024
+
+
+def offload(
+    optimizer: torch.optim.Optimizer,
+    to: str,
+    *,
+    masters: torch.dtype | None = None,
+    staging: int = STAGING,
+) -> OffloadedOptimizer:
+    """Keep the states of an optimizer on the host or on a disk, except during its step.
+
+    The optimizer steps with some parameters at a time. Their states are read ahead into memory, and
+    written behind. Parameters and states are bit for bit those of the optimizer alone.
+
+    Pass the result to :func:`~shardwise.optim.in_backward`, to read and write beside the backward:
+    ``in_backward(model, lambda params: offload(AdamW(params), "disk:/scratch"))``.
+
+    Args:
+        optimizer: any optimizer that can step with some of its parameters at a time, sharded or
+            not. It may have states already.
+        to: ``"disk:FOLDER"``: a file without a name in a folder of a local disk, which vanishes
+            with this process, however it ends. ``"host"``: pinned memory of the host, for
+            parameters on an accelerator; states of parameters on the CPU stay where they are.
+        masters: a dtype such as ``torch.float32``, for parameters in a narrower one: the optimizer
+            updates copies of them in this dtype, which are kept as states are, and parameters are
+            these copies, rounded. ``None``: it updates the parameters themselves.
+        staging: bytes of memory for states on their way. One parameter may need more.
+
+    Returns:
+        The optimizer. Pass it to schedulers, ``shardwise.checkpoint`` and torch's helpers for state
+        dicts in place of ``optimizer``.
+
+    Raises:
+        TypeError: ``optimizer`` is no optimizer, or one around another.
+        ValueError: ``to`` is neither, or there are no parameters.
+        OffloadError: no file can be made in the folder.
+
+    Sources: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, AroundOptimizer):
+        raise TypeError(
+            f"offload: found {type(optimizer).__name__}, expected an optimizer with states of its "
+            "own; pass what offload returns to in_backward or DiLoCo"
+        )
+    if not parameters_in_order(optimizer):
+        raise ValueError("offload: found an optimizer without parameters")
+    place = Place.parse(to)
+    return OffloadedOptimizer(
+        optimizer, place, Masters(masters), functools.partial(_store_for, place), staging
+    )
+
+
+class OffloadedOptimizer(AroundOptimizer):
+    """An optimizer whose states are kept elsewhere, except during its step; see :func:`offload`.
+
+    Between steps, its states are tensors as ever. Those on a disk are mapped: reading one reads the
+    file.
+
+    Args:
+        inner: the optimizer.
+        place: where states are kept.
+        masters: what it updates in place of parameters.
+        make_store: makes what keeps states, for parameters like a given one; ``None`` if they stay
+            where they are.
+        staging: bytes of memory for states on their way.
+
+    Attributes:
+        inner: the optimizer.
+        place: where states are kept.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        place: Place,
+        masters: Masters,
+        make_store: Callable[[torch.Tensor], Store | None],
+        staging: int = STAGING,
+    ) -> None:
+        self.place = place
+        self._masters = masters
+        self._make_store = make_store
+        self._staging = staging
+        self._kept: OffloadedStates | None = None
+        # What steps after the parameters that begin with this one, as in the step before.
+        self._next: dict[torch.Tensor, list[torch.Tensor]] = {}
+        self._last: torch.Tensor | None = None
+        self._failed: OffloadError | None = None
+        super().__init__(inner)
+        self._open()
+
+    @property
+    def nbytes_kept(self) -> int:
+        """Bytes of states of this rank that are kept elsewhere."""
+        return 0 if self._kept is None else self._kept.nbytes
+
+    @property
+    def nbytes_staging(self) -> int:
+        """Bytes of memory that states of this rank pass through."""
+        return 0 if self._kept is None else self._kept.staging_nbytes
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step as the inner optimizer does, and bring all states to where they are kept.
+
+        Args:
+            closure: computes the loss and its gradients again.
+
+        Returns:
+            What ``closure`` returned, or ``None``.
+
+        Raises:
+            OffloadError: states could not be read or written, now or in an earlier step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.step_part()
+        self.settle()
+        return loss
+
+    @torch.no_grad()
+    def step_part(self) -> None:
+        """Step with the parameters that :attr:`param_groups` has now. Others may follow.
+
+        States may still be on their way afterwards: :meth:`settle` waits for them.
+
+        Raises:
+            OffloadError: states could not be read or written, now or in an earlier step.
+        """
+        self._check()
+        self._open()
+        parts = PartialSteps(self.inner, self.inner.step)
+        try:
+            for params in self._chunks():
+                self._step_chunk(parts, params)
+        except OffloadError as error:
+            self._fail(error)
+        parts.finish()
+
+    def settle(self) -> None:
+        """Wait until all states are where they are kept.
+
+        Raises:
+            OffloadError: states could not be written, now or in an earlier step.
+        """
+        self._check()
+        self._last = None
+        if self._kept is not None:
+            try:
+                self._kept.settle()
+            except OffloadError as error:
+                self._fail(error)
+
+    @property
+    def state(self) -> Any:
+        """The state of the inner optimizer."""
+        self.settle()
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Ignored: the base class would start with a state of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the inner optimizer, with masters among the states.
+
+        Returns:
+            A dict of tensors, sharded as the parameters are, and plain values. Tensors on a disk
+            are mapped, and change when the optimizer steps.
+
+        Raises:
+            OffloadError: states could not be written, now or in an earlier step.
+        """
+        self.settle()
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, also one that the inner optimizer alone has saved.
+
+        Tensors keep the dtypes that they have in ``state_dict``. Without masters in it, they begin
+        as the parameters are.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: it is of other parameters, or of another optimizer. Nothing has been
+                changed.
+            OffloadError: it cannot be written.
+        """
+        self._check()
+        params = dict(zip(keys_in_order(state_dict), parameters_in_order(self), strict=False))
+        given: dict[Any, Any] = dict(state_dict["state"])
+        states = {params[key]: dict(given.pop(key)) for key in list(given) if key in params}
+        for number, (param, state) in enumerate(states.items()):
+            self._check_state(number, param, state)
+        # With an empty state, the inner optimizer checks the groups, and converts nothing.
+        before = self.inner.state
+        self.inner.load_state_dict({**state_dict, "state": given})
+        rest, self.inner.state = self.inner.state, before
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param in states:
+                    states[param] = {
+                        key: _on_device(key, value, param, group)
+                        for key, value in states[param].items()
+                    }
+        self._open()
+        if self._kept is None:
+            before.clear()
+            before.update(states)
+        else:
+            try:
+                self._kept.replace(states)
+                self._kept.settle()
+            except OffloadError as error:
+                self._fail(error)
+        before.update(rest)
+
+    def home_like(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor to read a state into, which :meth:`load_state_dict` is given then.
+
+        So a state that does not fit in memory comes from a checkpoint straight to where it is kept.
+
+        Args:
+            value: a tensor of the same shape, dtype and placements. It has no values yet.
+
+        Returns:
+            ``value`` itself if such states stay in memory.
+
+        Raises:
+            OffloadError: there is no room for it.
+        """
+        self._check()
+        self._open()
+        form = Form.of(value)
+        if self._kept is None or form is None:
+            return value
+        try:
+            return self._kept.lend_home(form)
+        except OffloadError as error:
+            self._fail(error)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse: a copy would need a store of its own.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "an optimizer with offloaded states cannot be copied: make another with offload(), and "
+            "load_state_dict() into it"
+        )
+
+    def _open(self) -> None:
+        """Make what keeps the states, once parameters have memory."""
+        param = dtensor.plain(parameters_in_order(self)[0])
+        if self._kept is not None or param.is_meta:
+            return
+        store = self._make_store(param)
+        if store is not None:
+            self._kept = OffloadedStates(self.inner, store, self._staging)
+            self._kept.keep(parameters_in_order(self))
+            self._kept.settle()
+
+    def _chunks(self) -> Iterator[list[torch.Tensor]]:
+        """Parameters that step together, the same on all ranks."""
+        chunk: list[torch.Tensor] = []
+        elements = 0
+        for param in parameters_in_order(self):
+            size = _elements(param)
+            if chunk and elements + size > _TOGETHER:
+                yield chunk
+                chunk, elements = [], 0
+            chunk.append(param)
+            elements += size
+        if chunk:
+            yield chunk
+
+    def _step_chunk(self, parts: PartialSteps, params: list[torch.Tensor]) -> None:
+        stepping = [param for param in params if param.grad is not None]
+        if self._last is not None:
+            self._next[self._last] = stepping
+        self._last = params[0]
+        kept, states = self._kept, self.inner.state
+        loan = None if kept is None else kept.borrow(stepping)
+        if kept is not None:
+            kept.read_ahead(self._next.get(params[0], ()))
+        try:
+            lent = self._masters.lend(stepping, states)
+            try:
+                parts.run(params, {param: each.stand_in for param, each in lent.items()})
+            finally:
+                self._masters.take_back(lent, states)
+        finally:
+            if kept is not None:
+                if loan is not None:
+                    kept.give_back(loan)
+                kept.keep(stepping)
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise OffloadError(str(self._failed)) from self._failed
+
+    def _fail(self, error: OffloadError) -> NoReturn:
+        rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+        self._failed = OffloadError(
+            f"{rank}{error}. Optimizer states are lost, and parameters may have stepped in part: "
+            "make room or take another folder, and go on from the last checkpoint with a new "
+            "optimizer"
+        )
+        raise self._failed from error
+
+    def _check_state(self, number: int, param: torch.Tensor, state: dict[str, Any]) -> None:
+        """Check a state that is to be loaded, where the inner optimizer says what it looks like."""
+        if not state or not isinstance(self.inner, MakesStates) or self._masters.has(param):
+            return
+        expected = self.inner.new_state(param)
+        if state.keys() != expected.keys() or any(
+            tuple(torch.as_tensor(state[key]).shape) != tuple(expected[key].shape)
+            or torch.as_tensor(state[key]).dtype != expected[key].dtype
+            for key in expected
+        ):
+            raise ValueError(
+                f"state of parameter {number}, of shape {list(param.shape)}: found "
+                f"{sorted(state)}, expected {sorted(expected)} with their shapes and dtypes; the "
+                f"state of another optimizer cannot be loaded into {type(self.inner).__name__}"
+            )
+
+
+def _store_for(place: Place, param: torch.Tensor) -> Store | None:
+    if place.folder is not None:
+        return DiskStore(place.folder, param.device)
+    assert place.medium is Medium.HOST
+    return None if param.device.type == devices.CPU.type else HostStore(param.device)
+
+
+def _on_device(key: str, value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:
+    """Move what stays in memory to the device where torch's optimizers expect it."""
+    if not isinstance(value, torch.Tensor) or Form.of(value) is not None:
+        return value
+    if key == "step" and not (group.get("capturable") or group.get("fused")):
+        return value
+    return value.to(dtensor.plain(param).device)
+
+
+def _elements(param: torch.Tensor) -> int:
+    """Elements of a parameter on a rank, rounded up, so that all ranks count alike."""
+    if not isinstance(param, DTensor):
+        return param.numel()
+    pieces = math.prod(
+        size
+        for size, placement in zip(param.device_mesh.shape, param.placements, strict=True)
+        if dtensor.sharded_dim(placement) is not None
+    )
+    return -(-param.numel() // pieces)

@@ -1,0 +1,322 @@
+"""How states come into staging memory and leave it.
+
+Between steps, the tensors of a state are its homes: parts of a file that are mapped, or pinned
+memory. For a step they are replaced by tensors in a block of staging memory, which is read ahead
+and written behind:
+
+    chunk        1         2         3         4
+    read         ----      ----      ----      ----
+    step             --        --        --        --
+    write              ----      ----      ----      ----
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise import observe
+from shardwise._torch import dtensor
+from shardwise.observe import Activity
+from shardwise.optim.offloaded.entries import Entry, Form
+from shardwise.optim.offloaded.scratch import Run
+from shardwise.optim.offloaded.staging import Block, Staging
+from shardwise.optim.offloaded.stores import Store, Wait
+
+_STATES = "optimizer states"  # what a timeline calls waiting for them
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """An entry, and its place in a block.
+
+    Attributes:
+        param: whose state it is.
+        key: its name in the state.
+        entry: the entry.
+        at: where its bytes begin in the block.
+    """
+
+    param: torch.Tensor
+    key: str
+    entry: Entry
+    at: int
+
+    def view_of(self, block: Block) -> torch.Tensor:
+        """Return the tensor that is there."""
+        return self.entry.form.over(block.memory[self.at : self.at + self.entry.form.nbytes])
+
+
+@dataclass(eq=False)
+class Loan:
+    """Entries in a block of staging memory.
+
+    Attributes:
+        block: the memory.
+        pieces: the entries.
+        views: the tensors in the block, piece by piece, once a step has asked for them.
+        moved: waits for what was started last: to read them, or to write them.
+    """
+
+    block: Block
+    pieces: list[Piece]
+    views: list[torch.Tensor]
+    moved: Wait
+
+
+class OffloadedStates:
+    """The states of an optimizer, of which large tensors are kept in a store.
+
+    Args:
+        inner: the optimizer.
+        store: what keeps the tensors.
+        limit: bytes of staging memory.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, store: Store, limit: int) -> None:
+        self._inner = inner
+        self._store = store
+        self._staging = Staging(limit, store.make_block)
+        self._entries: dict[torch.Tensor, dict[str, Entry]] = {}
+        self._lent: dict[int, Entry] = {}  # by the identity of their homes
+        self._ahead: Loan | None = None
+        self._behind: deque[Loan] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are kept in the store."""
+        return self._store.nbytes
+
+    @property
+    def staging_nbytes(self) -> int:
+        """How many bytes of memory states pass through."""
+        return self._staging.nbytes
+
+    def read_ahead(self, params: Iterable[torch.Tensor]) -> None:
+        """Start to read the states of parameters, if there is memory for them."""
+        pieces = self._pieces_of(params)
+        if not pieces or self._ahead is not None or self._are_behind(pieces):
+            return
+        block = self._staging.acquire(_nbytes(pieces))
+        if block is not None:
+            self._ahead = self._fetch(pieces, block)
+
+    def borrow(self, params: Iterable[torch.Tensor]) -> Loan | None:
+        """Replace the states of parameters by tensors in staging memory, with the same values.
+
+        Returns:
+            What :meth:`give_back` takes; ``None`` if none of these states are kept in the store.
+
+        Raises:
+            OffloadError: they could not be read, or others could not be written.
+        """
+        pieces = self._pieces_of(params)
+        if not pieces:
+            return None
+        loan, self._ahead = self._ahead, None
+        if loan is not None and [p.entry for p in loan.pieces] != [p.entry for p in pieces]:
+            self._drop(loan)
+            loan = None
+        if loan is None:
+            while self._are_behind(pieces):
+                self._finish_oldest()
+            loan = self._fetch(pieces, self._room(_nbytes(pieces)))
+        try:
+            with observe.during(Activity.COPY, _STATES):
+                loan.moved()
+        except BaseException:
+            self._staging.release(loan.block)
+            raise
+        self._show(loan)
+        return loan
+
+    def give_back(self, loan: Loan) -> None:
+        """Start to write what :meth:`borrow` returned, after the step has changed it.
+
+        What an optimizer has replaced by another tensor of the same form goes where the one before
+        was. What it has removed, or replaced by something else, is kept no longer.
+
+        Raises:
+            OffloadError: it cannot be written.
+        """
+        pieces, views = [], []
+        for piece, view in zip(loan.pieces, loan.views, strict=True):
+            found = self._inner.state.get(piece.param, {}).get(piece.key)
+            if found is not view:
+                if found is None or Form.of(found) != piece.entry.form:
+                    del self._entries[piece.param][piece.key]
+                    self._store.free(piece.entry.offset, piece.entry.form.nbytes)
+                    continue
+                dtensor.plain(view).copy_(dtensor.plain(found))
+                self._inner.state[piece.param][piece.key] = view
+            pieces.append(piece)
+            views.append(view)
+        loan.pieces, loan.views = pieces, views
+        self._put(loan)
+
+    def keep(self, params: Iterable[torch.Tensor]) -> None:
+        """Move the large tensors of states that are in memory to the store.
+
+        Raises:
+            OffloadError: there is no room for them, or they cannot be written.
+        """
+        pieces, values, at = [], [], 0
+        for param in params:
+            kept = self._entries.setdefault(param, {})
+            for key, value in self._inner.state.get(param, {}).items():
+                form = None if key in kept else Form.of(value)
+                if form is not None:
+                    kept[key] = self.make_entry(form)
+                    pieces.append(Piece(param, key, kept[key], at))
+                    values.append(value)
+                    at += form.nbytes
+        if not pieces:
+            return
+        loan = Loan(self._room(at), pieces, [], lambda: None)
+        self._show(loan)
+        for view, value in zip(loan.views, values, strict=True):
+            dtensor.plain(view).copy_(dtensor.plain(value))
+        self._put(loan)
+
+    def make_entry(self, form: Form) -> Entry:
+        """Set bytes aside for a tensor.
+
+        Raises:
+            OffloadError: there is no room.
+        """
+        offset = self._store.allocate(form.nbytes)
+        return Entry(form, offset, form.over(self._store.home(offset, form.nbytes)))
+
+    def settle(self) -> None:
+        """Bring every state home: finish all writes, and forget what was read ahead.
+
+        Raises:
+            OffloadError: something could not be written.
+        """
+        if self._ahead is not None:
+            loan, self._ahead = self._ahead, None
+            self._drop(loan)
+        while self._behind:
+            self._finish_oldest()
+        self._staging.clear()  # which activations may need now
+
+    def lend_home(self, form: Form) -> torch.Tensor:
+        """Return a tensor in the store, without values, for a state that :meth:`replace` is given.
+
+        Raises:
+            OffloadError: there is no room.
+        """
+        entry = self.make_entry(form)
+        self._lent[id(entry.home)] = entry
+        return entry.home
+
+    def replace(self, every: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Give all parameters other states. What was in the store before is kept no longer.
+
+        Args:
+            every: the states, by parameter. Those that are in the store already stay where they
+                are: homes, and what :meth:`lend_home` returned.
+
+        Raises:
+            OffloadError: there is no room for one, or it cannot be written.
+        """
+        self.settle()
+        known = {id(e.home): e for entries in self._entries.values() for e in entries.values()}
+        known |= self._lent
+        self._entries, self._lent = {}, {}
+        for param, state in every.items():
+            self._entries[param] = {
+                key: known.pop(id(value)) for key, value in state.items() if id(value) in known
+            }
+        for entry in known.values():
+            self._store.free(entry.offset, entry.form.nbytes)
+        self._inner.state.clear()
+        for param, state in every.items():
+            self._inner.state[param] = dict(state)
+            self.keep([param])
+
+    def _pieces_of(self, params: Iterable[torch.Tensor]) -> list[Piece]:
+        """The entries of parameters, in the order in which they are kept."""
+        found = [
+            (param, key, entry)
+            for param in params
+            for key, entry in self._entries.get(param, {}).items()
+        ]
+        pieces, at = [], 0
+        for param, key, entry in sorted(found, key=lambda each: each[2].offset):
+            pieces.append(Piece(param, key, entry, at))
+            at += entry.form.nbytes
+        return pieces
+
+    def _fetch(self, pieces: list[Piece], block: Block) -> Loan:
+        return Loan(block, pieces, [], self._store.fetch(block, _runs(pieces)))
+
+    def _put(self, loan: Loan) -> None:
+        loan.moved = self._store.put(loan.block, _runs(loan.pieces))
+        self._behind.append(loan)
+
+    def _show(self, loan: Loan) -> None:
+        """Replace states by tensors in the block."""
+        loan.views = [piece.view_of(loan.block) for piece in loan.pieces]
+        for piece, view in zip(loan.pieces, loan.views, strict=True):
+            self._inner.state[piece.param][piece.key] = view
+
+    def _room(self, nbytes: int) -> Block:
+        """A block; others are waited for until there is memory for it."""
+        while (block := self._staging.acquire(nbytes)) is None:
+            if self._behind:
+                self._finish_oldest()
+            else:
+                assert self._ahead is not None
+                loan, self._ahead = self._ahead, None
+                self._drop(loan)
+        return block
+
+    def _are_behind(self, pieces: Sequence[Piece]) -> bool:
+        """Whether some of them are still being written."""
+        written = {piece.entry for loan in self._behind for piece in loan.pieces}
+        return any(piece.entry in written for piece in pieces)
+
+    def _finish_oldest(self) -> None:
+        """Wait for the oldest write, and bring its states home."""
+        loan = self._behind.popleft()
+        try:
+            with observe.during(Activity.COPY, _STATES):
+                loan.moved()
+        finally:
+            self._staging.release(loan.block)
+        for piece, view in zip(loan.pieces, loan.views, strict=True):
+            state = self._inner.state.get(piece.param, {})
+            if state.get(piece.key) is view:
+                state[piece.key] = piece.entry.home
+
+    def _drop(self, loan: Loan) -> None:
+        """Forget what was read ahead."""
+        try:
+            loan.moved()
+        finally:
+            self._staging.release(loan.block)
+
+
+def _nbytes(pieces: Sequence[Piece]) -> int:
+    return sum(piece.entry.form.nbytes for piece in pieces)
+
+
+def _runs(pieces: Sequence[Piece]) -> list[Run]:
+    """What is next to each other both in a block and in the store."""
+    runs: list[Run] = []
+    for piece in pieces:
+        nbytes, last = piece.entry.form.nbytes, runs[-1] if runs else None
+        if (
+            last is not None
+            and last.offset + last.nbytes == piece.entry.offset
+            and last.at + last.nbytes == piece.at
+        ):
+            runs[-1] = Run(last.at, last.offset, last.nbytes + nbytes)
+        else:
+            runs.append(Run(piece.at, piece.entry.offset, nbytes))
+    return runs
