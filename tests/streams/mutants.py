@@ -121,7 +121,7 @@ SEEN = {
     "sharding/module.py UnshardHandle.wait: self._groups[0].wait_for_unshard()": "unshard_and_read",
     "sharding/module.py FSDPModule.keep_unsharded: group.wait_for_unshard()": "keep_unsharded",
     "sharding/reduce.py Reduction._start_over_shard: "
-    "self._works.append(transport.reduce_scatter(fulls, outs, op, self._label))": "zero3",
+    "self._works.append(scattered.start(transport, op, self._label))": "zero3",
     "sharding/reduce.py Reduction._start_over_shard: "
     "self._works.append(transport.all_reduce(tensors, op, self._label))": "scalars",
     "sharding/reduce.py Reduction._start_over_replicate: "

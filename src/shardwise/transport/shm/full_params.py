@@ -56,6 +56,8 @@ from shardwise.transport.shm.sync import Sync
 _LENGTH = 2**34
 # So many pieces have entries in the tables that ranks share. Further ones are never used again.
 _PIECES = 65536
+# Groups of fewer bytes share pieces, whatever their sizes.
+_SMALL = 1024 * 1024
 
 
 class SharedBuffers:
@@ -178,11 +180,19 @@ class Piece:
     taken: int = 0
     extents: Extents = field(default_factory=Extents)
 
+    def suits(self, nbytes: int) -> bool:
+        """Whether this piece is not kept for larger groups.
+
+        A piece keeps the memory of the largest group that it served. If a group of half that size
+        used it, a large group that comes next would let another piece grow as large.
+        """
+        return self.extents.nbytes <= 2 * max(nbytes, _SMALL)
+
     def cost(self, nbytes: int) -> tuple[int, int, int]:
         """Return what speaks against using this piece for so many bytes; the lowest is taken.
 
-        A piece keeps the memory of the largest group that it served. So it should grow by little,
-        and a large one should stay for a large group. Ranks use pieces alike, so all get the same.
+        It should grow by little, and a large one should stay for a large group. Ranks use pieces
+        alike, so all get the same.
         """
         return max(0, nbytes - self.extents.nbytes), self.extents.nbytes, self.at
 
@@ -231,7 +241,11 @@ class Pool:
 
         All ranks take the same one, after :meth:`wait_for_last_gather` of the same collective.
         """
-        fitting = [each for each in self._freed if each.length >= length and self._is_free(each)]
+        fitting = [
+            each
+            for each in self._freed
+            if each.length >= length and each.suits(length) and self._is_free(each)
+        ]
         if last is not None and last in fitting:
             piece = last
         elif fitting:
