@@ -73,7 +73,8 @@ class DataMesh:
 
     def trim(self) -> None:
         """Let the transports give back what they keep for the next reductions."""
-        for transport in (self.shard, self.scatter, self.replicate):
+        transports: tuple[object, ...] = (self.shard, self.scatter, self.replicate)
+        for transport in transports:
             if isinstance(transport, ReleasesMemory):
                 transport.trim()
 

@@ -44,7 +44,7 @@ class Keeps(enum.Enum):
 
     ``ALL``: all that was ever written to.
 
-    ``FITTING``: all, unless the next use takes less than half of it; then nothing.
+    ``FITTING``: all, if the latest use of any buffer took at least half as much; else nothing.
 
     ``NOTHING``: none, until all buffers have been given back once; from then on, ``FITTING``.
     """
@@ -97,6 +97,8 @@ class Staging:
         self._mapped: dict[int, dict[int, Window]] = {}
         self._uses = 0
         self.keeps = Keeps.ALL
+        # Bytes that the latest use writes to, about: not this rank's own chunks.
+        self._latest = 0
         self._open: set[int] = set()
 
     def stage(self, numels: list[int], dtypes: list[torch.dtype]) -> Staged:
@@ -131,10 +133,14 @@ class Staging:
         self._sync.numbers.set(Count.DONE, min(self._open, default=self._uses + 1) - 1)
 
     def trim(self) -> None:
-        """Give back the memory of all buffers, if none is to be kept, and no rank reads any."""
-        if self.keeps is Keeps.NOTHING and all(map(self._is_free, self._buffers)):
-            for buffer in self._buffers:
+        """Give back what is not to be kept of buffers that no rank reads any more."""
+        if self.keeps is Keeps.ALL:
+            return
+        free = [buffer for buffer in self._buffers if self._is_free(buffer)]
+        for buffer in free:
+            if self.keeps is Keeps.NOTHING or buffer.extents.nbytes > 2 * self._latest:
                 self._give_back(buffer)
+        if len(free) == len(self._buffers):
             self.keeps = Keeps.FITTING
 
     def _give_back(self, buffer: Buffer) -> None:
@@ -152,14 +158,14 @@ class Staging:
 
     def _take(self, use: int, nbytes: int) -> Buffer:
         """Take a buffer of at least ``nbytes`` for this rank's use number ``use``."""
+        self._latest = nbytes - nbytes // (len(self._sync.others) + 1)
         for buffer in self._buffers:
             if buffer.window.length >= nbytes and self._is_free(buffer):
                 break
         else:
             buffer = self._make(max(whole_pages(nbytes), _LENGTH))
             self._buffers.append(buffer)
-        written = nbytes - nbytes // (len(self._sync.others) + 1)
-        if self.keeps is not Keeps.ALL and buffer.extents.nbytes > 2 * written:
+        if self.keeps is not Keeps.ALL and buffer.extents.nbytes > 2 * self._latest:
             self._give_back(buffer)
         buffer.use, buffer.is_open = use, True
         return buffer
