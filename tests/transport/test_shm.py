@@ -179,6 +179,37 @@ def test_the_memory_of_reductions_is_given_back_if_asked() -> None:
     run_ranks(_trimmed, 3)
 
 
+def _too_large_for_the_next(rank: int, world_size: int) -> None:
+    transport = _transport()
+    large, small = [
+        transport.full_buffers([numel * world_size], [torch.float32], CPU)
+        for numel in (4 * NUMEL, NUMEL)
+    ]
+    transport.trim()
+    dist.barrier()
+    before = _taken(transport)
+    for step in range(3):
+        for buffers, numel in ((large, 4 * NUMEL), (small, NUMEL)):
+            shard = torch.full((numel,), float(rank + step))
+            transport.all_gather([shard], buffers.tensors).wait()
+            rows = buffers.tensors[0].view(world_size, -1)
+            assert all(bool((row == each + step).all()) for each, row in enumerate(rows))
+        dist.barrier()
+        large.free()
+        out = torch.empty(1)
+        transport.reduce_scatter([torch.ones(world_size)], [out], Reduce.SUM).wait()
+        assert out == world_size
+        dist.barrier()
+        assert _taken(transport) - before <= 4 * NUMEL * world_size + 2**20
+        assert bool((small.tensors[0].view(world_size, -1)[rank] == rank + step).all())
+        dist.barrier()
+        small.free()
+
+
+def test_full_parameters_that_are_too_large_for_the_next_group_are_given_back() -> None:
+    run_ranks(_too_large_for_the_next, 3)
+
+
 def _used_up(rank: int, world_size: int) -> None:
     transport = _transport()
     sizes = [300_001, 17, 100_000]

@@ -175,7 +175,8 @@ class TakenGrads:
     Attributes:
         params: the parameters that have a gradient, or get zeros.
         grads: their gradients.
-        owned: the indices of those that nobody else has, neither a program nor autograd.
+        owned: the indices of those whose memory goes back to the system when they are freed, and
+            that nobody else has, neither a program nor autograd.
     """
 
     params: list[GroupParam] = field(default_factory=list)
@@ -465,7 +466,7 @@ class UnreducedGrads:
                 grad = param.zeros_for_grad() if completes or unused else None
             if grad is not None:
                 observe.memory_of(Memory.GRADIENTS, label.name, grad)
-                if is_only_reference(grad):
+                if is_returned(grad) and is_only_reference(grad):
                     taken.owned.add(len(taken.grads))
                 taken.params.append(param)
                 taken.grads.append(grad)

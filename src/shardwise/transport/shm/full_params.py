@@ -212,6 +212,7 @@ class Pool:
     def __init__(self, arena: Arena, references: ReferenceCounts, sync: Sync) -> None:
         self.arena = arena
         self._last_gather = 0
+        self._latest = 0  # bytes of the piece that was taken last
         self._references = references
         self._sync = sync
         self._ranks = len(sync.others) + 1
@@ -255,7 +256,30 @@ class Pool:
         if fitting:
             self._freed.remove(piece)
         piece.taken = self._sync.posted
+        self._latest = length
         return piece
+
+    def trim(self) -> None:
+        """Give back the memory of pieces that are too large for the groups that are gathered now.
+
+        All ranks call this after they have waited for the same collective, so all forget the same
+        pieces; the first one does it. No rank may take a piece before every rank has posted a
+        gather since it was freed. So a piece is left alone once this rank has posted one.
+        """
+        for piece in self._freed:
+            freed = self._freed_by(piece)
+            is_known = all(piece.taken < before <= self._sync.waited for before in freed)
+            if is_known and max(freed) > self._last_gather and not piece.suits(self._latest):
+                if self._sync.rank == 0:
+                    punch(self.arena.fd, piece.at, piece.length)
+                self._forget(piece)
+
+    def _forget(self, piece: Piece) -> None:
+        """Report that no byte of a piece is in use."""
+        nbytes = piece.extents.nbytes
+        piece.extents.clear()
+        share = _share(nbytes, self._sync.rank, self._ranks)
+        self.arena.report(Memory.FULL_PARAMETERS, "", -share)
 
     def give_back(self, piece: Piece) -> None:
         """Note that this rank does not use a piece any more."""
@@ -282,11 +306,13 @@ class Pool:
         A peer that frees it at this moment writes a later collective: for all ranks it is still in
         use.
         """
+        freed = self._freed_by(piece)
+        return all(piece.taken < before <= self._last_gather for before in freed)
+
+    def _freed_by(self, piece: Piece) -> list[int]:
+        """Before which collective each rank freed a piece last."""
         first = piece.number * self._ranks
-        return all(
-            piece.taken < before <= self._last_gather
-            for before in self._freed_before[first : first + self._ranks]
-        )
+        return list(self._freed_before[first : first + self._ranks])
 
     def _make(self, length: int) -> Piece:
         piece = Piece(self._made, self.arena.take(length), length)

@@ -146,7 +146,7 @@ class Staging:
     def _give_back(self, buffer: Buffer) -> None:
         punch(self._arena.fd, buffer.at, buffer.window.length)
         self.report("", -buffer.extents.nbytes)
-        buffer.extents = Extents()
+        buffer.extents.clear()
         buffer.calls.clear()
 
     def _is_free(self, buffer: Buffer) -> bool:

@@ -177,6 +177,8 @@ class ShmTransport:
             with issued:
                 self._sync.wait(number, call)
             issued.end()
+            if self._staging.keeps is not Keeps.ALL:
+                self._pool.trim()
             parts = [staged.of(rank, number) for rank in range(self.world_size)]
             for i, (full, shard) in enumerate(zip(fulls, shards, strict=True)):
                 start = self.rank * shard.numel()
