@@ -194,7 +194,11 @@ class Piece:
         It should grow by little, and a large one should stay for a large group. Ranks use pieces
         alike, so all get the same.
         """
-        return max(0, nbytes - self.extents.nbytes), self.extents.nbytes, self.at
+        return self.grows_by(nbytes), self.extents.nbytes, self.at
+
+    def grows_by(self, nbytes: int) -> int:
+        """Return how much more memory this piece takes if it serves so many bytes."""
+        return max(0, nbytes - self.extents.nbytes)
 
 
 class Pool:
@@ -238,7 +242,7 @@ class Pool:
         self._last_gather = number
 
     def take(self, length: int, last: Piece | None) -> Piece:
-        """Take a piece of at least ``length`` that no rank uses; ``last`` if possible.
+        """Take a piece of at least ``length`` that no rank uses; ``last`` if it need not grow.
 
         All ranks take the same one, after :meth:`wait_for_last_gather` of the same collective.
         """
@@ -247,7 +251,7 @@ class Pool:
             for each in self._freed
             if each.length >= length and each.suits(length) and self._is_free(each)
         ]
-        if last is not None and last in fitting:
+        if last is not None and last in fitting and not last.grows_by(length):
             piece = last
         elif fitting:
             piece = min(fitting, key=lambda each: each.cost(length))
