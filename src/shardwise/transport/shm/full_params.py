@@ -194,11 +194,7 @@ class Piece:
         It should grow by little, and a large one should stay for a large group. Ranks use pieces
         alike, so all get the same.
         """
-        return self.grows_by(nbytes), self.extents.nbytes, self.at
-
-    def grows_by(self, nbytes: int) -> int:
-        """Return how much more memory this piece takes if it serves so many bytes."""
-        return max(0, nbytes - self.extents.nbytes)
+        return max(0, nbytes - self.extents.nbytes), self.extents.nbytes, self.at
 
 
 class Pool:
@@ -242,7 +238,7 @@ class Pool:
         self._last_gather = number
 
     def take(self, length: int, last: Piece | None) -> Piece:
-        """Take a piece of at least ``length`` that no rank uses; ``last`` if it need not grow.
+        """Take a piece of at least ``length`` that no rank uses; ``last`` if possible.
 
         All ranks take the same one, after :meth:`wait_for_last_gather` of the same collective.
         """
@@ -251,7 +247,7 @@ class Pool:
             for each in self._freed
             if each.length >= length and each.suits(length) and self._is_free(each)
         ]
-        if last is not None and last in fitting and not last.grows_by(length):
+        if last is not None and last in fitting:
             piece = last
         elif fitting:
             piece = min(fitting, key=lambda each: each.cost(length))
@@ -264,26 +260,17 @@ class Pool:
         return piece
 
     def trim(self) -> None:
-        """Give back the memory of pieces that are too large for the groups that are gathered now.
+        """Give back the memory of pieces that are kept for larger groups than are gathered now.
 
-        All ranks call this after they have waited for the same collective, so all forget the same
-        pieces; the first one does it. No rank may take a piece before every rank has posted a
-        gather since it was freed. So a piece is left alone once this rank has posted one.
+        Only the first rank does anything. Ranks go on to choose pieces as if nothing had happened,
+        so the next large group gets the same one. What happens in between is safe: no rank takes a
+        piece before every rank has posted a gather since it was freed, and here this rank has not.
         """
-        for piece in self._freed:
+        for piece in self._freed if self._sync.rank == 0 else ():
             freed = self._freed_by(piece)
             is_known = all(piece.taken < before <= self._sync.waited for before in freed)
             if is_known and max(freed) > self._last_gather and not piece.suits(self._latest):
-                if self._sync.rank == 0:
-                    punch(self.arena.fd, piece.at, piece.length)
-                self._forget(piece)
-
-    def _forget(self, piece: Piece) -> None:
-        """Report that no byte of a piece is in use."""
-        nbytes = piece.extents.nbytes
-        piece.extents.clear()
-        share = _share(nbytes, self._sync.rank, self._ranks)
-        self.arena.report(Memory.FULL_PARAMETERS, "", -share)
+                punch(self.arena.fd, piece.at, piece.length)
 
     def give_back(self, piece: Piece) -> None:
         """Note that this rank does not use a piece any more."""
