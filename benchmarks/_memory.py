@@ -243,12 +243,20 @@ def _kib(text: str, name: str) -> int:
     raise ValueError(f"no {name} in {text!r}")
 
 
+def _beside_anonymous(pid: int) -> int:
+    """Return the PSS of a process in bytes, less its anonymous pages."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    signs = (("Pss_Anon", 1), ("Pss_Shmem", 1), ("Anonymous", -1))
+    return sum(sign * _kib(rollup, name) * 1024 for name, sign in signs)
+
+
 class PssSampler:
     """Keeps the highest PSS of some processes while the context is open.
 
     The kernel walks through all pages to tell a PSS, milliseconds for each gigabyte, in which a
     short peak is missed. How many anonymous pages a process has is a counter. So most samples read
-    that, and take everything else from the last walk.
+    that, and take everything else from the last walk. Before they count as a new peak, there is
+    another walk: shared pages that have gone since the last one do not add to anonymous ones.
     """
 
     def __init__(self, pids: Sequence[int], every: float = 0.002) -> None:
@@ -276,12 +284,10 @@ class PssSampler:
             for pid in self._peaks:
                 with suppress(OSError):  # the process has ended
                     if at % _SAMPLES_PER_WALK == 0:
-                        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-                        beside[pid] = sum(
-                            sign * _kib(rollup, name) * 1024
-                            for sign, name in ((1, "Pss_Anon"), (1, "Pss_Shmem"), (-1, "Anonymous"))
-                        )
+                        beside[pid] = _beside_anonymous(pid)
                     anonymous = _kib(Path(f"/proc/{pid}/status").read_text(), "RssAnon") * 1024
-                    self._peaks[pid] = max(self._peaks[pid], beside[pid] + anonymous)
+                    if beside[pid] + anonymous > self._peaks[pid]:
+                        beside[pid] = _beside_anonymous(pid)
+                        self._peaks[pid] = max(self._peaks[pid], beside[pid] + anonymous)
             if self._stop.wait(self._every):
                 return

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise
 from shardwise import checkpoint
-from shardwise.errors import CheckpointError
+from shardwise._torch import dtensor
 from tests.ecosystem.llama import full
 
 Ranks = Callable[..., list[Any]]
@@ -124,11 +124,16 @@ def test_torchs_optimizers(ranks: Ranks, tmp_path: Path) -> None:
     ranks(_torchs, 2, tmp_path)
 
 
-def _eight_bits(rank: int, world_size: int, folder: Path) -> None:
-    from torchao.optim import AdamW8bit
+def _torchaos(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    import torchao.optim
 
+    made: torch.optim.Optimizer = getattr(torchao.optim, name)(model.parameters(), lr=1e-2)
+    return made
+
+
+def _eight_bits(rank: int, world_size: int, folder: Path) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
-        return AdamW8bit(model.parameters(), lr=1e-2)
+        return _torchaos(model, "AdamW8bit")
 
     torch.compiler.set_stance("force_eager")  # the same step, without a minute of compiling
     _assert_trains_alike(rank, make, "adamw-8bit", None)
@@ -137,10 +142,6 @@ def _eight_bits(rank: int, world_size: int, folder: Path) -> None:
     _train(model, optimizer, range(1), rank)
     state = optimizer.state[model.up.weight]["exp_avg"]
     assert type(state.to_local()).__name__ == "OptimState8bit"
-
-    with pytest.raises(CheckpointError, match="OptimState8bit shards, expected plain tensors"):
-        checkpoint.save(folder / "refused", model, optimizer)
-    assert not (folder / "refused").exists()
 
     # Each rank can keep its own, as it can with torch's FSDP2.
     model_file, optimizer_file = (folder / f"{name}-{rank}.pt" for name in ("model", "optimizer"))
@@ -158,6 +159,92 @@ def _eight_bits(rank: int, world_size: int, folder: Path) -> None:
 def test_torchaos_adamw_with_states_of_eight_bits(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="needs torchao: install .[ecosystem]")
     ranks(_eight_bits, 2, tmp_path)
+
+
+LOW_BITS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+
+
+def _shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's shards of the moments."""
+    return {
+        f"{name}.{key}": dtensor.plain(optimizer.state[param][key])
+        for name, param in model.named_parameters()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def _values(shards: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the moments of all ranks stand for, by rank."""
+    return {name: torch.empty(each.shape).copy_(each) for name, each in shards.items()}
+
+
+def _gathered(values: dict[str, torch.Tensor], world_size: int) -> dict[str, torch.Tensor]:
+    """The values of all ranks, whole."""
+    parts: list[Any] = [values] * world_size
+    if world_size > 1:
+        torch.distributed.all_gather_object(parts, values)
+    return {name: torch.cat([part[name] for part in parts]) for name in values}
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two shards consist of the same tensors."""
+    flat, its = dtensor.flatten(one), dtensor.flatten(other)
+    if flat is None or its is None:
+        return flat is its and torch.equal(one, other)
+    return type(one) is type(other) and all(
+        torch.equal(part.view(torch.uint8), its[0][name].view(torch.uint8))
+        for name, part in flat[0].items()
+    )
+
+
+def _saves_low_bits(rank: int, world_size: int, folder: Path) -> None:
+    torch.compiler.set_stance("force_eager")
+    for name in LOW_BITS:
+        model = _sharded()
+        optimizer = _torchaos(model, name)
+        _train(model, optimizer, range(2), rank)
+        checkpoint.save(folder / name, model, optimizer)
+        saved = _shards(optimizer, model)
+        meant = _gathered(_values(saved), world_size)
+        if rank == 0:
+            torch.save(meant, folder / f"{name}.pt")
+        other = _sharded(seed=1)
+        its_optimizer = _torchaos(other, name)
+        checkpoint.load(folder / name, other, its_optimizer)
+        for key, shard in _shards(its_optimizer, other).items():
+            assert _same_bits(shard, saved[key]), f"{name}: {key}"
+        for each, steps in ((model, optimizer), (other, its_optimizer)):
+            _train(each, steps, [2], rank)
+        _assert_equal(other, model, f"{name}, from a checkpoint", error=0.0)
+
+
+def _loads_low_bits(rank: int, world_size: int, folder: Path, kinds: dict[str, str]) -> None:
+    torch.compiler.set_stance("force_eager")
+    for name in LOW_BITS:
+        model = _sharded(seed=1) if world_size > 1 else _make(1)
+        optimizer = _torchaos(model, name)
+        checkpoint.load(folder / name, model, optimizer)
+        shards = _shards(optimizer, model)
+        if name in kinds:
+            assert type(shards["up.weight.exp_avg"]).__name__ == kinds[name]
+        found, meant = _gathered(_values(shards), world_size), torch.load(folder / f"{name}.pt")
+        assert all(torch.equal(found[key], meant[key]) for key in meant), name
+        _train(model, optimizer, [2], rank if world_size == 2 else None)
+
+
+def test_torchaos_states_of_few_bits_are_saved_and_come_back_on_any_mesh(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchao", reason="needs torchao: install .[ecosystem]")
+    kinds = {
+        "AdamW8bit": "OptimState8bit",
+        "AdamW4bit": "OptimState4bit",
+        "AdamWFp8": "OptimStateFp8",
+    }
+    ranks(_saves_low_bits, 2, tmp_path)
+    ranks(_loads_low_bits, 1, tmp_path, kinds)  # rows of two shards, joined
+    # Cuts of 128 rows of 64 that divide blocks of 256 elements.
+    ranks(_loads_low_bits, 3, tmp_path, {"AdamW8bit": "Tensor", "AdamWFp8": "Tensor"})
 
 
 def _muon(rank: int, world_size: int, folder: Path) -> None:

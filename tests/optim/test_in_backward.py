@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from shardwise.optim import (
     muon_groups,
 )
 from shardwise.sharding.state import groups_of
+from shardwise.transport import memory
 from tests.sharding.nets import (
     WIDTH,
     Block,
@@ -169,6 +171,16 @@ def test_numbers_are_those_of_a_step_after_backward(
 
 def test_numbers_are_the_same_in_shared_memory() -> None:
     run_over("shm", _same, 2, odd)
+
+
+def _same_if_large(rank: int, world_size: int, *args: Any) -> None:
+    """All gradients count as large: their memory is given back, and groups step at once."""
+    with mock.patch.object(memory, "RETURNED_BYTES", 0):
+        _same(rank, world_size, *args)
+
+
+def test_numbers_are_the_same_if_large_gradients_are_given_back_early() -> None:
+    run_over("shm", _same_if_large, 2, odd)
 
 
 def _muon(model: nn.Module) -> torch.optim.Optimizer:

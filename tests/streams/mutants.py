@@ -21,6 +21,9 @@ HOST_ONLY = {
     "checkpoint/ranks/optimizer.py": "reads files into the memory of the host",
     "checkpoint/ranks/weights.py": "copies one shard after the other, and waits for each",
     "checkpoint/ranks/xla.py": "reads files into the memory of the host",
+    "checkpoint/ranks/subclasses.py": "puts together what was read into the memory of the host",
+    "optim/adamw8bit.py": "works on the stream of the step alone",
+    "optim/moments.py": "works on the stream of the step, where its all-reduces run too",
 }
 
 #: By place: the scenario that reports a race, or an error, without it.
@@ -118,7 +121,7 @@ SEEN = {
     "sharding/module.py UnshardHandle.wait: self._groups[0].wait_for_unshard()": "unshard_and_read",
     "sharding/module.py FSDPModule.keep_unsharded: group.wait_for_unshard()": "keep_unsharded",
     "sharding/reduce.py Reduction._start_over_shard: "
-    "self._works.append(transport.reduce_scatter(fulls, outs, op, self._label))": "zero3",
+    "self._works.append(scattered.start(transport, op, self._label))": "zero3",
     "sharding/reduce.py Reduction._start_over_shard: "
     "self._works.append(transport.all_reduce(tensors, op, self._label))": "scalars",
     "sharding/reduce.py Reduction._start_over_replicate: "
@@ -172,6 +175,22 @@ SEEN = {
     "transport/collectives.py CollectivesTransport.all_gather: "
     "shard.to(full.dtype)": "integers_plain_collectives",
     "transport/custom.py CustomTransport.all_gather: shard.to(full.dtype)": "integers_custom",
+    # The step of Muon.
+    "optim/adamw.py AdamWStep.of: torch.zeros((), dtype=torch.float32, device=device)": "muon",
+    "optim/adamw.py AdamWStep.of: "
+    "torch.zeros_like(param, memory_format=torch.preserve_format)": "muon",
+    "optim/matrices.py MatrixParam.of: "
+    "torch.zeros_like(grad, memory_format=torch.preserve_format)": "muon_on_second_stream",
+    "optim/whole.py compute_alone: "
+    "task.prepare(matrix, piece).to(task.dtype, copy=True)": "muon_alone",
+    "optim/whole.py _Gather.compute: self._work.wait()": "muon",
+    "optim/whole.py _Gather.compute: "
+    "torch.empty(matrix.shape, dtype=task.dtype, device=task.device)": "muon",
+    "optim/whole.py _Scatter.apply: self._work.wait()": "muon_in_backward",
+    "optim/whole.py _empty: "
+    "torch.empty(sum(_sizes(by_rank)), dtype=task.dtype, device=task.device)": "muon",
+    "transport/all_to_all.py AllToAll.exchange_numbers: "
+    "self.start_uneven(sent, ones, received, ones, label).wait()": "muon",
     # Checkpoints.
     "checkpoint/ranks/saving.py copies: devices.synchronize(device)": "async_save",
     "devices.py synchronize: torch.accelerator.synchronize(device)": "async_save",
@@ -187,7 +206,7 @@ _ORDERED = (
 _META = "it has no memory: it is on the meta device"
 _ASKS = "it asks whether the device can do this, and nothing follows it"
 _LOADED = "it is filled from the host, which waits for each copy"
-_MUON = "only the step of Muon calls it, which no scenario plays"
+_STEPPED = "it adds up a norm and keeps hyperparameters, which only values show"
 
 #: By place: why no scenario can report that it is gone.
 UNSEEN = {
@@ -210,9 +229,10 @@ UNSEEN = {
         "the wrapper cuts along the first dimension, so nothing is copied"
     ),
     "sharding/grad.py NormParts.total: torch.zeros(())": _HOST,
-    "sharding/state.py Root._end_step: stepper.finish()": (
-        "it adds up a norm and keeps hyperparameters, which only values show"
-    ),
+    "sharding/state.py Root._end_step: stepper.finish()": _STEPPED,
+    "optim/group_steps.py GroupSteps.step_rest: self.finish()": _STEPPED,
+    "optim/step_in_backward.py OptimizerInBackward._end_step: self._clipping.finish()": _STEPPED,
+    "optim/whole.py compute_alone: whole.contiguous()": "a copy is contiguous already",
     "sharding/state.py Root._move_on: self._left_alone.pop(0).finish()": (
         "a part of a gradient is missing, which only values show"
     ),
@@ -236,9 +256,9 @@ UNSEEN = {
     'sharding/placement.py sharded_spec: torch.empty(param.shape, device="meta")': _META,
     "transport/all_to_all.py AllToAll._send: messages.wait()": "gloo's messages, on the host",
     "transport/all_to_all.py AllToAll._collect: rows=rows": _HELD,
-    "transport/all_to_all.py AllToAll.exchange_numbers: "
-    "self.start_uneven(sent, ones, received, ones, label).wait()": _MUON,
-    "transport/all_to_all.py AllToAll.exchange_numbers: torch.empty_like(sent)": _MUON,
+    "transport/all_to_all.py AllToAll.exchange_numbers: torch.empty_like(sent)": (
+        "the host has read it before it is freed"
+    ),
     "transport/collectives.py CollectivesTransport.all_gather: mine.clone()": (
         "for backends that cannot gather in place; the one that is modeled can"
     ),

@@ -37,7 +37,7 @@ from shardwise import devices, fully_shard
 from shardwise.checkpoint.ranks import saving, state
 from shardwise.diloco import DiLoCo, Streaming, members
 from shardwise.diloco.settings import WireFormat
-from shardwise.optim import in_backward
+from shardwise.optim import Muon, deal, in_backward, matrices, muon_groups
 from shardwise.transport import select, symmetric
 from shardwise.transport.collectives import NcclTransport
 from shardwise.transport.peers import Peers
@@ -475,6 +475,70 @@ def _step_in_backward(run: Run, net: Any) -> None:
         assert optimizer.grad_norm is not None
         for hook in run.after_step:
             hook(step_number)
+
+
+# -- optimizers that know about shards ----------------------------------------------------------
+
+
+@contextmanager
+def _small_rounds() -> Iterator[None]:
+    """Let Muon work on one matrix in a round, so that rounds follow each other in one step."""
+    rounds = functools.partial(deal.rounds, limit=1)
+    with mock.patch.object(matrices, "rounds", rounds):
+        yield
+
+
+def _muon(run: Run, net: Any) -> None:
+    with _small_rounds():
+        train(run, net, optimizer=lambda _: Muon(muon_groups(net), lr=0.1))
+
+
+@scenario()
+def muon(run: Run) -> None:
+    """Pieces of one round travel while another one is computed."""
+    _muon(run, shard(run))
+
+
+@scenario(shape=(2, 2))
+def muon_hybrid(run: Run) -> None:
+    """Replicas share the work too."""
+    _muon(run, shard(run))
+
+
+@scenario(shape=(1,))
+def muon_alone(run: Run) -> None:
+    _muon(run, shard(run))
+
+
+@scenario()
+def muon_on_second_stream(run: Run) -> None:
+    """The step runs on a stream of its own, and its memory is used by others afterwards."""
+    net = shard(run)
+    side = Stream(name="the step")
+
+    class Aside(Muon):
+        def step(self, closure: Any = None) -> Any:
+            before = run.device.current
+            side.wait_stream(before)
+            with side:
+                super().step(closure)
+            before.wait_stream(side)
+
+    with _small_rounds():
+        train(run, net, optimizer=lambda _: Aside(muon_groups(net), lr=0.1))
+
+
+@scenario()
+def muon_in_backward(run: Run) -> None:
+    """Every group steps with Muon while the reduction of the next one is under way."""
+    net = shard(run)
+    with _small_rounds():
+        optimizer = in_backward(net, lambda _: Muon(muon_groups(net), lr=0.1))
+        for step_number in range(3):
+            run_backward(net)
+            optimizer.step()
+            for hook in run.after_step:
+                hook(step_number)
 
 
 # -- when things happen -------------------------------------------------------------------------

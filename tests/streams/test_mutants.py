@@ -19,11 +19,10 @@ _AT_A_TIME = 6
 
 
 def _all_places() -> dict[str, Place]:
-    files = (
-        str(path.relative_to(SOURCE))
-        for pattern in ("devices.py", "sharding/**/*.py", "transport/**/*.py", "checkpoint/**/*.py")
-        for path in sorted(SOURCE.glob(pattern))
-    )
+    paths = [SOURCE / "devices.py"]
+    for folder in ("sharding", "transport", "checkpoint", "optim"):
+        paths += sorted((SOURCE / folder).rglob("*.py"))
+    files = (str(path.relative_to(SOURCE)) for path in paths)
     return {
         str(place): place
         for file in files

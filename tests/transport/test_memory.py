@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from shardwise.transport import memory
-from shardwise.transport.memory import LARGE_BYTES, HeapBuffers, Scratch, prefer_huge_pages
+from shardwise.transport.memory import (
+    LARGE_BYTES,
+    HeapBuffers,
+    Scratch,
+    give_back,
+    prefer_huge_pages,
+)
 
 CPU = torch.device("cpu")
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -74,6 +80,22 @@ def test_freed_memory_goes_back_to_the_system() -> None:
         assert abs(held - 128 * mib) < 16 * mib, "rounding to huge pages, no more"
         buffers.free()
         assert process.memory_info().rss - before < 16 * mib
+
+
+def test_elements_that_are_given_back_take_their_neighbors_along_in_no_case() -> None:
+    tensor = torch.ones(10_000)
+    give_back(tensor, 1_000, 9_000)
+    assert torch.equal(tensor[:1_000], torch.ones(1_000))
+    assert torch.equal(tensor[9_000:], torch.ones(1_000))
+    assert int((tensor == 0).sum()) >= 8_000 - 2 * 1024, "whole pages of 1024 elements"
+    tensor.fill_(2)
+    assert tensor.sum() == 20_000
+
+
+def test_fewer_elements_than_a_page_has_are_not_given_back() -> None:
+    tensor = torch.ones(3_000)
+    give_back(tensor, 100, 1_000)
+    assert torch.equal(tensor, torch.ones(3_000))
 
 
 def test_works_on_the_meta_device() -> None:

@@ -22,9 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
 from shardwise.sharding.state import state_of
-from shardwise.transport import select_transport
+from shardwise.transport import memory, select_transport
 from shardwise.transport.base import Label, Reduce, Transport
 from shardwise.transport.shm import futex, handshake, sync
+from shardwise.transport.shm import transport as shm
 from shardwise.transport.shm.arena import Arena
 from shardwise.transport.shm.transport import ShmTransport
 from tests.harness import run_ranks
@@ -128,6 +129,137 @@ def _one_large_group(rank: int, world_size: int) -> None:
 
 def test_a_large_group_does_not_make_all_memory_large() -> None:
     run_ranks(_one_large_group, 2)
+
+
+def _large_and_small_groups(rank: int, world_size: int) -> None:
+    transport = _transport()
+    numels = 2 * [4 * NUMEL, *[NUMEL] * 4]  # an embedding, blocks, a head, the blocks again
+    groups = [transport.full_buffers([n * world_size], [torch.float32], CPU) for n in numels]
+    dist.barrier()
+    for _ in range(3):
+        for buffers, numel in zip(groups, numels, strict=True):
+            transport.all_gather([torch.ones(numel)], buffers.tensors).wait()
+            buffers.free()
+    dist.barrier()
+    # One large piece for both, and two small ones that take turns.
+    assert _taken(transport) <= (4 + 2) * 4 * NUMEL * world_size + 2**20
+
+
+def test_small_groups_leave_the_memory_of_large_ones_alone() -> None:
+    run_ranks(_large_and_small_groups, 2)
+
+
+def _trimmed(rank: int, world_size: int) -> None:
+    transport = _transport()
+    fulls = [torch.arange(3.0 * NUMEL) + rank, torch.ones(5)]
+    outs = [torch.empty(-(-full.numel() // world_size)) for full in fulls]
+    before = _taken(transport)
+    for _ in range(3):
+        for _ in range(2):
+            transport.reduce_scatter(fulls, outs, Reduce.SUM).wait()
+        expected = world_size * fulls[0] + sum(range(world_size)) - world_size * rank
+        chunk = outs[0].numel()
+        mine = expected[rank * chunk : (rank + 1) * chunk]
+        assert torch.equal(outs[0][: mine.numel()], mine)
+        transport.trim()
+        for _ in range(2):
+            _gather(transport, 100)
+        dist.barrier()
+        assert _taken(transport) - before < 2**20
+        dist.barrier()
+    # From then on, small reductions do not keep the memory of large ones either.
+    transport.reduce_scatter(fulls, outs, Reduce.SUM).wait()
+    for _ in range(4):
+        transport.reduce_scatter(fulls[1:], outs[1:], Reduce.SUM).wait()
+    dist.barrier()
+    assert _taken(transport) - before < 2**20
+
+
+def test_the_memory_of_reductions_is_given_back_if_asked() -> None:
+    run_ranks(_trimmed, 3)
+
+
+def _too_large_for_the_next(rank: int, world_size: int) -> None:
+    transport = _transport()
+    large, small = [
+        transport.full_buffers([numel * world_size], [torch.float32], CPU)
+        for numel in (4 * NUMEL, NUMEL)
+    ]
+    transport.trim()
+    dist.barrier()
+    before = _taken(transport)
+    for step in range(3):
+        for buffers, numel in ((large, 4 * NUMEL), (small, NUMEL)):
+            shard = torch.full((numel,), float(rank + step))
+            transport.all_gather([shard], buffers.tensors).wait()
+            rows = buffers.tensors[0].view(world_size, -1)
+            assert all(bool((row == each + step).all()) for each, row in enumerate(rows))
+        dist.barrier()
+        large.free()
+        out = torch.empty(1)
+        transport.reduce_scatter([torch.ones(world_size)], [out], Reduce.SUM).wait()
+        assert out == world_size
+        dist.barrier()
+        assert _taken(transport) - before <= 4 * NUMEL * world_size + 2**20
+        assert bool((small.tensors[0].view(world_size, -1)[rank] == rank + step).all())
+        dist.barrier()
+        small.free()
+
+
+def test_full_parameters_that_are_too_large_for_the_next_group_are_given_back() -> None:
+    run_ranks(_too_large_for_the_next, 3)
+
+
+def _used_up(rank: int, world_size: int) -> None:
+    transport = _transport()
+    sizes = [300_001, 17, 100_000]
+    with patch.object(memory, "RETURNED_BYTES", 10_000), patch.object(shm, "_AT_ONCE", 2**16):
+        for op in Reduce:
+            for owned in ((), (0, 1), (0, 1, 2)):
+                fulls = [torch.randn(size) for size in sizes]
+                copies = [full.clone() for full in fulls]
+                outs, expected = (
+                    [torch.zeros(-(-size // world_size)) for size in sizes] for _ in range(2)
+                )
+                transport.reduce_scatter_owned(fulls, outs, op, Label("some group"), owned).wait()
+                transport.reduce_scatter(copies, expected, op).wait()
+                for i, size in enumerate(sizes):
+                    assert torch.equal(outs[i], expected[i])
+                    changed = int((fulls[i] != copies[i]).sum())
+                    # All whole pages of 1024 elements, but for those at the ends of parts.
+                    gone = i in owned and size > 10_000
+                    assert changed > size / 2 if gone else changed == 0, (i, owned, changed)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_gradients_that_nobody_else_has_give_their_memory_back(world_size: int) -> None:
+    run_ranks(_used_up, world_size)
+
+
+def _kept_by_a_program(rank: int, world_size: int) -> None:
+    kept: list[torch.Tensor] = []
+
+    class Keeping(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.register_post_accumulate_grad_hook(
+                lambda param: kept.append(param.grad) if param.grad is not None else None
+            )
+            return super().forward(x)
+
+    with patch.object(memory, "RETURNED_BYTES", 10_000):
+        x = torch.arange(64.0).expand(4, 64) + rank
+        for layer in (Keeping(64, 128, bias=False), torch.nn.Linear(64, 128, bias=False)):
+            fully_shard(layer, transport="shm")
+            layer(x).sum().backward()
+            grad = layer.weight.grad
+            assert grad is not None
+            expected = (4 * (torch.arange(64.0) + 0.5)).expand(128, 64)
+            assert torch.equal(grad.full_tensor(), expected)  # type: ignore[attr-defined]
+        assert [torch.equal(each, x.sum(0).expand(128, 64)) for each in kept] == [True]
+
+
+def test_gradients_that_a_program_keeps_stay_what_they_are() -> None:
+    run_ranks(_kept_by_a_program, 2)
 
 
 def _many_under_way(rank: int, world_size: int) -> None:

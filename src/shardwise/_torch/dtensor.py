@@ -107,6 +107,21 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return False
 
 
+def flatten(tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any] | None:
+    """Take a tensor subclass apart into the tensors in which it keeps its values, and a context.
+
+    Its class puts it together: ``__tensor_unflatten__(parts, context, outer_size, outer_stride)``.
+
+    Returns:
+        The tensors by name, and the context; ``None`` of any other tensor.
+    """
+    wrapper: Any = tensor
+    if type(tensor) in (torch.Tensor, nn.Parameter) or not is_traceable_wrapper_subclass(wrapper):
+        return None
+    names, context = wrapper.__tensor_flatten__()
+    return {name: getattr(wrapper, name) for name in names}, context
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a view of a single storage: not on meta, not a wrapper."""
     return not tensor.is_meta and not is_wrapper(tensor)

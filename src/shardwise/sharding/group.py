@@ -483,7 +483,8 @@ class ParamGroup:
             return self._reduce_grads(growing, completes)
 
     def _reduce_grads(self, growing: dict[ShardedParam, None], completes: bool) -> Reduction | None:
-        params, grads = self._unreduced.take(self.options, self.label)
+        taken = self._unreduced.take(self.options, self.label)
+        params, grads = taken.params, taken.grads
         if self.options.reshard_after_backward:
             self.reshard()
         self._reduced_forward = self._forward if self.options.requires_gradient_sync else None
@@ -509,6 +510,7 @@ class ParamGroup:
             self._precision,
             self.options,
             self._unreduced.pending_all_reduce,
+            taken.owned,
             growing,
             step,
         )

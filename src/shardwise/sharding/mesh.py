@@ -21,7 +21,7 @@ from shardwise import devices
 from shardwise._torch import dtensor
 from shardwise._torch.fsdp import DataParallelMeshDims
 from shardwise.errors import MisuseError
-from shardwise.transport.base import Transport
+from shardwise.transport.base import ReleasesMemory, Transport
 from shardwise.transport.custom import (
     AllGather,
     CustomTransport,
@@ -70,6 +70,13 @@ class DataMesh:
     dims: DataParallelMeshDims | None = field(default=None, hash=False)
     scatter_group: dist.ProcessGroup | None = None
     memory: CommMemory = CommMemory.TRANSPORT
+
+    def trim(self) -> None:
+        """Let the transports give back what they keep for the next reductions."""
+        transports: tuple[object, ...] = (self.shard, self.scatter, self.replicate)
+        for transport in transports:
+            if isinstance(transport, ReleasesMemory):
+                transport.trim()
 
     @classmethod
     def of(

@@ -10,19 +10,28 @@ A reduction runs while the backward of the next groups computes, in three steps:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence, Set
+from dataclasses import dataclass, field
 
 import torch
 
 from shardwise import devices, observe
 from shardwise._torch import autograd
+from shardwise._torch.ownership import is_only_reference
 from shardwise.observe import Memory
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.policy import GroupOptions, Precision
-from shardwise.transport.base import Label, PendingWork, Reduce, Work
+from shardwise.transport.base import (
+    Label,
+    PendingWork,
+    Reduce,
+    ReleasesMemory,
+    Transport,
+    Work,
+)
+from shardwise.transport.memory import is_returned
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,50 @@ def _deliver(form: ShardedParam, shard: torch.Tensor, scaling: Scaling, dtype: t
     form.add_grad(shard if shard.dtype == dtype else shard.to(dtype))
 
 
+@dataclass
+class _Scattered:
+    """What one reduce-scatter takes.
+
+    Attributes:
+        fulls: full gradients, laid out as chunks.
+        outs: what they are reduced into.
+        owned: the indices of the gradients that nobody else has.
+    """
+
+    fulls: list[torch.Tensor] = field(default_factory=list)
+    outs: list[torch.Tensor] = field(default_factory=list)
+    owned: set[int] = field(default_factory=set)
+
+    def add(self, full: torch.Tensor, out: torch.Tensor, *, is_owned: bool) -> None:
+        """Add a gradient."""
+        if is_owned:
+            self.owned.add(len(self.fulls))
+        self.fulls.append(full)
+        self.outs.append(out)
+
+    def start(self, transport: Transport, op: Reduce, label: Label) -> Work:
+        """Start the reduce-scatter."""
+        if self.owned and isinstance(transport, ReleasesMemory):
+            return transport.reduce_scatter_owned(self.fulls, self.outs, op, label, self.owned)
+        return transport.reduce_scatter(self.fulls, self.outs, op, label)
+
+
+@dataclass(frozen=True)
+class TakenGrads:
+    """Full gradients that are to be reduced.
+
+    Attributes:
+        params: the parameters that have a gradient, or get zeros.
+        grads: their gradients.
+        owned: the indices of those whose memory goes back to the system when they are freed, and
+            that nobody else has, neither a program nor autograd.
+    """
+
+    params: list[GroupParam] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
+    owned: set[int] = field(default_factory=set)
+
+
 class Reduction:
     """A running reduction of one group's gradients. The constructor starts the first collective.
 
@@ -143,6 +196,7 @@ class Reduction:
         options: the options of the group. Later changes do not affect this reduction.
         pending_all_reduce: the gradients that wait for an all-reduce. This reduction adds to them,
             or takes them with it.
+        owned: the indices of gradients that nobody else has.
         growing: the parameters whose gradients may still grow when the reduction is complete. Their
             hooks are left to the caller.
         completed: what to call when the sharded gradients are complete. Not called if they wait
@@ -158,6 +212,7 @@ class Reduction:
         precision: Precision,
         options: GroupOptions,
         pending_all_reduce: PendingAllReduce,
+        owned: Set[int] = frozenset(),
         growing: Container[ShardedParam] = (),
         completed: Callable[[], None] | None = None,
     ) -> None:
@@ -181,7 +236,7 @@ class Reduction:
         # The reduced gradients, concatenated by dtype; only for an all-reduce hook.
         self._flat: dict[torch.dtype, torch.Tensor] = {}
         with autograd.no_grad():
-            self._shards = self._start_over_shard(list(grads), dtypes)
+            self._shards = self._start_over_shard(list(grads), dtypes, owned)
 
     @property
     def can_be_left(self) -> bool:
@@ -205,6 +260,12 @@ class Reduction:
         return not self.awaits_all_reduce and any(
             autograd.has_post_accumulate_hooks(form.parameter) for form in self._hooked
         )
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether waiting for this at once frees much memory, and hides no less communication."""
+        overlaps = self._mesh.scatter.overlaps_compute()
+        return self.steps and not overlaps and any(map(is_returned, self._alive))
 
     def advance(self) -> bool:
         """Wait for the running collective, and start the next one or finish.
@@ -237,14 +298,16 @@ class Reduction:
             pass
 
     def _start_over_shard(
-        self, grads: list[torch.Tensor], dtypes: Sequence[torch.dtype]
+        self, grads: list[torch.Tensor], dtypes: Sequence[torch.dtype], owned: Set[int]
     ) -> list[torch.Tensor]:
         transport = self._mesh.scatter
         outs_of = self._places_for_shards(dtypes, grads[0].device)
         shards: list[torch.Tensor] = []
-        cut: dict[Reduce, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        cut: dict[Reduce, _Scattered] = {}
         uncut: dict[Reduce, list[torch.Tensor]] = {}
-        for param, scaling, dtype in zip(self._params, self._scalings, dtypes, strict=True):
+        for i, (param, scaling, dtype) in enumerate(
+            zip(self._params, self._scalings, dtypes, strict=True)
+        ):
             grad, out = grads.pop(0), outs_of.pop(0)
             if scaling.before != 1.0:
                 grad = grad.to(dtype) / scaling.before
@@ -261,15 +324,13 @@ class Reduction:
                     if out is None
                     else out
                 )
-                fulls, outs = cut.setdefault(scaling.op, ([], []))
-                fulls.append(full)
-                outs.append(shard)
+                cut.setdefault(scaling.op, _Scattered()).add(full, shard, is_owned=i in owned)
                 self._alive.append(full)
             shards.append(shard)
         for each in (*self._alive, *shards):
             observe.memory_of(Memory.GRADIENTS, self._label.name, each)
-        for op, (fulls, outs) in cut.items():
-            self._works.append(transport.reduce_scatter(fulls, outs, op, self._label))
+        for op, scattered in cut.items():
+            self._works.append(scattered.start(transport, op, self._label))
         for op, tensors in uncut.items():
             self._works.append(transport.all_reduce(tensors, op, self._label))
         return shards
@@ -375,9 +436,7 @@ class UnreducedGrads:
         self._params = params
         self._precision = precision
 
-    def take(
-        self, options: GroupOptions, label: Label
-    ) -> tuple[list[GroupParam], list[torch.Tensor]]:
+    def take(self, options: GroupOptions, label: Label) -> TakenGrads:
         """Take the full gradients. With synchronization off, accumulate them here and take none.
 
         Args:
@@ -387,8 +446,7 @@ class UnreducedGrads:
         Returns:
             The parameters that have a gradient, or will get zeros, and those gradients.
         """
-        params: list[GroupParam] = []
-        grads: list[torch.Tensor] = []
+        taken = TakenGrads()
         if not options.requires_gradient_sync:
             for param in self._params:
                 param.accumulate_grad(self._precision.reduce_dtype(param.dtype))
@@ -397,7 +455,7 @@ class UnreducedGrads:
                     held = param.full.grad
                 if held is not None:
                     observe.memory_of(Memory.GRADIENTS, label.name, held)
-            return params, grads
+            return taken
         for param in self._params:
             grad = param.take_grad()
             if grad is None:
@@ -408,9 +466,11 @@ class UnreducedGrads:
                 grad = param.zeros_for_grad() if completes or unused else None
             if grad is not None:
                 observe.memory_of(Memory.GRADIENTS, label.name, grad)
-                params.append(param)
-                grads.append(grad)
-        return params, grads
+                if is_returned(grad) and is_only_reference(grad):
+                    taken.owned.add(len(taken.grads))
+                taken.params.append(param)
+                taken.grads.append(grad)
+        return taken
 
     def drop(self) -> None:
         """Drop all gradients."""

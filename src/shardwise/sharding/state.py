@@ -217,7 +217,7 @@ class Root:
         )
         if reduction is not None:
             self._pending.append(reduction)
-            if reduction.has_hooks:
+            if reduction.has_hooks or reduction.is_heavy:
                 # An optimizer in backward steps before the next group's backward, with the
                 # complete gradient. That includes what earlier backwards are still reducing.
                 self._finish_reductions()
@@ -378,6 +378,10 @@ class Root:
             group.step_in_backward(incomplete)
         for stepper in steppers:
             stepper.finish()
+        # A program that steps in backward needs memory more than the time to get it anew.
+        meshes = {id(each.mesh): each.mesh for each in self._groups() if each.stepper is not None}
+        for mesh in meshes.values():
+            mesh.trim()
 
     def _steppers(self) -> Iterator[Stepper]:
         """What updates shards during backward; each once."""

@@ -19,7 +19,7 @@ converts where that is cheapest, so the dtype on the wire need not be the stored
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -132,6 +132,33 @@ class Transport(Protocol):
             op: as in :meth:`reduce_scatter`.
             label: as in :meth:`all_gather`.
         """
+
+
+@runtime_checkable
+class ReleasesMemory(Protocol):
+    """A transport that can give memory back earlier than :class:`Transport` asks for."""
+
+    def reduce_scatter_owned(
+        self,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label,
+        owned: Container[int],
+    ) -> Work:
+        """Reduce as :meth:`Transport.reduce_scatter` does, and use up some of ``fulls``.
+
+        Args:
+            fulls: as there.
+            shards: as there.
+            op: as there.
+            label: as there.
+            owned: the indices of the ``fulls`` that nobody reads any more, in memory that nobody
+                else has: they may be overwritten.
+        """
+
+    def trim(self) -> None:
+        """Give back what is kept for the next reductions, once no rank reads it any more."""
 
 
 class FullBuffers(Protocol):

@@ -33,7 +33,12 @@ LARGE_BYTES = 4 * 1024 * 1024
 #: No larger block of scratch is kept: memory that is idle between reductions is missing elsewhere.
 KEPT_BYTES = 32 * 1024 * 1024
 
+#: The C library gives blocks that are larger than this back to the system when they are freed. So
+#: they are new to the system anyway whenever they are allocated.
+RETURNED_BYTES = 32 * 1024 * 1024
+
 _ALIGNMENT = 64
+_MADV_DONTNEED = 4
 
 
 class HeapBuffers:
@@ -125,6 +130,32 @@ def reported(tensor: torch.Tensor) -> torch.Tensor:
     """Report that a transport has allocated a tensor for itself; return the tensor."""
     observe.memory_of(Memory.TRANSPORT, "", tensor)
     return tensor
+
+
+def is_returned(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a host tensor goes back to the system when it is freed."""
+    storage = tensor.untyped_storage()
+    return storage.device.type == "cpu" and storage.nbytes() > RETURNED_BYTES
+
+
+def give_back(tensor: torch.Tensor, first: int, last: int) -> None:
+    """Give the memory of some elements back to the system; what they hold is lost.
+
+    Nobody may need them: neither through this tensor nor through another one in the same memory.
+
+    Args:
+        tensor: 1-D, contiguous, for which :func:`is_returned`.
+        first: the first element.
+        last: the one after the last. Pages that are shared with other elements stay.
+    """
+    madvise = _madvise()
+    if madvise is None:
+        return
+    size = mmap.PAGESIZE
+    start = (tensor.data_ptr() + first * tensor.itemsize + size - 1) // size * size
+    end = (tensor.data_ptr() + last * tensor.itemsize) // size * size
+    if start < end:
+        madvise(start, end - start, _MADV_DONTNEED)
 
 
 class Scratch:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 
 from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, torch_dtype
+from shardwise.checkpoint.ranks.subclasses import SHARDS, is_needed, put_together, whole_path
 from shardwise.errors import CheckpointError
 from shardwise.optim_names import (
     keys_in_order,
@@ -104,8 +105,23 @@ def load_optimizer_tree(
                 f"{group[0] if group else 'nothing'}"
             )
         groups.append({**found, PARAMS: [numbers[name] for name in group]})
-    state = {numbers.get(name, name): value for name, value in tree.get(STATE, {}).items()}
+    params = {name: param for param, name in names.items()}
+    state = {
+        numbers.get(name, name): _together(value, params[name], f"optimizer.{STATE}.{name}")
+        if name in params
+        else value
+        for name, value in tree.get(STATE, {}).items()
+    }
     optimizer.load_state_dict({**tree, STATE: state, GROUPS: groups})
+
+
+def _together(state: Any, param: Tensor, where: str) -> Any:
+    """Return the state of a parameter with whatever was saved shard by shard put together."""
+    if isinstance(state, dict) and SHARDS in state:
+        return put_together(state, param, where)
+    if isinstance(state, dict):
+        return {key: _together(each, param, f"{where}.{key}") for key, each in state.items()}
+    return state
 
 
 def destinations(
@@ -137,6 +153,10 @@ def destinations(
         param = mine.get(str(entry.path[2]))
         if param is None or id(param) not in held:
             raise CheckpointError(f"{entry.fqn}: the optimizer has no parameter of this name")
+        if whole_path(entry.path) is not None:
+            if is_needed(entry.path, param):
+                found[entry.fqn] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+            continue
         before: Any = optimizer.state.get(param, {})
         for key in entry.path[3:]:
             before = before.get(key) if isinstance(before, dict) else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 from shardwise import devices
 from shardwise._torch import dtensor
 from shardwise.checkpoint.disk.commit import StrPath, keep_last
-from shardwise.checkpoint.disk.entries import ModelFacts
+from shardwise.checkpoint.disk.entries import ModelFacts, dotted
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.state import State, facts_of, local_of, state_of
+from shardwise.checkpoint.ranks.subclasses import whole_path
 from shardwise.checkpoint.storage import Writer
 from shardwise.errors import CheckpointError
 
@@ -209,6 +210,23 @@ class Handle:
             del self._work  # and the copies with it
 
 
+@dataclass(frozen=True)
+class _Apart:
+    """The answer to plans that do not fit together: plan again, with these tensors taken apart."""
+
+    names: frozenset[str]
+
+
+def _mixed(plans: Sequence[SavePlan]) -> frozenset[str]:
+    """The states whose shards are taken apart on some ranks and whole on others."""
+    apart: set[str] = set()
+    for plan in plans:
+        origins, _ = plan.storage_data
+        paths = (whole_path(origin.path) for origin in origins.values())
+        apart.update(dotted(path) for path in paths if path is not None)
+    return frozenset(item.index.fqn for plan in plans for item in plan.items) & apart
+
+
 @dataclass
 class Saving:
     """One save by all ranks of a group.
@@ -251,17 +269,25 @@ class Saving:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         metadata: Any = None
 
-        def plan_part() -> SavePlan:
-            mine = state()
+        collected: list[State] = []
+
+        def plan_part(apart: Collection[str] = ()) -> SavePlan:
+            if not collected:
+                collected.append(state())
+            [mine] = collected
+            mine.take_apart(apart)
             writer.describe(mine.origins, mine.values)
             planner.set_up_planner(mine.tensors, is_coordinator=self.ranks.coordinates)
             writer.set_up_storage_writer(self.ranks.coordinates)
             return writer.prepare_local_plan(planner.create_local_plan())
 
-        def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
+        def plan_all(plans: list[SavePlan]) -> list[SavePlan | _Apart]:
             nonlocal metadata
+            mixed = _mixed(plans)
+            if mixed:
+                return [_Apart(mixed)] * len(plans)
             plans, metadata = planner.create_global_plan(plans)
-            return writer.prepare_global_plan(plans)
+            return [*writer.prepare_global_plan(plans)]
 
         def finish(results: list[list[WriteResult]]) -> list[None]:
             writer.finish(metadata, results)
@@ -270,6 +296,10 @@ class Saving:
 
         try:
             plan = self.ranks.together(doing, plan_part, plan_all)
+            if isinstance(plan, _Apart):
+                names = plan.names
+                plan = self.ranks.together(doing, lambda: plan_part(names), plan_all)
+            assert isinstance(plan, SavePlan)
             final = planner.finish_plan(plan)
             self.ranks.together(doing, lambda: writer.write_data(final, planner).value(), finish)
         except BaseException:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from shardwise.checkpoint.disk.entries import (
 )
 from shardwise.checkpoint.disk.values import encode, leaves
 from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
+from shardwise.checkpoint.ranks.subclasses import taken_apart
 from shardwise.errors import CheckpointError
 from shardwise.sharding.state import groups_of
 from shardwise.sharding.state_dict import sharded_state_dicts
@@ -62,20 +63,39 @@ class State:
             ValueError: two things have the same name, or a tensor is on the meta device.
         """
         for path, leaf in leaves((section,), tree):
-            name = dotted(path)
-            if not name.isprintable():
-                raise ValueError(f"{name!r}: expected a name of printable characters")
-            if isinstance(leaf, Tensor):
-                if name in self.tensors:
-                    raise ValueError(f"{name}: two tensors have this name")
-                self.tensors[name] = check_tensor(leaf, name)
-                self.origins[name] = origin_of(leaf, path)
-                if section == "extra" and isinstance(leaf, DTensor):
-                    raise TypeError(f"{name}: is a DTensor, expected a plain tensor in extra")
-            else:
-                encode(leaf, name)  # raises before anything is written, if it cannot be saved
-                # A copy, since it may be written after training has gone on.
-                self.values.append(Value(path, copy.deepcopy(leaf)))
+            apart = None
+            if section == "optimizer" and isinstance(leaf, Tensor):
+                apart = taken_apart(leaf)
+            for part_path, part in [(path, leaf)] if apart is None else leaves(path, apart):
+                self._add_leaf(part_path, part)
+
+    def take_apart(self, names: Iterable[str]) -> None:
+        """Take tensors apart whose shards are of a tensor subclass on other ranks.
+
+        Args:
+            names: of tensors of the optimizer. Those that this rank does not have are left out.
+        """
+        for name in [name for name in names if name in self.tensors]:
+            tensor, origin = self.tensors.pop(name), self.origins.pop(name)
+            apart = taken_apart(tensor, plain_too=True)
+            for path, part in leaves(origin.path, apart):
+                self._add_leaf(path, part)
+
+    def _add_leaf(self, path: StatePath, leaf: Any) -> None:
+        name = dotted(path)
+        if not name.isprintable():
+            raise ValueError(f"{name!r}: expected a name of printable characters")
+        if isinstance(leaf, Tensor):
+            if name in self.tensors:
+                raise ValueError(f"{name}: two tensors have this name")
+            self.tensors[name] = check_tensor(leaf, name)
+            self.origins[name] = origin_of(leaf, path)
+            if path[0] == "extra" and isinstance(leaf, DTensor):
+                raise TypeError(f"{name}: is a DTensor, expected a plain tensor in extra")
+        else:
+            encode(leaf, name)  # raises before anything is written, if it cannot be saved
+            # A copy, since it may be written after training has gone on.
+            self.values.append(Value(path, copy.deepcopy(leaf)))
 
 
 def check_tensor(tensor: Tensor, name: str) -> Tensor:

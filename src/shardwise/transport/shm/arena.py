@@ -198,6 +198,10 @@ class Extents:
         self.nbytes = 0
         self._ranges: list[tuple[int, int]] = []
 
+    def clear(self) -> None:
+        """Forget all pages."""
+        self.nbytes, self._ranges = 0, []
+
     def add(self, first: int, last: int) -> int:
         """Add the pages of a range of bytes; return how many bytes are new."""
         if first >= last:

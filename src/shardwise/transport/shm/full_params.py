@@ -56,6 +56,8 @@ from shardwise.transport.shm.sync import Sync
 _LENGTH = 2**34
 # So many pieces have entries in the tables that ranks share. Further ones are never used again.
 _PIECES = 65536
+# Groups of fewer bytes share pieces, whatever their sizes.
+_SMALL = 1024 * 1024
 
 
 class SharedBuffers:
@@ -178,11 +180,19 @@ class Piece:
     taken: int = 0
     extents: Extents = field(default_factory=Extents)
 
+    def suits(self, nbytes: int) -> bool:
+        """Whether this piece is not kept for larger groups.
+
+        A piece keeps the memory of the largest group that it served. If a group of half that size
+        used it, a large group that comes next would let another piece grow as large.
+        """
+        return self.extents.nbytes <= 2 * max(nbytes, _SMALL)
+
     def cost(self, nbytes: int) -> tuple[int, int, int]:
         """Return what speaks against using this piece for so many bytes; the lowest is taken.
 
-        A piece keeps the memory of the largest group that it served. So it should grow by little,
-        and a large one should stay for a large group. Ranks use pieces alike, so all get the same.
+        It should grow by little, and a large one should stay for a large group. Ranks use pieces
+        alike, so all get the same.
         """
         return max(0, nbytes - self.extents.nbytes), self.extents.nbytes, self.at
 
@@ -202,6 +212,7 @@ class Pool:
     def __init__(self, arena: Arena, references: ReferenceCounts, sync: Sync) -> None:
         self.arena = arena
         self._last_gather = 0
+        self._latest = 0  # bytes of the piece that was taken last
         self._references = references
         self._sync = sync
         self._ranks = len(sync.others) + 1
@@ -231,7 +242,11 @@ class Pool:
 
         All ranks take the same one, after :meth:`wait_for_last_gather` of the same collective.
         """
-        fitting = [each for each in self._freed if each.length >= length and self._is_free(each)]
+        fitting = [
+            each
+            for each in self._freed
+            if each.length >= length and each.suits(length) and self._is_free(each)
+        ]
         if last is not None and last in fitting:
             piece = last
         elif fitting:
@@ -241,7 +256,21 @@ class Pool:
         if fitting:
             self._freed.remove(piece)
         piece.taken = self._sync.posted
+        self._latest = length
         return piece
+
+    def trim(self) -> None:
+        """Give back the memory of pieces that are kept for larger groups than are gathered now.
+
+        Only the first rank does anything. Ranks go on to choose pieces as if nothing had happened,
+        so the next large group gets the same one. What happens in between is safe: no rank takes a
+        piece before every rank has posted a gather since it was freed, and here this rank has not.
+        """
+        for piece in self._freed if self._sync.rank == 0 else ():
+            freed = self._freed_by(piece)
+            is_known = all(piece.taken < before <= self._sync.waited for before in freed)
+            if is_known and max(freed) > self._last_gather and not piece.suits(self._latest):
+                punch(self.arena.fd, piece.at, piece.length)
 
     def give_back(self, piece: Piece) -> None:
         """Note that this rank does not use a piece any more."""
@@ -268,11 +297,13 @@ class Pool:
         A peer that frees it at this moment writes a later collective: for all ranks it is still in
         use.
         """
+        freed = self._freed_by(piece)
+        return all(piece.taken < before <= self._last_gather for before in freed)
+
+    def _freed_by(self, piece: Piece) -> list[int]:
+        """Before which collective each rank freed a piece last."""
         first = piece.number * self._ranks
-        return all(
-            piece.taken < before <= self._last_gather
-            for before in self._freed_before[first : first + self._ranks]
-        )
+        return list(self._freed_before[first : first + self._ranks])
 
     def _make(self, length: int) -> Piece:
         piece = Piece(self._made, self.arena.take(length), length)

@@ -13,6 +13,7 @@ they had read it: peers that call the same as this rank have then read it for ce
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,13 +23,35 @@ import torch
 from shardwise.observe import Memory
 from shardwise.transport.base import PendingWork, Work
 from shardwise.transport.collective_log import Call
-from shardwise.transport.shm.arena import Arena, Extents, Window, pack_offsets, whole_pages
+from shardwise.transport.shm.arena import (
+    Arena,
+    Extents,
+    Window,
+    pack_offsets,
+    punch,
+    whole_pages,
+)
 from shardwise.transport.shm.sync import Count, Sync
 
 # Addresses of a buffer. They cost nothing: it takes as much memory as was ever staged in it.
 _LENGTH = 2**32
 # So many buffers of each peer stay mapped.
 _MAPPED = 3
+
+
+class Keeps(enum.Enum):
+    """The memory that stays with buffers which no rank reads any more.
+
+    ``ALL``: all that was ever written to.
+
+    ``FITTING``: all, if the latest use of any buffer took at least half as much; else nothing.
+
+    ``NOTHING``: none, until all buffers have been given back once; from then on, ``FITTING``.
+    """
+
+    ALL = "all"
+    FITTING = "fitting"
+    NOTHING = "nothing"
 
 
 @dataclass
@@ -60,6 +83,9 @@ class Staging:
     Args:
         arena: this rank's own range.
         sync: by which ranks tell where their tensors are staged, and which they have read.
+
+    Attributes:
+        keeps: which memory of buffers is kept once no rank reads them any more.
     """
 
     def __init__(self, arena: Arena, sync: Sync) -> None:
@@ -70,6 +96,9 @@ class Staging:
         # By peer, the buffers that were read last, by where they begin.
         self._mapped: dict[int, dict[int, Window]] = {}
         self._uses = 0
+        self.keeps = Keeps.ALL
+        # Bytes that the latest use writes to, about: not this rank's own chunks.
+        self._latest = 0
         self._open: set[int] = set()
 
     def stage(self, numels: list[int], dtypes: list[torch.dtype]) -> Staged:
@@ -103,18 +132,41 @@ class Staging:
         self._open.discard(use)
         self._sync.numbers.set(Count.DONE, min(self._open, default=self._uses + 1) - 1)
 
+    def trim(self) -> None:
+        """Give back what is not to be kept of buffers that no rank reads any more."""
+        if self.keeps is Keeps.ALL:
+            return
+        free = [buffer for buffer in self._buffers if self._is_free(buffer)]
+        for buffer in free:
+            if self.keeps is Keeps.NOTHING or buffer.extents.nbytes > 2 * self._latest:
+                self._give_back(buffer)
+        if len(free) == len(self._buffers):
+            self.keeps = Keeps.FITTING
+
+    def _give_back(self, buffer: Buffer) -> None:
+        punch(self._arena.fd, buffer.at, buffer.window.length)
+        self.report("", -buffer.extents.nbytes)
+        buffer.extents.clear()
+        buffer.calls.clear()
+
+    def _is_free(self, buffer: Buffer) -> bool:
+        """Whether no rank reads a buffer any more, by what all ranks know."""
+        peers = self._sync.others
+        read_by_all = min(self._sync.numbers.get(Count.DONE, peer) for peer in peers)
+        is_due = not buffer.is_open and buffer.closed < self._sync.waited
+        return is_due and buffer.use <= read_by_all
+
     def _take(self, use: int, nbytes: int) -> Buffer:
         """Take a buffer of at least ``nbytes`` for this rank's use number ``use``."""
-        numbers = self._sync.numbers
-        read_by_all = min(numbers.get(Count.DONE, peer) for peer in self._sync.others)
+        self._latest = nbytes - nbytes // (len(self._sync.others) + 1)
         for buffer in self._buffers:
-            fits = buffer.window.length >= nbytes
-            is_due = not buffer.is_open and buffer.closed < self._sync.waited
-            if fits and is_due and buffer.use <= read_by_all:
+            if buffer.window.length >= nbytes and self._is_free(buffer):
                 break
         else:
             buffer = self._make(max(whole_pages(nbytes), _LENGTH))
             self._buffers.append(buffer)
+        if self.keeps is not Keeps.ALL and buffer.extents.nbytes > 2 * self._latest:
+            self._give_back(buffer)
         buffer.use, buffer.is_open = use, True
         return buffer
 

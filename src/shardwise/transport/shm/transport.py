@@ -13,7 +13,7 @@ No byte passes through the kernel, and none that a peer wrote is copied. Ranks t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 
@@ -21,13 +21,17 @@ from shardwise._torch import dtensor
 from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Work
 from shardwise.transport.buckets import as_rows
 from shardwise.transport.collective_log import Call, CollectiveLog
+from shardwise.transport.memory import give_back, is_returned
 from shardwise.transport.peers import Peers
 from shardwise.transport.shm.arena import Arena, PageMap
 from shardwise.transport.shm.full_params import Pool, ReferenceCounts, SharedBuffers
 from shardwise.transport.shm.handshake import Connections
-from shardwise.transport.shm.staging import Staging
+from shardwise.transport.shm.staging import Keeps, Staging
 from shardwise.transport.shm.sync import SequenceNumbers, Sync
 from shardwise.transport.sums import add_in_order, exact_factor, scattered_bytes, wire_dtype
+
+#: Bytes of a tensor that is used up that are copied or added before their memory is given back.
+_AT_ONCE = 4 * 1024 * 1024
 
 
 class ShmTransport:
@@ -126,6 +130,18 @@ class ShmTransport:
         label: Label = NO_LABEL,
     ) -> Work:
         """Stage the chunks of the peers; add what they staged for this rank, in rank order."""
+        return self.reduce_scatter_owned(fulls, shards, op, label, ())
+
+    def reduce_scatter_owned(
+        self,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label,
+        owned: Container[int],
+    ) -> Work:
+        """Do the same, and give the memory of large ``fulls`` back as they are staged and added."""
+        used_up = [i in owned and is_returned(full) for i, full in enumerate(fulls)]
         call = self._log.add("reduce-scatter", shards, label)
         staged = self._staging.stage(
             [self.world_size * shard.numel() for shard in shards],
@@ -136,12 +152,16 @@ class ShmTransport:
             exact_factor(self.world_size, part.dtype) if op is Reduce.AVG else None
             for part in staged.own
         ]
-        for full, shard, part, factor in zip(fulls, shards, staged.own, factors, strict=True):
-            for before, after in self._around(full.numel(), shard.numel()):
-                if factor is None:
-                    part[before:after].copy_(full[before:after])
-                else:
-                    torch.mul(full[before:after], factor, out=part[before:after])
+        for i, (full, shard, part) in enumerate(zip(fulls, shards, staged.own, strict=True)):
+            factor = factors[i]
+            for around in self._around(full.numel(), shard.numel()):
+                for before, after in _cut(full, *around, used_up[i]):
+                    if factor is None:
+                        part[before:after].copy_(full[before:after])
+                    else:
+                        torch.mul(full[before:after], factor, out=part[before:after])
+                    if used_up[i]:
+                        give_back(full, before, after)
         staged.report(
             call,
             lambda: (
@@ -157,18 +177,22 @@ class ShmTransport:
             with issued:
                 self._sync.wait(number, call)
             issued.end()
+            if self._staging.keeps is not Keeps.ALL:
+                self._pool.trim()
             parts = [staged.of(rank, number) for rank in range(self.world_size)]
             for i, (full, shard) in enumerate(zip(fulls, shards, strict=True)):
-                first = self.rank * shard.numel()
-                last = min(first + shard.numel(), full.numel())
-                if first < last:
+                start = self.rank * shard.numel()
+                end = min(start + shard.numel(), full.numel())
+                for first, last in _cut(full, start, end, used_up[i]):
                     every = [part[i][first:last] for part in parts]
                     every[self.rank] = full[first:last]
-                    out, factor = shard[: last - first], factors[i]
+                    out, factor = shard[first - start : last - start], factors[i]
                     if factor is None:
                         add_in_order(out, every, self.world_size if op is Reduce.AVG else None)
                     else:
                         add_in_order(out, every, unscaled=self.rank, factor=factor)
+                    if used_up[i]:
+                        give_back(full, first, last)
 
         return staged.until(finish)
 
@@ -198,6 +222,10 @@ class ShmTransport:
 
         return staged.until(finish)
 
+    def trim(self) -> None:
+        """Give the buffers of reductions back, as soon as gathers show that no rank reads them."""
+        self._staging.keeps = Keeps.NOTHING
+
     def _write_in_place(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], call: Call
     ) -> tuple[int, list[int]]:
@@ -211,6 +239,7 @@ class ShmTransport:
         buffers = {id(each): each for each in shared if each is not None}
         with self._log.waiting(call):
             self._pool.wait_for_last_gather(call)
+        self._staging.trim()
         for each in buffers.values():
             each.take(call)
         if any(not each.is_fresh for each in buffers.values()):
@@ -235,6 +264,13 @@ class ShmTransport:
         """Return the ranges of a full that are not this rank's chunk."""
         first, last = self.rank * chunk, (self.rank + 1) * chunk
         return [(0, min(first, numel)), (min(last, numel), numel)]
+
+
+def _cut(full: torch.Tensor, first: int, last: int, is_used_up: bool) -> Iterator[tuple[int, int]]:
+    """Yield a range of elements: as it is, or in parts if memory is given back after each."""
+    step = _AT_ONCE // full.itemsize if is_used_up else max(1, last - first)
+    for start in range(first, last, step):
+        yield start, min(start + step, last)
 
 
 def _fold(places: int, at: int) -> int:
