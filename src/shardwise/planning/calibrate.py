@@ -207,20 +207,22 @@ class Calibration:
         """Read the file.
 
         Raises:
-            MachineError: it is damaged, or cannot be read.
+            MachineError: it is damaged, of another version, or cannot be read.
         """
         try:
             content = read_small(path, _MOST, Links.FOLLOW)
-            return cls._of(Fields(parse(content, path.name), path.name))
+            fields = Fields(parse(content, path.name), path.name)
+            version = fields.number("version", 1)
+            if version != _VERSION:
+                expected = f"version {_VERSION}: run `shardwise calibrate` again"
+                raise MachineError(str(path), f"version {version}", expected)
+            return cls._of(fields)
         except CheckpointError as error:
-            raise MachineError(str(path), error, "what `shardwise calibrate` writes") from None
+            expected = "what `shardwise calibrate` writes: run it again"
+            raise MachineError(str(path), f"a damaged file ({error})", expected) from None
 
     @classmethod
     def _of(cls, fields: Fields) -> Self:
-        version = fields.number("version", 1)
-        if version != _VERSION:
-            expected = f"{_VERSION}: run `shardwise calibrate` again"
-            refuse(f"{fields.where}, 'version'", version, expected)
         measured = tuple(
             _measured_of(Fields(each, f"{fields.where}, measured"))
             for each in fields.items("measured", 100)
