@@ -149,8 +149,9 @@ def _table(numbers: Range, share: float) -> torch.Tensor:
     carry[at] = _LOW + 1 - (starts & _LOW)
     first = torch.arange(lowest, lowest + count) << (32 - _CELL_BITS)
     code = begins.cumsum(0) - begins  # at the beginning of the cell
-    entry = ((code << (32 - _CELL_BITS)) + carry - first).clamp(max=_SIGN - 1)  # those of NaN
-    return entry.int().roll(lowest)  # negative cells come last, as bits without a sign
+    entry: torch.Tensor = (code << (32 - _CELL_BITS)) + carry - first
+    # Those of NaN are too large. Negative cells come last: as bits, they have no sign.
+    return entry.clamp(max=_SIGN - 1).int().roll(lowest)
 
 
 def _first_keys(numbers: Range, share: float) -> torch.Tensor:

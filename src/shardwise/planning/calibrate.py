@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import re
+import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -394,6 +395,25 @@ def cores() -> int:
 
 
 # -- measuring -------------------------------------------------------------------------------------
+
+
+def seconds_of_others() -> float:
+    """Return how long processors have worked for other programs; 0 where that is unknown.
+
+    Counted are all programs but this process and its children that have ended, in seconds of a
+    processor since the machine was started.
+
+    Source: ``proc_stat(5)``.
+    """
+    try:
+        with open("/proc/stat") as stat:
+            ticks = [int(word) for word in stat.readline().split()[1:8]]
+    except (OSError, ValueError):
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq = ticks
+    every = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return every - sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def measure_machine(
