@@ -1,4 +1,4 @@
-"""Codes of eight bits: which numbers from -1 or 0 to 1 they stand for, and the nearest one.
+"""Codes of eight bits: which numbers from -1 or 0 to 1 they stand for, and rounding.
 
 The values are those of dynamic tree quantization (Dettmers, arXiv 1511.04561) as 8-bit optimizers
 have them (Dettmers et al., arXiv 2110.02861): seven decades, each with twice as many values, evenly
@@ -6,14 +6,13 @@ spaced, as the decade below.
 
 A number between two codes becomes one of them: the nearer one, or the upper one if it is more than
 some share of the way up. A second moment changes by a thousandth of itself in a step, which is less
-than half of the way to the next code. Rounded to the nearest, most would never change, and stay too
-small: after some hundred steps, by a tenth. With shares spread evenly over the steps, as
-:func:`share_of` gives them, it becomes the upper code as often as it should, and is right on
-average.
+than half of the way to the next code. Rounded to the nearest, most would never change, and would
+stay too small. With shares spread evenly over the steps, as :func:`share_of` gives them, it becomes
+the upper code as often as it should, and is right on average.
 
-The code is found without a search. The bits of a float, read as an integer, grow with its
-value, so the upper 16 bits divide all floats into cells. No cell has parts of three codes, and a
-table says of each cell which code it begins with, and where the next one takes over.
+The code is found without a search. The bits of a float, read as an integer, grow with its value, so
+the upper 16 bits divide all floats into cells. No cell has parts of three codes, and a table says
+of each cell which code it begins with, and where the next one takes over.
 """
 
 from __future__ import annotations
