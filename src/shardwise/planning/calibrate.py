@@ -374,7 +374,10 @@ def stored() -> Calibration | None:
     now = (processor(), cores(), torch.__version__)
     then = (found.processor, found.cores, found.torch)
     if now != then:
-        was, is_now = (f"{name}, {count} cores, torch {v}" for name, count, v in (then, now))
+        was, is_now = (
+            f"{name}, {count} core{'' if count == 1 else 's'}, torch {v}"
+            for name, count, v in (then, now)
+        )
         raise MachineError(str(path), was, f"{is_now}: run `shardwise calibrate` again")
     return found
 
