@@ -21,7 +21,7 @@ from _models import build
 
 LENGTH = 256  # tokens of a sequence
 WARM_UP = 20  # steps in which the learning rate grows
-KEEP_EVERY = 100
+KEEP_EVERY = 50
 
 Make = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
 
