@@ -1,7 +1,7 @@
 """AdamW with moments of eight bits: memory of its states, time of its step, and the loss.
 
     python benchmarks/adamw8bit.py --params 5m,34m
-    python benchmarks/adamw8bit.py --only loss --params 10m --steps 500
+    python benchmarks/adamw8bit.py --only loss --params 10m --seeds 3 --folder /tmp/kept
 
 Steps are those of one process on all parameters of a Llama, with gradients that stay the same. The
 contenders take turns in that process: torch's fused AdamW, ours, and torchao's ``AdamW8bit``, which
@@ -10,7 +10,8 @@ counted.
 
 The loss is that of training the model on the source code of Python's standard library, byte by
 byte. Every contender has the same weights in the beginning and the same batches. ``adamw-foreach``
-is AdamW with other rounding, and shows how far curves part by that alone.
+is AdamW with other rounding, and shows how far curves part by that alone. With ``--folder``,
+trainings that were interrupted go on; several processes may train different contenders there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from _adamw8bit_curves import Training, train
+from _adamw8bit_picture import draw
 from _adamw8bit_tables import adamw8bit_tables
 from _models import PRESETS, build
 from _options import one_of, positive_int
@@ -34,7 +36,6 @@ from _report import announce, document, publish
 
 Params = list[nn.Parameter]
 PARTS = ("steps", "loss")
-WARM_UP = 20  # steps in which the learning rate grows
 
 
 def _torchao(params: Params, lr: float) -> torch.optim.Optimizer:
@@ -97,50 +98,22 @@ def play_steps(preset: str, names: list[str], rounds: int) -> dict[str, Any]:
     }
 
 
-def text() -> torch.Tensor:
-    """The source code of the standard library as bytes; int64."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    files = sorted(each for each in folder.glob("*.py") if each.is_file())
-    return torch.frombuffer(
-        bytearray(b"\n".join(each.read_bytes() for each in files)), dtype=torch.uint8
-    ).long()
-
-
 def play_loss(
-    preset: str, names: list[str], steps: int, tokens: int, lr: float, say: Callable[[str], None]
+    preset: str, names: list[str], seed: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Train a model with each optimizer; return the loss of each step."""
-    data = text()
-    losses: dict[str, list[float]] = {}
-    length = 256
-    for name in names:
-        model = build(preset, seed=0)
-        optimizer = OPTIMIZERS[name](list(model.parameters()), lr)
-        generator = torch.Generator().manual_seed(0)
-        losses[name] = []
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                factor = min(1.0, (step + 1) / WARM_UP)
-                if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].fill_(lr * factor)
-                else:
-                    group["lr"] = lr * factor
-            at = torch.randint(len(data) - length, (tokens // length,), generator=generator)
-            batch = torch.stack([data[start : start + length] for start in at.tolist()])
-            loss = model(input_ids=batch, labels=batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[name].append(loss.item())
-            if (step + 1) % 50 == 0:
-                say(f"{preset} {name} step={step + 1} loss={sum(losses[name][-50:]) / 50:.4f}")
+    trainings = [
+        Training(preset, name, OPTIMIZERS[name], options.lr, seed, options.folder) for name in names
+    ]
+    train(trainings, options.steps, options.tokens, seed)
     return {
         "part": "loss",
         "params": preset,
         "numel": PRESETS[preset].numel,
-        "tokens": tokens,
-        "lr": lr,
-        "losses": losses,
+        "tokens": options.tokens,
+        "lr": options.lr,
+        "seed": seed,
+        "losses": {each.name: each.losses[: options.steps] for each in trainings},
     }
 
 
@@ -148,18 +121,27 @@ def _options() -> argparse.Namespace:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = made.add_argument
     add("--only", choices=PARTS, help="steps, with the memory of states, or loss (both)")
+    add("--contenders", type=one_of(*OPTIMIZERS), help="some of " + ", ".join(OPTIMIZERS))
     add("--params", type=one_of(*PRESETS), default=["5m"], help="sizes of the model (5m)")
     add("--rounds", type=positive_int, default=9, help="turns of an optimizer (9)")
     add("--threads", type=positive_int, default=1, help="threads of the process (1)")
     add("--steps", type=positive_int, default=500, help="steps of training (500)")
     add("--tokens", type=positive_int, default=512, help="tokens of a step of training (512)")
     add("--lr", type=float, default=1e-3, help="learning rate of training (0.001)")
+    add("--seeds", type=positive_int, default=1, help="trainings with each optimizer (1)")
+    add("--folder", type=Path, help="keep trainings here, and go on from there")
     add("--json", type=Path, metavar="FILE", help="write raw numbers here")
-    return made.parse_args()
+    add("--picture", type=Path, metavar="FILE", help="draw losses here, as SVG or PNG")
+    options = made.parse_args()
+    if options.picture and options.only == "steps":
+        made.error("--picture shows losses: leave out --only steps")
+    return options
 
 
 def main() -> int:
     options = _options()
+    if options.folder:
+        options.folder.mkdir(parents=True, exist_ok=True)
     console = announce()
     torch.set_num_threads(options.threads)
     known = importlib.util.find_spec("torchao") is not None
@@ -167,14 +149,16 @@ def main() -> int:
     cases = []
     for preset in options.params:
         if options.only != "loss":
-            cases.append(play_steps(preset, ["adamw", *eight_bits], options.rounds))
+            others = options.contenders or eight_bits
+            names = list(dict.fromkeys(["adamw", *others]))
+            cases.append(play_steps(preset, names, options.rounds))
         if options.only != "steps":
-            names = ["adamw", "ours", "adamw-foreach"]
-            cases.append(
-                play_loss(preset, names, options.steps, options.tokens, options.lr, console.print)
-            )
+            names = options.contenders or ["adamw", "ours", "adamw-foreach"]
+            cases += [play_loss(preset, names, seed, options) for seed in range(options.seeds)]
     content = document("adamw8bit", cases)
     publish(console, content, adamw8bit_tables(content), options.json)
+    if options.picture:
+        draw(content, options.picture)
     return 0
 
 

@@ -27,6 +27,8 @@ def binary_size(nbytes: float) -> str:
 
 def seconds(value: float) -> str:
     """Format a duration with three digits: ``1.23 s``, ``45.6 ms``, ``789 us``."""
+    if not value:
+        return "0 s"
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if abs(value) * factor >= 1 or unit == "us":
             break

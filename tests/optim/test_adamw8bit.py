@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from shardwise import checkpoint, fully_shard
 from shardwise.optim import AdamW8bit, moments
 from shardwise.optim.blocks import BLOCK
+from shardwise.optim.codes import Range, values
 from tests.ecosystem.llama import full
 
 Ranks = Callable[..., list[Any]]
@@ -143,6 +144,29 @@ def test_it_follows_adamw() -> None:
     for before, mine, other in zip(weights(), params, others, strict=True):
         off = ((mine - other).norm() / (other - before).norm()).item()
         assert off < (0.02 if is_quantized(optimizer, mine) else 1e-5), tuple(mine.shape)
+
+
+def test_second_moments_are_right_on_average_after_many_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    param = nn.Parameter(torch.zeros(16, 512))
+    optimizer = AdamW8bit([param])
+    wanted = torch.zeros_like(param)
+    of_code = torch.tensor(values(Range.UNSIGNED))
+
+    def spread(decades: int) -> Tensor:
+        return 10.0 ** (-decades * torch.rand(param.shape, generator=generator))
+
+    sizes, ratios = spread(2), []
+    for _ in range(200):
+        this_step = torch.randn((), generator=generator).exp()
+        param.grad = this_step * sizes * spread(2) * torch.randn(param.shape, generator=generator)
+        wanted.mul_(0.999).addcmul_(param.grad, param.grad, value=0.001)
+        optimizer.step()
+        state = optimizer.state[param]
+        found = of_code[state["exp_avg_sq_codes"].long()].view(16, -1, BLOCK)
+        found *= state["exp_avg_sq_scale"].unsqueeze(-1)
+        ratios.append((found.view_as(wanted) / wanted).median())
+    assert torch.stack(ratios[100:]).mean().item() == pytest.approx(1.0, abs=0.03)
 
 
 def is_quantized(optimizer: AdamW8bit, param: nn.Parameter) -> bool:

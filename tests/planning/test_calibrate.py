@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.cli import calibrate as command
 from shardwise.planning import calibrate
 from shardwise.planning.calibrate import (
     Calibration,
@@ -302,3 +303,19 @@ def test_a_disk_that_fills_up_leaves_what_was_there(
         with pytest.raises(OSError, match="No space left"):
             FOUND.save(path)
     assert [each.read_text() for each in tmp_path.iterdir()] == ["measured before"]
+
+
+@pytest.mark.parametrize(("others", "warned"), [(0.0, False), (3600.0, True)])
+def test_a_busy_machine_is_said_to_be_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    others: float,
+    warned: bool,
+) -> None:
+    seconds = iter([100.0, 100.0 + others])
+    monkeypatch.setattr(calibrate, "seconds_of_others", lambda: next(seconds))
+    monkeypatch.setattr(calibrate, "measure_machine", lambda _: FOUND)
+    command.calibrate(tmp_path / "machine.json")
+    assert ("other programs used" in capsys.readouterr().out) is warned
+    assert Calibration.load(tmp_path / "machine.json") == FOUND

@@ -225,7 +225,7 @@ def test_what_is_recorded_counts_all_tokens_once(tmp_path: Path) -> None:
     facts = data.facts()
     assert facts["files"] == 20
     assert (facts["training_tokens"], facts["validation_tokens"]) == (19 * 101, 101)
-    assert facts["summary"] == f"{tmp_path}, {19 * 101} tokens in 20 files"
+    assert facts["summary"] == f"{tmp_path}, {19 * 101:,} tokens in 20 files"
     assert facts["fingerprint"] == data.fingerprint()
 
 

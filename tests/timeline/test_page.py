@@ -70,7 +70,7 @@ def test_the_page_says_what_happened_without_scripts() -> None:
     assert not found.open
     assert not found.fetched
     for words in (
-        *("A step takes 12 s", "9 s were predicted", "step 5", "step 6", "slowest"),
+        *("A step takes 12.0 s", "9.00 s were predicted", "step 5", "step 6", "slowest"),
         *("rank 1, which came late", "predicted", "gradients", "2.0 MB"),
     ):
         assert words in found.words, words

@@ -39,6 +39,11 @@ def paused() -> AbstractContextManager[object]:
     return unset_fake_temporarily()
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not fake."""
+    return not isinstance(tensor, FakeTensor)
+
+
 def stands_for_memory(tensor: torch.Tensor, mode: FakeTensorMode | None) -> bool:
     """Whether a tensor of the same program with values, run without ``mode``, would have memory."""
     if isinstance(tensor, FakeTensor):

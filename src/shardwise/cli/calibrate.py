@@ -23,6 +23,9 @@ Measure this machine, once; plans for CPUs then say how long a step takes:
   [cyan]shardwise plan llama-34m --mesh dp=2 --device cpu[/cyan]
 """
 
+# Processors that other programs may use while a machine is measured.
+_BUSY = 0.2
+
 Out = Annotated[
     Path | None,
     Option(
@@ -39,7 +42,12 @@ def calibrate(out: Out = None) -> None:
 
     Takes about a minute. Nothing else should run meanwhile.
     """
-    from shardwise.planning.calibrate import cache_file, check_writable, measure_machine
+    from shardwise.planning.calibrate import (
+        cache_file,
+        check_writable,
+        measure_machine,
+        seconds_of_others,
+    )
     from shardwise.planning.machine import MachineError
 
     console, began = Console(), time.monotonic()
@@ -53,7 +61,9 @@ def calibrate(out: Out = None) -> None:
         raise UserError(f"{error}, or --out FILE") from None
     with _writing(path):
         check_writable(path)
+    before, start = seconds_of_others(), time.monotonic()
     found = measure_machine(say)
+    others = (seconds_of_others() - before) / (time.monotonic() - start)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("", *(_processes(each.ranks) for each in found.measured)):
         table.add_column(heading, justify="right" if heading else "left")
@@ -63,6 +73,13 @@ def calibrate(out: Out = None) -> None:
     with _writing(path):
         found.save(path)
     console.print(f"saved to {path} after {time.monotonic() - began:.0f} s", highlight=False)
+    if others > _BUSY:
+        console.print(
+            f"warning: other programs used {others:.1f} processors meanwhile, so this machine "
+            "can do more than what was measured; calibrate again when nothing else runs",
+            style="yellow",
+            highlight=False,
+        )
 
 
 @contextlib.contextmanager

@@ -21,14 +21,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch import dtensor
+from shardwise._torch import dtensor, fake
 from shardwise.optim.blocks import Blocks
-from shardwise.optim.codes import CodeBook, Range
+from shardwise.optim.codes import NEAREST, CodeBook, Range, share_of
 from shardwise.optim.forms import STEP, Form, OwnStates
 from shardwise.optim.moments import CODES, MOMENTS, SCALES, Rates, Scratch, Update, agree_on_scales
 
 #: Tensors with fewer elements keep moments in fp32.
 SMALLEST = 4096
+#: Parameters that miss gradients are at other steps than others, and need other codes.
+_BOOKS = 8
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,7 +69,7 @@ class AdamW8bit(OwnStates):
         weight_decay: float = 1e-2,
     ) -> None:
         self._plans: dict[Tensor, _Plan] = {}
-        self._books: dict[torch.device, tuple[CodeBook, CodeBook]] = {}
+        self._books: dict[tuple[Range, torch.device, float], CodeBook] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
@@ -154,9 +156,10 @@ class AdamW8bit(OwnStates):
             state[STEP] += 1
             device = dtensor.plain(param).device
             if device not in scratch:
-                scratch[device] = Scratch(device, self._books_on(device))
+                scratch[device] = Scratch(device)
             rates = Rates.of(group, state[STEP])
-            update = Update(param, state, plan.blocks, rates, scratch[device])
+            books = self._books_of(state[STEP], device)
+            update = Update(param, state, plan.blocks, rates, books, scratch[device])
             if plan.blocks is not None and plan.blocks.shared_over:
                 together.append(update)
             else:
@@ -165,10 +168,17 @@ class AdamW8bit(OwnStates):
         for update in together:
             update.apply()
 
-    def _books_on(self, device: torch.device) -> tuple[CodeBook, CodeBook]:
-        if device not in self._books:
-            self._books[device] = CodeBook(Range.SIGNED, device), CodeBook(Range.UNSIGNED, device)
-        return self._books[device]
+    def _books_of(self, step: Tensor, device: torch.device) -> tuple[CodeBook, CodeBook]:
+        share = share_of(step.item()) if fake.has_values(step) else NEAREST
+        return self._book(Range.SIGNED, device, NEAREST), self._book(Range.UNSIGNED, device, share)
+
+    def _book(self, numbers: Range, device: torch.device, share: float) -> CodeBook:
+        key = (numbers, device, share)
+        if key not in self._books:
+            if len(self._books) == _BOOKS:
+                del self._books[next(iter(self._books))]  # the oldest
+            self._books[key] = CodeBook(numbers, device, share)
+        return self._books[key]
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

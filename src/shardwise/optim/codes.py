@@ -1,28 +1,36 @@
-"""Codes of eight bits: which numbers from -1 or 0 to 1 they stand for, and the nearest one.
+"""Codes of eight bits: which numbers from -1 or 0 to 1 they stand for, and rounding.
 
 The values are those of dynamic tree quantization (Dettmers, arXiv 1511.04561) as 8-bit optimizers
 have them (Dettmers et al., arXiv 2110.02861): seven decades, each with twice as many values, evenly
 spaced, as the decade below.
 
-The nearest code is found without a search. The bits of a float, read as an integer, grow with its
-value, so the upper 16 bits divide all floats into cells. No cell has parts nearest to three codes,
-and a table says of each cell which code it begins with, and where the next one takes over.
+A number between two codes becomes one of them: the nearer one, or the upper one if it is more than
+some share of the way up. A second moment changes by a thousandth of itself in a step, which is less
+than half of the way to the next code. Rounded to the nearest, most would never change, and would
+stay too small. With shares spread evenly over the steps, as :func:`share_of` gives them, it becomes
+the upper code as often as it should, and is right on average.
+
+The code is found without a search. The bits of a float, read as an integer, grow with its value, so
+the upper 16 bits divide all floats into cells. No cell has parts of three codes, and a table says
+of each cell which code it begins with, and where the next one takes over.
 """
 
 from __future__ import annotations
 
-import bisect
 import enum
 import functools
-import itertools
 import struct
 
 import torch
 
+from shardwise._torch import fake
+
 CODES = 256
+#: The share with which the nearest code is taken.
+NEAREST = 0.5
 _DECADES = 7
+_GOLDEN = (5**0.5 - 1) / 2
 _CELL_BITS = 16  # of the 32 of a float
-_CELLS = 1 << _CELL_BITS
 _SIGN = 1 << 31
 _LOW = (1 << (32 - _CELL_BITS)) - 1
 
@@ -32,6 +40,10 @@ class Range(enum.Enum):
 
     SIGNED = "from -1 to 1"
     UNSIGNED = "from 0 to 1"
+
+
+# Numbers from 0 to 1 have the first of the cells.
+_CELLS = {Range.SIGNED: 1 << _CELL_BITS, Range.UNSIGNED: 1 << (_CELL_BITS - 2)}
 
 
 @functools.cache
@@ -51,22 +63,38 @@ def values(numbers: Range) -> tuple[float, ...]:
     return tuple(_float32(value) for value in sorted(found))
 
 
+def share_of(step: float) -> float:
+    """The share from which on second moments are rounded up in a step.
+
+    Multiples of the golden ratio, modulo 1, are spread evenly however many there are.
+
+    Args:
+        step: the number of the step, from 1.
+    """
+    return step * _GOLDEN % 1.0
+
+
 class CodeBook:
     """The codes of a range on a device.
 
     Args:
         numbers: the range.
         device: where tensors are encoded and decoded.
+        share: of the way from a code to the next one, between 0 and 1. Numbers from there on become
+            the next one.
     """
 
-    def __init__(self, numbers: Range, device: torch.device) -> None:
+    def __init__(self, numbers: Range, device: torch.device, share: float = NEAREST) -> None:
         self._is_signed = numbers is Range.SIGNED
         self._values = torch.tensor(values(numbers), dtype=torch.float32, device=device)
-        self._table = torch.tensor(_table(numbers), dtype=torch.int32, device=device)
+        if fake.has_values(self._values):
+            self._table = _table(numbers, share).to(device)
+        else:  # in a rehearsal
+            self._table = torch.empty(_CELLS[numbers], dtype=torch.int32, device=device)
         # As tensors, numbers need not be converted each time.
         self._sign_shift, self._cell_shift, self._magnitude, self._cell = (
             torch.tensor(number, dtype=torch.int32)
-            for number in (31, 32 - _CELL_BITS, _SIGN - 1, _CELLS - 1)
+            for number in (31, 32 - _CELL_BITS, _SIGN - 1, _CELLS[numbers] - 1)
         )
 
     def decode(self, codes: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
@@ -83,9 +111,10 @@ class CodeBook:
     def encode(
         self, numbers: torch.Tensor, index: torch.Tensor, work: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Write the code nearest to each number; of two that are as near, the larger.
+        """Write the code of each number.
 
-        Nothing but zero becomes the code of zero in the unsigned range: second moments divide.
+        In the unsigned range, nothing but zero becomes the code of zero: second moments divide. And
+        nothing but 1, the largest of a block, becomes the code of 1.
 
         Args:
             numbers: float32, contiguous, in the range. They are overwritten.
@@ -103,46 +132,48 @@ class CodeBook:
         out.copy_(work.add_(keys).bitwise_right_shift_(self._cell_shift))
 
 
-@functools.cache
-def _table(numbers: Range) -> tuple[int, ...]:
+def _table(numbers: Range, share: float) -> torch.Tensor:
     """For each cell, what is added to a key of it so that the upper bits of the sum are the code.
 
     A key of the cell is ``(cell << 16) + low``. The first term is taken off, the code put in its
     place, and a carry out of the lower bits makes it the next code.
     """
-    starts = _first_keys(numbers)
-    table = []
-    for at in range(_CELLS):
-        cell = at if at < _CELLS // 2 else at - _CELLS  # the upper half of keys is negative
-        first = cell << (32 - _CELL_BITS)
-        code = bisect.bisect_right(starts, first)
-        inside = starts[code : bisect.bisect_right(starts, first + _LOW)]
-        assert len(inside) <= 1, f"cell {cell} has {len(inside) + 1} codes"
-        carry = (_LOW + 1 - (inside[0] & _LOW)) if inside else 0
-        entry = (code << (32 - _CELL_BITS)) + carry - first
-        table.append(min(entry, _SIGN - 1))  # the last ones are of NaN
-    return tuple(table)
+    starts = _first_keys(numbers, share)
+    count = _CELLS[numbers]
+    lowest = -count // 2 if numbers is Range.SIGNED else 0
+    at = (starts >> (32 - _CELL_BITS)) - lowest
+    begins, carry = torch.zeros(2, count, dtype=torch.int64)
+    begins[at] = 1
+    assert int(begins.sum()) == len(starts), "a cell has parts of three codes"
+    carry[at] = _LOW + 1 - (starts & _LOW)
+    first = torch.arange(lowest, lowest + count) << (32 - _CELL_BITS)
+    code = begins.cumsum(0) - begins  # at the beginning of the cell
+    entry: torch.Tensor = (code << (32 - _CELL_BITS)) + carry - first
+    # Those of NaN are too large. Negative cells come last: as bits, they have no sign.
+    return entry.clamp(max=_SIGN - 1).int().roll(lowest)
 
 
-def _first_keys(numbers: Range) -> list[int]:
-    """The key of the smallest number that each code but the first is nearest to."""
-    found = []
-    known = values(numbers)
-    for lower, upper in itertools.pairwise(known):
-        middle = (lower + upper) / 2  # exact: Python's floats have twice as many bits
-        key = _key(middle)
-        found.append(key if _float32(middle) >= middle else key + 1)
+def _first_keys(numbers: Range, share: float) -> torch.Tensor:
+    """The key of the smallest number that is encoded as each code but the first; int64."""
+    known = torch.tensor(values(numbers), dtype=torch.float64)
+    wanted = known[:-1] + (known[1:] - known[:-1]) * share
     if numbers is Range.UNSIGNED:
-        found[0] = _key(0.0) + 1
-    return found
+        wanted[0] = 0.0
+        wanted[-1] = 1.0  # else a cell near it might have three codes
+    nearest = wanted.float()
+    keys = _keys(nearest)
+    keys[nearest.double() < wanted] += 1
+    if numbers is Range.UNSIGNED:
+        keys[0] += 1
+    return keys
+
+
+def _keys(numbers: torch.Tensor) -> torch.Tensor:
+    """The bits of float32 numbers as integers that grow with them; int64."""
+    bits = numbers.view(torch.int32).long()
+    return torch.where(bits >= 0, bits, bits ^ (_SIGN - 1))
 
 
 def _float32(value: float) -> float:
     found: float = struct.unpack("<f", struct.pack("<f", value))[0]
     return found
-
-
-def _key(value: float) -> int:
-    """The bits of a float32 as a signed integer that grows with the value."""
-    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
-    return bits if bits >= 0 else bits ^ (_SIGN - 1)

@@ -76,16 +76,13 @@ class Scratch:
 
     Args:
         device: the device.
-        books: codes of the first moment, and of the second one.
 
     Attributes:
-        books: the same.
         size: the most elements of a tile.
     """
 
-    def __init__(self, device: torch.device, books: tuple[CodeBook, CodeBook]) -> None:
+    def __init__(self, device: torch.device) -> None:
         on_host = device.type == devices.CPU.type
-        self.books = books
         self.size = AT_ONCE * torch.get_num_threads() if on_host else AT_ONCE_ON_DEVICE
         self._floats = [torch.empty(self.size, device=device) for _ in range(4)]
         self._index = torch.empty(self.size, dtype=torch.int64, device=device)
@@ -126,6 +123,7 @@ class Update:
         state: its state, with the names of :data:`MOMENTS`, or of :data:`CODES` and :data:`SCALES`.
         blocks: the blocks of the moments; ``None`` if they are in fp32.
         rates: the factors of the step.
+        books: codes of the first moment, and of the second one.
         scratch: memory to work in.
 
     Attributes:
@@ -139,9 +137,10 @@ class Update:
         state: Mapping[str, Tensor],
         blocks: Blocks | None,
         rates: Rates,
+        books: tuple[CodeBook, CodeBook],
         scratch: Scratch,
     ) -> None:
-        self._blocks, self._rates, self._scratch = blocks, rates, scratch
+        self._blocks, self._rates, self._books, self._scratch = blocks, rates, books, scratch
         local = dtensor.plain(param).detach()
         # Without blocks, a tensor is one row that may be divided anywhere.
         rows, columns = (blocks.rows, blocks.columns) if blocks else (1, local.numel())
@@ -188,7 +187,7 @@ class Update:
                 self._moments,
                 (work.first, work.second),
                 scales,
-                self._scratch.books,
+                self._books,
                 self._scales,
                 strict=True,
             ):
@@ -216,7 +215,7 @@ class Update:
         for code, scale, book, beta, out in zip(
             codes,
             self._scales,
-            self._scratch.books,
+            self._books,
             self._rates.betas,
             (work.first, work.second),
             strict=True,

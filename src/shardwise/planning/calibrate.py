@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import re
+import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -207,20 +208,22 @@ class Calibration:
         """Read the file.
 
         Raises:
-            MachineError: it is damaged, or cannot be read.
+            MachineError: it is damaged, of another version, or cannot be read.
         """
         try:
             content = read_small(path, _MOST, Links.FOLLOW)
-            return cls._of(Fields(parse(content, path.name), path.name))
+            fields = Fields(parse(content, path.name), path.name)
+            version = fields.number("version", 1)
+            if version != _VERSION:
+                expected = f"version {_VERSION}: run `shardwise calibrate` again"
+                raise MachineError(str(path), f"version {version}", expected)
+            return cls._of(fields)
         except CheckpointError as error:
-            raise MachineError(str(path), error, "what `shardwise calibrate` writes") from None
+            expected = "what `shardwise calibrate` writes: run it again"
+            raise MachineError(str(path), f"a damaged file ({error})", expected) from None
 
     @classmethod
     def _of(cls, fields: Fields) -> Self:
-        version = fields.number("version", 1)
-        if version != _VERSION:
-            expected = f"{_VERSION}: run `shardwise calibrate` again"
-            refuse(f"{fields.where}, 'version'", version, expected)
         measured = tuple(
             _measured_of(Fields(each, f"{fields.where}, measured"))
             for each in fields.items("measured", 100)
@@ -371,7 +374,10 @@ def stored() -> Calibration | None:
     now = (processor(), cores(), torch.__version__)
     then = (found.processor, found.cores, found.torch)
     if now != then:
-        was, is_now = (f"{name}, {count} cores, torch {v}" for name, count, v in (then, now))
+        was, is_now = (
+            f"{name}, {count} core{'' if count == 1 else 's'}, torch {v}"
+            for name, count, v in (then, now)
+        )
         raise MachineError(str(path), was, f"{is_now}: run `shardwise calibrate` again")
     return found
 
@@ -392,6 +398,25 @@ def cores() -> int:
 
 
 # -- measuring -------------------------------------------------------------------------------------
+
+
+def seconds_of_others() -> float:
+    """Return how long processors have worked for other programs; 0 where that is unknown.
+
+    Counted are all programs but this process and its children that have ended, in seconds of a
+    processor since the machine was started.
+
+    Source: ``proc_stat(5)``.
+    """
+    try:
+        with open("/proc/stat") as stat:
+            ticks = [int(word) for word in stat.readline().split()[1:8]]
+    except (OSError, ValueError):
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq = ticks
+    every = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return every - sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def measure_machine(

@@ -42,7 +42,7 @@ from shardwise.recipes.text.config import LmConfig, LmInputs
 from shardwise.recipes.text.conversations import check_apart
 from shardwise.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
 from shardwise.recipes.text.generate import Sampling, generate_tokens
-from shardwise.recipes.text.lora import Frozen
+from shardwise.recipes.text.lora import Frozen, decided, frozen_bytes
 from shardwise.recipes.text.packing import Packing
 from shardwise.units import printable
 
@@ -211,7 +211,11 @@ def example(config: LmConfig) -> Example:
     def batch(count: int) -> torch.Tensor:
         return torch.zeros(count, config.seq_length + 1, dtype=torch.long)
 
-    return Example(batch=batch, loss=next_token_loss, seq_length=config.seq_length)
+    def keeps(model: nn.Module, free: int) -> bool:
+        needed = frozen_bytes(model, config.train.sharding.compute_dtype)
+        return config.lora is not None and decided(config.frozen, needed, free) is Frozen.KEEP
+
+    return Example(batch=batch, loss=next_token_loss, seq_length=config.seq_length, keeps=keeps)
 
 
 def _finish(

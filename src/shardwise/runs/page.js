@@ -161,6 +161,9 @@
     return found.length ? Math.min(...found) : null;
   }
 
+  // Resident memory of a CPU has the interpreter and its libraries in it, too.
+  const planned = run => session(run).device === "cpu" ? "tensors in the plan" : "plan";
+
   function tiles(run) {
     const l = run.latest, s = speed(run), peak = peakOf(run.plan), shown = [];
     const add = (label, text) => shown.push(h("div", { class: "tile" }, h("span", {}, label), h("b", {}, text)));
@@ -168,7 +171,7 @@
     if ("validation_loss" in l) add("validation loss", brief(l.validation_loss));
     if (s) add(s.replace("_per_s", "/s"), brief(l[s]));
     if (isNumber(l.mfu)) add("MFU", percent(l.mfu));
-    if (isNumber(l.memory_mib)) add(peak ? `memory, plan ${bytes(peak)}` : "memory of a rank", mebibytes(l.memory_mib));
+    if (isNumber(l.memory_mib)) add(peak ? `memory, ${planned(run)} ${bytes(peak)}` : "memory of a rank", mebibytes(l.memory_mib));
     add("gradient norm", brief(l.grad_norm));
     add("learning rate", brief(l.lr));
     if (isNumber(l.epoch)) add("epochs", brief(l.epoch));
@@ -276,10 +279,12 @@
       const valid = name === "loss" ? run.curves.values.validation_loss : null;
       if (valid) lines.push({ label: several() ? `${label}, validation` : "validation", steps, values: valid.mean, tint: several() ? tint : "--c1", kind: "dots" });
       const peak = name === "memory_mib" && !several() ? peakOf(run.plan) : null;
-      if (peak) lines.push({ label: "plan", steps, values: steps.map(() => peak / 2 ** 20), tint: "--c4", kind: "dashed" });
+      if (peak) lines.push({ label: planned(run), steps, values: steps.map(() => peak / 2 ** 20), tint: "--c4", kind: "dashed" });
     });
     return lines;
   }
+
+  const WHOLE = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map(each => each * 10 ** power)).flat();  // between ticks of steps
 
   function optionsOf(name, lines, chart) {
     const shown = own(SHOWN, name) || brief;
@@ -298,7 +303,7 @@
     return {
       width: Math.max(200, chart.box.clientWidth), height: 230,
       scales: { x: { time: false }, y: chart.log ? { distr: 3 } : name === "memory_mib" || name.endsWith("_per_s") || name === "mfu" ? { range: (u, low, high) => uPlot.rangeNum(Math.min(0, low), high, 0.1, true) } : {} },
-      axes: [axis, { ...axis, size: 62, values: (u, ticks) => ticks.map(v => v === null ? "" : name === "memory_mib" ? mebibytes(v) : name === "mfu" ? percent(v) : Math.abs(v) >= 10000 ? count(v) : brief(v)) }],
+      axes: [{ ...axis, incrs: WHOLE }, { ...axis, size: name === "memory_mib" ? 72 : 62, values: (u, ticks) => ticks.map(v => v === null ? "" : name === "memory_mib" ? mebibytes(v) : name === "mfu" ? percent(v) : Math.abs(v) >= 10000 ? count(v) : brief(v)) }],
       series: [{ label: "step", value: (u, v, at, i) => grouped(i === null ? newest(u.data[0]) : v) }, ...series],
       bands: edge < 0 ? [] : [{ series: [edge + 1, edge + 2], fill: color(lines[edge].tint, 0.22) }],
       cursor: { sync: { key: "steps" }, y: false, drag: { x: true, y: false } },

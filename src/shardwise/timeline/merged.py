@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from shardwise import units
 from shardwise.checkpoint.disk.strict import Fields, refuse
 from shardwise.observe import Activity
 from shardwise.planning.clock import Span as Predicted
@@ -55,18 +56,18 @@ class Timeline:
             return "no step was recorded"
         waiting = step.part(Part.WAIT)
         words = [
-            f"a step takes {brief_time(step.seconds)}",
+            f"a step takes {units.seconds(step.seconds)}",
             f"{_share(waiting, step)} of it waiting",
         ]
         if len(step.ranks) > 1:
             waited = step.waited_for(slow := step.slowest)
             words.append(
-                f"rank {slow} is the slowest: others wait {brief_time(waited)} for it"
+                f"rank {slow} is the slowest: others wait {units.seconds(waited)} for it"
                 if waited > 0
                 else f"rank {slow} is the slowest"
             )
         if self.prediction is not None:
-            words.append(f"{brief_time(self.prediction.seconds)} were predicted")
+            words.append(f"{units.seconds(self.prediction.seconds)} were predicted")
         return ", ".join(words)
 
     def to_json(self) -> dict[str, Any]:
@@ -143,8 +144,3 @@ def prediction_from_json(value: Any, where: str) -> StepTime:
 
 def _share(seconds: float, step: StepOfAll) -> str:
     return f"{100 * seconds / step.seconds:.0f} %" if step.seconds else "0 %"
-
-
-def brief_time(seconds: float) -> str:
-    """Return a time in words, in seconds or milliseconds."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -15,6 +15,7 @@
   const style = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name);
   const clock = us => us >= 1e6 ? (us / 1e6).toFixed(3) + " s"
     : us >= 1000 ? (us / 1000).toFixed(us >= 1e5 ? 1 : 2) + " ms" : Math.round(us) + " µs";
+  const tickText = us => us ? clock(us).replace(/(\.\d*?)0+ /, "$1 ").replace(". ", " ") : "0";
 
   function choose(number) {
     step = data.steps.find(s => s.number === number) || data.steps[data.steps.length - 1];
@@ -83,7 +84,7 @@
       const x = left + (at - from) * per;
       pen.fillStyle = rule; pen.fillRect(x, TOP - 4, 1, height);
       pen.fillStyle = soft;
-      if (x + 60 < width) pen.fillText(clock(at), x + 3, TOP / 2);
+      if (x + 60 < width) pen.fillText(tickText(at), x + 3, TOP / 2);
     }
   }
 

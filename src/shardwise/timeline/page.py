@@ -13,13 +13,13 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from shardwise import units
 from shardwise.observe import Activity
 from shardwise.planning.clock import StepTime
-from shardwise.timeline.merged import Timeline, brief_time
+from shardwise.timeline.merged import Timeline
 from shardwise.timeline.rank import COLLECTIVES, RankTimeline, Span
 from shardwise.timeline.steps import Part, StepOfAll, StepOfRank
 from shardwise.timeline.trace import nested
-from shardwise.units import brief_size
 
 #: What a page has in detail at most: more is slow to draw. The rest is in the trace.
 MOST_SPANS, MOST_RANKS, MOST_STEPS = 60_000, 32, 8
@@ -95,7 +95,7 @@ def _head(timeline: Timeline, steps: Sequence[StepOfAll]) -> Iterator[str]:
         facts.append(f"the last {len(steps)} are shown")
     off = max((rank.uncertainty for rank in timeline.ranks), default=0.0)
     if off:
-        facts.append(f"clocks of hosts agree within {brief_time(off)}")
+        facts.append(f"clocks of hosts agree within {units.seconds(off)}")
     yield _escape(" · ".join(facts))
     yield "</p>"
     if timeline.missing:
@@ -132,7 +132,7 @@ def _steps(
     for step in steps:
         yield (
             f'<th scope="col"><a href="#detail" data-step="{step.number}">step {step.number}</a> '
-            f"{brief_time(step.seconds)}</th>"
+            f"{units.seconds(step.seconds)}</th>"
         )
     yield "</tr></thead><tbody>"
     if told is not None:
@@ -153,7 +153,7 @@ def _steps(
 
 def _cell(mine: StepOfRank, step: StepOfAll, longest: float) -> str:
     waiting = mine.parts[Part.WAIT]
-    words = f"waits {brief_time(waiting)}" if waiting else "no waits"
+    words = f"waits {units.seconds(waiting)}" if waiting else "no waits"
     mark = ' <b class="slowest">slowest</b>' if mine.rank == _waited_for(step) else ""
     return f"{_bar(mine.parts, longest)}<small>{words}{mark}</small>"
 
@@ -182,13 +182,13 @@ def _bar(parts: Any, longest: float) -> str:
         width = 100 * seconds / longest if longest else 0.0
         if width <= 0:
             continue
-        title = f"{_MEANING[part]}: {brief_time(seconds)}"
+        title = f"{_MEANING[part]}: {units.seconds(seconds)}"
         pieces.append(
             f'<rect class="{part.name.lower()}" x="{at:.3f}" width="{width:.3f}" height="10">'
             f"<title>{title}</title></rect>"
         )
         at += width
-    label = ", ".join(f"{_MEANING[p]} {brief_time(s)}" for p, s in parts.items() if s)
+    label = ", ".join(f"{_MEANING[p]} {units.seconds(s)}" for p, s in parts.items() if s)
     return (
         '<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" role="img" '
         f'aria-label="{label}">{"".join(pieces)}</svg>'
@@ -201,7 +201,7 @@ def _detail(steps: Sequence[StepOfAll], ranks: Sequence[RankTimeline]) -> Iterat
     yield '<section id="detail"><h2>One step in detail</h2><p class="controls">'
     yield '<label>Step <select id="step">'
     for step in steps:
-        yield f'<option value="{step.number}">{step.number}, {brief_time(step.seconds)}</option>'
+        yield f'<option value="{step.number}">{step.number}, {units.seconds(step.seconds)}</option>'
     yield "</select></label>"
     for name, label in (("in", "Zoom in"), ("out", "Zoom out"), ("all", "Whole step")):
         yield f'<button type="button" data-zoom="{name}">{label}</button>'
@@ -232,7 +232,7 @@ def _waits(timeline: Timeline) -> Iterator[str]:
                 str(rank),
                 wait.name or "a collective of the program",
                 wait.dimension or "all ranks",
-                brief_time(seconds),
+                units.seconds(seconds),
                 "bytes under way" if wait.peer is None else f"rank {wait.peer}, which came late",
             )
             for seconds, rank, wait in rows
@@ -260,7 +260,10 @@ def _memory(timeline: Timeline) -> Iterator[str]:
     )
     yield from _table(
         ("rank", *(kind.value.replace("_", " ") for kind in kinds)),
-        [(str(rank), *(brief_size(most.get(kind, 0)) for kind in kinds)) for rank, most in rows],
+        [
+            (str(rank), *(units.brief_size(most.get(kind, 0)) for kind in kinds))
+            for rank, most in rows
+        ],
     )
     yield "</section>"
 
@@ -375,7 +378,7 @@ def _about(span: Span) -> str:
     if span.activity is Activity.PEER:
         words = [f"wait for rank {span.name}"]
     if span.nbytes:
-        words.append(brief_size(span.nbytes))
+        words.append(units.brief_size(span.nbytes))
         if span.seconds > 0:
             words.append(f"{span.nbytes / span.seconds / 1e9:.3g} GB/s")
     if span.transport:

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise import devices
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.errors import CheckpointError
+from shardwise.recipes import lm
 from shardwise.recipes.core.config import Existing, OptionError, Precision
+from shardwise.recipes.core.plan import plan_training
 from shardwise.recipes.text.config import LmConfig
 from shardwise.recipes.text.lora import Frozen, LoraSettings, fingerprint, parse_lora
 from shardwise.recipes.text.packing import Packing
@@ -66,6 +69,31 @@ def test_two_ranks_have_the_losses_of_peft_bit_for_bit(
     for config in configs:
         expected = plain_losses(config, 2, chat_batches(config, 2))
         assert [loss for _, loss, _ in losses(config)] == expected, config.train.output.out.name
+
+
+@pytest.mark.parametrize(
+    ("frozen", "free", "is_kept"),
+    [
+        (Frozen.KEEP, 1, True),
+        (Frozen.GATHER, 1 << 40, False),
+        (None, 1 << 40, True),
+        (None, 1, False),
+    ],
+)
+def test_a_plan_gathers_frozen_parameters_as_often_as_the_training(
+    tmp_path: Path,
+    published: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    frozen: Frozen | None,
+    free: int,
+    is_kept: bool,
+) -> None:
+    monkeypatch.setattr(devices, "free_memory", lambda device: free)
+    config = adapting(tmp_path, published, "run", frozen=frozen)
+    plan = plan_training(lm.blueprint(config), config.train, lm.example(config), World(0, 2, 0, 2))
+    gathers = sum(each.calls for each in plan.traffic if each.collective == "all-gather")
+    layers = config.settings()["num_hidden_layers"]
+    assert gathers == (1 if is_kept else 2) * layers + 1, "the rest of the model is always kept"
 
 
 def test_four_ranks_have_them_within_rounding(

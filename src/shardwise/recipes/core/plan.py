@@ -75,6 +75,11 @@ def plan_training(
     """
     device, machine = _machine_for(config, world)
     settings = settings_for(config, example, world)
+    free = devices.free_memory(device)
+    if device.type == devices.CPU.type:
+        free //= world.local_size
+    if example.keeps(blueprint.model, free):
+        settings = replace(settings, reshard_after_forward=False)
     if machine is None and device.type != devices.CPU.type:
         # No times are known, but the device is here: it says what is free.
         own = devices.backends_for(device).rpartition(":")[2]

@@ -119,6 +119,12 @@ class Recipe:
 PLAN_FILE = "SHARDWISE_PLAN_FILE"
 
 
+def as_the_strategy_says(model: nn.Module, free: int) -> bool:
+    """Keep nothing, as most recipes do."""
+    del model, free
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Example:
     """The batches and the loss of a training, for a plan.
@@ -127,11 +133,14 @@ class Example:
         batch: makes a batch of so many examples, without values that matter.
         loss: the loss of the model on a batch.
         seq_length: tokens of an example; ``None``: it has none.
+        keeps: whether full parameters of a model stay in memory between forward and backward
+            whatever the strategy says, where so many bytes are free for each rank.
     """
 
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], torch.Tensor]
     seq_length: int | None = None
+    keeps: Callable[[nn.Module, int], bool] = as_the_strategy_says
 
 
 @dataclass(frozen=True, kw_only=True)

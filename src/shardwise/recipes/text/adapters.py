@@ -22,7 +22,7 @@ from shardwise.recipes.core.checkpointing import on_rank_zero
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.recipe import Place
 from shardwise.recipes.text.config import LmConfig
-from shardwise.recipes.text.lora import Frozen, parse_lora
+from shardwise.recipes.text.lora import Frozen, decided, frozen_bytes, parse_lora
 from shardwise.transport.peers import Peers
 from shardwise.units import brief_size
 
@@ -67,9 +67,8 @@ class Adapters:
         Returns:
             What was decided, and a line that says so.
         """
-        itemsize = 2 if self._config.train.sharding.compute_dtype.value == "bf16" else 4
-        frozen = sum(p.numel() for p in self._model.parameters() if not p.requires_grad)
-        needed, free = frozen * itemsize, devices.free_memory(place.device)
+        needed = frozen_bytes(self._model, self._config.train.sharding.compute_dtype)
+        free = devices.free_memory(place.device)
         if place.device.type == "cpu":
             free //= place.world.local_size
         asked = self._config.frozen
@@ -77,7 +76,7 @@ class Adapters:
             return Frozen.KEEP, f"{brief_size(needed)} stay in memory, by --strategy"
         if asked is None:
             least = min(Peers().gather_objects(free, "the comparison of free memory"))
-            asked = Frozen.KEEP if 2 * needed <= least else Frozen.GATHER
+            asked = decided(asked, needed, least)
             why = f", as {brief_size(least)} are free" if least else ""
         else:
             why = ", as --frozen says"

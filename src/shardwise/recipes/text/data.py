@@ -147,7 +147,7 @@ class TextData:
     def summary(self) -> str:
         """How much there is, for people."""
         files = "file" if self.files == 1 else "files"
-        return f"{self.name}, {len(self.train)} tokens in {self.files} {files}"
+        return f"{self.name}, {len(self.train):,} tokens in {self.files:,} {files}"
 
     def facts(self) -> dict[str, Any]:
         """Return the data's part of ``run.json``."""

@@ -8,10 +8,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from shardwise.recipes.core.config import OptionError
+from shardwise.recipes.core.config import OptionError, Precision
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ALL_LINEAR = "all-linear"
 
@@ -25,6 +29,25 @@ class Frozen(enum.Enum):
 
     KEEP = "keep"
     GATHER = "gather"
+
+
+def decided(asked: Frozen | None, needed: int, free: int) -> Frozen:
+    """What happens to frozen parameters: what was asked for, or else what memory allows.
+
+    Args:
+        asked: ``--frozen``.
+        needed: bytes of all frozen parameters as they are computed with.
+        free: bytes that are free for each rank.
+    """
+    if asked is not None:
+        return asked
+    return Frozen.KEEP if 2 * needed <= free else Frozen.GATHER
+
+
+def frozen_bytes(model: nn.Module, compute: Precision) -> int:
+    """The bytes of all frozen parameters of a model as they are computed with."""
+    itemsize = 2 if compute is Precision.BF16 else 4
+    return itemsize * sum(p.numel() for p in model.parameters() if not p.requires_grad)
 
 
 @dataclass(frozen=True, kw_only=True)
