@@ -23,7 +23,13 @@ HOST_ONLY = {
     "checkpoint/ranks/xla.py": "reads files into the memory of the host",
     "checkpoint/ranks/subclasses.py": "puts together what was read into the memory of the host",
     "optim/adamw8bit.py": "works on the stream of the step alone",
+    "optim/codes.py": "works on the stream of the step alone",
+    "optim/factored.py": "works on the stream of the step, where its all-reduces run too",
+    "optim/forms.py": "makes states on the stream of the step, or on the host",
+    "optim/lion.py": "works on the stream of the step alone",
     "optim/moments.py": "works on the stream of the step, where its all-reduces run too",
+    "optim/offloaded/masters.py": "works on the stream of the step alone",
+    "optim/sums.py": "works on the stream of the step, where its all-reduces run too",
 }
 
 #: By place: the scenario that reports a race, or an error, without it.
@@ -191,6 +197,18 @@ SEEN = {
     "torch.empty(sum(_sizes(by_rank)), dtype=task.dtype, device=task.device)": "muon",
     "transport/all_to_all.py AllToAll.exchange_numbers: "
     "self.start_uneven(sent, ones, received, ones, label).wait()": "muon",
+    # States on the host.
+    "optim/offloaded/stores.py HostStore._start: computing.record_event()": "offload_states",
+    "optim/offloaded/stores.py HostStore._start: "
+    "self._stream.wait_event(computing.record_event())": "offload_states",
+    "optim/offloaded/stores.py HostStore._start: self._stream.record_event()": "offload_states",
+    "optim/offloaded/stores.py HostStore.fetch: "
+    "devices.current_stream(self._device).wait_event(copied)": "offload_states",
+    "optim/offloaded/stores.py HostStore.make_block: "
+    "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": "offload_states",
+    "optim/offloaded/stores.py HostStore.put: copied.synchronize()": "offload_states",
+    "optim/offloaded/states.py OffloadedStates.make_entry: "
+    "self._store.allocate(form.nbytes)": "offload_states",
     # Checkpoints.
     "checkpoint/ranks/saving.py copies: devices.synchronize(device)": "async_save",
     "devices.py synchronize: torch.accelerator.synchronize(device)": "async_save",
@@ -230,6 +248,18 @@ UNSEEN = {
     ),
     "sharding/grad.py NormParts.total: torch.zeros(())": _HOST,
     "sharding/state.py Root._end_step: stepper.finish()": _STEPPED,
+    "devices.py host_memory: "
+    "torch.empty(nbytes, dtype=torch.uint8, device=CPU, pin_memory=pins(device))": _HOST,
+    "optim/offloaded/optimizer.py OffloadedOptimizer.step_part: parts.finish()": _STEPPED,
+    "optim/offloaded/optimizer.py _on_device: value.to(dtensor.plain(param).device)": _LOADED,
+    "optim/offloaded/stores.py DiskStore.allocate: self._file.allocate(nbytes)": "a file",
+    "optim/offloaded/stores.py DiskStore.make_block: "
+    "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": "the model has no disk",
+    "optim/offloaded/stores.py PlannedStore.home: "
+    'torch.empty(nbytes, dtype=torch.uint8, device="meta")': _META,
+    "optim/offloaded/stores.py PlannedStore.make_block: "
+    "torch.empty(nbytes, dtype=torch.uint8)": "it has no memory: it is for plans",
+    "optim/group_steps.py GroupSteps.finish: self._parts.finish()": _STEPPED,
     "optim/group_steps.py GroupSteps.step_rest: self.finish()": _STEPPED,
     "optim/step_in_backward.py OptimizerInBackward._end_step: self._clipping.finish()": _STEPPED,
     "optim/whole.py compute_alone: whole.contiguous()": "a copy is contiguous already",

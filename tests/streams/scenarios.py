@@ -37,7 +37,8 @@ from shardwise import devices, fully_shard
 from shardwise.checkpoint.ranks import saving, state
 from shardwise.diloco import DiLoCo, Streaming, members
 from shardwise.diloco.settings import WireFormat
-from shardwise.optim import Muon, deal, in_backward, matrices, muon_groups
+from shardwise.optim import Muon, deal, in_backward, matrices, muon_groups, offload
+from shardwise.optim.offloaded import entries, optimizer
 from shardwise.transport import select, symmetric
 from shardwise.transport.collectives import NcclTransport
 from shardwise.transport.peers import Peers
@@ -539,6 +540,40 @@ def muon_in_backward(run: Run) -> None:
             optimizer.step()
             for hook in run.after_step:
                 hook(step_number)
+
+
+# -- states on the host ---------------------------------------------------------------------------
+
+
+def _states_on_host(params: Any) -> Any:
+    """AdamW, of which the states of two blocks fit into staging memory."""
+    return offload(adamw(params), "host", staging=5 * 2 * WIDTH * WIDTH * 4)
+
+
+@scenario()
+def offload_states(run: Run) -> None:
+    net = shard(run)
+    with mock.patch.object(entries, "SMALLEST", 1024), mock.patch.object(optimizer, "_TOGETHER", 1):
+        opt = _states_on_host(net.parameters())
+        for step in range(3):
+            run_backward(net)
+            opt.step()
+            opt.zero_grad()
+            for state in opt.state_dict()["state"].values():
+                state["exp_avg"].to_local().clone()
+            for hook in run.after_step:
+                hook(step)
+
+
+@scenario()
+def offload_states_in_backward(run: Run) -> None:
+    net = shard(run)
+    with mock.patch.object(entries, "SMALLEST", 1024):
+        in_backward(net, _states_on_host)
+        for step in range(3):
+            run_backward(net)
+            for hook in run.after_step:
+                hook(step)
 
 
 # -- when things happen -------------------------------------------------------------------------

@@ -30,6 +30,7 @@ WAITS = {
     "in copy_to_host <": "gradients are copied to pageable memory, or hooks read them at once",
     "in _values <": "ranks compare which parameters they have gradients of, before a step of Muon",
     "in add_grad <": "another gradient is added to one on the host",
+    "in settle <": "states are on the host when a step returns",
     "in wait_for_offload <": "gradients are on the host when backward returns",
 }
 #: Offloading scenarios with collectives after the end of a backward, at which the host waits.

@@ -43,7 +43,7 @@ class Form:
         local = dtensor.plain(value)
         if local.layout is not torch.strided or local.is_meta or dtensor.is_wrapper(local):
             return None
-        if local.numel() * local.itemsize < SMALLEST or not _is_dense(local):
+        if local.ndim == 0 or local.nbytes < SMALLEST or not _is_dense(local):
             return None
         spec = None if local is value else dtensor.spec_of(value)
         return cls(tuple(local.shape), local.stride(), local.dtype, spec)
