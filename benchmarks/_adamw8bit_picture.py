@@ -32,7 +32,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
             _panels(above, below, model)
         figure.suptitle(f"Loss, mean of {WINDOW} steps", x=0.01, ha="left")
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False)
+        figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False)
         write(figure, path)
 
 

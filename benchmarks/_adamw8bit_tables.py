@@ -109,8 +109,8 @@ def _losses(models: list[Curves]) -> Table:
     table = Table(
         f"Loss of {steps} steps, trained on the standard library",
         [
-            *("optimizer", "parameters", "tokens a step", "learning rate"),
-            *(f"loss of the last {WINDOW}", "against fp32", "furthest from fp32"),
+            *("optimizer", "parameters", "tokens a step", "lr"),
+            *(f"loss of the last {WINDOW}", "against fp32", "furthest"),
         ],
     )
     for model in models:
