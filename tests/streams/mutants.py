@@ -207,8 +207,6 @@ SEEN = {
     "optim/offloaded/stores.py HostStore.make_block: "
     "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": "offload_states",
     "optim/offloaded/stores.py HostStore.put: copied.synchronize()": "offload_states",
-    "optim/offloaded/states.py OffloadedStates.make_entry: "
-    "self._store.allocate(form.nbytes)": "offload_states",
     # Checkpoints.
     "checkpoint/ranks/saving.py copies: devices.synchronize(device)": "async_save",
     "devices.py synchronize: torch.accelerator.synchronize(device)": "async_save",
@@ -250,6 +248,8 @@ UNSEEN = {
     "sharding/state.py Root._end_step: stepper.finish()": _STEPPED,
     "devices.py host_memory: "
     "torch.empty(nbytes, dtype=torch.uint8, device=CPU, pin_memory=pins(device))": _HOST,
+    "optim/offloaded/states.py OffloadedStates.make_entry: "
+    "self._store.allocate(form.nbytes)": _HOST,
     "optim/offloaded/optimizer.py OffloadedOptimizer.step_part: parts.finish()": _STEPPED,
     "optim/offloaded/optimizer.py _on_device: value.to(dtensor.plain(param).device)": _LOADED,
     "optim/offloaded/stores.py DiskStore.allocate: self._file.allocate(nbytes)": "a file",
