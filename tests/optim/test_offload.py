@@ -388,8 +388,9 @@ def _random_program(generator: random.Random, place: str) -> None:
                     optim.step()
                     optim.zero_grad()
                 case "c" | "r" | "h":  # states are changed, removed or replaced
-                    for state in list(optim.state.values()):
-                        _change(state, action, choose)
+                    for param in net.parameters():
+                        if param in optim.state:
+                            _change(optim.state[param], action, choose)
                 case "d":
                     saved[i] = copy.deepcopy(optim.state_dict())
                 case "l":
@@ -404,7 +405,7 @@ def _change(state: dict[str, Any], action: str, choose: random.Random) -> None:
         if choose.random() < 0.3:
             state.clear()
         return
-    for key, value in state.items():
+    for key, value in sorted(state.items()):
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
             if action == "c":
                 value.mul_(0.5)

@@ -37,7 +37,8 @@ from shardwise import devices, fully_shard
 from shardwise.checkpoint.ranks import saving, state
 from shardwise.diloco import DiLoCo, Streaming, members
 from shardwise.diloco.settings import WireFormat
-from shardwise.optim import in_backward
+from shardwise.optim import in_backward, offload
+from shardwise.optim.offloaded import entries, optimizer
 from shardwise.transport import select, symmetric
 from shardwise.transport.collectives import NcclTransport
 from shardwise.transport.peers import Peers
@@ -475,6 +476,40 @@ def _step_in_backward(run: Run, net: Any) -> None:
         assert optimizer.grad_norm is not None
         for hook in run.after_step:
             hook(step_number)
+
+
+@scenario()
+def states_offloaded(run: Run) -> None:
+    """States are on the host between steps, and groups of parameters step one after the other."""
+    _states_elsewhere(run, "host")
+
+
+@scenario()
+def states_offloaded_in_backward(run: Run) -> None:
+    _states_elsewhere_in_backward(run, "host")
+
+
+def _few_together() -> AbstractContextManager[object]:
+    """Keep the smallest states elsewhere, and step with a block of the net at a time."""
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(entries, "SMALLEST", 8))
+    stack.enter_context(mock.patch.object(optimizer, "_TOGETHER", WIDTH * WIDTH // 2))
+    return stack
+
+
+def _states_elsewhere(run: Run, to: str) -> None:
+    with _few_together():
+        train(run, shard(run), steps=4, optimizer=lambda params: offload(adamw(params), to))
+
+
+def _states_elsewhere_in_backward(run: Run, to: str) -> None:
+    with _few_together():
+        net = shard(run)
+        in_backward(net, lambda params: offload(adamw(params), to))
+        for step in range(4):
+            run_backward(net)
+            for hook in run.after_step:
+                hook(step)
 
 
 # -- when things happen -------------------------------------------------------------------------

@@ -25,6 +25,7 @@ WAITS = {
     "in clip_grad_norm_ <": "some gradients are on the host, and what scales them goes there",
     "in _local_norm <": "some gradients are on the host, and their norms go to the device",
     "in step_in_backward <": "a group that steps in backward needs its gradients on the host",
+    "in _finish_oldest <": "states of an optimizer go to the host, where others may read them",
     "in take_over_writes <": "what modules wrote to full parameters goes to shards on the host",
     "in fill <": "shards in pageable memory are copied to the device",
     "in copy_to_host <": "gradients are copied to pageable memory, or hooks read them at once",
