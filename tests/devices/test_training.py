@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from shardwise import (
     CPUOffloadPolicy,
@@ -25,6 +27,9 @@ from shardwise import (
     init_mesh,
     materialize,
 )
+from shardwise.optim import in_backward, offload
+from shardwise.optim.offloaded import entries
+from shardwise.optim.offloaded import optimizer as optimizer_of_offload
 from shardwise.wrap import ModuleWrapPolicy
 from tests.devices.device import NAME, figures
 from tests.devices.world import Block, batch, calls, loss_of, model, run_on_device
@@ -251,3 +256,59 @@ def _mesh_of(kind: str) -> Any:
 
 def test_clipping_and_what_the_device_does_not_have() -> None:
     run_on_device(_clipped, 2)
+
+
+def _optimizers(net: nn.Module, way: str, folder: Path) -> torch.optim.Optimizer:
+    def make(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=0.05, foreach=False)
+
+    to = "host" if "host" in way else f"disk:{folder}"
+    if "in backward" in way:
+        return in_backward(net, lambda params: offload(make(params), to))
+    return offload(make(net.parameters()), to)
+
+
+def _states_elsewhere(rank: int, world_size: int, folder: Path) -> None:
+    entries.SMALLEST = 8  # all states but counts of steps
+    optimizer_of_offload._TOGETHER = 20
+    reference = _sharded(model())
+    theirs = _optimizer(reference)
+    ways = ("host", "disk", "host in backward", "disk in backward")
+    nets = {way: _sharded(model()) for way in ways}
+    optimizers = {way: _optimizers(net, way, folder) for way, net in nets.items()}
+    for step in range(4):
+        for net, optimizer in [
+            (reference, theirs),
+            *zip(nets.values(), optimizers.values(), strict=True),
+        ]:
+            loss_of(net, batch(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:  # between steps, states are tensors as ever
+                for param in net.parameters():
+                    optimizer.state[param]["exp_avg"].mul_(0.5)
+            if step == 2:
+                optimizer.load_state_dict(
+                    tree_map_only(torch.Tensor, torch.clone, optimizer.state_dict())
+                )
+    for way, net in nets.items():
+        optimizer = optimizers[way]
+        for mine, other in zip(net.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(_host(mine), _host(other)), way
+            for key, value in theirs.state[other].items():
+                found = optimizer.state[mine][key]
+                assert torch.equal(_host(found), _host(value)), f"{way}: {key}"
+                if key != "step" and _host(found).numel() > 1:
+                    assert _plain(found).device.type == "cpu", f"{way}: {key}"
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _host(value: torch.Tensor) -> torch.Tensor:
+    return _plain(value.detach()).cpu()
+
+
+def test_offloaded_states_are_those_on_the_device(tmp_path: Path) -> None:
+    run_on_device(_states_elsewhere, 2, tmp_path)

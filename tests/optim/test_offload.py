@@ -6,9 +6,11 @@ import copy
 import errno
 import gc
 import os
+import pickle
 import random
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +30,7 @@ from shardwise import checkpoint
 from shardwise.diloco import DiLoCo
 from shardwise.errors import OffloadError, StepInterruptedError
 from shardwise.optim import AdamW8bit, Muon, in_backward, muon_groups, offload
-from shardwise.optim.offloaded import entries, optimizer, scratch, staging
+from shardwise.optim.offloaded import entries, masters, optimizer, scratch, staging, stores
 from shardwise.optim.offloaded.entries import Form
 from shardwise.optim.offloaded.place import Place
 from tests.harness import run_ranks
@@ -313,6 +315,217 @@ def test_however_long_a_disk_takes_nothing_is_read_before_it_is_written(
             if generator.random() < 0.3:
                 assert_same(mine, optim, other, theirs)
         assert_same(mine, optim, other, theirs)
+
+
+# -- between steps ---------------------------------------------------------------------------------
+
+
+def _between(optim: torch.optim.Optimizer, param: torch.Tensor, step: int) -> None:
+    """Do to the states of a parameter what a program may do with those of any optimizer."""
+    match step:
+        case 0:
+            optim.state[param]["exp_avg"].zero_()
+        case 1:
+            optim.state[param]["exp_avg_sq"] = torch.full_like(param, 0.25)
+        case 2:
+            optim.state[param]["of mine"] = torch.ones(7)
+        case 3:
+            del optim.state[param]["of mine"]
+        case 4:
+            optim.state[param] = {
+                key: value.clone() / 2 if key == "exp_avg" else value
+                for key, value in optim.state[param].items()
+            }
+        case 5:
+            del optim.state[param]
+        case 6:
+            optim.state.clear()
+
+
+def test_states_can_be_changed_replaced_and_removed_between_steps(tmp_path: Path) -> None:
+    mine, other = _nets()
+    optim, theirs = offload(adamw(mine.parameters()), f"disk:{tmp_path}"), adamw(other.parameters())
+    kept = []
+    for step in range(9):
+        for net, each in ((mine, optim), (other, theirs)):
+            _step(net, each, step)
+            for param in list(each.state):
+                _between(each, param, step)
+        kept.append(optim.nbytes_kept)
+    assert_same(mine, optim, other, theirs)
+    assert kept[-1] <= kept[3] * 2, "bytes that are free are used again"
+
+
+def test_whatever_a_program_does_numbers_are_those_of_the_optimizer_alone(tmp_path: Path) -> None:
+    generator = random.Random(3)
+    for _ in range(6):
+        _random_program(generator, f"disk:{tmp_path}")
+
+
+def _random_program(generator: random.Random, place: str) -> None:
+    make = OPTIMIZERS[generator.choice(list(OPTIMIZERS))]
+    nets = _nets()
+    inner = make(nets[0].parameters())
+    optims = [inner, make(nets[1].parameters())]
+    if generator.random() < 0.3:
+        for net, each in zip(nets, optims, strict=True):
+            _step(net, each, 0)
+    limit = generator.choice((1, 6 * 4096, 20 * 4096, 2**30))
+    optims[0] = offload(inner, place, staging=limit)
+    saved = [copy.deepcopy(each.state_dict()) for each in optims]
+    for step in range(10):
+        action, seed = generator.choice("sssgcrldhz"), generator.random()
+        for i, (net, optim) in enumerate(zip(nets, optims, strict=True)):
+            choose = random.Random(seed)
+            match action:
+                case "s":
+                    _step(net, optim, step)
+                case "g":  # some gradients are missing
+                    loss_of(net, torch.ones(2, WIDTH)).backward()
+                    for param in net.parameters():
+                        if choose.random() < 0.5:
+                            param.grad = None
+                    optim.step()
+                    optim.zero_grad()
+                case "c" | "r" | "h":  # states are changed, removed or replaced
+                    for param in net.parameters():
+                        if param in optim.state:
+                            _change(optim.state[param], action, choose)
+                case "d":
+                    saved[i] = copy.deepcopy(optim.state_dict())
+                case "l":
+                    optim.load_state_dict(copy.deepcopy(saved[i]))
+                case "z":
+                    optim.param_groups[0]["lr"] *= 0.5
+    assert_same(nets[0], optims[0], nets[1], optims[1])
+
+
+def _change(state: dict[str, Any], action: str, choose: random.Random) -> None:
+    if action == "r":
+        if choose.random() < 0.3:
+            state.clear()
+        return
+    for key, value in sorted(state.items()):
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
+            if action == "c":
+                value.mul_(0.5)
+            elif choose.random() < 0.5:
+                state[key] = value * 0.25
+
+
+def test_a_state_dict_of_before_a_load_can_be_loaded_again(tmp_path: Path) -> None:
+    mine, other = _nets()
+    optim = offload(adamw(mine.parameters()), f"disk:{tmp_path}")
+    _step(mine, optim, 0)
+    first, expected = optim.state_dict(), copy.deepcopy(optim.state_dict())
+    theirs = adamw(other.parameters())
+    for step in range(3):
+        _step(other, theirs, step)
+    optim.load_state_dict(theirs.state_dict())
+    _step(mine, optim, 1)
+    optim.load_state_dict(first)
+    for number, state in expected["state"].items():
+        for key, value in state.items():
+            assert torch.equal(optim.state_dict()["state"][number][key], value), key
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_waiting_for_a_disk_can_be_interrupted(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where Ctrl-C comes during a wait, states are those of the chunks that have stepped."""
+    mine, other = _nets()
+    optim, theirs = offload(adamw(mine.parameters()), f"disk:{tmp_path}"), adamw(other.parameters())
+    for net, each in ((mine, optim), (other, theirs)):
+        _step(net, each, 0)
+        each.step()  # without gradients
+    move, wait = getattr(os, call), stores._wait_for
+    is_over = threading.Event()
+    counts = iter(range(1000))
+
+    def late(*args: Any) -> int:
+        is_over.wait()
+        return int(move(*args))
+
+    def interrupted(transfers: Any) -> None:
+        if next(counts) == (3 if call == "pwritev" else 0):
+            raise KeyboardInterrupt
+        is_over.set()
+        wait(transfers)
+
+    if call == "preadv":
+        monkeypatch.setattr(os, call, late)
+    monkeypatch.setattr(stores, "_wait_for", interrupted)
+    loss_of(mine, torch.ones(2, WIDTH)).backward()
+    before = [param.detach().clone() for param in mine.parameters()]
+    with pytest.raises(KeyboardInterrupt):
+        optim.step()
+    stepped = {
+        name
+        for (name, param), old in zip(mine.named_parameters(), before, strict=True)
+        if not torch.equal(param, old)
+    }
+    assert bool(stepped) == (call == "pwritev")
+    monkeypatch.undo()
+    is_over.set()
+    loss_of(other, torch.ones(2, WIDTH)).backward()
+    for name, param in other.named_parameters():
+        if name not in stepped:
+            param.grad = None
+    theirs.step()
+    theirs.zero_grad()
+    optim.zero_grad()
+    assert_same(mine, optim, other, theirs)
+    for step in (1, 2):
+        _step(mine, optim, step)
+        _step(other, theirs, step)
+    assert_same(mine, optim, other, theirs)
+
+
+def test_states_that_are_left_half_moved_are_used_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, _ = _nets(torch.bfloat16)
+    optim = offload(adamw(net.parameters()), f"disk:{tmp_path}", masters=torch.float32)
+    _step(net, optim, 0)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(masters, "_set_memory", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        _step(net, optim, 1)
+    monkeypatch.undo()
+    with pytest.raises(OffloadError, match=r"KeyboardInterrupt while states moved.*last"):
+        optim.step()
+
+
+def test_a_fork_has_no_states(tmp_path: Path) -> None:
+    [message] = run_ranks(_fork, 1, tmp_path, backend=None)
+    assert "was forked from" in message
+
+
+def _fork(rank: int, world_size: int, folder: Path) -> str:
+    _keep_everything()
+    torch.set_num_threads(1)
+    net = nn.Linear(20, 20)
+    optim = offload(adamw(net.parameters()), f"disk:{folder}")
+    net(torch.ones(2, 20)).sum().backward()
+    optim.step()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        try:
+            optim.step()
+        except OffloadError as error:
+            os.write(writing, str(error).encode())
+        optim = None  # type: ignore[assignment]
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    optim.step()
+    return os.read(reading, 1000).decode()
 
 
 # -- masters ---------------------------------------------------------------------------------------
@@ -826,5 +1039,11 @@ def test_what_is_no_optimizer_is_refused(tmp_path: Path) -> None:
         offload(once, "host")
     with pytest.raises(TypeError, match="found Net, expected an optimizer"):
         offload(net, "host")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="cannot be copied"):
-        copy.deepcopy(once)
+    for make in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            make(once)
+    with pytest.raises(ValueError, match="LBFGS needs a closure"):
+        offload(torch.optim.LBFGS(net.parameters()), f"disk:{tmp_path}")
+    for dtype in ("float32", torch.int32, torch.complex64):
+        with pytest.raises(ValueError, match=f"found masters={dtype!r}, expected"):
+            offload(adamw(net.parameters()), "host", masters=dtype)  # type: ignore[arg-type]

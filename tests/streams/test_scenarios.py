@@ -25,12 +25,12 @@ WAITS = {
     "in clip_grad_norm_ <": "some gradients are on the host, and what scales them goes there",
     "in _local_norm <": "some gradients are on the host, and their norms go to the device",
     "in step_in_backward <": "a group that steps in backward needs its gradients on the host",
+    "in _finish_oldest <": "states of an optimizer go to the host, where others may read them",
     "in take_over_writes <": "what modules wrote to full parameters goes to shards on the host",
     "in fill <": "shards in pageable memory are copied to the device",
     "in copy_to_host <": "gradients are copied to pageable memory, or hooks read them at once",
     "in _values <": "ranks compare which parameters they have gradients of, before a step of Muon",
     "in add_grad <": "another gradient is added to one on the host",
-    "in settle <": "states are on the host when a step returns",
     "in wait_for_offload <": "gradients are on the host when backward returns",
 }
 #: Offloading scenarios with collectives after the end of a backward, at which the host waits.

@@ -6,6 +6,7 @@ else about it (states, hyperparameters, state dicts) is as ever.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -86,6 +87,12 @@ class PartialSteps:
             self._optimizer.param_groups[number].update(
                 {key: value for key, value in values.items() if before.get(key) is not value}
             )
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer computes the loss in its step, maybe several times, as LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from shardwise.optim.around import AroundOptimizer
 from shardwise.optim.clipping import ClipBy, Clipping, NonFinite
 from shardwise.optim.group_steps import GroupSteps
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
+from shardwise.optim.partial_steps import needs_closure
 from shardwise.optim_names import names_in_order, parameters_in_order
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.state import groups_of
@@ -243,8 +243,7 @@ def _check(model: nn.Module, inner: torch.optim.Optimizer, groups: Sequence[Para
             f"in_backward: found a {kind}, expected an optimizer with states of its own; pass "
             f"what in_backward returns to {kind}"
         )
-    closure = inspect.signature(inner.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(inner):
         raise ValueError(
             f"in_backward: the step of {type(inner).__name__} needs a closure, so it cannot be "
             "made by a backward; expected an optimizer that steps once for each backward"

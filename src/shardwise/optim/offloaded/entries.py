@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -64,7 +64,7 @@ class Form:
         return local if self.spec is None else dtensor.wrap_local(local, self.spec)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Entry:
     """A tensor of a state that is kept elsewhere.
 
@@ -72,11 +72,16 @@ class Entry:
         form: what it looks like.
         offset: where its bytes begin in what keeps them.
         home: the tensor there, which others see between steps.
+        shown: the tensor in the state now: ``home``, or one in staging memory.
     """
 
     form: Form
     offset: int
     home: torch.Tensor
+    shown: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shown = self.home
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ from shardwise.optim.offloaded.masters import Masters
 from shardwise.optim.offloaded.place import Medium, Place
 from shardwise.optim.offloaded.states import OffloadedStates
 from shardwise.optim.offloaded.stores import DiskStore, HostStore, Store
-from shardwise.optim.partial_steps import PartialSteps
+from shardwise.optim.partial_steps import PartialSteps, needs_closure
 from shardwise.optim_names import keys_in_order, parameters_in_order
 from shardwise.optim_states import MakesStates
 
@@ -62,7 +63,8 @@ def offload(
 
     Raises:
         TypeError: ``optimizer`` is no optimizer, or one around another.
-        ValueError: ``to`` is neither, or there are no parameters.
+        ValueError: ``to`` is neither, ``masters`` is no floating-point dtype, there are no
+            parameters, or the step of ``optimizer`` needs a closure.
         OffloadError: no file can be made in the folder.
 
     Sources: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857.
@@ -74,6 +76,16 @@ def offload(
         )
     if not parameters_in_order(optimizer):
         raise ValueError("offload: found an optimizer without parameters")
+    if needs_closure(optimizer):
+        raise ValueError(
+            f"offload: the step of {type(optimizer).__name__} needs a closure, so it cannot be "
+            "made with some parameters after others; expected an optimizer whose step does not"
+        )
+    if masters is not None and not (isinstance(masters, torch.dtype) and masters.is_floating_point):
+        raise ValueError(
+            f"offload: found masters={masters!r}, expected a floating-point dtype such as "
+            "torch.float32, or None"
+        )
     place = Place.parse(to)
     return OffloadedOptimizer(
         optimizer, place, Masters(masters), functools.partial(_store_for, place), staging
@@ -272,15 +284,15 @@ class OffloadedOptimizer(AroundOptimizer):
         except OffloadError as error:
             self._fail(error)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse: a copy would need a store of its own.
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled: a copy would need a store of its own.
 
         Raises:
             TypeError: always.
         """
         raise TypeError(
-            "an optimizer with offloaded states cannot be copied: make another with offload(), and "
-            "load_state_dict() into it"
+            "an optimizer with offloaded states cannot be copied or pickled: make another with "
+            "offload(), and load_state_dict() what state_dict() returns"
         )
 
     def _open(self) -> None:
@@ -315,19 +327,34 @@ class OffloadedOptimizer(AroundOptimizer):
         self._last = params[0]
         kept, states = self._kept, self.inner.state
         loan = None if kept is None else kept.borrow(stepping)
-        if kept is not None:
-            kept.read_ahead(self._next.get(params[0], ()))
         try:
-            lent = self._masters.lend(stepping, states)
+            if kept is not None:
+                kept.read_ahead(self._next.get(params[0], ()))
+            with self._unbroken():
+                lent = self._masters.lend(stepping, states)
             try:
                 parts.run(params, {param: each.stand_in for param, each in lent.items()})
             finally:
-                self._masters.take_back(lent, states)
+                with self._unbroken():
+                    self._masters.take_back(lent, states)
         finally:
             if kept is not None:
-                if loan is not None:
-                    kept.give_back(loan)
-                kept.keep(stepping)
+                with self._unbroken():
+                    if loan is not None:
+                        kept.give_back(loan)
+                    kept.keep(stepping)
+
+    @contextlib.contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """Note it if states are left half moved, as by Ctrl-C, so that nobody goes on with them."""
+        try:
+            yield
+        except OffloadError:
+            raise
+        except BaseException as error:
+            with contextlib.suppress(OffloadError):
+                self._fail(OffloadError(f"offload: {type(error).__name__} while states moved"))
+            raise
 
     def _check(self) -> None:
         if self._failed is not None:

@@ -61,7 +61,7 @@ class ScratchFile:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder = folder.absolute()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = _open_nameless(folder)
@@ -72,9 +72,11 @@ class ScratchFile:
             ) from error
         self._end = 0
         self._free: dict[int, list[int]] = {}  # offsets by size
+        self._maps: dict[int, weakref.ref[mmap.mmap]] = {}  # by offset
+        self._process = os.getpid()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardwise-offload")
         # Not __del__: threads still hold what they are writing.
-        self._close = weakref.finalize(self, _close, self._file, self._threads)
+        self._close = weakref.finalize(self, _close, self._file, self._threads, self._process)
 
     @property
     def nbytes(self) -> int:
@@ -106,8 +108,16 @@ class ScratchFile:
         return offset
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Give back what :meth:`allocate` returned."""
-        self._free.setdefault(nbytes, []).append(offset)
+        """Give back what :meth:`allocate` returned.
+
+        It is used again once nobody holds a tensor of :meth:`map` there: that keeps its values, as
+        in a state dict of before a load.
+        """
+        found = self._maps.pop(offset, lambda: None)()
+        if found is None:
+            self._free.setdefault(nbytes, []).append(offset)
+        else:
+            weakref.finalize(found, self._free.setdefault(nbytes, []).append, offset)
 
     def map(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return a part of the file as memory: pages come and go as they are used.
@@ -117,7 +127,9 @@ class ScratchFile:
         """
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(mmap.mmap(self._file, nbytes, offset=offset), dtype=torch.uint8)
+        found = mmap.mmap(self._file, nbytes, offset=offset)
+        self._maps[offset] = weakref.ref(found)
+        return torch.frombuffer(found, dtype=torch.uint8)
 
     def read(self, memory: torch.Tensor, runs: Sequence[Run]) -> list[Future[None]]:
         """Start to read into ``memory``, of bytes on the host."""
@@ -134,6 +146,12 @@ class ScratchFile:
         memory: torch.Tensor,
         runs: Sequence[Run],
     ) -> list[Future[None]]:
+        if os.getpid() != self._process:
+            raise OffloadError(
+                f"offload: {doing} in {self._folder} in process {os.getpid()}, which was forked "
+                f"from {self._process}: the states are those of {self._process}; make an optimizer "
+                "in this process"
+            )
         view = memoryview(cast(Any, memory.numpy()))
         return [
             self._threads.submit(
@@ -196,6 +214,7 @@ def _open_nameless(folder: Path) -> int:
     return file
 
 
-def _close(file: int, threads: ThreadPoolExecutor) -> None:
-    threads.shutdown(wait=True)
+def _close(file: int, threads: ThreadPoolExecutor, process: int) -> None:
+    if os.getpid() == process:  # a fork has no threads, and may have got their locks
+        threads.shutdown(wait=True)
     os.close(file)

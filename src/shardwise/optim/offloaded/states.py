@@ -114,23 +114,23 @@ class OffloadedStates:
         Raises:
             OffloadError: they could not be read, or others could not be written.
         """
+        params = list(params)
+        self._forget_replaced(params)
         pieces = self._pieces_of(params)
         if not pieces:
             return None
-        loan, self._ahead = self._ahead, None
-        if loan is not None and [p.entry for p in loan.pieces] != [p.entry for p in pieces]:
-            self._drop(loan)
-            loan = None
-        if loan is None:
+        ahead = self._ahead
+        if ahead is not None and [p.entry for p in ahead.pieces] != [p.entry for p in pieces]:
+            self._drop_ahead()
+        if self._ahead is None:
             while self._are_behind(pieces):
                 self._finish_oldest()
-            loan = self._fetch(pieces, self._room(_nbytes(pieces)))
-        try:
-            with observe.during(Activity.COPY, _STATES):
-                loan.moved()
-        except BaseException:
-            self._staging.release(loan.block)
-            raise
+            self._ahead = self._fetch(pieces, self._room(_nbytes(pieces)))
+        # Whoever interrupts the wait leaves a block that is still read into, and is not used again.
+        loan = self._ahead
+        with observe.during(Activity.COPY, _STATES):
+            loan.moved()
+        self._ahead = None
         self._show(loan)
         return loan
 
@@ -197,9 +197,7 @@ class OffloadedStates:
         Raises:
             OffloadError: something could not be written.
         """
-        if self._ahead is not None:
-            loan, self._ahead = self._ahead, None
-            self._drop(loan)
+        self._drop_ahead()
         while self._behind:
             self._finish_oldest()
         self._staging.clear()  # which activations may need now
@@ -234,7 +232,11 @@ class OffloadedStates:
             }
         for entry in known.values():
             self._store.free(entry.offset, entry.form.nbytes)
+        for entries in self._entries.values():
+            for entry in entries.values():
+                entry.shown = entry.home
         self._inner.state.clear()
+        known.clear()  # now that nobody sees them, their bytes can be used again
         for param, state in every.items():
             self._inner.state[param] = dict(state)
             self.keep([param])
@@ -263,7 +265,7 @@ class OffloadedStates:
         """Replace states by tensors in the block."""
         loan.views = [piece.view_of(loan.block) for piece in loan.pieces]
         for piece, view in zip(loan.pieces, loan.views, strict=True):
-            self._inner.state[piece.param][piece.key] = view
+            self._inner.state[piece.param][piece.key] = piece.entry.shown = view
 
     def _room(self, nbytes: int) -> Block:
         """A block; others are waited for until there is memory for it."""
@@ -272,8 +274,7 @@ class OffloadedStates:
                 self._finish_oldest()
             else:
                 assert self._ahead is not None
-                loan, self._ahead = self._ahead, None
-                self._drop(loan)
+                self._drop_ahead()
         return block
 
     def _are_behind(self, pieces: Sequence[Piece]) -> bool:
@@ -283,23 +284,34 @@ class OffloadedStates:
 
     def _finish_oldest(self) -> None:
         """Wait for the oldest write, and bring its states home."""
-        loan = self._behind.popleft()
-        try:
-            with observe.during(Activity.COPY, _STATES):
-                loan.moved()
-        finally:
-            self._staging.release(loan.block)
+        loan = self._behind[0]  # also after an interrupt
+        with observe.during(Activity.COPY, _STATES):
+            loan.moved()
         for piece, view in zip(loan.pieces, loan.views, strict=True):
             state = self._inner.state.get(piece.param, {})
             if state.get(piece.key) is view:
                 state[piece.key] = piece.entry.home
+            piece.entry.shown = piece.entry.home
+        self._behind.popleft()
+        self._staging.release(loan.block)
 
-    def _drop(self, loan: Loan) -> None:
-        """Forget what was read ahead."""
-        try:
+    def _drop_ahead(self) -> None:
+        """Forget what was read ahead, if anything was."""
+        if self._ahead is not None:
+            loan = self._ahead
             loan.moved()
-        finally:
+            self._ahead = None
             self._staging.release(loan.block)
+
+    def _forget_replaced(self, params: Iterable[torch.Tensor]) -> None:
+        """Keep no longer what somebody has removed from a state, or replaced, between steps."""
+        for param in params:
+            state, kept = self._inner.state.get(param, {}), self._entries.get(param, {})
+            for key in [key for key, entry in kept.items() if state.get(key) is not entry.shown]:
+                while any(p.entry is kept[key] for loan in self._behind for p in loan.pieces):
+                    self._finish_oldest()
+                entry = kept.pop(key)
+                self._store.free(entry.offset, entry.form.nbytes)
 
 
 def _nbytes(pieces: Sequence[Piece]) -> int:

@@ -108,7 +108,9 @@ class DiskStore:
             if block.host is not block.memory:
                 for run in runs:
                     part = slice(run.at, run.at + run.nbytes)
-                    block.memory[part].copy_(block.host[part], non_blocking=True)
+                    block.memory[part].copy_(
+                        block.host[part], non_blocking=devices.pins(self._device)
+                    )
 
         return wait
 
@@ -126,7 +128,7 @@ class DiskStore:
 class HostStore:
     """Pinned memory of the host, for an accelerator.
 
-    Copies run on a stream of their own, beside what the device computes.
+    Where memory is pinned, copies run on a stream of their own, beside what the device computes.
 
     Args:
         device: what computes: an accelerator.
@@ -137,7 +139,7 @@ class HostStore:
         self._kept: dict[int, torch.Tensor] = {}
         self._next = 0
         self._nbytes = 0
-        self._stream = devices.new_stream(device) if devices.has_streams(device) else None
+        self._stream = devices.new_stream(device) if devices.pins(device) else None
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +170,7 @@ class HostStore:
 
     def fetch(self, block: Block, runs: Sequence[Run]) -> Wait:
         """Start to copy to the device. The wait is for the current stream."""
-        copied = self._start(block, runs, lambda mine, kept: mine.copy_(kept, non_blocking=True))
+        copied = self._start(block, runs, self._to_device)
 
         def wait() -> None:
             if copied is not None:
@@ -178,13 +180,19 @@ class HostStore:
 
     def put(self, block: Block, runs: Sequence[Run]) -> Wait:
         """Start to copy to the host. The wait is for the host, which may read it then."""
-        copied = self._start(block, runs, lambda mine, kept: kept.copy_(mine, non_blocking=True))
+        copied = self._start(block, runs, self._to_host)
 
         def wait() -> None:
             if copied is not None:
                 copied.synchronize()
 
         return wait
+
+    def _to_device(self, mine: torch.Tensor, kept: torch.Tensor) -> None:
+        mine.copy_(kept, non_blocking=self._stream is not None)
+
+    def _to_host(self, mine: torch.Tensor, kept: torch.Tensor) -> None:
+        kept.copy_(mine, non_blocking=self._stream is not None)
 
     def _start(
         self,
