@@ -8,6 +8,8 @@ from __future__ import annotations
 
 #: Files and folders without tensors of a device, or without any that two streams use.
 HOST_ONLY = {
+    "optim/offloaded/scratch.py": "a file",
+    "optim/offloaded/masters.py": "converts dtypes, on the stream that steps",
     "sharding/part.py": "says which elements a rank holds; only reports of the inspector take them",
     "transport/gloo.py": "messages between tensors of the host",
     "transport/waiter.py": "a thread that waits for gloo",
@@ -175,6 +177,15 @@ SEEN = {
     # Checkpoints.
     "checkpoint/ranks/saving.py copies: devices.synchronize(device)": "async_save",
     "devices.py synchronize: torch.accelerator.synchronize(device)": "async_save",
+    # States of optimizers.
+    "optim/offloaded/stores.py HostStore.fetch: "
+    "devices.current_stream(self._device).wait_event(copied)": "states_offloaded",
+    "optim/offloaded/stores.py HostStore.put: copied.synchronize()": "states_offloaded",
+    "optim/offloaded/stores.py HostStore._start: "
+    "self._stream.wait_event(computing.record_event())": "states_offloaded_in_backward",
+    "optim/offloaded/stores.py HostStore._start: "
+    "computing.record_event()": "states_offloaded_in_backward",
+    "optim/offloaded/stores.py HostStore._start: self._stream.record_event()": "states_offloaded",
 }
 
 _HOST = "memory of the host belongs to no stream"
@@ -252,4 +263,26 @@ UNSEEN = {
     "transport/memory.py Loan.take: torch.empty(numel, dtype=dtype)": _HOST,
     "transport/memory.py _block: torch.empty(nbytes, dtype=torch.uint8)": _HOST,
     "checkpoint/ranks/saving.py _copy: local.clone(memory_format=torch.contiguous_format)": _HOST,
+    "optim/offloaded/stores.py HostStore.make_block: "
+    "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": (
+        "blocks alone are allocated there then, and nothing else is given their memory"
+    ),
+    "devices.py host_memory: "
+    "torch.empty(nbytes, dtype=torch.uint8, device=CPU, pin_memory=pins(device))": _HOST,
+    "optim/offloaded/states.py OffloadedStates.make_entry: "
+    "self._store.allocate(form.nbytes)": _HOST,
+    "optim/offloaded/stores.py DiskStore.allocate: self._file.allocate(nbytes)": _HOST,
+    "optim/offloaded/stores.py DiskStore.make_block: "
+    "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": (
+        "the model has no values, so it has no files; copies are on the current stream"
+    ),
+    "optim/offloaded/stores.py PlannedStore.home: "
+    'torch.empty(nbytes, dtype=torch.uint8, device="meta")': _META,
+    "optim/offloaded/stores.py PlannedStore.make_block: "
+    "torch.empty(nbytes, dtype=torch.uint8)": _HOST,
+    "optim/offloaded/optimizer.py OffloadedOptimizer.step_part: parts.finish()": (
+        "it keeps hyperparameters, which only values show"
+    ),
+    "optim/offloaded/optimizer.py _on_device: "
+    "value.to(dtensor.plain(param).device)": "states that are loaded come from the host",
 }

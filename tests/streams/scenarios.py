@@ -504,8 +504,12 @@ def _states_elsewhere(run: Run, to: str) -> None:
 
 def _states_elsewhere_in_backward(run: Run, to: str) -> None:
     with _few_together():
-        net = shard(run)
-        in_backward(net, lambda params: offload(adamw(params), to))
+        net = make(run)
+        for module in net.modules():
+            for name, param in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(param.detach().bfloat16()))
+        shard(run, net, mp_policy=BF16)
+        in_backward(net, lambda params: offload(adamw(params), to, masters=torch.float32))
         for step in range(4):
             run_backward(net)
             for hook in run.after_step:

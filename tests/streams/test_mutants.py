@@ -14,6 +14,14 @@ from tests.streams.mutants import HOST_ONLY, SEEN, UNSEEN
 from tests.streams.mutation import SOURCE, Place, places
 from tests.streams.scenarios import play
 
+#: Files that handle tensors of a device.
+PATTERNS = (
+    "devices.py",
+    "sharding/**/*.py",
+    "transport/**/*.py",
+    "checkpoint/**/*.py",
+    "optim/offloaded/*.py",
+)
 #: Mutants that are tried in one process.
 _AT_A_TIME = 6
 
@@ -21,7 +29,7 @@ _AT_A_TIME = 6
 def _all_places() -> dict[str, Place]:
     files = (
         str(path.relative_to(SOURCE))
-        for pattern in ("devices.py", "sharding/**/*.py", "transport/**/*.py", "checkpoint/**/*.py")
+        for pattern in PATTERNS
         for path in sorted(SOURCE.glob(pattern))
     )
     return {
