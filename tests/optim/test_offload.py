@@ -465,7 +465,7 @@ def test_waiting_for_a_disk_can_be_interrupted(
         for (name, param), old in zip(mine.named_parameters(), before, strict=True)
         if not torch.equal(param, old)
     }
-    assert bool(stepped) == (call == "pwritev")
+    assert bool(stepped - {"gain"}) == (call == "pwritev"), "gain has no states on the disk"
     monkeypatch.undo()
     is_over.set()
     loss_of(other, torch.ones(2, WIDTH)).backward()
@@ -691,17 +691,17 @@ def test_a_file_system_without_nameless_files_has_nothing_left_either(
 
 
 def test_memory_and_files_are_freed_with_the_optimizer(tmp_path: Path) -> None:
-    def open_files() -> int:
-        return len(os.listdir("/proc/self/fd"))
+    def is_open() -> bool:
+        files = Path("/proc/self/fd").iterdir()
+        return any(str(tmp_path) in os.readlink(file) for file in files if file.is_symlink())
 
-    before = open_files()
     mine, _ = _nets()
     optim = offload(adamw(mine.parameters()), f"disk:{tmp_path}")
     _step(mine, optim, 0)
-    assert open_files() > before
+    assert is_open()
     del optim
     gc.collect()
-    assert open_files() == before
+    assert not is_open()
 
 
 def test_a_full_disk_is_one_error_and_so_is_everything_after_it(tmp_path: Path) -> None:
