@@ -317,6 +317,63 @@ def test_however_long_a_disk_takes_nothing_is_read_before_it_is_written(
         assert_same(mine, optim, other, theirs)
 
 
+class Collecting(torch.optim.Optimizer):
+    """Has states of all kinds of tensors, some from a later step on."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is None:
+                continue
+            state = self.state[param]
+            count = state["count"] = state.get("count", 0) + 1
+            if count == 1:
+                state["complex"] = torch.zeros(param.shape, dtype=torch.complex64)
+                state["integers"] = torch.zeros(param.shape, dtype=torch.int16)
+                state["flags"] = torch.zeros(param.shape, dtype=torch.bool)
+                state["every second"] = torch.zeros(2 * param.numel())[::2]
+                state["transposed"] = torch.zeros(4, 6).t()
+                state["expanded"] = torch.zeros(1).expand(5)
+                state["empty"] = torch.zeros(0, 3)
+                state["scalar"] = torch.tensor(0.0)
+                state["conjugate"] = torch.ones(4, dtype=torch.complex64).conj()
+                state["parameter"] = nn.Parameter(torch.ones(4))
+            if count == 3:
+                state["late"] = torch.zeros_like(param)
+            if count > 2:
+                state["late"] += param.grad
+            state["complex"] += param.grad * 1j
+            state["integers"] += 1
+            state["flags"].logical_not_()
+            state["every second"] += param.grad.flatten()
+            state["transposed"] += count
+            state["scalar"] += 1
+            state["conjugate"] *= 2j
+            param.sub_(state["complex"].imag + state["every second"].view(param.shape), alpha=0.1)
+
+
+def test_states_are_of_any_kind_of_tensor(tmp_path: Path) -> None:
+    mine, other = _nets()
+    optim, theirs = (
+        offload(Collecting(mine.parameters()), f"disk:{tmp_path}"),
+        Collecting(other.parameters()),
+    )
+    for step in range(5):
+        _step(mine, optim, step)
+        _step(other, theirs, step)
+    assert_same(mine, optim, other, theirs)
+    for p, q in zip(mine.parameters(), other.parameters(), strict=True):
+        for key, value in theirs.state[q].items():
+            found = optim.state[p][key]
+            assert type(found) is type(value), key
+            if isinstance(value, torch.Tensor):
+                assert found.stride() == value.stride(), key
+                assert found.requires_grad == value.requires_grad, key
+
+
 class Sharing(torch.optim.Optimizer):
     """Has a state under two names, and a part of it under a third."""
 
