@@ -327,7 +327,9 @@ def _shared(state: Mapping[str, object]) -> set[str]:
         if isinstance(value, torch.Tensor):
             local = dtensor.plain(value)
             if local.layout is torch.strided and dtensor.has_memory(local):
-                names.setdefault(local.untyped_storage().data_ptr(), []).append(name)
+                address = local.untyped_storage().data_ptr()
+                if address:  # empty and fake tensors have none
+                    names.setdefault(address, []).append(name)
     return {name for each in names.values() if len(each) > 1 for name in each}
 
 
