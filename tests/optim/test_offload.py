@@ -317,6 +317,96 @@ def test_however_long_a_disk_takes_nothing_is_read_before_it_is_written(
         assert_same(mine, optim, other, theirs)
 
 
+class Collecting(torch.optim.Optimizer):
+    """Has states of all kinds of tensors, some from a later step on."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is None:
+                continue
+            state = self.state[param]
+            count = state["count"] = state.get("count", 0) + 1
+            if count == 1:
+                state["complex"] = torch.zeros(param.shape, dtype=torch.complex64)
+                state["integers"] = torch.zeros(param.shape, dtype=torch.int16)
+                state["flags"] = torch.zeros(param.shape, dtype=torch.bool)
+                state["every second"] = torch.zeros(2 * param.numel())[::2]
+                state["transposed"] = torch.zeros(4, 6).t()
+                state["expanded"] = torch.zeros(1).expand(5)
+                state["empty"] = torch.zeros(0, 3)
+                state["scalar"] = torch.tensor(0.0)
+                state["conjugate"] = torch.ones(4, dtype=torch.complex64).conj()
+                state["parameter"] = nn.Parameter(torch.ones(4))
+            if count == 3:
+                state["late"] = torch.zeros_like(param)
+            if count > 2:
+                state["late"] += param.grad
+            state["complex"] += param.grad * 1j
+            state["integers"] += 1
+            state["flags"].logical_not_()
+            state["every second"] += param.grad.flatten()
+            state["transposed"] += count
+            state["scalar"] += 1
+            state["conjugate"] *= 2j
+            param.sub_(state["complex"].imag + state["every second"].view(param.shape), alpha=0.1)
+
+
+def test_states_are_of_any_kind_of_tensor(tmp_path: Path) -> None:
+    mine, other = _nets()
+    optim, theirs = (
+        offload(Collecting(mine.parameters()), f"disk:{tmp_path}"),
+        Collecting(other.parameters()),
+    )
+    for step in range(5):
+        _step(mine, optim, step)
+        _step(other, theirs, step)
+    assert_same(mine, optim, other, theirs)
+    for p, q in zip(mine.parameters(), other.parameters(), strict=True):
+        for key, value in theirs.state[q].items():
+            found = optim.state[p][key]
+            assert type(found) is type(value), key
+            if isinstance(value, torch.Tensor):
+                assert found.stride() == value.stride(), key
+                assert found.requires_grad == value.requires_grad, key
+
+
+class Sharing(torch.optim.Optimizer):
+    """Has a state under two names, and a part of it under a third."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                state = self.state[param]
+                if not state:
+                    state["one"] = state["same"] = torch.zeros_like(param)
+                    state["part"] = state["one"].view(-1)[1:]
+                    state["two"] = state["alike"] = torch.zeros_like(param)
+                state["one"].add_(param.grad)
+                state["part"].mul_(1.5)
+                state["two"].sub_(param.grad)
+                param.sub_(state["same"] - state["alike"], alpha=0.1)
+
+
+def test_states_that_share_memory_go_on_to_share_it(tmp_path: Path) -> None:
+    mine, other = _nets()
+    optim, theirs = (
+        offload(Sharing(mine.parameters()), f"disk:{tmp_path}"),
+        Sharing(other.parameters()),
+    )
+    for step in range(4):
+        _step(mine, optim, step)
+        _step(other, theirs, step)
+    assert_same(mine, optim, other, theirs)
+
+
 # -- between steps ---------------------------------------------------------------------------------
 
 
@@ -476,6 +566,7 @@ def test_waiting_for_a_disk_can_be_interrupted(
     theirs.zero_grad()
     optim.zero_grad()
     assert_same(mine, optim, other, theirs)
+    assert optim.nbytes_staging == 0
     for step in (1, 2):
         _step(mine, optim, step)
         _step(other, theirs, step)
@@ -584,6 +675,38 @@ def test_wide_parameters_have_no_masters(tmp_path: Path) -> None:
     optim = offload(adamw(net.parameters()), f"disk:{tmp_path}", masters=torch.float32)
     _step(net, optim, 0)
     assert all("master" not in state for state in optim.state.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        *((name, None, torch.float32) for name in ("adamw", "fused", "adamw8bit")),
+        *((name, torch.float32, None) for name in ("adamw", "fused", "adamw8bit")),
+        ("adamw", torch.float32, torch.float64),
+    ],
+)
+def test_states_go_on_with_other_masters_or_none(
+    name: str, before: torch.dtype | None, after: torch.dtype | None, tmp_path: Path
+) -> None:
+    mine, other = _nets(torch.bfloat16)
+    make, place = OPTIMIZERS[name], f"disk:{tmp_path}"
+    inner = make(mine.parameters())
+    first = offload(inner, place, masters=before)
+    _step(mine, first, 0)
+    other.load_state_dict(mine.state_dict())
+    second = offload(make(other.parameters()), place, masters=after)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    third = offload(inner, place, masters=after)
+    dtype = torch.bfloat16 if after is None else after
+    for net, optim in ((other, second), (mine, third)):
+        _step(net, optim, 1)
+        for state in optim.state.values():
+            assert ("master" in state) == (after is not None)
+            if name != "adamw8bit":
+                assert state["exp_avg"].dtype == dtype
+            elif after is not None:
+                assert state["master"].dtype == torch.float32
+    assert_same(mine, third, other, second)
 
 
 # -- state dicts -----------------------------------------------------------------------------------

@@ -36,9 +36,10 @@ class Form:
         """Return the form of a tensor that can be kept elsewhere, ``None`` of anything else.
 
         That is a tensor with at least ``SMALLEST`` bytes on this rank, which lie together. Tensors
-        of subclasses other than ``DTensor`` stay where they are.
+        of subclasses other than ``DTensor`` stay where they are, and so do those that require
+        gradients.
         """
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or value.requires_grad:
             return None
         local = dtensor.plain(value)
         if local.layout is not torch.strided or local.is_meta or dtensor.is_wrapper(local):

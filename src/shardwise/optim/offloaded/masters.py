@@ -52,6 +52,35 @@ class Masters:
             return False
         return param.dtype.itemsize < self.dtype.itemsize
 
+    def fit(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state that was made with other masters, or without, as it is with these.
+
+        What is like the parameter has the dtype of what the optimizer updates, as if torch's
+        optimizers had loaded it for that.
+
+        Args:
+            param: the parameter.
+            state: its state; it is not changed.
+        """
+        master, rest = state.get(MASTER), {k: v for k, v in state.items() if k != MASTER}
+        before = param.dtype if master is None else master.dtype
+        after = self.dtype if self.has(param) else param.dtype
+        assert after is not None
+        if before == after or not state:
+            return state
+        fitted = {
+            key: self._with_dtype(value, after)
+            if key != "step"  # of torch's optimizers; it is like a parameter of one element
+            and isinstance(value, torch.Tensor)
+            and value.dtype == before
+            and value.shape == param.shape
+            else value
+            for key, value in rest.items()
+        }
+        if master is not None and self.has(param):
+            fitted[MASTER] = self._with_dtype(master, after)
+        return fitted
+
     def lend(
         self, params: Sequence[torch.Tensor], states: dict[torch.Tensor, dict[str, Any]]
     ) -> dict[torch.Tensor, Lent]:
@@ -114,10 +143,15 @@ class Masters:
     def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a parameter or a gradient in the dtype of masters."""
         assert self.dtype is not None
-        local = dtensor.plain(tensor).to(self.dtype, copy=True)
+        return self._with_dtype(tensor, self.dtype)
+
+    @staticmethod
+    def _with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a copy in another dtype."""
+        local = dtensor.plain(tensor).to(dtype, copy=True)
         if not isinstance(tensor, DTensor):
             return local
-        return dtensor.wrap_local(local, dtensor.with_dtype(dtensor.spec_of(tensor), self.dtype))
+        return dtensor.wrap_local(local, dtensor.with_dtype(dtensor.spec_of(tensor), dtype))
 
 
 def _follow(master: torch.Tensor, param: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from shardwise._torch import dtensor
 from shardwise.errors import OffloadError
 from shardwise.optim.around import AroundOptimizer
 from shardwise.optim.offloaded.entries import Form
-from shardwise.optim.offloaded.masters import Masters
+from shardwise.optim.offloaded.masters import MASTER, Masters
 from shardwise.optim.offloaded.place import Medium, Place
 from shardwise.optim.offloaded.states import OffloadedStates
 from shardwise.optim.offloaded.stores import DiskStore, HostStore, Store
@@ -220,8 +220,9 @@ class OffloadedOptimizer(AroundOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, also one that the inner optimizer alone has saved.
 
-        Tensors keep the dtypes that they have in ``state_dict``. Without masters in it, they begin
-        as the parameters are.
+        Tensors keep the dtypes that they have in ``state_dict``, unless it has masters where this
+        optimizer has none, or none where this one has: then tensors that are like parameters get
+        the dtype of what this one updates, and masters begin as the parameters are.
 
         Args:
             state_dict: what :meth:`state_dict` returned.
@@ -234,7 +235,11 @@ class OffloadedOptimizer(AroundOptimizer):
         self._check()
         params = dict(zip(keys_in_order(state_dict), parameters_in_order(self), strict=False))
         given: dict[Any, Any] = dict(state_dict["state"])
-        states = {params[key]: dict(given.pop(key)) for key in list(given) if key in params}
+        states = {
+            params[key]: self._fit(params[key], dict(given.pop(key)))
+            for key in list(given)
+            if key in params
+        }
         for number, (param, state) in enumerate(states.items()):
             self._check_state(number, param, state)
         # With an empty state, the inner optimizer checks the groups, and converts nothing.
@@ -300,6 +305,9 @@ class OffloadedOptimizer(AroundOptimizer):
         param = dtensor.plain(parameters_in_order(self)[0])
         if self._kept is not None or param.is_meta:
             return
+        for each in parameters_in_order(self):
+            if self.inner.state.get(each):
+                self.inner.state[each] = self._fit(each, self.inner.state[each])
         store = self._make_store(param)
         if store is not None:
             self._kept = OffloadedStates(self.inner, store, self._staging)
@@ -368,6 +376,15 @@ class OffloadedOptimizer(AroundOptimizer):
             "optimizer"
         )
         raise self._failed from error
+
+    def _fit(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state of other masters, or of none, as it is with those of this optimizer."""
+        if not isinstance(self.inner, MakesStates):
+            return self._masters.fit(param, state)
+        # Its states have dtypes of their own, whatever that of parameters is.
+        if MASTER in state and not self._masters.has(param):
+            return {key: value for key, value in state.items() if key != MASTER}
+        return state
 
     def _check_state(self, number: int, param: torch.Tensor, state: dict[str, Any]) -> None:
         """Check a state that is to be loaded, where the inner optimizer says what it looks like."""

@@ -124,10 +124,16 @@ class ScratchFile:
 
         Returns:
             Bytes, of shape ``(nbytes,)``.
+
+        Raises:
+            OffloadError: they cannot be mapped.
         """
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        found = mmap.mmap(self._file, nbytes, offset=offset)
+        try:
+            found = mmap.mmap(self._file, nbytes, offset=offset)
+        except OSError as error:  # as where a process may have no more maps
+            raise self._error(f"mapping {binary_size(nbytes)}", error) from error
         self._maps[offset] = weakref.ref(found)
         return torch.frombuffer(found, dtype=torch.uint8)
 

@@ -71,9 +71,12 @@ class Staging:
         self._free.append(block)
 
     def clear(self) -> None:
-        """Free the memory of blocks that are not out, and forget how large they were."""
+        """Free the memory of all blocks, and forget how large they were.
+
+        No block is out, but for those of a step that was interrupted before it could return them.
+        """
         self._free.clear()
-        self._largest = 0
+        self._largest = self._used = 0
 
 
 def aligned(nbytes: int) -> int:

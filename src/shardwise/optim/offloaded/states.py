@@ -167,8 +167,10 @@ class OffloadedStates:
         pieces, values, at = [], [], 0
         for param in params:
             kept = self._entries.setdefault(param, {})
-            for key, value in self._inner.state.get(param, {}).items():
-                form = None if key in kept else Form.of(value)
+            state = self._inner.state.get(param, {})
+            shared = _shared(state)
+            for key, value in state.items():
+                form = None if key in kept or key in shared else Form.of(value)
                 if form is not None:
                     kept[key] = self.make_entry(form)
                     pieces.append(Piece(param, key, kept[key], at))
@@ -316,6 +318,19 @@ class OffloadedStates:
 
 def _nbytes(pieces: Sequence[Piece]) -> int:
     return sum(piece.entry.form.nbytes for piece in pieces)
+
+
+def _shared(state: Mapping[str, object]) -> set[str]:
+    """The names of tensors in a state that have the memory of each other, to be changed alike."""
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            local = dtensor.plain(value)
+            if local.layout is torch.strided and dtensor.has_memory(local):
+                address = local.untyped_storage().data_ptr()
+                if address:  # empty and fake tensors have none
+                    names.setdefault(address, []).append(name)
+    return {name for each in names.values() if len(each) > 1 for name in each}
 
 
 def _runs(pieces: Sequence[Piece]) -> list[Run]:
