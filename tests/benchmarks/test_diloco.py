@@ -12,6 +12,7 @@ from tests.benchmarks.scripts import call_script
 PARAMETERS = 920_704  # of llama-tiny
 
 
+@pytest.mark.long
 def test_bytes_are_counted_alike_for_both(tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
     arguments = ["--start", "1", "--steps", "4", "--every", "3", "--batch", "1", "--length", "16"]

@@ -48,12 +48,14 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.long
 def test_document_tells_where_and_how_it_was_measured(document: dict[str, Any]) -> None:
     assert document["script"] == "step_time"
     assert document["command"].startswith("python benchmarks/step_time.py --params tiny")
     assert {"cpu", "cores", "torch", "python"} <= document["machine"].keys()
 
 
+@pytest.mark.long
 def test_every_contender_takes_the_steps_that_were_asked_for(document: dict[str, Any]) -> None:
     (case,) = document["cases"]
     assert list(case["contenders"]) == ["ours", "fsdp2", "ddp", "floor", "copies"]
@@ -68,6 +70,7 @@ def test_every_contender_takes_the_steps_that_were_asked_for(document: dict[str,
                 assert 0 < parts <= rank["seconds"] + 1e-9, (name, rank)
 
 
+@pytest.mark.long
 def test_losses_agree_and_fall(document: dict[str, Any]) -> None:
     from _step_tables import disagreement, losses
 
@@ -78,6 +81,7 @@ def test_losses_agree_and_fall(document: dict[str, Any]) -> None:
     assert ours[4] < ours[0], f"the first batch came twice and its loss did not fall: {ours}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", [1e-4, float("nan")])
 def test_contender_that_computes_something_else_is_named(
     document: dict[str, Any], wrong: float
@@ -91,6 +95,7 @@ def test_contender_that_computes_something_else_is_named(
     assert f"ddp differs from fsdp2 first at step {WARMUP + STEPS}" in found
 
 
+@pytest.mark.long
 def test_floor_need_only_start_alike(document: dict[str, Any]) -> None:
     from _step_tables import disagreement
 
@@ -101,6 +106,7 @@ def test_floor_need_only_start_alike(document: dict[str, Any]) -> None:
     assert "floor differs from fsdp2 first at step 0" in str(disagreement(case))
 
 
+@pytest.mark.long
 def test_table_is_computed_from_rounds(document: dict[str, Any]) -> None:
     """Median step by its slowest rank, median over rounds; ratios are taken within a round."""
     from _step_tables import step_tables

@@ -136,6 +136,7 @@ SHORT = Effort(
 )
 
 
+@pytest.mark.long
 def test_a_machine_is_measured_alone_and_with_all_of_its_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
