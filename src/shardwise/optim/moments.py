@@ -19,7 +19,7 @@ from shardwise import devices
 from shardwise._torch import dtensor
 from shardwise.optim.blocks import Blocks, Tile
 from shardwise.optim.codes import CodeBook
-from shardwise.optim.sums import all_reduce
+from shardwise.sharding.grad import all_reduce
 from shardwise.transport.peers import Peers
 
 #: The moments in fp32, as the state of any AdamW names them.

@@ -11,33 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import observe
 from shardwise._torch import dtensor
-from shardwise.observe import Activity
+from shardwise.sharding.grad import all_reduce
 from shardwise.transport.peers import Peers
-from shardwise.transport.select import backend_for
-
-
-def all_reduce(flat: Tensor, op: dist.ReduceOp.RedOpType, peers: Peers, name: str) -> None:
-    """Reduce a tensor over the ranks of a process group, in place.
-
-    Args:
-        flat: the tensor.
-        op: how values are reduced.
-        peers: the ranks.
-        name: what is reduced, for reports: ``"the scales of AdamW8bit"``.
-
-    Raises:
-        PeerLostError: a rank is gone.
-    """
-    number = 0
-    if observe.is_observed():
-        wire = peers.wire(backend_for(peers.group, flat.device).name)
-        number = observe.collective(Activity.ALL_REDUCE, name, wire, flat.nbytes, 1)
-    with (
-        peers.collective(f"the all-reduce of {name}"),
-        observe.during(Activity.WAIT, name, peers.dimension),
-    ):
-        dist.all_reduce(flat, op=op, group=peers.group)
-    observe.end(number)
 
 
 def groups_cutting(param: Tensor, dims: Collection[int]) -> tuple[dist.ProcessGroup, ...]:

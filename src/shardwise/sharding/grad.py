@@ -15,7 +15,7 @@ from shardwise.observe import Activity
 from shardwise.transport.peers import Peers
 from shardwise.transport.select import backend_for
 
-#: The name of the norm in reports.
+#: The name of the norm in reports and errors.
 _NORM = "the gradient norm"
 
 
@@ -131,7 +131,7 @@ class NormParts:
         for groups, part in self._parts.items():
             for group in groups:
                 op = dist.ReduceOp.MAX if math.isinf(self._norm_type) else dist.ReduceOp.SUM
-                _all_reduce(part, op, Peers(group))
+                all_reduce(part, op, Peers(group), _NORM)
             found = part if found is None else self._sum(found, part)
         self._parts = {}
         if found is None:
@@ -168,17 +168,27 @@ def _spread(
     return spread, device, torch.float32 if dtype is None else dtype.to_real()
 
 
-def _all_reduce(part: torch.Tensor, op: dist.ReduceOp.RedOpType, peers: Peers) -> None:
-    """Reduce a norm over a process group, in place."""
+def all_reduce(flat: torch.Tensor, op: dist.ReduceOp.RedOpType, peers: Peers, name: str) -> None:
+    """Reduce a tensor over the ranks of a process group, in place.
+
+    Args:
+        flat: the tensor.
+        op: how values are reduced.
+        peers: the ranks.
+        name: what is reduced, for reports and errors: ``"the gradient norm"``.
+
+    Raises:
+        PeerLostError: a rank is gone.
+    """
     number = 0
     if observe.is_observed():
-        wire = peers.wire(backend_for(peers.group, part.device).name)
-        number = observe.collective(Activity.ALL_REDUCE, _NORM, wire, part.itemsize, 1)
+        wire = peers.wire(backend_for(peers.group, flat.device).name)
+        number = observe.collective(Activity.ALL_REDUCE, name, wire, flat.nbytes, 1)
     with (
-        peers.collective("the all-reduce of a gradient norm"),
-        observe.during(Activity.WAIT, _NORM, peers.dimension),
+        peers.collective(f"the all-reduce of {name}"),
+        observe.during(Activity.WAIT, name, peers.dimension),
     ):
-        dist.all_reduce(part, op=op, group=peers.group)
+        dist.all_reduce(flat, op=op, group=peers.group)
     observe.end(number)
 
 
