@@ -173,11 +173,9 @@ class OffloadedOptimizer(AroundOptimizer):
         self._check()
         self._open()
         parts = PartialSteps(self.inner, self.inner.step)
-        try:
+        with self._failing():
             for params in self._chunks():
                 self._step_chunk(parts, params)
-        except OffloadError as error:
-            self._fail(error)
         parts.finish()
 
     def settle(self) -> None:
@@ -189,10 +187,8 @@ class OffloadedOptimizer(AroundOptimizer):
         self._check()
         self._last = None
         if self._kept is not None:
-            try:
+            with self._failing():
                 self._kept.settle()
-            except OffloadError as error:
-                self._fail(error)
 
     @property
     def state(self) -> Any:
@@ -258,11 +254,9 @@ class OffloadedOptimizer(AroundOptimizer):
             before.clear()
             before.update(states)
         else:
-            try:
+            with self._failing():
                 self._kept.replace(states)
                 self._kept.settle()
-            except OffloadError as error:
-                self._fail(error)
         before.update(rest)
 
     def home_like(self, value: torch.Tensor) -> torch.Tensor:
@@ -284,10 +278,8 @@ class OffloadedOptimizer(AroundOptimizer):
         form = Form.of(value)
         if self._kept is None or form is None:
             return value
-        try:
+        with self._failing():
             return self._kept.lend_home(form)
-        except OffloadError as error:
-            self._fail(error)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be copied or pickled: a copy would need a store of its own.
@@ -363,6 +355,14 @@ class OffloadedOptimizer(AroundOptimizer):
             with contextlib.suppress(OffloadError):
                 self._fail(OffloadError(f"offload: {type(error).__name__} while states moved"))
             raise
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Raise the error of a store as that of this optimizer, now and from now on."""
+        try:
+            yield
+        except OffloadError as error:
+            self._fail(error)
 
     def _check(self) -> None:
         if self._failed is not None:
