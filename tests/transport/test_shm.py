@@ -210,6 +210,33 @@ def test_full_parameters_that_are_too_large_for_the_next_group_are_given_back() 
     run_ranks(_too_large_for_the_next, 3)
 
 
+def _small_beside_a_large_one(rank: int, world_size: int) -> None:
+    transport = _transport()
+    numels = [NUMEL, NUMEL, NUMEL, 4 * NUMEL]  # blocks, a head
+    groups = [transport.full_buffers([n * world_size], [torch.float32], CPU) for n in numels]
+    transport.trim()
+    dist.barrier()
+    before = _taken(transport)
+    for step in range(3):
+        for buffers, numel in zip(
+            [*groups, *groups[2::-1]], [*numels, *numels[2::-1]], strict=True
+        ):
+            shard = torch.full((numel,), float(rank + step))
+            transport.all_gather([shard], buffers.tensors).wait()
+            rows = buffers.tensors[0].view(world_size, -1)
+            assert all(bool((row == each + step).all()) for each, row in enumerate(rows))
+            if buffers is groups[-1]:
+                dist.barrier()
+                # The head, and the block before it: nobody knew yet that all had freed that.
+                assert _taken(transport) - before <= (4 + 1) * 4 * NUMEL * world_size + 2**20
+                dist.barrier()
+            buffers.free()
+
+
+def test_full_parameters_of_small_groups_are_given_back_while_there_is_a_large_one() -> None:
+    run_ranks(_small_beside_a_large_one, 3)
+
+
 def _used_up(rank: int, world_size: int) -> None:
     transport = _transport()
     sizes = [300_001, 17, 100_000]

@@ -72,6 +72,7 @@ class SharedBuffers:
     Attributes:
         tensors: the tensors, through private pages.
         is_fresh: whether nothing has been gathered since :meth:`take`, so that no rank reads them.
+        length: the bytes of the tensors.
         nbytes: 0: the pool reports its memory.
     """
 
@@ -89,7 +90,7 @@ class SharedBuffers:
         self._last: Piece | None = None
         self.is_fresh = False
         _, end = pack_offsets(numels, dtypes)
-        self._end = end
+        self.length = end
         self._window = pool.arena.window(whole_pages(end)) if end else None
         self._written = pool.arena.window(whole_pages(end)) if end else None
         self._private = (
@@ -124,7 +125,7 @@ class SharedBuffers:
             self._window.keeps = self._piece  # its memory lives as long as views of it
         else:
             self._window.allow()
-        self._pool.report(self._piece, self._end, call)
+        self._pool.report(self._piece, self.length, call)
         self.is_fresh = True
 
     def free(self) -> None:
@@ -270,6 +271,20 @@ class Pool:
             freed = self._freed_by(piece)
             is_known = all(piece.taken < before <= self._sync.waited for before in freed)
             if is_known and max(freed) > self._last_gather and not piece.suits(self._latest):
+                punch(self.arena.fd, piece.at, piece.length)
+
+    def trim_beside(self, nbytes: int) -> None:
+        """Give back the memory of pieces that wait for smaller groups, while a large one is there.
+
+        Call this between :meth:`take` and the post of the same gather. Only the first rank does
+        anything, as in :meth:`trim`. It is safe, too: nobody takes one of these pieces in this
+        gather, and nobody begins the next one before this rank has posted this one.
+
+        Args:
+            nbytes: the size of the group that is gathered now.
+        """
+        for piece in self._freed if self._sync.rank == 0 else ():
+            if 2 * piece.extents.nbytes < nbytes and self._is_free(piece):
                 punch(self.arena.fd, piece.at, piece.length)
 
     def give_back(self, piece: Piece) -> None:
