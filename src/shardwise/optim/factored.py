@@ -24,7 +24,8 @@ from torch import Tensor
 from shardwise._torch import dtensor
 from shardwise.optim.forms import STEP
 from shardwise.optim.pieces import pieces_of_stack
-from shardwise.optim.sums import Sums, groups_cutting
+from shardwise.optim.sums import Sums
+from shardwise.sharding.grad import groups_cutting
 
 #: States of a parameter of two or more dimensions, and of any other one; as in torch.
 ROWS, COLUMNS, ELEMENTS = "row_var", "col_var", "variance"
@@ -103,7 +104,7 @@ class Update:
         self._rates = rates
         self._param, self._grad = dtensor.plain(param), dtensor.plain(grad)
         self._numel, self.device = param.numel(), self._param.device
-        self.groups = groups_cutting(param, range(param.ndim))
+        self.groups = groups_cutting(param)
         self._state = {name: dtensor.plain(state[name]) for name in state if name != STEP}
         own = {name: as_stack(each) for name, each in self._state.items()}
         self._estimate: _Factors | _Elements

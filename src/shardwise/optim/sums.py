@@ -7,30 +7,9 @@ from collections.abc import Collection, Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from shardwise import observe
-from shardwise._torch import dtensor
 from shardwise.sharding.grad import all_reduce
 from shardwise.transport.peers import Peers
-
-
-def groups_cutting(param: Tensor, dims: Collection[int]) -> tuple[dist.ProcessGroup, ...]:
-    """Return the process groups of the mesh dimensions that cut a parameter.
-
-    Args:
-        param: the parameter.
-        dims: the dimensions of the parameter that are looked at.
-    """
-    if not isinstance(param, DTensor):
-        return ()
-    mesh = param.device_mesh
-    cut = [n for n, each in enumerate(param.placements) if dtensor.sharded_dim(each) in dims]
-    groups = tuple(mesh.get_group(n) for n in cut if mesh.size(n) > 1)
-    if observe.is_observed() and mesh.mesh_dim_names:
-        for n in cut:
-            Peers(mesh.get_group(n)).name_dimension(mesh.mesh_dim_names[n])
-    return groups
 
 
 def abandon(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from shardwise import observe
 from shardwise._torch import autograd, dtensor
@@ -154,7 +154,8 @@ def _spread(
     spread: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     device, dtype = torch.device("cpu"), None
     for param in parameters:
-        grads = spread.setdefault(_sharding_groups(param), [])
+        _check_complete(param)
+        grads = spread.setdefault(groups_cutting(param), [])
         if param.grad is not None:
             local = dtensor.plain(param.grad)
             grads.append(local)
@@ -166,6 +167,38 @@ def _spread(
         if param.grad is not None or param.requires_grad:  # other ranks may have its gradient
             dtype = local.dtype if dtype is None else torch.promote_types(dtype, local.dtype)
     return spread, device, torch.float32 if dtype is None else dtype.to_real()
+
+
+def groups_cutting(
+    param: torch.Tensor, dims: Collection[int] | None = None
+) -> tuple[dist.ProcessGroup, ...]:
+    """Return the process groups of the mesh dimensions that cut a parameter, of two or more ranks.
+
+    Args:
+        param: the parameter, sharded or not.
+        dims: the dimensions of the parameter that count; ``None``: all.
+    """
+    if not isinstance(param, DTensor):
+        return ()
+    mesh, cut = param.device_mesh, []
+    for n, placement in enumerate(param.placements):
+        dim = dtensor.sharded_dim(placement)
+        if dim is not None and mesh.size(n) > 1 and (dims is None or dim in dims):
+            cut.append(n)
+    groups = tuple(mesh.get_group(n) for n in cut)
+    if observe.is_observed() and mesh.mesh_dim_names:
+        for n, group in zip(cut, groups, strict=True):
+            Peers(group).name_dimension(mesh.mesh_dim_names[n])
+    return groups
+
+
+def _check_complete(param: torch.Tensor) -> None:
+    """Check that the values of a parameter are not pending a reduction."""
+    if isinstance(param, DTensor) and any(each.is_partial() for each in param.placements):
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} has placements {param.placements}: its "
+            "values are pending a reduction. Redistribute it to Shard or Replicate first"
+        )
 
 
 def all_reduce(flat: torch.Tensor, op: dist.ReduceOp.RedOpType, peers: Peers, name: str) -> None:
@@ -203,22 +236,3 @@ def _local_norm(
         [norm.to(device, dtype) for norm in autograd.foreach_norm(grads, norm_type)]
     )
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
-
-
-def _sharding_groups(param: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups of the mesh dimensions over which ``param`` is cut."""
-    if not isinstance(param, DTensor):
-        return ()
-    for placement in param.placements:
-        if placement.is_partial():
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} has placements {param.placements}: its "
-                "values are pending a reduction. Redistribute it to Shard or Replicate first"
-            )
-    mesh = param.device_mesh
-    cut = [dim for dim, each in enumerate(param.placements) if not isinstance(each, Replicate)]
-    groups = tuple(mesh.get_group(dim) for dim in cut)
-    if observe.is_observed() and mesh.mesh_dim_names:
-        for dim, group in zip(cut, groups, strict=True):
-            Peers(group).name_dimension(mesh.mesh_dim_names[dim])
-    return groups
