@@ -29,12 +29,15 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)'
 
 def answer_to(report: Path) -> None:
     """Write the stacks of this process, whenever the launcher asks, to a file beside its report."""
-    # Never closed: the file lives as long as the process.
-    stacks = _stacks_beside(report).open("a")
+    try:
+        stacks = _stacks_beside(report).open("a")
+    except OSError:  # the launcher is gone, and its folder
+        return
     faulthandler.register(_ASK, file=stacks, all_threads=True, chain=False)
     _open.append(stacks)
 
 
+#: Never closed: they live as long as the process.
 _open: list[IO[str]] = []
 
 
