@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import enum
 import gc
+import hmac
 import math
 import os
 import runpy
@@ -210,7 +211,26 @@ def _begin(
         enter()
     # In the class: modules that the server has imported hold it under names of their own.
     subprocess.Popen._execute_child = _fork  # type: ignore[attr-defined]
+    hmac.digest = _digest
     _become(words, env, str(folder))
+
+
+_hashing = threading.Lock()
+os.register_at_fork(
+    before=_hashing.acquire, after_in_parent=_hashing.release, after_in_child=_hashing.release
+)
+_openssls_digest = hmac.digest
+
+
+def _digest(key: Any, msg: Any, digest: Any) -> bytes:
+    """Be ``hmac.digest``, during which nothing is forked.
+
+    It takes locks of OpenSSL while other threads run. A launcher signs messages in threads beside
+    the one that starts ranks. A rank that was forked meanwhile would have the locks for good, and
+    wait for itself as soon as it opens a connection by TLS.
+    """
+    with _hashing:
+        return _openssls_digest(key, msg, digest)
 
 
 _execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]

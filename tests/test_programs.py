@@ -78,3 +78,27 @@ def test_killed_it_says_so(tmp_path: Path) -> None:
     program.kill()
     assert program.wait(60) == -signal.SIGKILL
     program.close()
+
+
+SIGNING = """
+import hmac, ssl, subprocess, sys, threading
+
+def sign():
+    while True:
+        hmac.digest(b"key", b"message", "sha256")
+
+if len(sys.argv) > 1:
+    ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    sys.exit()
+for _ in range(2):
+    threading.Thread(target=sign, daemon=True).start()
+for _ in range(12):
+    subprocess.run([sys.executable, __file__, "connect"], check=True, timeout=30)
+"""
+
+
+def test_what_is_forked_beside_threads_that_sign_can_connect_by_tls(tmp_path: Path) -> None:
+    (tmp_path / "signing.py").write_text(SIGNING)
+    program = start_program([str(tmp_path / "signing.py")], folder=tmp_path)
+    _, err = program.communicate(timeout=60)
+    assert program.returncode == 0, err

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,20 +17,15 @@ on_linux = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@on_linux
+@pytest.mark.long
+def test_peaks_are_what_the_contender_needs(tmp_path: Path) -> None:
     """One run of DDP alone, whose memory at rest is known: parameters, buckets, two states."""
-    path = tmp_path_factory.mktemp("memory") / "raw.json"
+    path = tmp_path / "raw.json"
     arguments = ["--params", "tiny", "--contenders", "ddp", "--json", str(path)]
     done = call_script("memory.py", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    loaded: dict[str, Any] = json.loads(path.read_text())
-    return loaded
-
-
-@on_linux
-def test_peaks_are_what_the_contender_needs(document: dict[str, Any]) -> None:
-    case = document["cases"][0]
+    [case] = json.loads(path.read_text())["cases"]
     measured = case["contenders"]["ddp"]
     numel = 184_000  # of the tiny model, rounded down
     assert measured["peak"]["rest"] >= 4 * 4 * numel, "parameters, buckets and two states of AdamW"
@@ -80,18 +73,18 @@ def test_trace_sees_the_moment_between_two_samples() -> None:
     assert kept[0] == 1
 
 
-@on_linux
 @pytest.mark.parametrize(
     ("ours", "verdict"),
     [(104, None), (106, "1.06 x FSDP2"), (212, "1.06 x the formula, 2.12 x FSDP2")],
 )
-def test_ours_may_take_five_percent_more(
-    document: dict[str, Any], ours: int, verdict: str | None
-) -> None:
+def test_ours_may_take_five_percent_more(ours: int, verdict: str | None) -> None:
     from _memory_tables import too_high
 
-    case = copy.deepcopy(document["cases"][0])
-    case["formula"] = {"shards": 100, "unsharded": 50, "gradients": 25, "activations": 25}
-    for name, peak in (("ours", ours), ("fsdp2", 100)):
-        case["contenders"][name] = {"peak": {"forward": peak - 1, "backward": peak}, "pss": peak}
+    case = {
+        "formula": {"shards": 100, "unsharded": 50, "gradients": 25, "activations": 25},
+        "contenders": {
+            name: {"peak": {"forward": peak - 1, "backward": peak}, "pss": peak}
+            for name, peak in (("ours", ours), ("fsdp2", 100))
+        },
+    }
     assert too_high(case) == verdict

@@ -50,10 +50,11 @@ run_rank(find_world(), body)
 
 PARENT = """
 import os, sys, time
-from shardwise.elastic import agent
+from shardwise.elastic import agent, starting
 from shardwise.elastic.restarts import run_here
 script, folder, nproc, settle = sys.argv[1:]
 agent.SETTLE, agent.SECONDARY = float(settle), WAIT
+starting.PATIENCE = float(os.environ.get("PATIENCE", "60"))
 if seconds := float(os.environ.get("LATE", "0")):
     made = agent.LocalRank
     agent.LocalRank = lambda *words: time.sleep(seconds) or made(*words)
@@ -349,3 +350,22 @@ def test_ranks_meet_at_a_store_that_needs_no_fixed_port(launch: Callable[..., Ru
         print(ones.item())
     """
     assert launch(2, body, OMP_NUM_THREADS="1").end() == (0, "2.0\n", "")
+
+
+def test_ranks_that_take_long_to_start_are_shown_where_they_are(launch: Callable[..., Run]) -> None:
+    body = """
+    def wait_for_the_test():
+        while not (here / "told").exists():
+            time.sleep(0.01)
+    wait_for_the_test()
+    """
+    run = launch(2, body, PATIENCE="0.2")
+    assert run.parent.stderr is not None
+    told: set[str] = set()
+    while told != {"0", "1"}:
+        line = run.parent.stderr.readline()
+        assert line.startswith("starting   no step for "), line
+        if "in wait_for_the_test (rank.py:" in line:
+            told |= set(line.partition(" in ")[0].partition("rank")[2].strip("s ").split(", "))
+    (run.folder / "ranks" / "told").touch()
+    assert run.end()[0] == 0

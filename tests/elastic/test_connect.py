@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,6 +16,7 @@ from shardwise.elastic.connect import agree_on_attempt, connected
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.errors import PeerLostError
+from shardwise.transport import peers
 
 Ranks = Callable[..., list[Any]]
 
@@ -50,6 +52,20 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         agree_on_attempt(store, _world(0), 0.05)
     with pytest.raises(PeerLostError, match="rank 2 waited for rank 0 of 3"):
         agree_on_attempt(store, _world(2), 0.05)
+
+
+def test_a_rank_that_waits_long_for_another_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(peers, "WARNING_SECONDS", 0.01)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(agree_on_attempt, store, World(0, 2, 0, 2), WAIT)
+        while "rank 0 has waited 0 s for rank 1 of 2 to connect" not in caplog.text:
+            assert not waiting.done()
+            time.sleep(0.01)
+        agree_on_attempt(store, World(1, 2, 1, 2), WAIT)
+        waiting.result()
 
 
 def test_the_agents_store_is_used_below_the_name_of_the_attempt(

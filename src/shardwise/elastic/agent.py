@@ -43,6 +43,7 @@ from shardwise.elastic.network import interface_towards
 from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result, StoppedBy
 from shardwise.elastic.rank import STOP_SIGNALS, Ending, Report, Stage
 from shardwise.elastic.rendezvous import Order, Rendezvous
+from shardwise.elastic.starting import StartWatch, stacks_of
 from shardwise.elastic.world import JOB, LOST, PARENT_PID, REPORT, usable_cores
 
 POLL = 0.02  # seconds between looks at the ranks
@@ -116,6 +117,7 @@ class Agent(LocalElasticAgent):
         self._restarts = restarts
         self._signals = signals
         self._ranks: list[LocalRank] = []
+        self._starting = StartWatch(self._ranks, say)
         self._phase = _Phase.RUNNING
         self._outcome: Outcome | None = None
         self._stopped_since: float | None = None
@@ -163,6 +165,7 @@ class Agent(LocalElasticAgent):
             LocalRank(worker.global_rank, pids[worker.local_rank], self._logs.of(worker.local_rank))
             for worker in worker_group.workers
         ]
+        self._starting = StartWatch(self._ranks, say)
         return dict(pids)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -208,6 +211,7 @@ class Agent(LocalElasticAgent):
         if len(self._signals.noted) > 1:
             return self._by_signal(self._kill("at once"))
         self._ask_to_stop(order)
+        self._starting.look()
         if any(self._has_stopped(rank) for rank in self._ranks):
             self._stopped_since = self._stopped_since or time.monotonic()
             if time.monotonic() - self._stopped_since > STOP_GRACE:
@@ -456,6 +460,15 @@ class LocalRank:
             killed = ended.si_code != os.CLD_EXITED
             self.code = -ended.si_status if killed else ended.si_status
             self.ended_at = time.monotonic()
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether this rank runs, can be asked where it is, and has not completed a step."""
+        return self.code is None and self.report is None and self.stage is Stage.STARTING
+
+    def stacks(self) -> str:
+        """Return what this rank has written when it was asked where it is."""
+        return stacks_of(self._folder)
 
     @property
     def failed(self) -> bool:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -24,6 +26,8 @@ from shardwise.elastic.world import World
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: "True" if its agent serves the store
 _ATTEMPT = "shardwise/attempt"  # the key under which rank 0 names the attempt
 _POLL = 0.02  # seconds between looks into the store
+
+_log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -93,12 +97,34 @@ def _connect(world: World, backend: str, timeout: timedelta | None) -> None:
     import torch.distributed as dist
 
     if os.environ.get(_AGENT_STORE) != str(True):
-        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
+        with _told(world, "for the other ranks to connect"):
+            dist.init_process_group(
+                backend, rank=world.rank, world_size=world.size, timeout=timeout
+            )
         return
     store = _store_of_agent(world, timeout)
-    dist.init_process_group(
-        backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
-    )
+    others = "for connections to the other ranks, which are there; is a firewall between them?"
+    with _told(world, others):
+        dist.init_process_group(
+            backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
+        )
+
+
+@contextlib.contextmanager
+def _told(world: World, what: str) -> Iterator[None]:
+    """Log a warning if the block takes long."""
+    from shardwise.transport import peers
+
+    def tell() -> None:
+        _log.warning("rank %s has waited %.0f s %s", world.rank, peers.WARNING_SECONDS, what)
+
+    timer = threading.Timer(peers.WARNING_SECONDS, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _store_of_agent(world: World, timeout: timedelta | None) -> Any:
@@ -159,10 +185,11 @@ def _wait(happens: Callable[[], bool], world: World, peer: int, deadline: float)
     """Wait until a rank has done its part."""
     from shardwise.errors import PeerLostError
 
-    while not happens():
-        if time.monotonic() > deadline:
-            raise PeerLostError(
-                f"rank {world.rank} waited for rank {peer} of {world.size}, which did not connect; "
-                "look for the first error in its output"
-            )
-        time.sleep(_POLL)
+    with _told(world, f"for rank {peer} of {world.size} to connect"):
+        while not happens():
+            if time.monotonic() > deadline:
+                raise PeerLostError(
+                    f"rank {world.rank} waited for rank {peer} of {world.size}, which did not "
+                    "connect; look for the first error in its output"
+                )
+            time.sleep(_POLL)

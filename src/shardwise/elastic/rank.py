@@ -25,10 +25,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from shardwise.elastic import torchrun
+from shardwise.elastic import starting, torchrun
 from shardwise.elastic.errors import Stopped, UserError, signal_name
 from shardwise.elastic.world import PARENT_PID, REPORT, World
 from shardwise.errors import lost_peer_behind
@@ -50,6 +51,9 @@ def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoRetu
         faulthandler.enable()
         if (parent := os.environ.get(PARENT_PID)) is not None:
             die_with_parent(int(parent))
+        if (file := os.environ.get(REPORT)) is not None:
+            starting.answer_to(Path(file))  # before the launcher may ask
+        report_stage(Stage.STARTING)
         body(world, signals)
     except BaseException as error:  # the launcher must learn of it, whatever it is
         if lost_peer_behind(error) is not None and not signals.noted:
@@ -226,6 +230,7 @@ MAX_TEXT = 14 * 1024
 class Stage(enum.Enum):
     """How far a rank is, for a launcher that may ask it to stop and continue later."""
 
+    STARTING = "starting"  # it has not completed a step, and can be asked where it is
     TRAINING = "training"  # it has completed a step; asked to stop, it saves
     ENDING = "ending"  # it takes no more steps; everything is saved
 

@@ -58,6 +58,13 @@ _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Callable[..., object], 
 )
 
 
+class Told(enum.Enum):
+    """What the user is told of a wait that takes long."""
+
+    WARNING = "after WARNING_SECONDS, who waits for whom"
+    NOTHING = "nothing, before it fails"
+
+
 class Loss(enum.Enum):
     """How a peer was lost."""
 
@@ -260,12 +267,12 @@ class Peers:
 
     # -- waiting ------------------------------------------------------------------------------
 
-    def watch(self, doing: str, warning_seconds: float | None = WARNING_SECONDS) -> PeerWatch:
+    def watch(self, doing: str, told: Told = Told.WARNING) -> PeerWatch:
         """Make the watch for a wait in which ranks come together.
 
         Args:
             doing: what they come together for.
-            warning_seconds: after which a warning is logged; ``None``: none is.
+            told: what is told of a wait that takes long.
         """
         # The store is read now: later, the one who waits may hold it.
         can_tell = self._has_gloo and not self._has_hung_up
@@ -275,7 +282,7 @@ class Peers:
             MEETING,
             find_gone=self.departed if can_tell else _nobody,
             timeout=self.timeout,
-            warning_seconds=warning_seconds,
+            warning_seconds=WARNING_SECONDS if told is Told.WARNING else None,
         )
 
     def call(
@@ -283,7 +290,7 @@ class Peers:
         function: Callable[[], T],
         doing: str,
         ranks: Sequence[int] | None = None,
-        warning_seconds: float | None = None,
+        told: Told = Told.WARNING,
     ) -> T:
         """Call a function that blocks until peers do their part, and give up if one is gone.
 
@@ -293,7 +300,7 @@ class Peers:
             function: what blocks.
             doing: what it does, such as ``"the creation of a process group"``.
             ranks: the peers that it waits for, as ranks in the group; by default all others.
-            warning_seconds: after which a warning is logged; ``None``: none is.
+            told: what is told of a wait that takes long.
 
         Raises:
             PeerLostError: a peer is gone, or did not answer in time.
@@ -310,7 +317,7 @@ class Peers:
             except BaseException as error:  # whatever it is, the caller must know
                 future.set_exception(error)
 
-        watch = self.watch(doing, warning_seconds)
+        watch = self.watch(doing, told)
         threading.Thread(target=run, daemon=True, name="shardwise-call").start()
         watch.wait(
             lambda seconds: bool(concurrent.futures.wait([future], seconds).done), lambda: ranks
@@ -318,13 +325,12 @@ class Peers:
         with self.collective(doing, lambda: self.departed(ranks)):
             return future.result()
 
-    def gather_objects(self, mine: T, doing: str, warning_seconds: float | None = None) -> list[T]:
+    def gather_objects(self, mine: T, doing: str) -> list[T]:
         """Gather an object from every rank. All ranks call it.
 
         Args:
             mine: this rank's object: small, and pickled.
             doing: what it is for, such as ``"the creation of a mesh"``.
-            warning_seconds: after which a warning is logged; ``None``: none is.
 
         Returns:
             The objects in rank order.
@@ -336,7 +342,6 @@ class Peers:
         self.call(
             lambda: dist.all_gather_object(found, mine, group=self.group),
             doing,
-            warning_seconds=warning_seconds,
         )
         return found
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardwise.devices import GLOO
 from shardwise.errors import CheckpointError, PeerLostError, lost_peer_behind
-from shardwise.transport.peers import Peers, new_group
+from shardwise.transport.peers import Peers, Told, new_group
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -188,7 +188,8 @@ class Ranks:
 
     def _call(self, call: Callable[[], object], peer: int) -> None:
         assert self._group is not None
-        Peers(self._group).call(call, "a checkpoint", [peer])
+        # A rank that writes much, or verifies it, is waited for as long as that takes.
+        Peers(self._group).call(call, "a checkpoint", [peer], Told.NOTHING)
 
     def _lost(self, peer: int, error: Exception) -> CheckpointError:
         return CheckpointError(
