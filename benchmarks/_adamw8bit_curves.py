@@ -42,6 +42,15 @@ def batch(data: torch.Tensor, tokens: int, seed: int, step: int) -> torch.Tensor
     return torch.stack([data[start : start + LENGTH] for start in at.tolist()])
 
 
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all groups, which torchao keeps in tensors."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
 class Training:
     """A training with one optimizer.
 
@@ -77,11 +86,7 @@ class Training:
     def step(self, tokens: torch.Tensor) -> None:
         """Train on a batch."""
         factor = min(1.0, (len(self.losses) + 1) / WARM_UP)
-        for group in self._optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(self._lr * factor)
-            else:
-                group["lr"] = self._lr * factor
+        set_lr(self._optimizer, self._lr * factor)
         loss = self._model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         self._optimizer.step()

@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import json
 import math
@@ -26,6 +28,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 PROMPT_MALLOC = {
@@ -208,6 +211,37 @@ def _silent_stderr() -> Iterator[None]:
         os.dup2(before, 2)
         os.close(nowhere)
         os.close(before)
+
+
+def malloc_promptly() -> None:
+    """Have glibc do in this process, from now on, what :data:`PROMPT_MALLOC` does from the start.
+
+    Not for threads: those that have a heap of their own keep it.
+    """
+    threshold, trim = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h
+    with suppress(OSError, AttributeError):  # glibc only
+        libc = ctypes.CDLL(None)
+        libc.mallopt(threshold, int(PROMPT_MALLOC["MALLOC_MMAP_THRESHOLD_"]))
+        libc.mallopt(trim, int(PROMPT_MALLOC["MALLOC_TRIM_THRESHOLD_"]))
+
+
+def give_back() -> None:
+    """Free what is free."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Count the bytes of this rank's states."""
+    return sum(_nbytes(value) for state in optimizer.state.values() for value in state.values())
+
+
+def _nbytes(value: Any) -> int:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if hasattr(local, "codes"):  # torchao's
+        return int(local.codes.nbytes + local.scale.nbytes + local.qmap.nbytes)
+    return local.nbytes if isinstance(local, torch.Tensor) else 0
 
 
 def reset_peak_rss() -> None:

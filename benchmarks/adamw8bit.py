@@ -30,6 +30,7 @@ from torch import nn
 from _adamw8bit_curves import Training, train
 from _adamw8bit_picture import draw
 from _adamw8bit_tables import adamw8bit_tables
+from _memory import state_bytes
 from _models import PRESETS, build
 from _options import one_of, positive_int
 from _report import announce, document, publish
@@ -57,17 +58,6 @@ OPTIMIZERS: dict[str, Callable[[Params, float], torch.optim.Optimizer]] = {
     "torchao": _torchao,
     "adamw-foreach": lambda params, lr: torch.optim.AdamW(params, lr=lr, foreach=True),
 }
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Count the bytes of all states."""
-    return sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
-
-
-def _bytes(value: Any) -> int:
-    if hasattr(value, "codes"):  # torchao's
-        return int(value.codes.nbytes + value.scale.nbytes + value.qmap.nbytes)
-    return int(value.nbytes)
 
 
 def play_steps(preset: str, names: list[str], rounds: int) -> dict[str, Any]:

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
+from _contenders import Case
 from _in_backward_tables import in_backward_tables, too_much
 from _models import PRESETS
 from _options import cases, parser, positive_int
-from _report import announce, document, save
+from _report import announce, publish_each
 from _worlds import stop_server
-from memory import measure, predict
+from memory import measure_all
 from step_time import Match
 
 CONTENDERS = "ours-in-backward,ours,fsdp2,fsdp2-in-backward"
@@ -39,23 +40,14 @@ def _options() -> argparse.Namespace:
 def main() -> int:
     options = _options()
     console = announce()
-    measured: list[dict[str, Any]] = []
-    for case in cases(options):
+
+    def play(case: Case) -> dict[str, Any]:
         timed = replace(case, params=options.time_params or case.params)
-        memory = {
-            **asdict(case),
-            "transport": options.transport,
-            "malloc": options.malloc,
-            "formula": asdict(predict(case)),
-            "contenders": {name: measure(case, name, options) for name in options.contenders},
-        }
-        measured.append({"memory": memory, "time": Match(timed, options, console).play()})
-        content = document("in_backward", measured)
-        for table in in_backward_tables(content)[-2:]:
-            table.show(console)
-        if options.json:
-            save(options.json, content)
-    console.print(content["command"], highlight=False, soft_wrap=True)
+        memory = measure_all(case, options)
+        return {"memory": memory, "time": Match(timed, options, console).play()}
+
+    played = map(play, cases(options))
+    measured = publish_each(console, "in_backward", played, in_backward_tables, options.json)
     wrong = [found for case in measured if (found := too_much(case))]
     console.print("\n".join(wrong))
     return 1 if wrong else 0

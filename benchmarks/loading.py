@@ -18,13 +18,11 @@ takes more than 1.10 times its shards and 32 MiB.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import os
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +34,10 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from _loading_tables import CONTENDERS, loading_tables, too_high
-from _memory import PROMPT_MALLOC, PssSampler, pss
+from _memory import PROMPT_MALLOC, PssSampler, give_back, pss
 from _models import PRESETS, build
 from _options import one_of, positive_int, positive_ints
-from _report import announce, document, save
+from _report import announce, publish_each
 from _worlds import World, stop_server
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -94,9 +92,7 @@ class LoadingWorker:
     def drop(self) -> int:
         """Free the model; return the PSS after that."""
         self._model = None
-        gc.collect()
-        with suppress(OSError, AttributeError):  # glibc only
-            ctypes.CDLL(None).malloc_trim(0)
+        give_back()
         dist.barrier()
         return pss("self")
 
@@ -234,16 +230,9 @@ def _options() -> argparse.Namespace:
 def main() -> int:
     options = _options()
     console = announce()
-    measured: list[dict[str, Any]] = []
-    for ranks in options.ranks:
-        for dtype in options.dtype:
-            for files in options.files:
-                measured.append(play(ranks, dtype, files, options))
-                content = document("loading", measured)
-                loading_tables(content)[-1].show(console)
-                if options.json:
-                    save(options.json, content)
-    console.print(content["command"], highlight=False, soft_wrap=True)
+    each = product(options.ranks, options.dtype, options.files)
+    played = (play(ranks, dtype, files, options) for ranks, dtype, files in each)
+    measured = publish_each(console, "loading", played, loading_tables, options.json)
     return 1 if any(too_high(case) for case in measured) else 0
 
 

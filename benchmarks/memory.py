@@ -12,10 +12,7 @@ or FSDP2.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import sys
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from _memory import (
     PssSampler,
     Trace,
     formula,
+    give_back,
     peak_rss,
     pss,
     reset_peak_rss,
@@ -38,7 +36,7 @@ from _memory import (
 from _memory_tables import memory_tables, too_high
 from _models import batches, build, groups
 from _options import cases, contender_env, parser
-from _report import announce, document, save
+from _report import announce, publish_each
 from _worlds import World, stop_server
 
 WARMUP = 2  # steps: the first makes the optimizer's state
@@ -83,7 +81,7 @@ class ResidentWorker:
         for _ in range(WARMUP):
             small.step()
         del small
-        _give_back()
+        give_back()
         self._rss, self._pss = rss(), pss("self")
         self._training = Training(name, case)
         for _ in range(WARMUP):
@@ -93,7 +91,7 @@ class ResidentWorker:
         """Return the RSS at the peak of each phase, in bytes, less what it was without model."""
         peaks = {}
         for phase in PHASES:
-            _give_back()
+            give_back()
             reset_peak_rss()
             self._training.run(phase)
             peaks[phase] = peak_rss() - self._rss
@@ -156,13 +154,6 @@ class ActivationsWorker:
         return activations, shapes
 
 
-def _give_back() -> None:
-    """Free what is free."""
-    gc.collect()
-    with suppress(OSError, AttributeError):  # glibc only
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def predict(case: Case) -> Formula:
     """Apply the formula to a case, its activations measured."""
     with World("unsharded", 1, ActivationsWorker, case, device=case.device, env=QUIET) as world:
@@ -185,6 +176,17 @@ def measure(case: Case, name: str, options: argparse.Namespace) -> dict[str, Any
             world.call("step")
     pss = max(highest - start for highest, start in zip(sampler.peaks, base, strict=True))
     return {"peak": peak, "pss": pss}
+
+
+def measure_all(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    """Run all contenders, one after the other."""
+    return {
+        **asdict(case),
+        "transport": options.transport,
+        "malloc": options.malloc,
+        "formula": asdict(predict(case)),
+        "contenders": {name: measure(case, name, options) for name in options.contenders},
+    }
 
 
 def _world(name: str, case: Case, worker: type, *args: object, env: dict[str, str]) -> World:
@@ -215,22 +217,8 @@ def _options() -> argparse.Namespace:
 def main() -> int:
     options = _options()
     console = announce()
-    measured: list[dict[str, Any]] = []
-    for case in cases(options):
-        measured.append(
-            {
-                **asdict(case),
-                "transport": options.transport,
-                "malloc": options.malloc,
-                "formula": asdict(predict(case)),
-                "contenders": {name: measure(case, name, options) for name in options.contenders},
-            }
-        )
-        content = document("memory", measured)
-        memory_tables(content)[-1].show(console)
-        if options.json:
-            save(options.json, content)
-    console.print(content["command"], highlight=False, soft_wrap=True)
+    found = (measure_all(case, options) for case in cases(options))
+    measured = publish_each(console, "memory", found, memory_tables, options.json)
     return 1 if any(too_high(case) for case in measured) else 0
 
 

@@ -34,7 +34,7 @@ import shardwise
 from _models import PRESETS
 from _muon_tables import CONTENDERS, muon_tables, too_slow
 from _options import one_of, positive_int, positive_ints
-from _report import announce, document, save
+from _report import announce, publish_each
 from _worlds import World, stop_server
 from shardwise.optim import Muon
 
@@ -153,15 +153,8 @@ def _options() -> argparse.Namespace:
 def main() -> int:
     options = _options()
     console = announce()
-    measured: list[dict[str, Any]] = []
-    for params in options.params:
-        for ranks in options.ranks:
-            measured.append(play(ranks, params, options))
-            content = document("muon", measured)
-            muon_tables(content)[-1].show(console)
-            if options.json:
-                save(options.json, content)
-    console.print(content["command"], highlight=False, soft_wrap=True)
+    played = (play(ranks, params, options) for params in options.params for ranks in options.ranks)
+    measured = publish_each(console, "muon", played, muon_tables, options.json)
     return 1 if any(map(too_slow, measured)) else 0
 
 

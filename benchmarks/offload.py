@@ -30,7 +30,7 @@ from _memory import pss
 from _models import PRESETS, batches, build, groups
 from _offload_tables import offload_tables, wrong
 from _options import one_of, positive_int, positive_ints
-from _report import announce, document, save
+from _report import announce, publish_each
 from _worlds import World, stop_server
 from shardwise import devices, fully_shard, materialize
 from shardwise._torch import dtensor
@@ -149,15 +149,8 @@ def _options() -> argparse.Namespace:
 def main() -> int:
     options = _options()
     console = announce()
-    measured: list[dict[str, Any]] = []
-    for params in options.params:
-        for ranks in options.ranks:
-            measured.append(play(ranks, params, options))
-            content = document("offload", measured)
-            offload_tables(content)[-1].show(console)
-            if options.json:
-                save(options.json, content)
-    console.print(content["command"], highlight=False, soft_wrap=True)
+    played = (play(ranks, params, options) for params in options.params for ranks in options.ranks)
+    measured = publish_each(console, "offload", played, offload_tables, options.json)
     found = [each for case in measured if (each := wrong(case))]
     console.print("\n".join(found))
     return 1 if found else 0

@@ -33,6 +33,7 @@ from _loading_tables import loading_tables
 from _memory_tables import memory_tables
 from _muon_tables import muon_tables
 from _offload_tables import offload_tables
+from _optimizers_tables import optimizers_tables
 from _overhead_tables import overhead_tables
 from _plan_memory_tables import plan_memory_tables
 from _plan_time_tables import plan_time_tables
@@ -68,6 +69,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "plan_time": plan_time_tables,
     "adamw8bit": adamw8bit_tables,
     "in_backward": in_backward_tables,
+    "optimizers": optimizers_tables,
 }
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL

@@ -23,7 +23,7 @@ from rich.console import Console
 from _contenders import Case
 from _models import PRESETS
 from _options import cases, contender_env, parser, positive_int
-from _report import announce, document, save
+from _report import announce, publish_each
 from _step_tables import disagreement, step_tables
 from _steps import StepWorker, transposed
 from _worlds import World, stop_server
@@ -150,14 +150,8 @@ def _options() -> argparse.Namespace:
 def main() -> int:
     options = _options()
     console = announce()
-    played: list[dict[str, Any]] = []
-    for case in cases(options):
-        played.append(Match(case, options, console).play())
-        content = document("step_time", played)
-        step_tables(content)[-1].show(console)
-        if options.json:
-            save(options.json, content)
-    console.print(content["command"], highlight=False, soft_wrap=True)
+    matches = (Match(case, options, console).play() for case in cases(options))
+    played = publish_each(console, "step_time", matches, step_tables, options.json)
     return 1 if any(disagreement(case) for case in played) else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import zlib
@@ -14,10 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardwise import fully_shard, init_mesh
+from shardwise import FSDPModule, fully_shard, init_mesh
 from shardwise._torch import dtensor
 from shardwise.optim import Muon, muon_groups
 from shardwise.sharding.part import placed, take
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Net(nn.Module):
@@ -88,6 +91,58 @@ def part_of(full: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     assert coordinate is not None
     part = placed(full.shape, param.placements, param.device_mesh.shape, coordinate)
     return dtensor.wrap_local(take(full, part).contiguous(), dtensor.spec_of(param))
+
+
+Set = Callable[[FSDPModule, bool], None]
+
+
+def _sharded_gradients(net: FSDPModule, is_last: bool) -> None:
+    net.set_is_last_backward(is_last)
+
+
+def _full_gradients(net: FSDPModule, is_last: bool) -> None:
+    net.set_requires_gradient_sync(is_last)
+
+
+#: What a program calls before each backward, where the gradients of several are added up.
+ACCUMULATIONS: tuple[Set, ...] = (_sharded_gradients, _full_gradients)
+
+
+def train_on_microbatches(
+    rank: int, world_size: int, make: Make, reference: Make, tell: Set
+) -> None:
+    """Train on two microbatches a step; compare with one process that has those of all ranks.
+
+    Args:
+        rank: this rank.
+        world_size: the number of ranks.
+        make: makes the optimizer of the sharded net.
+        reference: makes that of the whole one.
+        tell: says which backward is the last of a step.
+    """
+    mine = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 5))
+    for name, param in mine.named_parameters():
+        nn.init.normal_(param, generator=_generator(name, 0))
+    whole = copy.deepcopy(mine)
+    fully_shard(mine)
+    assert isinstance(mine, FSDPModule)
+    optimizer, other = make(mine), reference(whole)
+    for step in range(3):
+        for micro in range(2):
+            of_ranks = [
+                torch.randn(3, 6, generator=_generator(f"{step}, {micro}", each))
+                for each in range(world_size)
+            ]
+            tell(mine, micro == 1)
+            mine(of_ranks[rank]).square().mean().backward()
+            for batch in of_ranks:
+                (whole(batch).square().mean() / world_size).backward()
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+        for name, param in mine.named_parameters():
+            wanted = part_of(whole.get_parameter(name).detach(), param)
+            torch.testing.assert_close(dtensor.plain(param.detach()), dtensor.plain(wanted))
 
 
 def _generator(name: str, step: int) -> torch.Generator:

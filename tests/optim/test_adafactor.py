@@ -26,7 +26,15 @@ from shardwise.errors import PeerLostError, RanksDivergedError
 from shardwise.optim import Adafactor, factored, pieces
 from shardwise.transport.peers import Peers
 from tests.harness import run_ranks
-from tests.optim.nets import Mesh, Net, part_of, set_gradients
+from tests.optim.nets import (
+    ACCUMULATIONS,
+    Mesh,
+    Net,
+    Set,
+    part_of,
+    set_gradients,
+    train_on_microbatches,
+)
 
 Threads = Callable[..., list[Any]]
 
@@ -179,6 +187,15 @@ def _some_have_no_gradient(rank: int, world_size: int) -> None:
 
 def test_parameters_without_a_gradient_are_left_alone(threads: Threads) -> None:
     threads(_some_have_no_gradient, 2)
+
+
+def _torchs(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(net.parameters(), **SETTINGS)
+
+
+@pytest.mark.parametrize("tell", ACCUMULATIONS)
+def test_gradients_of_several_backwards_are_added_up(threads: Threads, tell: Set) -> None:
+    threads(train_on_microbatches, 3, _make, _torchs, tell)
 
 
 def _cannot_step(rank: int, world_size: int, what: str) -> str:

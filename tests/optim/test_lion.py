@@ -15,7 +15,15 @@ from shardwise import checkpoint
 from shardwise._torch import dtensor
 from shardwise.optim import Lion, pieces
 from tests.harness import run_ranks
-from tests.optim.nets import Mesh, Net, part_of, set_gradients
+from tests.optim.nets import (
+    ACCUMULATIONS,
+    Mesh,
+    Net,
+    Set,
+    part_of,
+    set_gradients,
+    train_on_microbatches,
+)
 
 Threads = Callable[..., list[Any]]
 
@@ -77,6 +85,11 @@ def _trains_as_one_process(rank: int, world_size: int, mesh: Mesh) -> None:
 )
 def test_update_is_that_of_the_paper(threads: Threads, mesh: Mesh) -> None:
     threads(_trains_as_one_process, mesh.size, mesh)
+
+
+@pytest.mark.parametrize("tell", ACCUMULATIONS)
+def test_gradients_of_several_backwards_are_added_up(threads: Threads, tell: Set) -> None:
+    threads(train_on_microbatches, 3, _make, _make, tell)
 
 
 @pytest.mark.parametrize("at_once", [1, 10, 100])

@@ -54,6 +54,13 @@ def _plan(recipe: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_a_pattern_that_matches_nothing_is_found_before_the_training(recipe: str) -> None:
+    given = replace(_config(recipe).train.optimizer, param_groups=("nothing*:lr=1",))
+    with pytest.raises(UserError, match=r"^--param-group: pattern 'nothing\*': found no parameter"):
+        _plan(recipe, optimizer=given)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_can_be_planned_for(recipe: str) -> None:
     plan = _plan(recipe)
     rank = plan.ranks[0]

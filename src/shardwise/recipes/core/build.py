@@ -172,6 +172,16 @@ def _divided(
     return divided
 
 
+def check_param_groups(model: nn.Module, config: OptimizerConfig | SgdConfig) -> None:
+    """Check that ``--param-group`` fits a model, of which no values are needed.
+
+    Raises:
+        UserError: a pattern does not fit.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    _divided(model, config, [{"params": trained}])
+
+
 def make_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Return AdamW with weight decay on matrices only, not on norms and biases."""
     return torch.optim.AdamW(

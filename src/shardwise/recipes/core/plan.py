@@ -34,6 +34,7 @@ from shardwise.planning.settings import (
     UntraceableError,
 )
 from shardwise.planning.text import verdict
+from shardwise.recipes.core.build import check_param_groups
 from shardwise.recipes.core.config import (
     AUTO,
     OptimizerConfig,
@@ -72,7 +73,9 @@ def plan_training(
 
     Raises:
         RehearsalError, UntraceableError: the training cannot be rehearsed.
+        UserError: a pattern of ``--param-group`` does not fit the model.
     """
+    check_param_groups(blueprint.model, config.optimizer)
     device, machine = _machine_for(config, world)
     settings = settings_for(config, example, world)
     free = devices.free_memory(device)

@@ -1,0 +1,206 @@
+"""Optimizers on sharded models, beside their peers on torch's FSDP2: time, memory and loss.
+
+    python benchmarks/optimizers.py --only steps --params 34m --rounds 9
+    python benchmarks/optimizers.py --only loss --params 5m
+
+Every contender has a model that is sharded over all ranks, by ours or by FSDP2, and the settings
+that ``shardwise train`` takes by default. ``_optimizer_contenders.py`` lists them; those whose
+packages are missing (torchao, muon-fsdp2, lion-pytorch) are left out.
+
+**Steps.** The optimizers take turns, each in processes of its own, on gradients that are drawn anew
+for each step. The time of a step is that of the slowest rank. After all rounds, the kernel counts
+the memory of one more step, in which the allocator gives freed memory back at once.
+
+**Loss.** All train on the source code of Python's standard library, byte by byte, from the same
+weights on the same batches. The exit code is 1 if AdamW or SGD of torch have other losses on ours
+than on FSDP2, with two ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from _adamw8bit_curves import LENGTH, batch, set_lr, text
+from _contenders import CONTENDERS, Case
+from _memory import give_back, malloc_promptly, peak_rss, reset_peak_rss, rss, state_bytes
+from _models import PRESETS
+from _optimizer_contenders import installed, make, settings_of
+from _optimizers_tables import TITLES, differences, optimizers_tables, split
+from _options import one_of, positive_int
+from _report import announce, publish_each
+from _worlds import World, stop_server
+from shardwise.recipes.core.build import learning_rate
+
+PARTS = ("steps", "loss")
+WARMUP = 2  # steps: the first makes states, and may compile
+GRADIENT = 1e-2  # root of the mean square of an element
+ENV = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no pools of processes beside the ranks
+
+
+class Worker:
+    """One rank of a contender."""
+
+    def __init__(self, name: str, params: str, ranks: int, lr: float, seed: int) -> None:
+        sharded_by, _ = split(name)
+        self._trained = CONTENDERS[sharded_by](Case(ranks, params, seed=seed))
+        self._settings = settings_of(name, lr)
+        self._optimizer = make(name, self._trained.model, self._settings)
+        self._trained.optimizer = self._optimizer
+        self._rank, self._ranks, self._seed = dist.get_rank(), ranks, seed
+        self._generator = torch.Generator().manual_seed(seed * ranks + self._rank)
+
+    def step(self) -> float:
+        """Take a step with random gradients; return its seconds."""
+        self._draw_gradients()
+        dist.barrier()
+        start = time.perf_counter()
+        self._optimizer.step()
+        return time.perf_counter() - start
+
+    def step_bytes(self) -> int:
+        """Take a step; return the bytes of memory that were taken only for as long as it ran.
+
+        Later steps are slower.
+        """
+        malloc_promptly()
+        self._draw_gradients()
+        give_back()
+        before = rss()
+        reset_peak_rss()
+        self._optimizer.step()
+        return peak_rss() - before
+
+    def state_bytes(self) -> int:
+        """Count the bytes of states."""
+        return state_bytes(self._optimizer)
+
+    def shard_numel(self) -> int:
+        """Count the elements of parameters of this rank."""
+        return sum(param.to_local().numel() for param in self._trained.model.parameters())
+
+    def train(self, steps: int, tokens: int) -> list[float]:
+        """Train on this rank's part of each batch; return the loss of each step."""
+        data = text()
+        rate = learning_rate(self._settings, steps)
+        losses = []
+        for step in range(steps):
+            set_lr(self._optimizer, rate(step + 1))
+            sequences = batch(data, tokens, self._seed, step)
+            loss = self._trained.forward(sequences[self._rank :: self._ranks])
+            self._trained.backward(loss)
+            torch.nn.utils.clip_grad_norm_(
+                self._trained.model.parameters(), self._settings.clip_grad
+            )
+            self._trained.update()
+            losses.append(loss.item())
+        return losses
+
+    def _draw_gradients(self) -> None:
+        for param in self._trained.model.parameters():
+            param.grad = torch.zeros_like(param)
+            param.grad.to_local().normal_(std=GRADIENT, generator=self._generator)
+
+
+def play_steps(preset: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Let contenders take turns; return the seconds of their steps, and bytes."""
+    names, ranks = options.contenders, options.ranks
+    settings = (preset, ranks, options.lr, 0)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    with contextlib.ExitStack() as stack:
+        worlds = {
+            name: stack.enter_context(World(name, ranks, Worker, name, *settings, env=ENV))
+            for name in names
+        }
+        for index in range(WARMUP + options.rounds):
+            shift = index % len(names)
+            for name in names[shift:] + names[:shift]:
+                took = max(worlds[name].call("step"))
+                if index >= WARMUP:
+                    seconds[name].append(took)
+        held = {name: world.call("state_bytes") for name, world in worlds.items()}
+        own = {name: world.call("shard_numel") for name, world in worlds.items()}
+        taken = {name: world.call("step_bytes") for name, world in worlds.items()}
+    return {
+        "part": "steps",
+        "ranks": ranks,
+        "params": preset,
+        "numel": PRESETS[preset].numel,
+        "seconds": seconds,
+        "state_bytes": held,
+        "shard_numel": own,
+        "step_bytes": taken,
+    }
+
+
+def play_loss(preset: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Train a model with each optimizer, one after the other; return the mean loss of each step."""
+    losses, rates = {}, {}
+    for name in options.contenders:
+        settings = (preset, options.ranks, options.lr, seed)
+        with World(name, options.ranks, Worker, name, *settings, env=ENV, timeout=3600) as world:
+            by_rank = world.call("train", options.steps, options.tokens)
+        losses[name] = [sum(step) / options.ranks for step in zip(*by_rank, strict=True)]
+        rates[name] = settings_of(name, options.lr).lr
+    return {
+        "part": "loss",
+        "ranks": options.ranks,
+        "params": preset,
+        "numel": PRESETS[preset].numel,
+        "tokens": options.tokens,
+        "steps": options.steps,
+        "lr": options.lr,
+        "seed": seed,
+        "rates": rates,
+        "losses": losses,
+    }
+
+
+def _options() -> argparse.Namespace:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = made.add_argument
+    add("--only", choices=PARTS, help="steps, with memory, or loss (both)")
+    add("--contenders", type=one_of(*TITLES), help="some of " + ", ".join(TITLES))
+    add("--params", type=one_of(*PRESETS), default=["5m"], help="sizes of the model (5m)")
+    add("--ranks", type=positive_int, default=2, help="world size (2)")
+    add("--rounds", type=positive_int, default=9, help="turns of an optimizer (9)")
+    add("--steps", type=positive_int, default=500, help="steps of training (500)")
+    add("--tokens", type=positive_int, default=512, help="tokens of a step of training (512)")
+    add("--lr", type=float, default=2e-3, help="AdamW's, from which others follow (0.002)")
+    add("--seeds", type=positive_int, default=1, help="trainings with each optimizer (1)")
+    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
+    options = made.parse_args()
+    if options.tokens % (LENGTH * options.ranks):
+        made.error(f"--tokens: expected a multiple of {LENGTH * options.ranks}, {LENGTH} a rank")
+    options.contenders = options.contenders or installed()
+    return options
+
+
+def _cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for preset in options.params:
+        if options.only != "loss":
+            yield play_steps(preset, options)
+        if options.only != "steps":
+            yield from (play_loss(preset, seed, options) for seed in range(options.seeds))
+
+
+def main() -> int:
+    options = _options()
+    console = announce()
+    cases = publish_each(console, "optimizers", _cases(options), optimizers_tables, options.json)
+    return 1 if any(map(differences, cases)) else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    finally:
+        stop_server()
