@@ -6,10 +6,12 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _V1 = _ROOT / "memory"
+_numbers = count()
 
 
 class Limited:
@@ -24,7 +26,8 @@ class Limited:
 
     def __init__(self, limit: int) -> None:
         self._old = _V1.is_dir()
-        self._path = (_V1 if self._old else _ROOT) / f"shardwise-benchmark-{os.getpid()}"
+        name = f"shardwise-benchmark-{os.getpid()}-{next(_numbers)}"
+        self._path = (_V1 if self._old else _ROOT) / name
         try:
             self._path.mkdir()
             name = "memory.limit_in_bytes" if self._old else "memory.max"

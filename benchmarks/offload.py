@@ -2,14 +2,15 @@
 
     python benchmarks/offload.py --params 400m-deep --ranks 2 --tokens 1024 --folder /tmp
 
-Two contenders train the same Llama in bf16 with fp32 masters and AdamW, and step in backward:
+Three contenders train the same Llama in bf16 with fp32 masters and AdamW, and step in backward:
 
-    memory   masters and states in memory, without a limit
+    memory   everything in memory, without a limit
     disk     masters and states in a file; all ranks together may use a third of their bytes
+    all      parameters in a file, too; all ranks together may use less by as much as these are
 
 They take turns, one step each. The time of a step is that of the slowest rank. The limit is one of
-the kernel (a control group), so this runs as root on Linux. The exit code is 1 if the second has
-less than 0.6 of the speed of the first, or other parameters.
+the kernel (a control group), so this runs as root on Linux. The exit code is 1 if one of the last
+two has less than 0.6 of the speed of the first, or other parameters.
 """
 
 from __future__ import annotations
@@ -32,19 +33,26 @@ from _offload_tables import offload_tables, wrong
 from _options import one_of, positive_int, positive_ints
 from _report import announce, publish_each
 from _worlds import World, stop_server
-from shardwise import devices, fully_shard, materialize
+from shardwise import DiskOffloadPolicy, OffloadPolicy, devices, fully_shard, materialize
 from shardwise._torch import dtensor
 from shardwise.frontends.activation import checkpoint_module
 from shardwise.optim import in_backward, offload
 
 STATES = 12  # bytes of a parameter: its master and two moments
+SHARDS = 2  # and of itself
 
 
 class OffloadWorker:
     """One rank of a contender."""
 
     def __init__(
-        self, group: Limited | None, place: str, params: str, tokens: int, staging: int
+        self,
+        group: Limited | None,
+        place: str,
+        policy: OffloadPolicy,
+        params: str,
+        tokens: int,
+        staging: int,
     ) -> None:
         if group is not None:
             group.join()
@@ -53,8 +61,8 @@ class OffloadWorker:
         for layer in model.model.layers:
             checkpoint_module(layer)
         for modules in groups(model):
-            fully_shard(modules)
-        self._model = fully_shard(model)
+            fully_shard(modules, offload_policy=policy)
+        self._model = fully_shard(model, offload_policy=policy)
         torch.manual_seed(0)
         materialize(self._model)
         self._offloaded = offload(
@@ -102,13 +110,16 @@ class OffloadWorker:
 def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]:
     """Let the contenders take turns on one model."""
     limit = int(STATES * PRESETS[params].numel / options.times)
+    limits = {"disk": limit, "all": limit - SHARDS * PRESETS[params].numel}
     folder = options.folder.resolve()
     staging = options.staging * 2**20
     with contextlib.ExitStack() as stack:
-        group = stack.enter_context(limited(limit))
+        limited_to = {name: stack.enter_context(limited(limits[name])) for name in limits}
         worlds = {}
-        for name, its, place in (("memory", None, "host"), ("disk", group, f"disk:{folder}")):
-            settings = (its, place, params, options.tokens, staging)
+        for name in dict.fromkeys(["memory", *options.contenders]):
+            place = "host" if name == "memory" else f"disk:{folder}"
+            policy = DiskOffloadPolicy(folder) if name == "all" else OffloadPolicy()
+            settings = (limited_to.get(name), place, policy, params, options.tokens, staging)
             world = World(name, ranks, OffloadWorker, *settings, exec_each=True)
             worlds[name] = stack.enter_context(world)
         seconds: dict[str, list[float]] = {name: [] for name in worlds}
@@ -123,11 +134,14 @@ def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]
             "numel": PRESETS[params].numel,
             "tokens": options.tokens,
             "staging": staging,
-            "limit": limit,
+            "limits": {name: each for name, each in limits.items() if name in worlds},
             "seconds": seconds,
-            "kept": sum(worlds["memory"].call("kept")),
+            "kept": sum(next(iter(worlds.values())).call("kept")),
             "digests": {name: world.call("digest") for name, world in worlds.items()},
-            "peak": {"memory": sum(worlds["memory"].call("memory")), "disk": group.peak},
+            "peak": {
+                name: limited_to[name].peak if name in limited_to else sum(world.call("memory"))
+                for name, world in worlds.items()
+            },
         }
 
 
@@ -138,6 +152,12 @@ def _options() -> argparse.Namespace:
     add("--params", type=one_of(*PRESETS), default=["400m-deep"], help="models (400m-deep)")
     add("--tokens", type=positive_int, default=1024, help="tokens a rank and step (1024)")
     add("--times", type=float, default=3.0, help="states by the memory for all ranks (3)")
+    add(
+        "--contenders",
+        type=one_of("disk", "all"),
+        default=["disk", "all"],
+        help="beside memory (both)",
+    )
     add("--staging", type=positive_int, default=128, help="MiB of a rank for states (128)")
     add("--folder", type=Path, default=Path("/tmp"), help="on the disk to use (/tmp)")
     add("--rounds", type=positive_int, default=5, help="steps of a contender (5)")

@@ -19,7 +19,7 @@ NAMES = [str(path.relative_to(SOURCE)) for path in FILES]
 LAYERS = [
     ["devices"],
     ["_lazy", "_torch", "errors", "optim_names", "optim_states", "units"],
-    ["observe"],
+    ["observe", "scratch"],
     ["transport"],
     ["elastic"],
     ["sharding"],

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardwise.elastic.call import launch
     from shardwise.elastic.stop import GracefulStop
     from shardwise.errors import (
+        OffloadError,
         PeerLostError,
         RankFailedError,
         RanksDivergedError,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from shardwise.sharding.policy import DiskOffloadPolicy
 
 __version__ = "0.1.0.dev0"
 
@@ -63,6 +65,7 @@ __all__ = [
     "CPUOffload",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "DiskOffloadPolicy",
     "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
@@ -73,6 +76,7 @@ __all__ = [
     "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "OffloadError",
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
@@ -113,6 +117,7 @@ _HOME = {
     "CPUOffload": "torch.distributed.fsdp",
     "CPUOffloadPolicy": "torch.distributed.fsdp",
     "DataParallelMeshDims": "shardwise._torch.fsdp",
+    "DiskOffloadPolicy": "shardwise.sharding.policy",
     "FSDPModule": "shardwise.sharding.module",
     "FullOptimStateDictConfig": "torch.distributed.fsdp",
     "FullStateDictConfig": "torch.distributed.fsdp",
@@ -123,6 +128,7 @@ _HOME = {
     "LocalStateDictConfig": "torch.distributed.fsdp",
     "MixedPrecision": "torch.distributed.fsdp",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
+    "OffloadError": "shardwise.errors",
     "OffloadPolicy": "torch.distributed.fsdp",
     "OptimStateDictConfig": "torch.distributed.fsdp",
     "OptimStateKeyType": "torch.distributed.fsdp",

@@ -5,7 +5,7 @@
     ├── RanksDivergedError  ranks disagree about what they are about to do
     ├── RankFailedError     a rank that this process launched was killed, or raised an error
     ├── StepInterruptedError  an exception left only some groups stepped in backward
-    ├── OffloadError        optimizer states that are kept on a disk could not be read or written
+    ├── OffloadError        what is kept on a disk could not be read or written
     └── CheckpointError     a checkpoint is damaged, belongs to another model, or was not written
 
 Wrong use of the library raises a plain ``ValueError``, ``TypeError`` or ``NotImplementedError``,
@@ -66,10 +66,11 @@ class StepInterruptedError(ShardwiseError):
 
 
 class OffloadError(ShardwiseError):
-    """Optimizer states that are kept on a disk could not be read or written: it is full, or fails.
+    """States or parameters that are kept on a disk could not be read or written.
 
-    The states are lost, and a step may be made in part: go on from the last checkpoint. The message
-    names the folder and the rank. See :func:`shardwise.optim.offload`.
+    It is full, or fails. They are lost then, and a step may be made in part: go on from the last
+    checkpoint. The message names the folder and the rank. See :func:`shardwise.optim.offload` and
+    :class:`shardwise.DiskOffloadPolicy`.
     """
 
 

@@ -87,6 +87,8 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--diloco-overlap 0", "--diloco-overlap: found strategy full, expected --strategy diloco"),
         ("--strategy diloco", "--strategy: found diloco on one host without a number of replicas"),
         ("--offload tape", "--offload: found tape, expected host, or disk:FOLDER"),
+        ("--strategy diloco --offload-parameters host", "--offload-parameters: found --strategy"),
+        ("--offload-parameters disk:", "--offload-parameters: found disk:, expected host, or disk"),
         ("--master-dtype fp32", "--master-dtype: found fp32, expected --offload too"),
         ("--offload host --master-dtype fp32", "--master-dtype: found fp32 with shards in fp32"),
         ("--strategy diloco --local-steps 0", "--local-steps: found 0, expected 1 or more"),
@@ -340,8 +342,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "--accumulate 2 --step-in-backward --lr 0.5 --beta2 0.5 --weight-decay 0 --warmup 1 "
         "--clip-grad 0 --seed 9 "
         "--schedule warmup-stable-decay --decay-steps 3 --min-lr 0 --device cpu --optimizer muon "
-        "--momentum 0.5 --offload disk:/tmp/x --master-dtype fp32 --strategy "
-        "hybrid --replicas 2 --param-dtype bf16 --shard-dtype bf16 --reduce-dtype bf16 "
+        "--momentum 0.5 --offload disk:/tmp/x --offload-parameters disk:y --master-dtype fp32 "
+        "--strategy hybrid --replicas 2 --param-dtype bf16 --shard-dtype bf16 --reduce-dtype bf16 "
         "--activation-checkpointing --transport collectives --out here --checkpoint-every 5 "
         "--keep-last 9 --async-checkpoint --eval-every 4 --keep-best --tensorboard --log "
         "wandb,jsonl --overwrite --prompt x --sample-tokens 3 --temperature 0 "
@@ -361,7 +363,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "weight_decay": 0.0, "warmup": 1, "schedule": "warmup-stable-decay", "decay_steps": 3,
         "min_lr": 0.0, "clip_grad": 0.0, "strategy": "hybrid", "replicas": 2,
         "mesh": None, "param_dtype": "bf16", "shard_dtype": "bf16", "reduce_dtype": "bf16",
-        "offload": "disk:/tmp/x", "master_dtype": "fp32",
+        "offload": "disk:/tmp/x", "offload_parameters": "disk:y", "master_dtype": "fp32",
         "transport": "collectives",
         "activation_checkpointing": "full", "out": "here", "checkpoint_every": 5, "keep_last": 9,
         "keep_best": True, "compile": False,

@@ -30,9 +30,10 @@ from shardwise import checkpoint
 from shardwise.diloco import DiLoCo
 from shardwise.errors import OffloadError, StepInterruptedError
 from shardwise.optim import AdamW8bit, Muon, in_backward, muon_groups, offload
-from shardwise.optim.offloaded import entries, masters, optimizer, scratch, staging, stores
+from shardwise.optim.offloaded import entries, masters, optimizer, staging, stores
 from shardwise.optim.offloaded.entries import Form
 from shardwise.optim.offloaded.place import Place
+from shardwise.scratch import file as scratch
 from tests.harness import run_ranks
 from tests.sharding.nets import (
     WIDTH,

@@ -30,6 +30,7 @@ from shardwise.planning.settings import (
     Stepping,
     UntraceableError,
 )
+from shardwise.sharding import policy
 from tests.planning.profiled import allocated
 
 
@@ -127,7 +128,12 @@ def test_states_that_are_kept_elsewhere_are_counted_there(monkeypatch: pytest.Mo
         "dp=2", offload="disk:/nowhere", shard_dtype="bf16", master_dtype="fp32"
     )
     assert with_masters.offloaded == 3 * 4 * matrices
-    stays = _rehearse("dp=2", offload="host")
+    monkeypatch.setattr(policy, "SMALLEST", 1024)
+    everything = _rehearse("dp=2", offload="disk:/nowhere", offload_parameters="disk:/nowhere")
+    assert everything.offloaded == (2 + 1) * 4 * matrices
+    assert everything.before[Memory.PARAMETERS] == 4 * small
+    stays = _rehearse("dp=2", offload="host", offload_parameters="host")
+    assert stays.before[Memory.PARAMETERS] == 4 * (matrices + small)
     assert stays.offloaded == 0, "states of a CPU are on the host already"
     moved = _rehearse("dp=2", offload="host", device_type="cuda")
     assert moved.offloaded == after.offloaded
@@ -137,6 +143,7 @@ def test_states_that_are_kept_elsewhere_are_counted_there(monkeypatch: pytest.Mo
     ("given", "message"),
     [
         ({"offload": "tape"}, "offload"),
+        ({"offload_parameters": "disk:"}, "offload_parameters"),
         ({"master_dtype": "fp32"}, "master_dtype"),
         ({"offload": "host", "master_dtype": "int3"}, "master_dtype"),
     ],

@@ -38,6 +38,7 @@ from shardwise.recipes.core.training import place_for
 from shardwise.recipes.text import batches
 from shardwise.recipes.text.config import LmConfig
 from shardwise.recipes.text.generate import Sampling, generate_tokens
+from shardwise.sharding import policy
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import train, train_here, train_one
 from tests.recipes.small import losses, small_config, validation, write_model
@@ -143,7 +144,7 @@ def test_all_in_bf16_is_kept_saved_and_resumed_in_bf16(ranks: Ranks, tmp_path: P
 
 
 def _train_offloaded(rank: int, world_size: int, *configs: LmConfig) -> list[str]:
-    entries.SMALLEST = 1  # keep every state elsewhere
+    entries.SMALLEST = policy.SMALLEST = 1  # keep everything elsewhere
     return train(rank, world_size, *configs)
 
 
@@ -157,14 +158,15 @@ def test_states_on_a_disk_change_nothing_and_a_run_may_be_resumed_with_them_in_m
     whole = small_config(
         tmp_path, "whole", checkpoint_every=2, async_checkpoint=True, **inside, **disk
     )
-    masters = small_config(tmp_path, "masters", checkpoint_every=2, **bf16, **disk)
+    everything = {**disk, "offload_parameters": disk["offload"]}
+    masters = small_config(tmp_path, "masters", checkpoint_every=2, **bf16, **everything)
     same = small_config(tmp_path, "same", offload="host", **bf16)
     ranks(_train_offloaded, 2, memory, whole, masters, same)
     assert losses(whole) == losses(memory)
     assert losses(masters) == losses(same)
     assert list((tmp_path / "scratch").iterdir()) == []
     again = []
-    for run, settings in ((whole, inside), (masters, {**bf16, **disk})):
+    for run, settings in ((whole, inside), (masters, {**bf16, **everything})):
         name = f"{run.train.output.out.name}-again"
         config = small_config(tmp_path, name, existing=Existing.RESUME, **settings)
         shutil.copytree(run.train.output.out, config.train.output.out)

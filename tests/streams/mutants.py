@@ -50,9 +50,8 @@ SEEN = {
     "sharding/init.py _make_plain: torch.empty_like(old, device=device)": "materialize",
     "sharding/param.py ShardedParam.empty_full: "
     "torch.empty(self.layout.shape, dtype=dtype, device=device)": "materialize",
-    "sharding/param.py ShardedParam.copy_parameter: self.local.clone()": "copied",
-    "sharding/param.py ShardedParam._copy_of_shard: "
-    "rows.clone(memory_format=torch.contiguous_format)": "zero3",
+    "sharding/param.py ShardedParam.copy_parameter: local.clone()": "copied",
+    "sharding/policy.py Offload.copy: shard.clone(memory_format=torch.contiguous_format)": "zero3",
     "sharding/hooks.py _enter_root: event.wait()": "post_optimizer_event",
     # Gradients.
     "sharding/group_param.py GroupParam.zeros_for_grad: torch.zeros(self.layout.shape, "
@@ -229,7 +228,12 @@ UNSEEN = {
     "sharding/extension.py Extension.inputs: local.to(self._mesh.device)": _ORDERED,
     "sharding/summon.py full_value: local.to(device)": _ORDERED,
     "sharding/init.py allocate: form.allocate(device)": _LOADED,
-    "sharding/param.py ShardedParam.allocate: torch.empty_like(self.local, device=device)": _LOADED,
+    "sharding/param.py ShardedParam.allocate: "
+    "self.offload.empty_like(self.local, device, self.fqn)": _LOADED,
+    "sharding/policy.py Offload.empty_like: torch.empty_like(shard, device=device)": _LOADED,
+    "sharding/policy.py Offload.copy: self.empty_like(shard, self.home, fqn)": (
+        "memory of a file, which copies block the host for"
+    ),
     "sharding/group_param.py GroupParam._plain: dtensor.wait_tensor(dtensor.local_of(grad))": _SELF,
     "sharding/param.py ShardedParam._through_hooks: "
     "dtensor.wait_tensor(dtensor.local_of(grad))": _SELF,

@@ -249,6 +249,7 @@ class PlanConfig(StrategyConfig):
                 clip_grad=self.clip_grad,
                 stepping=self.stepping,
                 offload=self.offload,
+                offload_parameters=self.offload_parameters,
                 master_dtype=None if self.master_dtype is None else self.master_dtype.value,
                 checkpointing=self.activation_checkpointing,
                 transport=self.transport,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from shardwise.frontends.activation import batch_norms
@@ -25,6 +25,7 @@ def shard_blocks(
     precision: MixedPrecisionPolicy,
     placement: Callable[[nn.Parameter], Shard | None] | None = None,
     transport: str | None = None,
+    offload_policy: OffloadPolicy | None = None,
 ) -> None:
     """Shard every block, then the rest, so that each block is gathered by itself.
 
@@ -38,6 +39,7 @@ def shard_blocks(
         precision: dtypes of forward, backward and reduction.
         placement: along which dimension a parameter is cut; by default the first.
         transport: as for ``fully_shard``.
+        offload_policy: as for ``fully_shard``.
     """
     # Inputs stay as they are: batch norm takes bfloat16 beside float32 parameters.
     full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -58,6 +60,7 @@ def shard_blocks(
                 shard_placement_fn=placement,
                 mp_policy=policy,
                 transport=transport,
+                offload_policy=OffloadPolicy() if offload_policy is None else offload_policy,
             )
     if any(group.mesh.shard.overlaps_compute() for group in groups_of(model)):
         # Trainings write to parameters between steps only, so gathering early is safe.

@@ -107,6 +107,7 @@ def plan(
     clip_grad: float = 1.0,
     stepping: str = "after-backward",
     offload: str | None = None,
+    offload_parameters: str | None = None,
     master_dtype: str | torch.dtype | None = None,
     activation_checkpointing: str = "none",
     reshard_after_forward: bool | int | None = None,
@@ -147,6 +148,8 @@ def plan(
             gradients are reduced; see :func:`shardwise.optim.in_backward`.
         offload: where optimizer states are kept: ``"host"`` or ``"disk:FOLDER"``, as for
             :func:`shardwise.optim.offload`.
+        offload_parameters: where parameters are kept, in the same words: ``"disk:FOLDER"`` is
+            :class:`~shardwise.DiskOffloadPolicy`. On CPUs only.
         master_dtype: dtype of copies of the parameters that are kept with them.
         activation_checkpointing: ``"none"``, ``"full"`` or ``"selective"``, for each block.
         reshard_after_forward: as for :func:`~shardwise.fully_shard`, in place of what the strategy
@@ -189,6 +192,7 @@ def plan(
         clip_grad=clip_grad,
         stepping=_choice("stepping", stepping, Stepping),
         offload=offload,
+        offload_parameters=offload_parameters,
         master_dtype=_dtype("master_dtype", master_dtype),
         checkpointing=_choice("activation_checkpointing", activation_checkpointing, Checkpointing),
         reshard_after_forward=reshard_after_forward,

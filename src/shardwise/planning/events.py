@@ -135,7 +135,7 @@ class Log:
         tokens: what this rank trains on in the step; samples for models without sequences.
         flops: of the model alone, without recomputation, on this rank.
         formulas: modules that could not be traced, and why; their figures come from formulas.
-        offloaded: bytes of optimizer states that the rank keeps on its host or on a disk.
+        offloaded: bytes of states and parameters that the rank keeps on its host or on a disk.
         storages: what the rank holds when the step begins, one by one: ``before`` is their sum.
     """
 

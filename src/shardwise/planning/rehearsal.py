@@ -14,7 +14,7 @@ import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,7 @@ from shardwise.planning.settings import (
     UntraceableError,
 )
 from shardwise.planning.wires import simulated
+from shardwise.sharding import policy
 from shardwise.sharding.grad import NormParts, clip_grad_norm_, scale_grads
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.init import allocate
@@ -114,7 +115,8 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
                     group.stepper = stepper
             recorder.label_gradients(_fulls(built.model))
             _warm_up(recorder, settings, built.model, optimizer, batches)
-            _label(recorder, built.model, optimizer, batches)
+            elsewhere = _offloaded_parameters(settings, built.model)
+            _label(recorder, built.model, optimizer, batches, elsewhere)
             recorder.record()
             _step(recorder, settings, built.model, optimizer, batches)
             recorded = recorder.finish()
@@ -126,7 +128,7 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         tokens=settings.batch_size * settings.accumulate * (settings.seq_length or 1),
         flops=recorder.model_flops,
         formulas=recorder.formulas,
-        offloaded=optimizer.offloaded,
+        offloaded=optimizer.offloaded + sum(dtensor.plain(each).nbytes for each in elsewhere),
     )
 
 
@@ -504,16 +506,43 @@ def _label(
     model: nn.Module,
     optimizer: _Optimizer,
     batches: Sequence[Any],
+    elsewhere: Container[nn.Parameter],
 ) -> None:
-    """Say what the memory is for that is there before the step."""
+    """Say what the memory is for that is there before the step.
+
+    Args:
+        recorder: what is told.
+        model: the model.
+        optimizer: its optimizer.
+        batches: what it is trained on.
+        elsewhere: the parameters that have no memory between steps.
+    """
     for name, parameter in model.named_parameters():
-        recorder.label(dtensor.plain(parameter), Memory.PARAMETERS, name)
+        if parameter not in elsewhere:
+            recorder.label(dtensor.plain(parameter), Memory.PARAMETERS, name)
     for name, buffer in model.named_buffers():
         recorder.label(dtensor.plain(buffer), Memory.OTHER, name)
     for state in optimizer.states():
         recorder.label(state, Memory.OPTIMIZER, "")
     for tensor in every_tensor_in(batches):
         recorder.label(tensor, Memory.OTHER, "batch")
+
+
+def _offloaded_parameters(settings: Settings, model: nn.Module) -> frozenset[nn.Parameter]:
+    """The parameters whose shards are kept elsewhere.
+
+    Raises:
+        SettingsError: gradients and states would be, too, which no plan counts.
+    """
+    if settings.offload_parameters is None:
+        return frozenset()
+    if settings.device_type != devices.CPU.type:
+        expected = "None for an accelerator: plans do not count the memory of its host"
+        raise SettingsError("offload_parameters", settings.offload_parameters, expected)
+    if Place.parse(settings.offload_parameters).medium is Medium.HOST:
+        return frozenset()
+    every = {p for p in model.parameters() if dtensor.plain(p).nbytes >= policy.SMALLEST}
+    return frozenset(every)
 
 
 def _fulls(model: nn.Module) -> dict[str, Callable[[], list[nn.Parameter]]]:

@@ -150,6 +150,7 @@ class Settings:
         stepping: when the optimizer steps.
         offload: where optimizer states are kept: ``"host"`` or ``"disk:FOLDER"``; ``None``: in
             memory.
+        offload_parameters: where parameters are kept, in the same words.
         master_dtype: dtype of copies of the parameters that are kept with them; ``None``: no
             copies.
         checkpointing: which activations are recomputed.
@@ -180,6 +181,7 @@ class Settings:
     clip_grad: float = 1.0
     stepping: Stepping = Stepping.AFTER_BACKWARD
     offload: str | None = None
+    offload_parameters: str | None = None
     master_dtype: str | None = None
     checkpointing: Checkpointing = Checkpointing.NONE
     reshard_after_forward: bool | int | None = None
@@ -214,12 +216,13 @@ class Settings:
         if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
             expected = f"one of {', '.join(OPTIMIZERS)}, or a function in code"
             raise SettingsError("optimizer", self.optimizer, expected)
-        if self.offload is not None:
+        for name in ("offload", "offload_parameters"):
+            found = getattr(self, name)
             try:
-                Place.parse(self.offload)
+                if found is not None:
+                    Place.parse(found)
             except ValueError:
-                expected = "host, or disk:FOLDER"
-                raise SettingsError("offload", self.offload, expected) from None
+                raise SettingsError(name, found, "host, or disk:FOLDER") from None
         if self.master_dtype is not None and self.offload is None:
             raise SettingsError("master_dtype", self.master_dtype, "none without offload")
         if self.transport not in TRANSPORTS:
@@ -293,6 +296,7 @@ class Settings:
             "clip_grad": self.clip_grad,
             "stepping": self.stepping.value,
             "offload": self.offload,
+            "offload_parameters": self.offload_parameters,
             "master_dtype": self.master_dtype,
             "activation_checkpointing": self.checkpointing.value,
             "reshard_after_forward": self.reshard_after_forward,

@@ -89,9 +89,11 @@ def head(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.machine:
         yield "machine", plan.machine
     yield "memory", verdict(plan)
-    if settings.offload is not None:
+    places = {"states": settings.offload, "parameters": settings.offload_parameters}
+    if any(places.values()):
         kept = max(rank.offloaded for rank in plan.ranks)
-        yield "offloaded", f"{binary_size(kept)} of states of a rank, to {settings.offload}"
+        each = ", ".join(f"{what} to {place}" for what, place in places.items() if place)
+        yield "offloaded", f"{binary_size(kept)} of a rank: {each}"
     if plan.step is not None:
         yield "speed", speed(plan)
 

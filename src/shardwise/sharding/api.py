@@ -100,7 +100,8 @@ def fully_shard(
             a group.
         mp_policy: the dtypes to compute in, to reduce in, and of outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and thus the optimizer state
-            on the host. On a CPU mesh, they are there anyway.
+            on the host. On a CPU mesh, they are there anyway. ``DiskOffloadPolicy("FOLDER")`` keeps
+            shards in a file on a local disk.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: the data parallel dimensions of ``mesh``, if it has other dimensions, too
             (tensor parallel ones, say). All parameters have to be ``DTensor``s on ``mesh``.
@@ -117,6 +118,7 @@ def fully_shard(
         TypeError: an argument has the wrong type.
         NotImplementedError: an integer ``reshard_after_forward`` with ``DTensor`` parameters, or a
             policy with ``param_dtype_override_fn``.
+        OffloadError: the disk of a ``DiskOffloadPolicy`` is full, or has no such folder.
 
     If the call raises, no module was changed.
     """

@@ -23,6 +23,7 @@ from shardwise.observe import Activity
 from shardwise.sharding.full_params import FullParams, PostForwardShards, check_home
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
+from shardwise.sharding.paging import Pages
 from shardwise.sharding.param import COPIED, ShardedParam
 from shardwise.sharding.policy import GroupOptions, Offload, Precision
 from shardwise.sharding.reduce import Reduction, UnreducedGrads, deliver_alone
@@ -50,6 +51,7 @@ class ParamGroup:
             ``reshard_after_forward``.
         makes: how often the full parameters were made anew because the shards were replaced.
         stepper: what updates the shards during backward, if anything does.
+        pages: the shards that are kept on a disk.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class ParamGroup:
         self._offload = offload
         self.makes = 0
         self.stepper: Stepper | None = None
+        self.pages = Pages([param.form for param in params])
         self._memory: FullParams | None = None
         self._label: tuple[str, Label] | None = None
         # The versions of the shards at the last gather, and what came of its result.
@@ -185,6 +188,7 @@ class ParamGroup:
         if source is None:
             self._gathered = self._versions()
             self._steps_when_gathered = self.steps_in_backward
+            self.pages.load(self.label.name)
         if self._memory.moves:
             with observe.during(Activity.UNSHARD, self.label.name):
                 self._memory.start(self.label, source)
@@ -536,6 +540,7 @@ class ParamGroup:
         if forms:
             self.wait_for_offload()
             self.stepper.step(self.label.name, forms)
+            self.pages.let_go()
 
     def _step_own(self) -> None:
         """Have the stepper update the parameters that no other group has."""
@@ -635,6 +640,7 @@ class ParamGroup:
         self._free_memory()
 
     def _free_memory(self) -> None:
+        self.pages.let_go()
         if self._memory is not None:
             if self.options.keep_unsharded_storage:
                 self._memory.retain()

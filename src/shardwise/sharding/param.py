@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,15 +45,25 @@ class _Steps:
             self._is_registered = True
             register_optimizer_step_post_hook(self._count)
 
+    def forms_of(self, params: Iterable[torch.Tensor]) -> list[ShardedParam]:
+        """Return the sharded forms of those of ``params`` that are sharded."""
+        found = ((param, self._forms.get(id(param))) for param in params)
+        return [form for param, form in found if form is not None and form.parameter is param]
+
     def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
-            for param in group["params"]:
-                form = self._forms.get(id(param))
-                if form is not None and form.parameter is param:
-                    form.steps += 1
+            for form in self.forms_of(group["params"]):
+                form.steps += 1
+                if form.offload.disk is not None:
+                    form.offload.let_go(form.local)
 
 
 _steps = _Steps()
+
+
+def forms_of(params: Iterable[torch.Tensor]) -> list[ShardedParam]:
+    """Return the sharded forms of those of ``params`` that are sharded."""
+    return _steps.forms_of(params)
 
 
 class ShardedParam:
@@ -105,8 +115,10 @@ class ShardedParam:
         """Put a copy of the parameter, on the same mesh and without gradient, into ``memo``."""
         if id(self.parameter) not in memo:
             with torch.no_grad():
+                local, on_disk = self.local, self.offload.is_on_disk(self.local)
+                copied = self.offload.copy(local, self.fqn) if on_disk else local.clone()
                 memo[id(self.parameter)] = dtensor.make_parameter(
-                    self.local.clone(), self.spec, requires_grad=self.parameter.requires_grad
+                    copied, self.spec, requires_grad=self.parameter.requires_grad
                 )
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> ShardedParam:
@@ -154,7 +166,7 @@ class ShardedParam:
             owner.register(found)
             self.parameter = found  # the other modules that it is tied to have to follow
             _steps.watch(self)
-        local = self.offload.place(self.local)
+        local = self.offload.place(self.local, self.fqn)
         if not (dtensor.is_wrapper(local) or local.is_meta or local.is_contiguous()):
             # It has another memory format. Collectives send rows one after the other.
             local = local.contiguous()
@@ -162,7 +174,7 @@ class ShardedParam:
             with torch.no_grad():
                 dtensor.set_local_memory(self.parameter, local)
         self.spec = dtensor.spec_of(self.parameter)
-        observe.memory_of(Memory.PARAMETERS, self.fqn, self.local)
+        self._report(self.local)
 
     def tie_again(self) -> None:
         """Tie modules again whose parameters share memory after a state dict was loaded.
@@ -205,8 +217,8 @@ class ShardedParam:
         Only for tensors that are filled at once: nothing marks them as uninitialized.
         """
         with torch.no_grad():
-            shard = self.offload.place(torch.empty_like(self.local, device=device))
-            observe.memory_of(Memory.PARAMETERS, self.fqn, shard)
+            shard = self.offload.empty_like(self.local, device, self.fqn)
+            self._report(shard)
             made = dtensor.make_parameter(
                 shard, self.spec, requires_grad=self.parameter.requires_grad
             )
@@ -280,10 +292,14 @@ class ShardedParam:
     def _copy_of_shard(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's shard in its own memory, so that ``full`` can be freed."""
         rows = self.layout.cut(full.detach(), self.mesh.shard.rank)
-        # Tensor subclasses usually implement clone(), and rarely empty_like().
-        shard = self.offload.place(rows.clone(memory_format=torch.contiguous_format))
-        observe.memory_of(Memory.PARAMETERS, self.fqn, shard)
+        shard = self.offload.copy(rows, self.fqn)
+        self._report(shard)
         return shard
+
+    def _report(self, shard: torch.Tensor) -> None:
+        """Report the memory of a shard, unless it is on a disk."""
+        if not self.offload.is_on_disk(shard):
+            observe.memory_of(Memory.PARAMETERS, self.fqn, shard)
 
     def _register_everywhere(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter

@@ -22,6 +22,7 @@ from shardwise._torch import autograd
 from shardwise.observe import Activity
 from shardwise.sharding.finalization import Finalization, GradientReductionHandle
 from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.paging import ReadOrder
 from shardwise.sharding.param import COPIED, ShardedParam
 from shardwise.sharding.policy import Precision
 from shardwise.sharding.reduce import Reduction
@@ -96,6 +97,7 @@ class Root:
         forward_root: the state whose forward is the outermost one that is running.
         forward_number: the number of outermost forwards so far.
         order: the order of groups, for prefetching.
+        read_order: the order in which they are gathered, for reading shards that are on a disk.
         is_last_backward: whether the end of a backward completes all reductions.
         finalization: what the user completes, with manual finalization.
         post_optim_event: what the first gather of the next forward waits for, instead of all work
@@ -107,6 +109,7 @@ class Root:
         self.forward_root: FSDPState | None = None
         self.forward_number = 0
         self.order = RunOrder()
+        self.read_order = ReadOrder()
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
         self.finalization = Finalization(self._complete_or_reset)
@@ -535,6 +538,7 @@ class FSDPState:
             state.root = self.root
             for group in state.groups:
                 group.refresh()
+                group.pages.order = self.root.read_order
                 group.post_backward = functools.partial(state.root.post_backward, group)
         if self._keep_if_root:
             for group in self.groups:

@@ -1,7 +1,6 @@
 """Optimizer states outside of the memory that trains: read ahead of a step, written behind it.
 
 place.py      "host" or "disk:FOLDER"
-scratch.py    a file that vanishes with its process, read and written past the page cache
 stores.py     the seam: what keeps bytes in a file, or on the host of an accelerator
 staging.py    the memory in which states are while a step needs them
 entries.py    which tensors of a state are kept, and what they look like

@@ -10,9 +10,10 @@ import torch
 from shardwise._torch import dtensor
 from shardwise._torch.dtensor import DTensorSpec
 from shardwise.optim.offloaded.staging import aligned
+from shardwise.scratch import file
 
-#: Tensors with fewer bytes on a rank stay in memory: counts of steps, states of biases and norms.
-SMALLEST = 64 * 1024
+#: Tensors with fewer bytes on a rank stay in memory.
+SMALLEST = file.SMALLEST
 
 
 @dataclass(frozen=True)

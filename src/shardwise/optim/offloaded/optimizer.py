@@ -24,6 +24,7 @@ from shardwise.optim.offloaded.stores import DiskStore, HostStore, Store
 from shardwise.optim.partial_steps import PartialSteps, needs_closure
 from shardwise.optim_names import keys_in_order, parameters_in_order
 from shardwise.optim_states import MakesStates
+from shardwise.sharding.param import forms_of
 
 #: Elements of this rank's parameters that step together. AdamW has 32 MiB of states for them.
 _TOGETHER = 4 * 1024 * 1024
@@ -326,10 +327,16 @@ class OffloadedOptimizer(AroundOptimizer):
             self._next[self._last] = stepping
         self._last = params[0]
         kept, states = self._kept, self.inner.state
+        following = self._next.get(params[0], ())
+        forms = forms_of(stepping)  # whose parameters may be on a disk, too
         loan = None if kept is None else kept.borrow(stepping)
         try:
+            for form in forms:
+                form.offload.load(form.local)
+            for form in forms_of(following):
+                form.offload.read_ahead(form.local)
             if kept is not None:
-                kept.read_ahead(self._next.get(params[0], ()))
+                kept.read_ahead(following)
             with self._unbroken():
                 lent = self._masters.lend(stepping, states)
             try:
@@ -343,6 +350,8 @@ class OffloadedOptimizer(AroundOptimizer):
                     if loan is not None:
                         kept.give_back(loan)
                     kept.keep(stepping)
+            for form in forms:
+                form.offload.let_go(form.local)
 
     @contextlib.contextmanager
     def _unbroken(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ import torch
 
 from shardwise import devices, observe
 from shardwise.observe import Memory
-from shardwise.optim.offloaded.scratch import ALIGNMENT
+from shardwise.scratch.file import ALIGNMENT
 
 
 @dataclass(eq=False)

@@ -23,9 +23,9 @@ from shardwise import observe
 from shardwise._torch import dtensor
 from shardwise.observe import Activity
 from shardwise.optim.offloaded.entries import Entry, Form
-from shardwise.optim.offloaded.scratch import Run
 from shardwise.optim.offloaded.staging import Block, Staging
 from shardwise.optim.offloaded.stores import Store, Wait
+from shardwise.scratch.file import Run
 
 _STATES = "optimizer states"  # what a timeline calls waiting for them
 

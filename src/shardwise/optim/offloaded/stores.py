@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 
 from shardwise import devices
-from shardwise.optim.offloaded.scratch import Run, ScratchFile
 from shardwise.optim.offloaded.staging import Block, aligned_memory
+from shardwise.scratch.file import Run, ScratchFile
 
 #: Waits until bytes have arrived: the host, or the current stream of a device.
 Wait = Callable[[], None]

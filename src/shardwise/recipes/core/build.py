@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise import FSDPModule, MixedPrecisionPolicy, checkpoint_module, fully_shard
+from shardwise import (
+    CPUOffloadPolicy,
+    DiskOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    checkpoint_module,
+    fully_shard,
+)
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.activation import batch_norms, keep_products
 from shardwise.frontends.blocks import shard_blocks, store_in
@@ -27,6 +35,7 @@ from shardwise.optim import (
     offload,
     param_groups,
 )
+from shardwise.optim.offloaded import place as places
 from shardwise.planning.settings import Checkpointing, Stepping
 from shardwise.recipes.core.config import (
     MOMENTA,
@@ -79,9 +88,18 @@ def shard(
         precision=precision,
         placement=placement,
         transport=None if config.transport is None else config.transport.value,
+        offload_policy=_offload_policy(config),
     )
     assert isinstance(model, FSDPModule)
     return model
+
+
+def _offload_policy(config: ShardingConfig) -> OffloadPolicy:
+    """Return where a configuration has parameters kept."""
+    if config.offload_parameters is None:
+        return OffloadPolicy()
+    folder = places.Place.parse(config.offload_parameters).folder
+    return CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
 
 
 def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Checkpointing) -> None:

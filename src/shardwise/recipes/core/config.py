@@ -264,6 +264,15 @@ class StrategyConfig:
             shown="in memory",
         ),
     )
+    offload_parameters: str | None = field(
+        default=None,
+        metadata=option(
+            "Keep the parameters there, too, except while they are used: host or disk:FOLDER.",
+            TRAINING,
+            metavar="PLACE",
+            shown="in memory",
+        ),
+    )
     master_dtype: Precision | None = field(
         default=None,
         metadata=option(
@@ -641,17 +650,19 @@ def steps_to_record(asked: str, done: int, left: int) -> range:
 
 
 def check_offload(config: StrategyConfig) -> None:
-    """Check where states are kept, and what is kept with them.
+    """Check where states and parameters are kept, and what is kept with them.
 
     Raises:
         OptionError: an option is impossible.
     """
-    if config.offload is not None:
+    places = {"--offload": config.offload, "--offload-parameters": config.offload_parameters}
+    for name, place in places.items():
         try:
-            Place.parse(config.offload)
+            if place is not None:
+                Place.parse(place)
         except ValueError:
             expected = "host, or disk:FOLDER with a folder of a local disk"
-            raise OptionError("--offload", config.offload, expected) from None
+            raise OptionError(name, place, expected) from None
     masters, shards = config.master_dtype, config.shard_dtype
     if masters is None:
         return
@@ -676,12 +687,15 @@ def _check_diloco(config: TrainConfig) -> None:
     )
     if (diloco := config.diloco) is None:
         return
-    require(
-        config.sharding.offload is None,
-        "--offload",
-        f"--strategy {strategy} too",
-        "another strategy: replicas that train apart keep their states in memory",
-    )
+    sharding = config.sharding
+    places = {"--offload": sharding.offload, "--offload-parameters": sharding.offload_parameters}
+    for name, place in places.items():
+        require(
+            place is None,
+            name,
+            f"--strategy {strategy} too",
+            "another strategy: replicas that train apart keep parameters and states in memory",
+        )
     require(
         config.stepping is Stepping.AFTER_BACKWARD,
         "--step-in-backward",

@@ -136,6 +136,7 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
         clip_grad=config.optimizer.clip_grad,
         stepping=config.stepping,
         offload=sharding.offload,
+        offload_parameters=sharding.offload_parameters,
         master_dtype=None if sharding.master_dtype is None else sharding.master_dtype.value,
         checkpointing=sharding.activation_checkpointing,
         transport="auto" if sharding.transport is None else sharding.transport.value,

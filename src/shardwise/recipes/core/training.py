@@ -103,7 +103,8 @@ def train(
                 held.enter_context(locked(RunDir(inputs.train.output.out)))
                 check_folder(inputs)
         device = _choose_device(inputs.train.device, world)
-        if device.type == "cpu" and inputs.train.sharding.offload is None:
+        sharding = inputs.train.sharding
+        if device.type == "cpu" and sharding.offload is sharding.offload_parameters is None:
             devices.keep_freed_memory()
         elif device.type == "cpu":
             devices.return_freed_memory()  # who offloads is short of it
