@@ -110,7 +110,7 @@ def test_signals_that_a_launcher_blocked_are_delivered(stages: list[Stage]) -> N
 
 BODY = """
 import errno, os, sys
-from shardwise.errors import PeerLostError
+from shardwise.errors import OffloadError, PeerLostError
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import run_rank
 from shardwise.elastic.world import World
@@ -136,6 +136,7 @@ run_rank(World(1, 2, 1, 2), body)
         ("raise PeerLostError('rank 0')", 1, Ending.PEER, "shardwise.errors.PeerLostError: rank 0"),
         ("raise UserError('lost') from PeerLostError('x')", 1, Ending.PEER, "lost"),
         ("raise OSError(errno.ENOSPC, 'full')", 1, Ending.USER, "error: [Errno 28] full"),
+        ("raise OffloadError('disk is full') from OSError()", 1, Ending.FAILED, "disk is full"),
         ("raise BrokenPipeError()", 1, Ending.USER, "error: standard output was closed"),
     ],
 )

@@ -32,7 +32,7 @@ from typing import NoReturn
 from shardwise.elastic import starting, torchrun
 from shardwise.elastic.errors import Stopped, UserError, signal_name
 from shardwise.elastic.world import PARENT_PID, REPORT, World
-from shardwise.errors import lost_peer_behind
+from shardwise.errors import OffloadError, lost_peer_behind
 
 # The disk is full or read-only: a traceback would not help.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -99,6 +99,8 @@ def _ending(world: World, error: BaseException) -> Report:
         return Report(world.rank, Ending.USER, code, "error: standard output was closed")
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return Report(world.rank, Ending.USER, code, f"error: {error}")
+    if isinstance(error, OffloadError):  # it says all that a user of the disk can do
+        return Report(world.rank, Ending.FAILED, code, str(error))
     return Report(world.rank, Ending.FAILED, code, _traceback(error))
 
 
