@@ -47,6 +47,7 @@ PUBLIC = {
         "StateDictSettings",
         "StateDictType",
         "UnshardHandle",
+        "Wire",
         "XlaFullyShardedDataParallel",
         "checkpoint",
         "checkpoint_module",

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from shardwise.transport.wire import Wire
 
 __version__ = "0.1.0.dev0"
 
@@ -87,6 +88,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnshardHandle",
+    "Wire",
     "XlaFullyShardedDataParallel",
     "checkpoint",
     "checkpoint_module",
@@ -137,6 +139,7 @@ _HOME = {
     "StateDictSettings": "torch.distributed.fsdp",
     "StateDictType": "torch.distributed.fsdp",
     "UnshardHandle": "shardwise.sharding.module",
+    "Wire": "shardwise.transport.wire",
     "XlaFullyShardedDataParallel": "shardwise.frontends.xla",
     "checkpoint": "shardwise.checkpoint",
     "checkpoint_module": "shardwise.frontends.activation",
