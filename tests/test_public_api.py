@@ -49,6 +49,7 @@ PUBLIC = {
         "StateDictSettings",
         "StateDictType",
         "UnshardHandle",
+        "Wire",
         "XlaFullyShardedDataParallel",
         "checkpoint",
         "checkpoint_module",

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from shardwise.sharding.policy import DiskOffloadPolicy
+    from shardwise.transport.wire import Wire
 
 __version__ = "0.1.0.dev0"
 
@@ -91,6 +92,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnshardHandle",
+    "Wire",
     "XlaFullyShardedDataParallel",
     "checkpoint",
     "checkpoint_module",
@@ -143,6 +145,7 @@ _HOME = {
     "StateDictSettings": "torch.distributed.fsdp",
     "StateDictType": "torch.distributed.fsdp",
     "UnshardHandle": "shardwise.sharding.module",
+    "Wire": "shardwise.transport.wire",
     "XlaFullyShardedDataParallel": "shardwise.frontends.xla",
     "checkpoint": "shardwise.checkpoint",
     "checkpoint_module": "shardwise.frontends.activation",

@@ -132,8 +132,8 @@ def test_a_value_that_cannot_be_is_reported_with_its_place(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text("model: llama-tiny\nbatch-size: 0\nwire: int8")
-    with pytest.raises(UserError, match=r"found 'wire', expected .* did you mean"):
+    Path("run.yaml").write_text("model: llama-tiny\nbatch-size: 0\nwirre: int8")
+    with pytest.raises(UserError, match=r"found 'wirre', expected .* did you mean"):
         call(monkeypatch, "train lm --config run.yaml")
     Path("run.yaml").write_text("model: llama-tiny\nbatch-size: 0")
     place = r"--batch-size: found 0, expected 1 or more \(run.yaml, line 2, column 1\)"

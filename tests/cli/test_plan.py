@@ -60,6 +60,10 @@ def call(monkeypatch: Patch, *arguments: str) -> int:
         ("llama-tiny --optimizer lamb", "--optimizer: found lamb, expected one of adamw"),
         ("llama-tiny --optimizer nowhere:sgd", "--optimizer: found nowhere:sgd (No module named"),
         ("llama-tiny --device h100 --transport shm", "--transport: found shm, expected auto"),
+        (
+            "llama-tiny --mesh dp=2 --wire tp:int8",
+            "--wire: found the dimension tp, expected",
+        ),
         ("llama-tiny --device h1000", "--device: found h1000 (did you mean h100?), expected"),
         ("llama-tiny --device h100 --link ib-4", "--link: found ib-4"),
         ("llama-tiny --device-file no.toml", "no.toml"),

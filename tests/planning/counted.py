@@ -34,6 +34,7 @@ from shardwise.planning.settings import DTYPES, Settings
 from shardwise.sharding.grad import clip_grad_norm_
 from shardwise.sharding.module import FSDPModule
 from shardwise.sharding.state import groups_of
+from shardwise.transport.wire import PLAIN, Wires
 from tests.harness import run_ranks
 
 #: The kinds whose bytes must be equal.
@@ -63,6 +64,7 @@ class Training:
         optimizer: by name.
         accumulate: microbatches of a step.
         reshard_after_forward: in place of what the strategy says.
+        wire: the formats of what is sent.
         outer_states: how many copies of the shards DiLoCo keeps; 2 or 3 with its strategy.
     """
 
@@ -75,6 +77,7 @@ class Training:
     optimizer: str
     accumulate: int
     reshard_after_forward: bool | int | None = None
+    wire: Wires = PLAIN
     outer_states: int = 0
 
     @classmethod
@@ -127,6 +130,7 @@ class Training:
             optimizer=self.optimizer,
             reshard_after_forward=self.reshard_after_forward,
             transport=self.transport,
+            wire=self.wire,
             outer_states=self.outer_states,
             batch=lambda size: torch.ones(size, width),
         )
@@ -284,6 +288,7 @@ def count(rank: int, world_size: int, training: Training) -> Found:
             ),
             placement=blueprint.placement,
             transport=settings.transport,
+            wire=settings.wire.argument,
         )
         trained = [each for each in model.parameters() if each.requires_grad]
         optimizer = {

@@ -11,6 +11,7 @@ import pytest
 
 from shardwise.frontends.strategies import Strategy
 from shardwise.transport.shm import futex
+from shardwise.transport.wire import Wires
 from tests.planning.counted import Training, counted, planned
 
 #: Between them every strategy, mesh, transport and dtype, and every kind of parameter.
@@ -29,6 +30,22 @@ def check(training: Training) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_plan_is_exact(seed: int) -> None:
     check(Training.draw(seed))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "wire"),
+    [
+        ("dp_replicate=2,dp_shard=2", Strategy.HYBRID_SHARD, "reduce=int8,error-feedback"),
+        pytest.param("dp=2", Strategy.FULL_SHARD, "fp8", marks=pytest.mark.long),
+    ],
+)
+def test_the_bytes_that_a_plan_sends_over_wires_are_exact(
+    mesh: str, strategy: Strategy, wire: str
+) -> None:
+    drawn = replace(Training.draw(3, transport="c10d"), reshard_after_forward=None)
+    training = replace(drawn, mesh=mesh, strategy=strategy, wire=Wires.parse(wire))
+    for rank, found in enumerate(counted(training)):
+        assert planned(training, rank).sent == found.sent, f"collectives of rank {rank}"
 
 
 @pytest.mark.skipif(not futex.is_available(), reason="shared memory is for Linux on x86-64")

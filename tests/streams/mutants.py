@@ -12,6 +12,8 @@ HOST_ONLY = {
     "transport/gloo.py": "messages between tensors of the host",
     "transport/waiter.py": "a thread that waits for gloo",
     "transport/peers.py": "ranks that meet in the store",
+    "transport/hosts.py": "ranks that meet in the store",
+    "transport/background.py": "a thread that sends messages between tensors of the host",
     "transport/shm": "memory that ranks of a host share",
     "transport/sums.py": "adds up what other ranks of a host have sent",
     "checkpoint/disk": "files",
@@ -116,6 +118,28 @@ SEEN = {
     "transport/custom.py _wait_for: devices.current_stream(device).record_event()": "custom",
     "transport/custom.py _wait_for: work.wait()": "custom_asynchronous",
     "transport/custom.py _wait_for: devices.current_stream(device).wait_event(event)": "custom",
+    # Collectives of encoded values.
+    "sharding/group_param.py GroupParam._as_gathered: "
+    "gathered.to(shard.device)": "wires_written_offloaded",
+    "transport/codecs.py Fp8Codec._to_float: "
+    "numbers.view(torch.int8).to(torch.int16)": "wires_of_scalars",
+    "transport/codecs.py Noise.__init__: torch.cat([table, table])": "wires_offload",
+    "transport/encoded.py EncodedTransport._all_reduce_on_stream: "
+    "devices.current_stream(self._device).record_event()": "wires",
+    "transport/encoded.py EncodedTransport._all_reduce_on_stream: "
+    "devices.current_stream(self._device).wait_event(done)": "wires",
+    "transport/encoded.py EncodedTransport._all_reduce_on_stream: "
+    "reduction.contributions.wait()": "wires",
+    "transport/encoded.py EncodedTransport._all_reduce_on_stream: reduction.sums.wait()": "wires",
+    "transport/encoded.py EncodedTransport._all_reduce_on_stream: "
+    "self._stream.wait_stream(devices.current_stream(self._device))": "wires",
+    "transport/encoded.py EncodedTransport._errors_of: "
+    "torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device)": "wires",
+    "transport/encoded.py EncodedTransport._scatter: scatter.under_way.wait()": "wires",
+    "transport/encoded.py EncodedTransport.all_gather: work.wait()": "wires",
+    "transport/encoded.py _Blocks.take: "
+    "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": "wires",
+    "transport/encoded.py _both: work.wait()": "wires_of_scalars",
     # Works that are kept until they are waited for, and waits for them.
     "sharding/full_params.py FullParams._start: "
     "self._works.append(transport.all_gather(shards, buffers, label))": "zero3",
@@ -128,9 +152,9 @@ SEEN = {
     "sharding/reduce.py Reduction._start_over_shard: "
     "self._works.append(scattered.start(transport, op, self._label))": "zero3",
     "sharding/reduce.py Reduction._start_over_shard: "
-    "self._works.append(transport.all_reduce(tensors, op, self._label))": "scalars",
+    "self._works.append(reduced.start(transport, op, self._label))": "scalars",
     "sharding/reduce.py Reduction._start_over_replicate: "
-    "self._works.append(replicate.all_reduce(tensors, op, self._label))": "large_hybrid",
+    "self._works.append(reduced.start(replicate, op, self._label))": "large_hybrid",
     "sharding/reduce.py Reduction.advance: "
     "self._works.append(self._run_hook_on(self._hook_stream))": "all_reduce_hook_with_stream",
     "sharding/state.py Root.post_backward: self._pending.append(reduction)": "zero3",
@@ -162,8 +186,7 @@ SEEN = {
     "sharding/grad.py clip_grad_norm_: norm.to(dtype)": "clip_bfloat16",
     "sharding/grad.py _local_norm: torch.stack( [norm.to(device, dtype) "
     "for norm in autograd.foreach_norm(grads, norm_type)] )": "clip",
-    "sharding/group_param.py GroupParam.take_over_writes: "
-    "shard.to(rows.dtype)": "written_in_forward_mixed",
+    "sharding/group_param.py GroupParam._as_gathered: shard.to(dtype)": "written_in_forward_mixed",
     "sharding/group_param.py GroupParam.take_over_writes: "
     "torch.where(written, rows.to(shard.dtype), shard)": "written_in_forward",
     "sharding/group_param.py GroupParam.take_over_writes: "
@@ -176,7 +199,6 @@ SEEN = {
     "sharding/reduce.py Reduction._start_over_shard: grad.to(dtype) (2)": "scalars",
     "sharding/reduce.py _deliver: shard.to(dtype)": "half_reduced",
     "sharding/reduce.py deliver_alone: grad.to(dtype)": "one_rank_mixed",
-    "transport/all_to_all.py AllToAll.start: rows.contiguous()": "diloco",
     "transport/collectives.py CollectivesTransport.all_gather: "
     "shard.to(full.dtype)": "integers_plain_collectives",
     "transport/custom.py CustomTransport.all_gather: shard.to(full.dtype)": "integers_custom",
@@ -221,10 +243,33 @@ _ORDERED = (
 _META = "it has no memory: it is on the meta device"
 _ASKS = "it asks whether the device can do this, and nothing follows it"
 _LOADED = "it is filled from the host, which waits for each copy"
+_MESSAGES = "messages are between tensors of the host"
+_OWN = "its owner keeps it, and uses it on one stream"
+_PASSING = "it is freed on the stream that wrote it, and no other one sees it"
+_NO_STREAMS = "it is for devices without streams"
 _STEPPED = "it adds up a norm and keeps hyperparameters, which only values show"
 
 #: By place: why no scenario can report that it is gone.
 UNSEEN = {
+    "transport/all_to_all.py AllToAll._send: wait(messages.land)": _MESSAGES,
+    "transport/all_to_all.py AllToAll._send: wait(messages.wait)": _MESSAGES,
+    "transport/all_to_all.py AllToAll.wait_for: job.wait()": _MESSAGES,
+    "transport/all_to_all.py AllToAll.wait_for: self._waiter.wait([(job, None)], doing)": _MESSAGES,
+    "transport/codecs.py Noise.__init__: "
+    "(order.float() + 0.5).div_(self._size).to(device)": _LOADED,
+    "transport/codecs.py Room.take: "
+    "torch.empty(size, dtype=torch.float32, device=self._device)": _OWN,
+    "transport/encoded.py EncodedTransport.as_gathered: shard.to(self._device)": _ORDERED,
+    "transport/encoded.py EncodedTransport.as_gathered: "
+    "torch.empty(codec.nbytes(shard.numel()), dtype=torch.uint8, device=self._device)": _PASSING,
+    "transport/encoded.py EncodedTransport.as_gathered: "
+    "torch.empty(shard.numel(), dtype=dtype, device=self._device)": _PASSING,
+    "transport/encoded.py EncodedTransport.as_gathered: shard.to(dtype)": _PASSING,
+    "transport/encoded.py EncodedTransport._all_reduce: reduction.sums.wait()": _NO_STREAMS,
+    "transport/encoded.py EncodedTransport._start_second_steps: "
+    "reduction.contributions.wait()": _NO_STREAMS,
+    "transport/encoded.py EncodedTransport.all_gather: "
+    "shards[i].to(self._device, non_blocking=True)": _ORDERED,
     "sharding/extension.py Extension.inputs: local.to(self._mesh.device)": _ORDERED,
     "sharding/summon.py full_value: local.to(device)": _ORDERED,
     "sharding/init.py allocate: form.allocate(device)": _LOADED,
@@ -270,7 +315,6 @@ UNSEEN = {
     "sharding/state.py Root._move_on: self._left_alone.pop(0).finish()": (
         "a part of a gradient is missing, which only values show"
     ),
-    "transport/all_to_all.py AllToAll._send: under_way.append(held)": "gloo's, on the host",
     "devices.py _has_streams: "
     "torch.accelerator.current_stream(current(kind)).record_event()": _ASKS,
     "devices.py _times_events: last.synchronize()": _ASKS,
@@ -288,7 +332,6 @@ UNSEEN = {
     "storage.resize_((offset + memory.numel()) * memory.itemsize)": _FREED,
     'sharding/layout.py Layout.strides: torch.empty(self.shape, device="meta")': _META,
     'sharding/placement.py sharded_spec: torch.empty(param.shape, device="meta")': _META,
-    "transport/all_to_all.py AllToAll._send: messages.wait()": "gloo's messages, on the host",
     "transport/all_to_all.py AllToAll._collect: rows=rows": _HELD,
     "transport/all_to_all.py AllToAll.exchange_numbers: torch.empty_like(sent)": (
         "the host has read it before it is freed"

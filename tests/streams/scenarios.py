@@ -1091,6 +1091,46 @@ def symmetric_memory_hybrid_offload(run: Run) -> None:
         train(run, _symmetrize(shard(run, offload_policy=PINNED), adds=True))
 
 
+# -- wires --------------------------------------------------------------------------------------
+
+
+@scenario(shape=(2, 2))
+def wires(run: Run) -> None:
+    """Both dimensions encode, and keep what they lost."""
+    wire = shardwise.Wire(gather="int8", reduce="int8", error_feedback=True)
+    net = shard(run, make(run, depth=2), wire=wire, transport="c10d")
+    train(run, net, backward=backward_with_gradients)
+
+
+@scenario()
+def wires_of_scalars(run: Run) -> None:
+    """A parameter that is not cut is all-reduced while others are scattered, one as it is."""
+    net = make(run)
+    with torch.device(NAME):
+        net.blocks = nn.ModuleList([_Scaled(), _Wide()])
+    wire = shardwise.Wire(gather="fp8", reduce="fp8")
+    train(run, shard(run, net, wire=wire, transport="c10d"))
+
+
+@scenario(shape=(2, 2))
+def wires_offload(run: Run) -> None:
+    wire = shardwise.Wire(gather="bf16", reduce="int8", rounding="stochastic")
+    net = make(run, depth=2)
+    train(run, shard(run, net, wire=wire, transport="c10d", offload_policy=PINNED))
+
+
+class _Wide(nn.Module):
+    """A parameter that no wire encodes, beside one that is encoded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.usual = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.usual + (x.double() * self.wide).to(x.dtype)
+
+
 # -- kinds of parameters ------------------------------------------------------------------------
 
 
@@ -1363,6 +1403,12 @@ def written_in_forward_mixed(run: Run) -> None:
 @scenario()
 def written_in_forward_offloaded(run: Run) -> None:
     _written_in_forward(run, offload_policy=PINNED)
+
+
+@scenario()
+def wires_written_offloaded(run: Run) -> None:
+    wire = shardwise.Wire(gather="int8")
+    _written_in_forward(run, offload_policy=PINNED, wire=wire, transport="c10d")
 
 
 def _written_in_forward(run: Run, **options: Any) -> None:

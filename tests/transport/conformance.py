@@ -71,6 +71,10 @@ class Checks:
         self.world_size = transport.world_size
         self.exact = exact
 
+    def inexact(self) -> Checks:
+        """The same without the last bits."""
+        return Checks(self.transport, exact=False)
+
     def all_gather(self, items: Sequence[Item], seed: int) -> AllGather:
         return AllGather(self, items, seed)
 
@@ -79,6 +83,10 @@ class Checks:
 
     def all_reduce(self, items: Sequence[Item], op: Reduce, seed: int) -> AllReduce:
         return AllReduce(self, items, op, seed)
+
+    def gathered(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What every rank gets of a rank's values."""
+        return values.to(dtype)
 
     def draw(self, numel: int, dtype: torch.dtype, *seeds: int) -> list[torch.Tensor]:
         """Values of every rank."""
@@ -138,7 +146,7 @@ class AllGather:
         for i, (item, full) in enumerate(zip(self._items, self._buffers.tensors, strict=True)):
             for rank, values in enumerate(self._values[i]):
                 found = full[rank * item.chunk :][: values.numel()]
-                expected = values.to(item.result)
+                expected = self._checks.gathered(values, item.result)
                 assert torch.equal(found, expected), (
                     f"chunk {rank} of tensor {i} ({item}) on rank {self._checks.rank} of "
                     f"{self._checks.world_size}: found {found}, expected {expected}"
@@ -194,7 +202,7 @@ class AllReduce:
             expected = self._checks.reduce(values, item.result, self._op)
             what = f"all-reduce {self._op.name} of tensor {i}, {item}"
             # Backends add in an order of their own.
-            Checks(self._checks.transport, exact=False).compare(self._tensors[i], expected, what)
+            self._checks.inexact().compare(self._tensors[i], expected, what)
 
 
 def held(item: Item, rank: int, world_size: int) -> int:
@@ -269,7 +277,11 @@ def cases(large: int) -> list[tuple[str, list[Item]]]:
 
 def check_all(transport: Transport, *, exact: bool, large: int = 1500) -> None:
     """Run every case through every collective."""
-    checks = Checks(transport, exact=exact)
+    check_cases(Checks(transport, exact=exact), large)
+
+
+def check_cases(checks: Checks, large: int = 1500) -> None:
+    """The same with checks of the caller's."""
     for number, (name, items) in enumerate(cases(large)):
         try:
             checks.all_gather(items, number).finish()

@@ -253,6 +253,7 @@ class PlanConfig(StrategyConfig):
                 master_dtype=None if self.master_dtype is None else self.master_dtype.value,
                 checkpointing=self.activation_checkpointing,
                 transport=self.transport,
+                wire=self.wires,
                 ranks_per_host=self.ranks_per_host,
                 compiled=Compiled.BLOCKS if self.compile else Compiled.NOTHING,
                 products=Products.FLOAT8 if self.float8 else Products.AS_STORED,

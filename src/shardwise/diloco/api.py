@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.diloco import members, state
-from shardwise.diloco.average import Average, codec_of
+from shardwise.diloco.average import Average
 from shardwise.diloco.fragment import Fragment, Pending, assign_to_fragments, local_of
 from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat, check_streaming
 from shardwise.errors import PeerLostError
@@ -92,7 +92,6 @@ class DiLoCo(AroundOptimizer):
         check_streaming(self._streaming, every)
         self._every = every
         self._wire = WireFormat(wire)
-        self._codec = codec_of(self._wire)
         self._model = model
         self.steps = 0
         self._sent_before = 0
@@ -313,7 +312,9 @@ class DiLoCo(AroundOptimizer):
             fragment.pending = Pending(self.steps, mean=gradient)
             return
         label = f"the pseudo-gradient of {fragment.name}"
-        average = Average(gradient, self._all_to_all, self._codec, label, fragment.error)
+        average = Average(
+            gradient, self._all_to_all, self._wire, label, fragment.error, fragment.sections
+        )
         fragment.pending = Pending(self.steps, average)
 
     def _apply(self, fragment: Fragment, alpha: float | None = None) -> None:

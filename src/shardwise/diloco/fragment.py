@@ -7,23 +7,25 @@ parameters are: views of them have the shapes of the local shards.
     momentum   | the same                                                             |
     error      | the same, with error feedback                                        |
 
-Parameters with the same placements are next to each other, and begin at a multiple of a block of
-the wire format. What several ranks of a replica hold in common thus shares no block with what each
-of them holds alone, and is rounded in the same way on all.
+Parameters with the same placements are next to each other, in a section that is averaged by itself.
+What several ranks of a replica hold in common thus shares no block of the wire format with what
+each of them holds alone, and is rounded in the same way on all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
-from shardwise.diloco.average import BLOCK, Average
+from shardwise.diloco.average import Average
 from shardwise.diloco.settings import OuterSGD
+from shardwise.transport.codecs import BLOCK
 
 _INNER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -69,6 +71,8 @@ class Fragment:
         error_feedback: whether to keep what encoding loses.
 
     Attributes:
+        sections: elements of the sections of flat vectors, in their order. The parameters of a
+            section have the same placements.
         outer: outer parameters, fp32, flat.
         momentum: of the outer optimizer, fp32, flat.
         error: what encoding has lost, fp32, flat; ``None`` without error feedback.
@@ -98,7 +102,8 @@ class Fragment:
             raise ValueError(f"{name}: found parameters on {names}, expected one device")
         [self.device] = devices
         self._shapes = {fqn: local.shape for fqn, local in locals_.items()}
-        self._starts, numel = _starts(self.parameters, self._shapes)
+        self._starts, self.sections = _places(self.parameters, self._shapes)
+        numel = sum(self.sections)
         self.outer = torch.zeros(numel, dtype=torch.float32, device=self.device)
         self.momentum = torch.zeros_like(self.outer)
         self.error = torch.zeros_like(self.outer) if error_feedback else None
@@ -192,21 +197,24 @@ class Fragment:
             yield local_of(self.parameters[fqn]), part
 
 
-def _starts(
+def _places(
     parameters: Mapping[str, nn.Parameter], shapes: Mapping[str, torch.Size]
-) -> tuple[dict[str, int], int]:
-    """Return where in a flat vector each parameter begins, and the length of the vector."""
+) -> tuple[dict[str, int], list[int]]:
+    """Return where in a flat vector each parameter begins, and the sizes of its sections."""
     alike: dict[object, list[str]] = {}
     for fqn, each in parameters.items():
         key = (each.device_mesh, each.placements) if isinstance(each, DTensor) else None
         alike.setdefault(key, []).append(fqn)
-    starts, end = {}, 0
+    starts: dict[str, int] = {}
+    begins: list[int] = []
+    end = 0
     for names in alike.values():
         end = -(-end // BLOCK) * BLOCK
+        begins.append(end)
         for fqn in names:
             starts[fqn] = end
             end += shapes[fqn].numel()
-    return starts, end
+    return starts, [last - first for first, last in pairwise([*begins, end])]
 
 
 def assign_to_fragments(

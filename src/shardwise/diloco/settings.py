@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass
 
-
-class WireFormat(enum.Enum):
-    """The format of pseudo-gradients on the wire; they are computed and applied in fp32.
-
-    ``INT8`` sends one byte per element, and one fp32 scale per 256 elements: 1.016 bytes per
-    element.
-    """
-
-    FP32 = "fp32"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    INT8 = "int8"
+from shardwise.transport.wire import WireFormat as WireFormat
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from shardwise.frontends.activation import batch_norms
 from shardwise.sharding.api import fully_shard
 from shardwise.sharding.state import gather_in_order, groups_of
+from shardwise.transport.wire import Wire
 
 
 def shard_blocks(
@@ -26,6 +27,7 @@ def shard_blocks(
     placement: Callable[[nn.Parameter], Shard | None] | None = None,
     transport: str | None = None,
     offload_policy: OffloadPolicy | None = None,
+    wire: Wire | Mapping[str, Wire] | None = None,
 ) -> None:
     """Shard every block, then the rest, so that each block is gathered by itself.
 
@@ -40,6 +42,7 @@ def shard_blocks(
         placement: along which dimension a parameter is cut; by default the first.
         transport: as for ``fully_shard``.
         offload_policy: as for ``fully_shard``.
+        wire: as for ``fully_shard``.
     """
     # Inputs stay as they are: batch norm takes bfloat16 beside float32 parameters.
     full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -61,6 +64,7 @@ def shard_blocks(
                 mp_policy=policy,
                 transport=transport,
                 offload_policy=OffloadPolicy() if offload_policy is None else offload_policy,
+                wire=wire,
             )
     if any(group.mesh.shard.overlaps_compute() for group in groups_of(model)):
         # Trainings write to parameters between steps only, so gathering early is safe.

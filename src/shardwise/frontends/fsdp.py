@@ -6,7 +6,7 @@ file translates the constructor's arguments and the wrapper's methods for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ from shardwise.sharding.module import FSDPModule
 from shardwise.sharding.state import gather_in_order, states_of
 from shardwise.sharding.state_dict import get_shard_metadata
 from shardwise.sharding.summon import SummonOptions, summoned
+from shardwise.transport.wire import Wire
 from shardwise.wrap import Policy
 
 
@@ -72,6 +73,7 @@ class FullyShardedDataParallel(ShardedUnit):
         auto_wrapper_callable: wraps the modules that ``auto_wrap_policy`` chooses, in place of this
             class; called as ``auto_wrapper_callable(module, **arguments)``.
         transport: the transport, as for :func:`~shardwise.fully_shard`.
+        wire: the formats on the wire, as there.
 
     Raises:
         ValueError: arguments contradict each other or the world, or the module is wrapped already,
@@ -101,6 +103,7 @@ class FullyShardedDataParallel(ShardedUnit):
         reshard_after_forward: bool | int | None = None,
         auto_wrapper_callable: Callable[..., nn.Module] | None = None,
         transport: str | None = None,
+        wire: Wire | Mapping[str, Wire] | None = None,
     ) -> None:
         given = dict(locals())  # arguments by name, as the tables below list them
         strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
@@ -117,6 +120,7 @@ class FullyShardedDataParallel(ShardedUnit):
             cpu_offload=cpu_offload or CPUOffload(),
             backward_prefetch=backward_prefetch,
             transport=transport,
+            wire=wire,
         )
         ignored = Ignored.of(module, ignored_modules, ignored_states)
         inner = {name: given[name] for name in _PASSED_ON}
@@ -332,6 +336,7 @@ _PASSED_ON = (
     "sync_module_states",
     "reshard_after_forward",
     "transport",
+    "wire",
 )
 
 #: ``hook(state, gradients, output)`` reduces flat gradients of all ranks into this rank's part.

@@ -27,6 +27,7 @@ from shardwise.errors import MisuseError
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy, resolve
 from shardwise.sharding.mesh import check_member
 from shardwise.transport.peers import Peers, new_group
+from shardwise.transport.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class UnitSettings:
         cpu_offload: whether shards are kept on the host.
         backward_prefetch: whether backward gathers one unit ahead.
         transport: the transport, as for ``fully_shard``.
+        wire: the formats on the wire, as there.
     """
 
     strategy: ShardingStrategy
@@ -50,6 +52,7 @@ class UnitSettings:
     cpu_offload: CPUOffload = field(default_factory=CPUOffload)
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     transport: str | None = None
+    wire: Wire | Mapping[str, Wire] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitSettings:
         """Copies of a module share the settings: they are sharded over the same ranks."""

@@ -81,6 +81,7 @@ class ShardedUnit(OptimSavingModule):
             offload_policy=CPUOffloadPolicy() if offloads else OffloadPolicy(),
             ignored_params=ignored.parameters,
             transport=settings.transport,
+            wire=settings.wire,
         )
         super().__init__(module)
         self.settings = settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from shardwise.frontends.settings import UnitSettings, WithoutEffect, find_mesh,
 from shardwise.frontends.strategies import Strategy
 from shardwise.frontends.unit import AutoWrap, Ignored
 from shardwise.transport.peers import new_group
+from shardwise.transport.wire import Wire
 from shardwise.wrap import Policy
 
 _COMPILED = "only matters to the XLA compiler, which is not used here"
@@ -46,6 +47,7 @@ _PASSED_ON = (
     "fp32_reduce_scatter",
     "param_init_fn",
     "transport",
+    "wire",
 )
 
 
@@ -84,6 +86,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         all_gather_bucket_size_mb: without effect.
         process_group: the ranks, in place of ``sharding_groups``.
         transport: as for :class:`FullyShardedDataParallel`.
+        wire: as there.
 
     Raises:
         ValueError: as for :class:`FullyShardedDataParallel`; or this rank is in none or several of
@@ -118,6 +121,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         *,
         process_group: dist.ProcessGroup | None = None,
         transport: str | None = None,
+        wire: Wire | Mapping[str, Wire] | None = None,
     ) -> None:
         given = dict(locals())  # arguments by name, as the tables below list them
         warn_without_effect(given, _WITHOUT_EFFECT, stacklevel=2)
@@ -137,6 +141,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
                 reshard_after_forward=None if keeps_root else reshard_after_forward,
                 mixed_precision=_mixed_precision(compute_dtype, buffer_dtype, fp32_reduce_scatter),
                 transport=transport,
+                wire=wire,
             ),
             ignored=Ignored.of(module, None, None),
             auto_wrap=None

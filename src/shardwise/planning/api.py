@@ -43,6 +43,7 @@ from shardwise.planning.settings import (
     SettingsError,
     Stepping,
 )
+from shardwise.transport.wire import Wire, Wires
 
 _log = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ def plan(
     activation_checkpointing: str = "none",
     reshard_after_forward: bool | int | None = None,
     transport: str = "auto",
+    wire: Wire | Mapping[str, Wire] | None = None,
     compile: bool = False,
     device: str | None = None,
     link: str | None = None,
@@ -155,6 +157,8 @@ def plan(
         reshard_after_forward: as for :func:`~shardwise.fully_shard`, in place of what the strategy
             says.
         transport: ``"auto"``, ``"shm"``, ``"c10d"`` or ``"collectives"``.
+        wire: as for :func:`~shardwise.fully_shard`. Its bytes and its memory are counted; the time
+            to encode and decode is not.
         compile: each block is compiled.
         device: a known device, such as ``"h100"``, or ``"cpu"``: this machine, as
             ``shardwise calibrate`` measured it. By default the same, if it was measured.
@@ -197,6 +201,7 @@ def plan(
         checkpointing=_choice("activation_checkpointing", activation_checkpointing, Checkpointing),
         reshard_after_forward=reshard_after_forward,
         transport=transport,
+        wire=Wires.of(wire),
         ranks_per_host=ranks_per_host,
         compiled=Compiled.BLOCKS if compile else Compiled.NOTHING,
         batch=batch,

@@ -199,7 +199,7 @@ def _build(
     with fake.paused():
         data = settings.sharding.sharding_mesh(mesh[settings.sharding.names])
         apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
-    transports = DataMesh.of(data, settings.transport)
+    transports = DataMesh.of(data, settings.transport, wires=settings.wire)
     with fake.paused():
         _shard(model, blocks, blueprint, settings, data)
     del transports  # the groups hold them now
@@ -229,6 +229,7 @@ def _shard(
         ),
         placement=blueprint.placement,
         transport=settings.transport,
+        wire=settings.wire.argument,
     )
 
 

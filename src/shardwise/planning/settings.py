@@ -24,6 +24,7 @@ from shardwise.frontends.strategies import (
     resolve,
 )
 from shardwise.optim.offloaded.place import Place
+from shardwise.transport.wire import PLAIN, Wires
 
 if TYPE_CHECKING:
     import torch
@@ -156,6 +157,7 @@ class Settings:
         checkpointing: which activations are recomputed.
         reshard_after_forward: as for ``fully_shard``, in place of what the strategy says.
         transport: one of :data:`TRANSPORTS`.
+        wire: the formats between hosts.
         backend: the process group's backend by its name in torch; ``None``: that of the device.
         device_type: type of the device as torch names it.
         ranks_per_host: ranks that share a host; ``None``: all of them, at most 8.
@@ -186,6 +188,7 @@ class Settings:
     checkpointing: Checkpointing = Checkpointing.NONE
     reshard_after_forward: bool | int | None = None
     transport: str = "auto"
+    wire: Wires = PLAIN
     backend: str | None = None
     device_type: str = "cpu"
     ranks_per_host: int | None = None
@@ -227,6 +230,10 @@ class Settings:
             raise SettingsError("master_dtype", self.master_dtype, "none without offload")
         if self.transport not in TRANSPORTS:
             raise SettingsError("transport", self.transport, f"one of {', '.join(TRANSPORTS)}")
+        names = self.sharding.names[1:] if self.sharding.apart else self.sharding.names
+        for name, _ in self.wire.named:
+            if name not in names:
+                raise SettingsError("wire", f"the dimension {name}", f"one of {', '.join(names)}")
         number = isinstance(self.clip_grad, int | float)
         if not (number and 0 <= self.clip_grad < math.inf):
             raise SettingsError("clip_grad", self.clip_grad, "0 or more")
@@ -301,6 +308,7 @@ class Settings:
             "activation_checkpointing": self.checkpointing.value,
             "reshard_after_forward": self.reshard_after_forward,
             "transport": self.transport,
+            "wire": str(self.wire),
             "backend": self.backend,
             "device_type": self.device_type,
             "ranks_per_host": self.ranks_per_host,

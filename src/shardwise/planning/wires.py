@@ -21,6 +21,7 @@ from shardwise import devices
 from shardwise.devices import Backend
 from shardwise.observe import Memory
 from shardwise.transport.all_to_all import AllToAll
+from shardwise.transport.background import Foreground
 from shardwise.transport.base import FinishedWork, Label, Transport
 from shardwise.transport.collective_log import CollectiveLog
 from shardwise.transport.collectives import Collective, CollectivesTransport, NcclTransport
@@ -62,7 +63,10 @@ def simulated(backend: Backend, *, ranks_per_host: int) -> Iterator[None]:
         gloo=SimulatedGloo,
         nccl=SimulatedNccl,
         collectives=SimulatedCollectives,
-        all_to_all=functools.partial(SimulatedAllToAll, backend=backend),
+        all_to_all=functools.partial(_simulated_all_to_all, backend),
+        background=Foreground,
+        announce_host=lambda peers: None,
+        spans_hosts=lambda peers: len(_hosts_of(peers, ranks_per_host)) > 1,
     )
     with made_by(factory), warnings.catch_warnings():
         # Tensors without memory have no address, and nothing here needs one.
@@ -162,6 +166,9 @@ class SimulatedAllToAll(AllToAll):
     def _launch(self, *args: object) -> Launched:
         return FinishedWork()
 
+    def _launch_gather(self, *args: object) -> Launched:
+        return FinishedWork()
+
     def exchange_numbers(self, mine: int, label: Label) -> list[int]:
         """Exchange them, and let the others have the number of this rank."""
         super().exchange_numbers(mine, label)
@@ -171,9 +178,19 @@ class SimulatedAllToAll(AllToAll):
         return []
 
 
+def _simulated_all_to_all(
+    backend: Backend, group: dist.ProcessGroup, device: torch.device, log: CollectiveLog | None
+) -> AllToAll:
+    return SimulatedAllToAll(group, device, backend, log)
+
+
+def _hosts_of(peers: Peers, ranks_per_host: int) -> set[int]:
+    return {rank // ranks_per_host for rank in peers.members}
+
+
 def _simulated_shm(peers: Peers, ranks_per_host: int) -> Transport | str:
     """Make the transport of ranks that share a host, or say why they cannot share memory."""
-    hosts = {rank // ranks_per_host for rank in peers.members}
+    hosts = _hosts_of(peers, ranks_per_host)
     if len(hosts) > 1:
         return f"its ranks are on {len(hosts)} hosts, with {ranks_per_host} ranks on each"
     if not futex.is_available():

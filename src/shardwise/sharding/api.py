@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -18,7 +18,7 @@ from shardwise._torch import dtensor, fsdp
 from shardwise._torch.fsdp import DataParallelMeshDims, ParamOwner, ShardPlacementResult
 from shardwise.errors import MisuseError
 from shardwise.sharding import hooks
-from shardwise.sharding.extension import check_extension
+from shardwise.sharding.extension import check_extension, has_extension
 from shardwise.sharding.full_params import PostForwardShards, check_can_shard_post_forward
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_param import GroupParam
@@ -28,6 +28,8 @@ from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.placement import Place, can_shard
 from shardwise.sharding.policy import Offload, Precision
 from shardwise.sharding.state import FSDPState, state_of
+from shardwise.transport.encoded import EncodedTransport
+from shardwise.transport.wire import Wire, Wires
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 _Modules = TypeVar("_Modules", bound=Sequence[nn.Module])
@@ -48,6 +50,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     transport: str | None = ...,
+    wire: Wire | Mapping[str, Wire] | None = ...,
 ) -> FSDPModule: ...
 
 
@@ -63,6 +66,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     transport: str | None = ...,
+    wire: Wire | Mapping[str, Wire] | None = ...,
 ) -> _Modules: ...
 
 
@@ -77,6 +81,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     transport: str | None = None,
+    wire: Wire | Mapping[str, Wire] | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
@@ -107,6 +112,9 @@ def fully_shard(
             (tensor parallel ones, say). All parameters have to be ``DTensor``s on ``mesh``.
         transport: what moves the bytes: ``"auto"``, ``"shm"``, ``"c10d"`` or ``"collectives"``. The
             default is the environment variable ``SHARDWISE_TRANSPORT``, else ``"auto"``.
+        wire: the formats in which parameters and gradients are sent where a dimension of the mesh
+            leaves the host: one :class:`~shardwise.Wire` for all dimensions, or a mapping from
+            their names. By default, nothing is encoded.
 
     Returns:
         ``module``, now an :class:`~shardwise.FSDPModule`.
@@ -116,8 +124,9 @@ def fully_shard(
             the ranks, the devices or the tensor parallelism of a parameter; or an argument is out
             of range.
         TypeError: an argument has the wrong type.
-        NotImplementedError: an integer ``reshard_after_forward`` with ``DTensor`` parameters, or a
-            policy with ``param_dtype_override_fn``.
+        NotImplementedError: an integer ``reshard_after_forward`` with ``DTensor`` parameters, a
+            policy with ``param_dtype_override_fn``, or a wire that would encode what a tensor
+            subclass sends.
         OffloadError: the disk of a ``DiskOffloadPolicy`` is full, or has no such folder.
 
     If the call raises, no module was changed.
@@ -127,7 +136,11 @@ def fully_shard(
     _check_mp_policy(mp_policy)
     classes = ", ".join(type(top).__name__ for top in tops)
     data_mesh = DataMesh.of(
-        default_mesh() if mesh is None else mesh, transport, dp_mesh_dims, f"fully_shard({classes})"
+        default_mesh() if mesh is None else mesh,
+        transport,
+        dp_mesh_dims,
+        f"fully_shard({classes})",
+        Wires.of(wire),
     )
     sizes = {data_mesh: _check_reshard_after_forward(reshard_after_forward, data_mesh)}
     managed = managed_modules(tops)
@@ -276,7 +289,9 @@ def _find_places(
         if isinstance(wanted, ShardPlacementResult):
             info, wanted = wanted.mesh_info, wanted.placement
             # One for every object: the parameters of one mesh form a group.
-            its_mesh = meshes.setdefault(id(info), DataMesh.of(info.mesh, mesh.requested))
+            its_mesh = meshes.setdefault(
+                id(info), DataMesh.of(info.mesh, mesh.requested, wires=mesh.wires)
+            )
         if its_mesh.outer is None:
             check_beside(param, fqn, its_mesh.mesh)
         if wanted is not None:
@@ -288,7 +303,20 @@ def _find_places(
                 f"{its_mesh.mesh}; shard both over the same mesh"
             )
         places[param] = Place.of(param, fqn, its_mesh, wanted)
+        _check_wire(param, fqn, its_mesh)
     return places
+
+
+def _check_wire(param: nn.Parameter, fqn: str, mesh: DataMesh) -> None:
+    """Check that no wire encodes what a tensor subclass has chosen to send."""
+    gathers = isinstance(mesh.shard, EncodedTransport) and mesh.shard.wire.gather != "fp32"
+    local = dtensor.plain(param)
+    if gathers and has_extension(local):
+        raise NotImplementedError(
+            f"{fqn} on rank {dist.get_rank()}: found a {type(local).__name__}, whose "
+            "fsdp_pre_all_gather decides what is sent, beside a wire that encodes parameters; "
+            "shard its module with wire=Wire(gather='fp32', ...)"
+        )
 
 
 def _scripted(module: nn.Module, where: str) -> MisuseError:

@@ -32,6 +32,7 @@ from shardwise._torch.fsdp import ParamOwner
 from shardwise.errors import MisuseError
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.param import ShardedParam, copy_owners
+from shardwise.transport.base import RoundsShards
 
 # More writes than a parameter will ever see.
 _SEALED = 1_000_000_000
@@ -266,12 +267,20 @@ class GroupParam:
             )
         rows = self.layout.cut(self.full_data, self.form.mesh.shard.rank).to(shard.device)
         with autograd.no_grad():
-            written = rows != shard.to(rows.dtype)
+            written = rows != self._as_gathered(shard, rows.dtype)
             shard.copy_(torch.where(written, rows.to(shard.dtype), shard))
         self._tell_ties()
         if replaced:  # the next gather goes to the memory that autograd and the group expect
             assert self._memory is not None
             full.data = self._memory
+
+    def _as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values that the full parameter got for this rank's rows."""
+        transport = self.form.mesh.shard
+        if self.layout.dim is None or not isinstance(transport, RoundsShards):
+            return shard.to(dtype)
+        gathered = transport.as_gathered(shard.reshape(-1), dtype)
+        return gathered.to(shard.device).view(shard.shape)
 
     def deliver_writes(self) -> None:
         """Copy writes to the shard while the full parameter stays in use."""

@@ -107,13 +107,17 @@ class Layout:
 
         Returns:
             A view without padding if the memory already has this order. Otherwise a copy of
-            ``padded_numel`` elements, with undefined padding.
+            ``padded_numel`` elements, whose padding is zero.
         """
         if self.is_rank_major:
             return full.reshape(-1)
         flat = full.new_empty(self.padded_numel)
         for rank in range(self.world_size):
-            self._chunk_view(flat, rank).copy_(self.cut(full, rank))
+            chunk = self._chunk_view(flat, rank)
+            chunk.copy_(self.cut(full, rank))
+            # A wire encodes it with values beside it, which must not suffer from what it holds.
+            end = rank * self.chunk_numel + chunk.numel()
+            flat[end : (rank + 1) * self.chunk_numel].zero_()
         return flat
 
     def from_chunks(self, flat: torch.Tensor, full: torch.Tensor) -> None:

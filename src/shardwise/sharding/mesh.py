@@ -29,9 +29,11 @@ from shardwise.transport.custom import (
     in_memory_of,
     with_custom,
 )
+from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.local import LocalTransport
 from shardwise.transport.peers import Peers, make_together, new_group
-from shardwise.transport.select import select_transport, symmetric_transport
+from shardwise.transport.select import encoded_transport, symmetric_transport
+from shardwise.transport.wire import PLAIN, Wires
 
 
 class CommMemory(enum.Enum):
@@ -58,6 +60,7 @@ class DataMesh:
         dims: the ``dp_mesh_dims``, if they were given.
         scatter_group: the separate process group for reductions, if there is one.
         memory: where the buffers of collectives over the sharding dimension lie.
+        wires: what is sent where a dimension leaves the host.
     """
 
     mesh: DeviceMesh
@@ -70,6 +73,7 @@ class DataMesh:
     dims: DataParallelMeshDims | None = field(default=None, hash=False)
     scatter_group: dist.ProcessGroup | None = None
     memory: CommMemory = CommMemory.TRANSPORT
+    wires: Wires = PLAIN
 
     def trim(self) -> None:
         """Let the transports give back what they keep for the next reductions."""
@@ -85,6 +89,7 @@ class DataMesh:
         transport: str | None = None,
         dims: DataParallelMeshDims | None = None,
         what: str = "fully_shard",
+        wires: Wires = PLAIN,
     ) -> DataMesh:
         """Check a mesh, and choose a transport for each of its dimensions.
 
@@ -93,41 +98,47 @@ class DataMesh:
             transport: the transport to use; see ``select_transport``.
             dims: the data parallel dimensions of ``mesh``.
             what: the name of what will be sharded, for messages.
+            wires: the wires of its dimensions.
 
         Raises:
             ValueError: the mesh is neither 1-D nor 2-D, or has other dimensions than data parallel
                 ones; this rank is not part of it, or lacks the device; ``mesh`` has no such
-                ``dims``.
+                ``dims``, or no dimension that has a wire by name.
         """
         check_member(mesh, what)
         if dims is None:
             check_mesh(mesh, what)
-            return cls._over(mesh, transport, mesh.ndim - 1)
+            wires.check_names(_names_of(mesh), f"{what} on rank {dist.get_rank()}")
+            return cls._over(mesh, transport, mesh.ndim - 1, wires)
         _check_dims(mesh, dims)
         data = _data_parallel_part(mesh, dims)
-        made = cls._over(data, transport, data.ndim - 1 if dims.shard_names else None)
+        wires.check_names(_names_of(data), f"{what} on rank {dist.get_rank()}")
+        made = cls._over(data, transport, data.ndim - 1 if dims.shard_names else None, wires)
         return dataclasses.replace(made, outer=mesh, dims=dims)
 
     @classmethod
-    def _over(cls, mesh: DeviceMesh, transport: str | None, shard_dim: int | None) -> DataMesh:
+    def _over(
+        cls, mesh: DeviceMesh, transport: str | None, shard_dim: int | None, wires: Wires
+    ) -> DataMesh:
         device = devices.current(mesh.device_type)
         replicates = mesh.ndim == 2 or shard_dim is None
-        for dim, name in enumerate(_names_of(mesh)):
+        names = _names_of(mesh)
+        for dim, name in enumerate(names):
             Peers(mesh.get_group(dim)).name_dimension(name)
-        shard = (
-            LocalTransport()
-            if shard_dim is None
-            else select_transport(mesh.get_group(shard_dim), device, transport)
-        )
+
+        def over(dim: int) -> Transport:
+            wire = wires.get(names[dim])
+            return encoded_transport(mesh.get_group(dim), device, wire, transport)
+
+        shard = LocalTransport() if shard_dim is None else over(shard_dim)
         return cls(
             mesh=mesh,
             shard=shard,
             scatter=shard,
-            replicate=select_transport(mesh.get_group(0), device, transport)
-            if replicates
-            else None,
+            replicate=over(0) if replicates else None,
             device=device,
             requested=transport,
+            wires=wires,
         )
 
     @property
@@ -172,7 +183,8 @@ class DataMesh:
     def of_groups_of(self, size: int) -> DataMesh:
         """Make the 2-D mesh that shards over every ``size`` consecutive ranks.
 
-        Only the ranks of this mesh take part. It may be a slice of a larger one.
+        It has no wires: what is gathered there was decoded before. Only the ranks of this mesh take
+        part. It may be a slice of a larger one.
         """
         with dtensor.real_tensors():
             rows = self.mesh.mesh.view(-1, size)
@@ -185,7 +197,7 @@ class DataMesh:
             mesh = DeviceMesh.from_group(
                 groups, self.mesh.device_type, mesh=rows, mesh_dim_names=("replicate", "shard")
             )
-        return self._over(mesh, self.requested, mesh.ndim - 1)
+        return self._over(mesh, self.requested, mesh.ndim - 1, PLAIN)
 
     def with_scatter_group(self, group: dist.ProcessGroup | None) -> DataMesh:
         """The same mesh with reductions over ``group``, or (``None``) over the gathering group."""
@@ -213,7 +225,10 @@ class DataMesh:
 
         Raises:
             RuntimeError: the process group, the device or this torch has no symmetric memory.
+            MisuseError: a wire encodes what those buffers would hold.
         """
+        if memory is not CommMemory.TRANSPORT:
+            self._check_plain("collectives", memory.value, "gather", "reduce")
         made = dataclasses.replace(self, memory=memory)
         shard = scatter = made._transport_over(self.shard_group)
         if self.scatter_group is not None:
@@ -223,10 +238,32 @@ class DataMesh:
     def _transport_over(self, group: dist.ProcessGroup) -> Transport:
         if self.memory is CommMemory.SYMMETRIC:
             return symmetric_transport(group, self.device)
-        transport = select_transport(group, self.device, self.requested)
+        wire = self.wires.get(_names_of(self.mesh)[-1])
+        transport = encoded_transport(group, self.device, wire, self.requested)
         if self.memory is CommMemory.PROCESS_GROUP:
             return in_memory_of(group, transport, self.device)
         return transport
+
+    @property
+    def encoded(self) -> list[EncodedTransport]:
+        """The transports that encode what they send, each once."""
+        transports = dict.fromkeys((self.shard, self.scatter, self.replicate))
+        return [each for each in transports if isinstance(each, EncodedTransport)]
+
+    def _check_plain(self, what: str, asked: str, *directions: str) -> None:
+        """Check that no wire encodes what another collective would send as it is."""
+        for transport in (self.shard, self.scatter):
+            if not isinstance(transport, EncodedTransport):
+                continue
+            for direction in directions:
+                found = getattr(transport.wire, direction)
+                if found != "fp32":
+                    raise MisuseError(
+                        f"rank {dist.get_rank()}: found {what} ({asked}) beside a wire with "
+                        f"{direction}={found!r} for the dimension {_names_of(self.mesh)[-1]!r}, "
+                        f"which it would bypass; pass Wire({direction}='fp32', ...) for it, or do "
+                        "not ask for the other"
+                    )
 
     @property
     def has_custom_gather(self) -> bool:
@@ -239,12 +276,22 @@ class DataMesh:
         return isinstance(self.scatter, CustomTransport) and self.scatter.is_users
 
     def with_all_gather(self, comm: AllGather) -> DataMesh:
-        """The same mesh with a custom all-gather."""
+        """The same mesh with a custom all-gather.
+
+        Raises:
+            MisuseError: a wire encodes what it would gather.
+        """
+        self._check_plain("an all-gather", "a custom one", "gather")
         shard = with_custom(self.shard, self.shard_group, all_gather=comm)
         return dataclasses.replace(self, shard=shard)
 
     def with_reduce_scatter(self, comm: ReduceScatter) -> DataMesh:
-        """The same mesh with a custom reduce-scatter."""
+        """The same mesh with a custom reduce-scatter.
+
+        Raises:
+            MisuseError: a wire encodes what it would reduce.
+        """
+        self._check_plain("a reduce-scatter", "a custom one", "reduce")
         group = self.scatter_group or self.shard_group
         scatter = with_custom(self.scatter, group, reduce_scatter=comm)
         return dataclasses.replace(self, scatter=scatter)

@@ -455,6 +455,22 @@ class FSDPModule(_Sharded):
             if group.mesh.shards:
                 group.change_mesh(group.mesh.with_reduce_scatter(comm))
 
+    def wire_overflows(self) -> int:
+        """Count the blocks that wires made or left without finite numbers on this rank.
+
+        A block of int8 or fp8 with a value that is not finite, or with one of the largest that fp32
+        has, is sent so that no number of it is finite. Where a gradient is, its step should be
+        skipped (``clip_grad_norm_`` with ``error_if_nonfinite``, or a gradient scaler).
+
+        Returns:
+            The blocks that this rank has encoded so, since its transports exist: of parameters, of
+            contributions to gradients, and of sums. On an accelerator, this waits for it.
+        """
+        transports = {
+            transport: None for group in groups_of(self) for transport in group.mesh.encoded
+        }
+        return sum(transport.overflows for transport in transports)
+
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
     ) -> None:

@@ -24,6 +24,7 @@ from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.policy import GroupOptions, Precision
 from shardwise.transport.base import (
+    KeepsErrors,
     Label,
     PendingWork,
     Reduce,
@@ -145,27 +146,58 @@ class _Scattered:
     """What one reduce-scatter takes.
 
     Attributes:
+        params: the parameters.
         fulls: full gradients, laid out as chunks.
         outs: what they are reduced into.
         owned: the indices of the gradients that nobody else has.
     """
 
+    params: list[GroupParam] = field(default_factory=list)
     fulls: list[torch.Tensor] = field(default_factory=list)
     outs: list[torch.Tensor] = field(default_factory=list)
     owned: set[int] = field(default_factory=set)
 
-    def add(self, full: torch.Tensor, out: torch.Tensor, *, is_owned: bool) -> None:
+    def add(
+        self, param: GroupParam, full: torch.Tensor, out: torch.Tensor, *, is_owned: bool
+    ) -> None:
         """Add a gradient."""
         if is_owned:
             self.owned.add(len(self.fulls))
+        self.params.append(param)
         self.fulls.append(full)
         self.outs.append(out)
 
     def start(self, transport: Transport, op: Reduce, label: Label) -> Work:
         """Start the reduce-scatter."""
+        if isinstance(transport, KeepsErrors):
+            return transport.reduce_scatter_from(self.params, self.fulls, self.outs, op, label)
         if self.owned and isinstance(transport, ReleasesMemory):
             return transport.reduce_scatter_owned(self.fulls, self.outs, op, label, self.owned)
         return transport.reduce_scatter(self.fulls, self.outs, op, label)
+
+
+@dataclass
+class _AllReduced:
+    """What one all-reduce takes.
+
+    Attributes:
+        params: the parameters.
+        grads: their gradients, which are reduced in place.
+    """
+
+    params: list[GroupParam] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, param: GroupParam, grad: torch.Tensor) -> None:
+        """Add a gradient."""
+        self.params.append(param)
+        self.grads.append(grad)
+
+    def start(self, transport: Transport, op: Reduce, label: Label) -> Work:
+        """Start the all-reduce."""
+        if isinstance(transport, KeepsErrors):
+            return transport.all_reduce_from(self.params, self.grads, op, label)
+        return transport.all_reduce(self.grads, op, label)
 
 
 @dataclass(frozen=True)
@@ -304,7 +336,7 @@ class Reduction:
         outs_of = self._places_for_shards(dtypes, grads[0].device)
         shards: list[torch.Tensor] = []
         cut: dict[Reduce, _Scattered] = {}
-        uncut: dict[Reduce, list[torch.Tensor]] = {}
+        uncut: dict[Reduce, _AllReduced] = {}
         for i, (param, scaling, dtype) in enumerate(
             zip(self._params, self._scalings, dtypes, strict=True)
         ):
@@ -316,7 +348,7 @@ class Reduction:
                     grad = grad.to(dtype)
                 shard = grad.reshape(-1) if out is None else out.copy_(grad.reshape(-1))
                 if transport.world_size > 1:
-                    uncut.setdefault(scaling.op, []).append(shard)
+                    uncut.setdefault(scaling.op, _AllReduced()).add(param, shard)
             else:
                 full = param.layout.to_chunks(grad)
                 shard = (
@@ -324,28 +356,31 @@ class Reduction:
                     if out is None
                     else out
                 )
-                cut.setdefault(scaling.op, _Scattered()).add(full, shard, is_owned=i in owned)
+                its = cut.setdefault(scaling.op, _Scattered())
+                its.add(param, full, shard, is_owned=i in owned)
                 self._alive.append(full)
             shards.append(shard)
         for each in (*self._alive, *shards):
             observe.memory_of(Memory.GRADIENTS, self._label.name, each)
         for op, scattered in cut.items():
             self._works.append(scattered.start(transport, op, self._label))
-        for op, tensors in uncut.items():
-            self._works.append(transport.all_reduce(tensors, op, self._label))
+        for op, reduced in uncut.items():
+            self._works.append(reduced.start(transport, op, self._label))
         return shards
 
     def _start_over_replicate(self) -> None:
         replicate = self._mesh.replicate
         assert replicate is not None
-        by_op: dict[Reduce, list[torch.Tensor]] = {}
+        by_op: dict[Reduce, _AllReduced] = {}
         for param, shard, scaling in zip(self._params, self._shards, self._scalings, strict=True):
             held = self._pending_all_reduce.take(param)
             if held is not None:
                 shard += held
-            by_op.setdefault(scaling.op, []).append(shard)
-        for op, tensors in by_op.items():
-            self._works.append(replicate.all_reduce(tensors, op, self._label))
+            # The rest is padding, with values that nobody may look at.
+            own = shard[: param.local.numel()]
+            by_op.setdefault(scaling.op, _AllReduced()).add(param, own)
+        for op, reduced in by_op.items():
+            self._works.append(reduced.start(replicate, op, self._label))
 
     def _places_for_shards(
         self, dtypes: Sequence[torch.dtype], device: torch.device

@@ -3,14 +3,15 @@
     rank 0 has rows 0 1 2        row r of rank p arrives        rank 0 gets row 0 of ranks 0 1 2
     rank 1 has rows 0 1 2        in row p of rank r             rank 1 gets row 1 of ranks 0 1 2
 
-Averages of encoded values take two of these, with rows of equal length (see
-:mod:`shardwise.diloco`); matrices that ranks share out take two with rows of any length (see
-:mod:`shardwise.optim`). On gloo, rows leave from where they lie, as messages; elsewhere this is one
-``all_to_all_single``.
+Sums of encoded values take two of these, with rows of equal length (see
+:mod:`shardwise.transport.encoded_sums`); matrices that ranks share out take two with rows of any
+length (see :mod:`shardwise.optim`). On gloo, rows leave from where they lie, as messages; elsewhere
+this is one collective.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,9 +20,33 @@ import torch.distributed as dist
 from shardwise.devices import Backend
 from shardwise.transport.base import Label, PendingWork, Work
 from shardwise.transport.collective_log import Call, CollectiveLog
+from shardwise.transport.collectives import all_gather_function
 from shardwise.transport.gloo import MAX_TAG, Messages
 from shardwise.transport.peers import Peers
 from shardwise.transport.waiter import Launched, Waiter
+
+
+class Exchange(PendingWork):
+    """Rows under way.
+
+    Args:
+        finish: as in :class:`~shardwise.transport.base.PendingWork`.
+        land: waits for them without a look at the peers.
+    """
+
+    def __init__(self, finish: Callable[[], None], land: Callable[[], None]) -> None:
+        super().__init__(finish)
+        self._land: Callable[[], None] | None = land
+
+    def land(self) -> None:
+        """Wait in a thread besides that of the program, which watches the peers meanwhile.
+
+        Raises:
+            RuntimeError: a peer is lost, in the words of the backend.
+        """
+        if self._land is not None:
+            self._land()
+            self._land = None
 
 
 class AllToAll:
@@ -31,6 +56,7 @@ class AllToAll:
         group: the process group.
         device: the device of the rows.
         backend: the backend for it; by default that of the group.
+        log: the log of a transport over the same ranks whose calls are in one order with these.
 
     Attributes:
         group: the process group.
@@ -43,7 +69,11 @@ class AllToAll:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, backend: Backend | None = None
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        backend: Backend | None = None,
+        log: CollectiveLog | None = None,
     ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
@@ -52,28 +82,85 @@ class AllToAll:
         self._device = device
         self._peers = Peers(group)
         backend = self._peers.backend(device) if backend is None else backend
-        self._log = CollectiveLog(self._peers, backend.name)
+        self._log = CollectiveLog(self._peers, backend.name) if log is None else log
+        self._counting = threading.Lock()
         self._waiter = Waiter(self._peers, self._log.compare) if backend.sends_messages else None
 
-    def start(self, rows: torch.Tensor, received: torch.Tensor, label: Label) -> Work:
+    @property
+    def sends_messages(self) -> bool:
+        """Whether rows are messages: then calls may start in any order, and in any thread."""
+        return self._waiter is not None
+
+    def log(self, received: torch.Tensor, label: Label) -> Call:
+        """Log a call that starts later. Ranks log their calls in the same order.
+
+        Args:
+            received: as in :meth:`start`.
+            label: as in :meth:`start`.
+
+        Returns:
+            The call, to start it.
+        """
+        return self._log.add("all-to-all", [received], label)
+
+    def start(
+        self, rows: torch.Tensor, received: torch.Tensor, label: Label, call: Call | None = None
+    ) -> Exchange:
         """Start to send row ``r`` of ``rows`` to rank ``r``, for every rank.
 
         Args:
-            rows: uint8, ``(world_size, bytes)``, every row contiguous; rows may share memory.
+            rows: uint8, ``(world_size, bytes)``, contiguous.
             received: the same shape, contiguous: row ``r`` becomes what rank ``r`` sent here.
             label: the caller's name for it; equal on all ranks. Calls with different labels may
-                start in any order.
+                start in any order where rows are messages.
+            call: what :meth:`log` returned, if it was logged before.
 
         Returns:
             The work to wait for; leave both tensors alone until then.
         """
-        call = self._log.add("all-to-all", [received], label)
+        call = self.log(received, label) if call is None else call
         if self._waiter is not None:
             return self._send(call, self._waiter, rows.unbind(), received.unbind())
-        rows = rows.contiguous()
         return self._collect(
             call, rows, rows.nbytes - rows[0].nbytes, lambda: self._launch(received, rows)
         )
+
+    def share(
+        self, row: torch.Tensor, received: torch.Tensor, label: Label, call: Call | None = None
+    ) -> Exchange:
+        """Start to send the same row to every rank.
+
+        Args:
+            row: uint8, 1-D, contiguous.
+            received: uint8, ``(world_size, bytes)``, contiguous, in other memory: row ``r`` becomes
+                what rank ``r`` sent.
+            label: as in :meth:`start`.
+            call: as in :meth:`start`.
+
+        Returns:
+            The work to wait for; leave both tensors alone until then.
+        """
+        call = self.log(received, label) if call is None else call
+        if self._waiter is not None:
+            return self._send(call, self._waiter, [row] * self.world_size, received.unbind())
+        to_others = row.nbytes * (self.world_size - 1)
+        return self._collect(call, row, to_others, lambda: self._launch_gather(received, row))
+
+    def wait_for(self, job: Launched, doing: str) -> None:
+        """Wait for what another thread does with these ranks, and watch them meanwhile.
+
+        Args:
+            job: raises what the backend raised.
+            doing: what it does, such as ``"the all-reduce of model.layers.3"``.
+
+        Raises:
+            PeerLostError: a peer is lost.
+            RanksDivergedError: a peer has called something else.
+        """
+        if self._waiter is not None:
+            self._waiter.wait([(job, None)], doing)
+        else:
+            job.wait()
 
     def start_uneven(
         self,
@@ -159,11 +246,18 @@ class AllToAll:
         )
         return work
 
+    def _launch_gather(self, received: torch.Tensor, row: torch.Tensor) -> Launched:
+        return all_gather_function()(received.view(-1), row, group=self.group, async_op=True)
+
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self.bytes_sent += nbytes
+
     def _collect(
         self, call: Call, rows: torch.Tensor, nbytes: int, launch: Callable[[], Launched]
-    ) -> Work:
+    ) -> Exchange:
         """Launch one collective; ``nbytes`` of ``rows`` are for others."""
-        self.bytes_sent += nbytes
+        self._count(nbytes)
         issued = self._log.issue(call, 1, lambda: nbytes)
         with self._peers.collective(call.text):
             work = launch()
@@ -173,7 +267,7 @@ class AllToAll:
                 work.wait()
             issued.end()
 
-        return PendingWork(finish)
+        return Exchange(finish, finish)
 
     def _send(
         self,
@@ -181,10 +275,10 @@ class AllToAll:
         waiter: Waiter,
         rows: Sequence[torch.Tensor],
         received: Sequence[torch.Tensor],
-    ) -> Work:
+    ) -> Exchange:
         """Send every row as a message."""
         nbytes = sum(row.nbytes for row in rows) - rows[self.rank].nbytes
-        self.bytes_sent += nbytes
+        self._count(nbytes)
         messages = self._messages_type(
             self.group,
             waiter,
@@ -199,21 +293,21 @@ class AllToAll:
             messages.recv(received[peer], peer, 0)
         messages.start()
         received[self.rank].copy_(rows[self.rank])
-        held = messages.held
         under_way = self._peers.once(_under_way)
-        under_way.append(held)
+        held = messages.held
+        under_way[id(held)] = held  # threads may do so at the same time
 
-        def wait() -> None:
-            messages.wait()
-            under_way[:] = [each for each in under_way if each is not held]
+        def wait(how: Callable[[], None]) -> None:
+            how()
+            under_way.pop(id(held), None)
 
-        return PendingWork(wait)
+        return Exchange(lambda: wait(messages.wait), lambda: wait(messages.land))
 
 
-def _under_way(peers: Peers) -> list[list[object]]:
+def _under_way(peers: Peers) -> dict[int, list[object]]:
     """List what gloo still reads or writes for a process group.
 
     An all-to-all that nobody waits for any more, after an exception say, has to keep its memory:
     without it nothing else would arrive on that connection.
     """
-    return []
+    return {}

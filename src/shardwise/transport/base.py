@@ -40,10 +40,12 @@ class Label:
     Attributes:
         name: the name of the parameter group, such as ``"model.layers.3"``.
         detail: one line per tensor, such as ``"model.layers.3.weight: (4, 4) float32"``.
+        wire: what is sent in place of the tensors; ``""``: they are sent as they are.
     """
 
     name: str = ""
     detail: str = ""
+    wire: str = ""
 
 
 NO_LABEL = Label()
@@ -113,8 +115,8 @@ class Transport(Protocol):
         """Reduce chunk ``r`` of ``fulls[i]`` over all ranks into rank ``r``'s ``shards[i]``.
 
         Args:
-            fulls: 1-D, at most ``world_size * chunk_i`` elements: a missing tail is padding. They
-                are only read, and must stay alive until the wait.
+            fulls: 1-D, at most ``world_size * chunk_i`` elements: a missing tail is padding, and
+                other padding is zero. They are only read, and must stay alive until the wait.
             shards: 1-D, exactly ``chunk_i`` elements. Their dtype is the dtype of the reduction:
                 contributions are converted to it before they are added, in rank order. Elements
                 past the end of ``fulls[i]`` are undefined.
@@ -159,6 +161,62 @@ class ReleasesMemory(Protocol):
 
     def trim(self) -> None:
         """Give back what is kept for the next reductions, once no rank reads it any more."""
+
+
+@runtime_checkable
+class KeepsErrors(Protocol):
+    """A transport that adds to a gradient what it lost of the last one from the same source."""
+
+    def reduce_scatter_from(
+        self,
+        sources: Sequence[object],
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label,
+    ) -> Work:
+        """Reduce as :meth:`Transport.reduce_scatter` does.
+
+        Args:
+            sources: of each tensor, what it is the gradient of: the same object every time. What
+                was lost is kept as long as that lives.
+            fulls: as there.
+            shards: as there.
+            op: as there.
+            label: as there.
+        """
+
+    def all_reduce_from(
+        self,
+        sources: Sequence[object],
+        tensors: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label,
+    ) -> Work:
+        """Reduce as :meth:`Transport.all_reduce` does.
+
+        Args:
+            sources: as in :meth:`reduce_scatter_from`.
+            tensors: as there.
+            op: as there.
+            label: as there.
+        """
+
+
+@runtime_checkable
+class RoundsShards(Protocol):
+    """A transport whose all-gathers change values."""
+
+    def as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return what every rank gets of a shard.
+
+        Args:
+            shard: 1-D, as it is gathered.
+            dtype: of the full tensor.
+
+        Returns:
+            As many values, in ``dtype``.
+        """
 
 
 class FullBuffers(Protocol):

@@ -123,8 +123,8 @@ class CollectiveLog:
                 f"ranks have diverged: as collective number {number} over ranks {members}, rank "
                 f"{members[self._peers.rank]} called {ours.text} ({ours.size}) and rank "
                 f"{members[peer]} called {text} ({size}){_difference(ours.detail, detail)}. All "
-                "ranks have to run the same modules in the same order, with the same parameters "
-                "and dtypes; if they use different parameters in one step, call "
+                "ranks have to run the same modules in the same order, with the same parameters, "
+                "dtypes and wires; if they use different parameters in one step, call "
                 "set_reduce_scatter_unused_params(True)"
             )
 
@@ -187,9 +187,10 @@ class Call:
         self.text = f"the {collective} of {label.name or count}"
         dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
         numels = [tensor.numel() for tensor in tensors]
-        self.size = f"{count}, {sum(numels)} elements of {', '.join(dtypes)}"
+        wire = f", wire {label.wire}" if label.wire else ""
+        self.size = f"{count}, {sum(numels)} elements of {', '.join(dtypes)}{wire}"
         self.detail = label.detail
-        content = f"{self.text} {numels} {[str(t.dtype) for t in tensors]} {self.detail}"
+        content = f"{self.text} {numels} {[str(t.dtype) for t in tensors]} {self.detail}{wire}"
         self.digest = zlib.crc32(content.encode())
 
 

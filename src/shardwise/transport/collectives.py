@@ -88,6 +88,10 @@ class CollectivesTransport(OwnMemory):
         alone_bytes: a tensor of which each rank sends at least so many bytes gets a collective of
             its own and is not packed.
         log: the log of the transport that this one is a part of, if it is.
+
+    Attributes:
+        group: the process group.
+        log: the collectives that were called through it.
     """
 
     name = "collectives"
@@ -106,8 +110,8 @@ class CollectivesTransport(OwnMemory):
         self._alone_bytes = alone_bytes
         self._packs_all = alone_bytes == sys.maxsize
         self._peers = Peers(group)
-        self._log = CollectiveLog(self._peers, self.name) if log is None else log
-        self._waiter = Waiter(self._peers, self._log.compare) if backend.sends_messages else None
+        self.log = CollectiveLog(self._peers, self.name) if log is None else log
+        self._waiter = Waiter(self._peers, self.log.compare) if backend.sends_messages else None
 
     def overlaps_compute(self) -> bool:
         """Return whether the backend moves bytes by itself."""
@@ -118,7 +122,7 @@ class CollectivesTransport(OwnMemory):
     ) -> Work:
         """Gather with one collective per bucket."""
         gather = all_gather_function()
-        logged = self._log.add("all-gather", fulls, label)
+        logged = self.log.add("all-gather", fulls, label)
         gathered = fulls
         if self._packs_all and len({full.dtype for full in fulls}) > 1:
             shards = [
@@ -173,7 +177,7 @@ class CollectivesTransport(OwnMemory):
             calls.append(Collective.of(scatter, out, all_chunks, op=self._op(op), group=self.group))
         finish = functools.partial(self._deliver, sums, shards, op)
         return self._start(
-            self._log.add("reduce-scatter", shards, label),
+            self.log.add("reduce-scatter", shards, label),
             calls,
             finish,
             lambda: self.world_size * sum(shard.nbytes for shard in shards),
@@ -193,7 +197,7 @@ class CollectivesTransport(OwnMemory):
         ]
         finish = functools.partial(self._deliver, sums, tensors, op)
         return self._start(
-            self._log.add("all-reduce", tensors, label),
+            self.log.add("all-reduce", tensors, label),
             calls,
             finish,
             lambda: sum(tensor.nbytes for tensor in tensors),
@@ -219,7 +223,7 @@ class CollectivesTransport(OwnMemory):
         if not calls:
             return FinishedWork()
         launches = self._together(calls)
-        issued = self._log.issue(logged, len(launches), nbytes)
+        issued = self.log.issue(logged, len(launches), nbytes)
         launched: list[Launched] = []
         with self._peers.collective(doing):
             for each in launches:

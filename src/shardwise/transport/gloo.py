@@ -45,6 +45,9 @@ class GlooTransport(OwnMemory):
 
     Args:
         group: a process group whose CPU backend is gloo.
+
+    Attributes:
+        log: the collectives that were called through it.
     """
 
     name = GLOO.name
@@ -56,11 +59,11 @@ class GlooTransport(OwnMemory):
         # Each rank starts with its next neighbor, so that not all of them write to rank 0 first.
         self._order = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         peers = Peers(group)
-        self._log = CollectiveLog(peers, self.name)
-        self._waiter = Waiter(peers, self._log.compare)
+        self.log = CollectiveLog(peers, self.name)
+        self._waiter = Waiter(peers, self.log.compare)
         self._scratch = Scratch()
         self._under_way: list[tuple[weakref.ref[PendingWork], Messages]] = []
-        self._collectives = self._collectives_type(group, GLOO, SMALL_ALL_REDUCE_BYTES, self._log)
+        self._collectives = self._collectives_type(group, GLOO, SMALL_ALL_REDUCE_BYTES, self.log)
 
     def overlaps_compute(self) -> bool:
         """Return True: gloo's thread sends and receives messages by itself."""
@@ -81,7 +84,7 @@ class GlooTransport(OwnMemory):
             SMALL_BYTES,
         )
         messages = self._messages(
-            self._log.add("all-gather", fulls, label), lambda: sum(full.nbytes for full in fulls)
+            self.log.add("all-gather", fulls, label), lambda: sum(full.nbytes for full in fulls)
         )
 
         arrivals: list[tuple[Bucket, Message]] = []
@@ -123,7 +126,7 @@ class GlooTransport(OwnMemory):
             SMALL_BYTES,
         )
         messages = self._messages(
-            self._log.add("reduce-scatter", shards, label),
+            self.log.add("reduce-scatter", shards, label),
             lambda: scattered_bytes(fulls, shards, self.world_size),
         )
         reduction = ReduceScatter(
@@ -156,7 +159,7 @@ class GlooTransport(OwnMemory):
             self._waiter,
             call.text,
             call.digest % MAX_TAG,
-            lambda launches: self._log.issue(call, launches, nbytes),
+            lambda launches: self.log.issue(call, launches, nbytes),
         )
 
     def _pending(self, messages: Messages, finish: Callable[[], None]) -> Work:
@@ -380,6 +383,21 @@ class Messages:
         if messages is None:
             self._issued.end()
             self._issued = UNWATCHED
+
+    def land(self) -> None:
+        """Wait for all messages in a thread besides that of the program, which watches the peers.
+
+        A :meth:`wait` that follows returns at once.
+
+        Raises:
+            RuntimeError: a peer is lost, in gloo's words.
+        """
+        for each in (*self._receives, *self._sends):
+            if each.work is not None:
+                each.work.wait()
+                each.work = None
+        self._issued.end()
+        self._issued = UNWATCHED
 
     @property
     def held(self) -> list[object]:

@@ -126,9 +126,9 @@ def _madvise() -> Callable[[int, int, int], int] | None:
     return function
 
 
-def reported(tensor: torch.Tensor) -> torch.Tensor:
-    """Report that a transport has allocated a tensor for itself; return the tensor."""
-    observe.memory_of(Memory.TRANSPORT, "", tensor)
+def reported(tensor: torch.Tensor, name: str = "") -> torch.Tensor:
+    """Report that a transport has allocated a tensor, for itself or a group; return the tensor."""
+    observe.memory_of(Memory.TRANSPORT, name, tensor)
     return tensor
 
 

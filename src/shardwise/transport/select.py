@@ -6,6 +6,9 @@ By name, from the argument ``transport=`` or the environment variable ``SHARDWIS
     shm            shared memory, for CPU tensors and the ranks of one host
     c10d           torch.distributed, composed by backend: gloo, nccl, or else as collectives
     collectives    plain torch.distributed collectives, one per group and dtype
+
+A :class:`~shardwise.Wire` puts :mod:`shardwise.transport.encoded` around it, where bytes leave the
+host.
 """
 
 from __future__ import annotations
@@ -22,9 +25,13 @@ import torch.distributed as dist
 
 from shardwise.devices import Backend
 from shardwise.transport.all_to_all import AllToAll
+from shardwise.transport.background import Background
 from shardwise.transport.base import Transport
+from shardwise.transport.collective_log import CollectiveLog
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport
+from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.gloo import GlooTransport
+from shardwise.transport.hosts import announce_host, spans_hosts
 from shardwise.transport.local import LocalTransport
 from shardwise.transport.peers import Peers
 from shardwise.transport.shm.handshake import (
@@ -34,6 +41,7 @@ from shardwise.transport.shm.handshake import (
 )
 from shardwise.transport.shm.transport import ShmTransport
 from shardwise.transport.symmetric import SymmetricMemory, SymmetricTransport, check_available
+from shardwise.transport.wire import Wire
 
 #: The environment variable that is read if no transport is requested by argument.
 VARIABLE = "SHARDWISE_TRANSPORT"
@@ -58,11 +66,7 @@ def select_transport(
             is requested but unavailable, with the reason.
         PeerLostError: a rank was lost in the handshake of shared memory.
     """
-    source = "transport"
-    if requested is None:
-        source, requested = VARIABLE, os.environ.get(VARIABLE) or "auto"
-    if requested not in _CHOICES:
-        raise ValueError(f"{source}={requested!r} is unknown: choose one of {', '.join(_CHOICES)}")
+    requested = _checked(requested)
     if group is None or group.size() == 1:
         return LocalTransport()
     in_use = Peers(group).once(_in_use)
@@ -70,6 +74,59 @@ def select_transport(
     if transport is None:
         transport = in_use[device, requested] = _CHOICES[requested](group, device)
     return transport
+
+
+def encoded_transport(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    wire: Wire,
+    requested: str | None = None,
+) -> Transport:
+    """Return the transport of a mesh dimension that has a wire, the same one as long as in use.
+
+    Bytes that do not leave the host are not encoded: nothing changes for ranks that share memory,
+    or for devices of one host. A transport that was asked for by name, such as ``"c10d"``, counts
+    as a network wherever its ranks are. If only some of the ranks share a host, everything that
+    they send is encoded.
+
+    Args:
+        group: as for :func:`select_transport`.
+        device: as there.
+        wire: the formats on the wire.
+        requested: as there.
+
+    Raises:
+        ValueError: as there.
+        PeerLostError: a rank was lost while hosts were compared.
+    """
+    inner = select_transport(group, device, requested)
+    if group is None or wire.is_plain or not _leaves_host(inner, group, _checked(requested)):
+        return inner
+    in_use = Peers(group).once(_encoded_in_use)
+    key = (device, _checked(requested), wire)
+    found = in_use.get(key)
+    if found is None:
+        log = inner.log if isinstance(inner, GlooTransport | CollectivesTransport) else None
+        exchange = _factory.all_to_all(group, device, log)
+        found = EncodedTransport(inner, exchange, wire, device, _factory.background())
+        in_use[key] = found
+    return found
+
+
+def _leaves_host(transport: Transport, group: dist.ProcessGroup, requested: str) -> bool:
+    if isinstance(transport, LocalTransport | ShmTransport):
+        return False
+    return requested != "auto" or _factory.spans_hosts(Peers(group))
+
+
+def _checked(requested: str | None) -> str:
+    """Return the name of the transport that is asked for, by argument or by the environment."""
+    source = "transport"
+    if requested is None:
+        source, requested = VARIABLE, os.environ.get(VARIABLE) or "auto"
+    if requested not in _CHOICES:
+        raise ValueError(f"{source}={requested!r} is unknown: choose one of {', '.join(_CHOICES)}")
+    return requested
 
 
 def c10d_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -135,7 +192,7 @@ def all_to_all(group: dist.ProcessGroup, device: torch.device) -> AllToAll:
     in_use = Peers(group).once(_all_to_alls)
     found = in_use.get(device)
     if found is None:
-        found = in_use[device] = _factory.all_to_all(group, device)
+        found = in_use[device] = _factory.all_to_all(group, device, None)
     return found
 
 
@@ -163,6 +220,7 @@ def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
                 "limit with 'ulimit -v unlimited', or pass transport='c10d' to expect messages",
                 stacklevel=2,
             )
+    _factory.announce_host(Peers(group))  # for a wire
     return c10d_transport(group, device)
 
 
@@ -183,6 +241,12 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> Backend:
     return Peers(group).backend(device)
 
 
+def _all_to_all(
+    group: dist.ProcessGroup, device: torch.device, log: CollectiveLog | None
+) -> AllToAll:
+    return AllToAll(group, device, log=log)
+
+
 @dataclass(frozen=True)
 class TransportFactory:
     """What transports are made from. A rehearsal puts another one in place, for it is alone.
@@ -193,7 +257,10 @@ class TransportFactory:
         gloo: makes the transport of a group that sends messages.
         nccl: makes the transport of a group that gathers in place and coalesces.
         collectives: makes the transport of any other group.
-        all_to_all: makes the all-to-all of any group.
+        all_to_all: makes the all-to-all of any group, with the log of a transport if it has one.
+        background: makes what works while the program computes.
+        announce_host: tells the others on which host this rank is.
+        spans_hosts: tells whether the ranks of a group are on different hosts.
     """
 
     backend: Callable[[dist.ProcessGroup, torch.device], Backend] = _backend
@@ -201,7 +268,12 @@ class TransportFactory:
     gloo: Callable[[dist.ProcessGroup], Transport] = GlooTransport
     nccl: Callable[[dist.ProcessGroup, Backend], Transport] = NcclTransport
     collectives: Callable[[dist.ProcessGroup, Backend], Transport] = CollectivesTransport
-    all_to_all: Callable[[dist.ProcessGroup, torch.device], AllToAll] = AllToAll
+    all_to_all: Callable[[dist.ProcessGroup, torch.device, CollectiveLog | None], AllToAll] = (
+        _all_to_all
+    )
+    background: Callable[[], Background] = Background
+    announce_host: Callable[[Peers], None] = announce_host
+    spans_hosts: Callable[[Peers], bool] = spans_hosts
 
 
 _factory = TransportFactory()
@@ -227,6 +299,13 @@ def _in_use(peers: Peers) -> _InUse:
     Parameter groups that are sharded over the same ranks share one: its message tags and its
     scratch memory belong to the process group. This keeps no transport alive.
     """
+    return weakref.WeakValueDictionary()
+
+
+def _encoded_in_use(
+    peers: Peers,
+) -> weakref.WeakValueDictionary[tuple[torch.device, str, Wire], EncodedTransport]:
+    """Keep the transports with wires in use: what they lost belongs to all that share one."""
     return weakref.WeakValueDictionary()
 
 

@@ -50,6 +50,8 @@ from shardwise.recipes.core.config import (
 )
 from shardwise.recipes.core.recipe import Place, Task
 from shardwise.sharding.state import states_of
+from shardwise.transport.base import Transport
+from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.peers import Peers
 
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
@@ -89,6 +91,7 @@ def shard(
         placement=placement,
         transport=None if config.transport is None else config.transport.value,
         offload_policy=_offload_policy(config),
+        wire=config.wires.argument,
     )
     assert isinstance(model, FSDPModule)
     return model
@@ -375,5 +378,12 @@ def transport_name(model: nn.Module) -> str:
     state = fully_shard.state(model)  # type: ignore[attr-defined]
     for group in state.groups if state is not None else []:
         outer = group.mesh.replicate
-        return group.mesh.shard.name if outer is None else f"{outer.name}/{group.mesh.shard.name}"
+        names = [_name_of(each) for each in (outer, group.mesh.shard) if each is not None]
+        return "/".join(names)
     return "none"
+
+
+def _name_of(transport: Transport) -> str:
+    if isinstance(transport, EncodedTransport):
+        return f"{transport.name} ({transport.wire})"
+    return transport.name

@@ -42,6 +42,7 @@ from shardwise.recipes.core.option import (
     Group,
     option,
 )
+from shardwise.transport.wire import PLAIN, WireError, Wires
 
 
 class OptionError(UserError, ValueError):
@@ -254,6 +255,17 @@ class StrategyConfig:
     reduce_dtype: Precision = field(
         default=Precision.FP32, metadata=option("Dtype to reduce gradients in.", SHARDING)
     )
+    wire: str | None = field(
+        default=None,
+        metadata=option(
+            "What is sent between hosts: bf16, fp8 or int8; or parts of gather=bf16, reduce=int8 "
+            "and error-feedback, separated by commas. See docs/meshes.md.",
+            SHARDING,
+            metavar="FORMATS",
+            shown="fp32",
+            completions=("bf16", "fp8", "int8", "reduce=int8,error-feedback"),
+        ),
+    )
     offload: str | None = field(
         default=None,
         metadata=option(
@@ -282,6 +294,20 @@ class StrategyConfig:
             shown="no copies",
         ),
     )
+
+    @property
+    def wires(self) -> Wires:
+        """The formats between hosts.
+
+        Raises:
+            OptionError: there are no such.
+        """
+        if self.wire is None:
+            return PLAIN
+        try:
+            return Wires.parse(self.wire)
+        except WireError as error:
+            raise OptionError("--wire", error.found, error.expected) from None
 
     @property
     def compute_dtype(self) -> Precision:
@@ -606,6 +632,7 @@ def check_train(config: TrainConfig) -> None:
     require(0 <= config.seed < 2**63, "--seed", config.seed, "0 to 2^63 - 1")
     _check_optimizer(config.optimizer)
     check_offload(config.sharding)
+    _ = config.sharding.wires
     out = str(config.output.out)
     expected = "a path in UTF-8: tokenizers and safetensors can write to no other"
     require(out == out.encode(errors="replace").decode(), "--out", ascii(out), expected)
@@ -820,8 +847,16 @@ def resolve_sharding(config: ShardingConfig, world_size: int, hosts: int = 1) ->
     """Return the mesh of a run and the arguments of ``fully_shard``.
 
     Raises:
-        OptionError: strategy, mesh and world contradict each other.
+        OptionError: strategy, mesh, world and wire contradict each other.
     """
+    plan = _plan_of(config, world_size, hosts)
+    has = plan.names[1:] if plan.apart else plan.names
+    for name, _ in config.wires.named:
+        require(name in has, "--wire", f"the dimension {name}", f"one of {', '.join(has)}")
+    return plan
+
+
+def _plan_of(config: ShardingConfig, world_size: int, hosts: int) -> ShardingPlan:
     if config.mesh is None:
         option = "--strategy" if config.replicas is None else "--replicas"
         hint = "; say --replicas R" if config.replicas is None else ""

@@ -140,6 +140,7 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
         master_dtype=None if sharding.master_dtype is None else sharding.master_dtype.value,
         checkpointing=sharding.activation_checkpointing,
         transport="auto" if sharding.transport is None else sharding.transport.value,
+        wire=sharding.wires,
         ranks_per_host=world.local_size,
         compiled=Compiled.BLOCKS if sharding.compile else Compiled.NOTHING,
         outer_states=outer,

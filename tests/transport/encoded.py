@@ -1,0 +1,76 @@
+"""The contract of transports that encode: what the codec says, no more and no less."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from shardwise.transport.base import Reduce
+from shardwise.transport.codecs import Room, codec_of, decode, encode
+from shardwise.transport.encoded import EncodedTransport
+from shardwise.transport.select import encoded_transport
+from shardwise.transport.wire import Wire, WireFormat
+from tests.transport.conformance import TOLERANCE, Checks
+
+CPU = torch.device("cpu")
+#: The error of one encoding, as a share of the largest value.
+SHARE = {"fp32": 0.0, "bf16": 2.0**-8, "fp8": 2.0**-4, "int8": 1 / 254}
+ENCODED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def over_world(wire: Wire, requested: str = "c10d") -> EncodedTransport:
+    """The transport of all ranks with a wire."""
+    assert dist.group.WORLD is not None
+    found = encoded_transport(dist.group.WORLD, CPU, wire, requested)
+    assert isinstance(found, EncodedTransport)
+    return found
+
+
+def through(values: torch.Tensor, name: str) -> torch.Tensor:
+    """What a codec makes of values, fp32."""
+    codec = codec_of(WireFormat(name))
+    raw = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8)
+    piece = codec.piece(raw, values.numel())
+    encode(codec, values, piece, Room(CPU))
+    out = torch.empty(values.numel())
+    decode(codec, piece, out, Room(CPU))
+    return out
+
+
+class EncodedChecks(Checks):
+    """The checks of :mod:`tests.transport.conformance` for a transport with a wire."""
+
+    def __init__(self, transport: EncodedTransport) -> None:
+        super().__init__(transport, exact=False)
+        self.wire = transport.wire
+        self._largest = 0.0
+
+    def inexact(self) -> Checks:
+        """They never have the last bits."""
+        return self
+
+    def gathered(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What the codec says, to the bit, where it makes values smaller."""
+        itemsize = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1}[self.wire.gather]
+        if dtype not in ENCODED or itemsize >= dtype.itemsize:
+            return values.to(dtype)
+        return through(values, self.wire.gather).to(dtype)
+
+    def reduce(self, parts: list[torch.Tensor], dtype: torch.dtype, op: Reduce) -> torch.Tensor:
+        """The exact result; remember how large its parts are."""
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        self._largest = sum(float(part.abs().max()) for part in parts if part.numel())
+        return super().reduce([part.to(wide) for part in parts], wide, op).to(dtype)
+
+    def compare(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        """Twice encoded: once each contribution, once their sum."""
+        share = SHARE[self.wire.reduce] if expected.dtype in ENCODED else 0.0
+        bound = 2.1 * share * self._largest
+        tolerance = TOLERANCE[expected.dtype]
+        torch.testing.assert_close(
+            found,
+            expected,
+            rtol=tolerance,
+            atol=tolerance + bound,
+            msg=lambda text: f"{what} on rank {self.rank} of {self.world_size}: {text}",
+        )
