@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
 from shardwise.sharding.state import state_of
 from shardwise.transport import memory, select_transport
-from shardwise.transport.base import Label, Reduce, Transport
+from shardwise.transport.base import FullBuffers, Label, Reduce, Transport
 from shardwise.transport.shm import futex, handshake, sync
 from shardwise.transport.shm import transport as shm
 from shardwise.transport.shm.arena import Arena
@@ -213,24 +213,30 @@ def test_full_parameters_that_are_too_large_for_the_next_group_are_given_back() 
 def _small_beside_a_large_one(rank: int, world_size: int) -> None:
     transport = _transport()
     numels = [NUMEL, NUMEL, NUMEL, 4 * NUMEL]  # blocks, a head
-    groups = [transport.full_buffers([n * world_size], [torch.float32], CPU) for n in numels]
+    *blocks, head = [transport.full_buffers([n * world_size], [torch.float32], CPU) for n in numels]
     transport.trim()
     dist.barrier()
     before = _taken(transport)
+
+    def gather(buffers: FullBuffers, numel: int, value: float) -> None:
+        transport.all_gather([torch.full((numel,), rank + value)], buffers.tensors).wait()
+        rows = buffers.tensors[0].view(world_size, -1)
+        assert all(bool((row == each + value).all()) for each, row in enumerate(rows))
+
     for step in range(3):
-        for buffers, numel in zip(
-            [*groups, *groups[2::-1]], [*numels, *numels[2::-1]], strict=True
-        ):
-            shard = torch.full((numel,), float(rank + step))
-            transport.all_gather([shard], buffers.tensors).wait()
-            rows = buffers.tensors[0].view(world_size, -1)
-            assert all(bool((row == each + step).all()) for each, row in enumerate(rows))
-            if buffers is groups[-1]:
-                dist.barrier()
-                # The head, and the block before it: nobody knew yet that all had freed that.
-                assert _taken(transport) - before <= (4 + 1) * 4 * NUMEL * world_size + 2**20
-                dist.barrier()
-            buffers.free()
+        for block in blocks:
+            gather(block, NUMEL, step)
+            block.free()
+        gather(head, 4 * NUMEL, step)
+        gather(blocks[-1], NUMEL, step)  # prefetched for backward
+        dist.barrier()
+        assert _taken(transport) - before <= (4 + 1) * 4 * NUMEL * world_size + 2**20
+        dist.barrier()
+        head.free()
+        for following, block in itertools.pairwise(reversed(blocks)):
+            gather(block, NUMEL, step)
+            following.free()
+        blocks[0].free()
 
 
 def test_full_parameters_of_small_groups_are_given_back_while_there_is_a_large_one() -> None:

@@ -72,7 +72,6 @@ class SharedBuffers:
     Attributes:
         tensors: the tensors, through private pages.
         is_fresh: whether nothing has been gathered since :meth:`take`, so that no rank reads them.
-        length: the bytes of the tensors.
         nbytes: 0: the pool reports its memory.
     """
 
@@ -90,7 +89,7 @@ class SharedBuffers:
         self._last: Piece | None = None
         self.is_fresh = False
         _, end = pack_offsets(numels, dtypes)
-        self.length = end
+        self._end = end
         self._window = pool.arena.window(whole_pages(end)) if end else None
         self._written = pool.arena.window(whole_pages(end)) if end else None
         self._private = (
@@ -125,7 +124,7 @@ class SharedBuffers:
             self._window.keeps = self._piece  # its memory lives as long as views of it
         else:
             self._window.allow()
-        self._pool.report(self._piece, self.length, call)
+        self._pool.report(self._piece, self._end, call)
         self.is_fresh = True
 
     def free(self) -> None:
@@ -224,6 +223,8 @@ class Pool:
         self._freed_before = table.from_address(self._window.address)
         self._made = 0
         self._freed: list[Piece] = []
+        # What this rank uses. Pieces that are dropped with their windows are never given back.
+        self._taken: weakref.WeakSet[Piece] = weakref.WeakSet()
 
     def wait_for_last_gather(self, call: Call) -> None:
         """Wait, on behalf of ``call``, until what peers freed before the last gather is known.
@@ -257,6 +258,7 @@ class Pool:
         if fitting:
             self._freed.remove(piece)
         piece.taken = self._sync.posted
+        self._taken.add(piece)
         self._latest = length
         return piece
 
@@ -273,22 +275,28 @@ class Pool:
             if is_known and max(freed) > self._last_gather and not piece.suits(self._latest):
                 punch(self.arena.fd, piece.at, piece.length)
 
-    def trim_beside(self, nbytes: int) -> None:
-        """Give back the memory of pieces that wait for smaller groups, while a large one is there.
+    def trim_beside(self) -> None:
+        """Give back the memory of pieces that wait for groups while a much larger one is there.
 
         Call this between :meth:`take` and the post of the same gather. Only the first rank does
         anything, as in :meth:`trim`. It is safe, too: nobody takes one of these pieces in this
         gather, and nobody begins the next one before this rank has posted this one.
 
-        Args:
-            nbytes: the size of the group that is gathered now.
+        A piece that this gather has taken does not count: groups that follow it may need the others
+        at once. It counts if it is still there at the next gather, as the head of a model is when
+        backward begins.
         """
-        for piece in self._freed if self._sync.rank == 0 else ():
-            if 2 * piece.extents.nbytes < nbytes and self._is_free(piece):
+        if self._sync.rank != 0:
+            return
+        stay = [each.extents.nbytes for each in self._taken if each.taken < self._sync.posted]
+        largest = max(stay, default=0)
+        for piece in self._freed:
+            if 2 * piece.extents.nbytes < largest and self._is_free(piece):
                 punch(self.arena.fd, piece.at, piece.length)
 
     def give_back(self, piece: Piece) -> None:
         """Note that this rank does not use a piece any more."""
+        self._taken.discard(piece)
         if piece.number < _PIECES:
             first = piece.number * self._ranks
             for rank in self._sync.numbers.written:

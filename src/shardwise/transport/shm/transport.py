@@ -243,7 +243,7 @@ class ShmTransport:
         for each in buffers.values():
             each.take(call)
         if buffers and self._staging.keeps is not Keeps.ALL:
-            self._pool.trim_beside(max(each.length for each in buffers.values()))
+            self._pool.trim_beside()
         if any(not each.is_fresh for each in buffers.values()):
             # Peers may still read what an earlier gather left there.
             with self._log.waiting(call):
