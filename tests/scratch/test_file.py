@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import gc
 import os
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -221,6 +224,23 @@ def test_a_fork_of_a_fork_sees_what_the_fork_has_written(tmp_path: Path) -> None
 
     in_fork(be_fork)
     assert (memory == 1).all()
+
+
+def test_a_fork_that_cannot_keep_its_writes_to_itself_cannot_write(tmp_path: Path) -> None:
+    def be_limited() -> None:
+        memory = file_in(tmp_path).memory(ALIGNMENT).fill_(1)
+        resource.setrlimit(resource.RLIMIT_DATA, (0, 0))
+        pid = os.fork()
+        if pid == 0:
+            faulthandler.disable()
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            assert memory.sum() == ALIGNMENT
+            memory[0] = 2
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
+        assert memory.sum() == ALIGNMENT
+
+    in_fork(be_limited)
 
 
 def in_fork(call: Callable[..., None], *args: object) -> None:

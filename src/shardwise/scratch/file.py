@@ -311,8 +311,8 @@ class ScratchFile:
             else:
                 break
         address = torch.frombuffer(made, dtype=torch.uint8).data_ptr()
-        self._extents.append(_Extent(offset, address, size, made))
         _mapped[made] = self._handle, offset, address, size
+        self._extents.append(_Extent(offset, address, size, made))
         return offset
 
     def _give_up_room(self) -> None:
@@ -392,9 +392,18 @@ _mapped: weakref.WeakKeyDictionary[mmap.mmap, tuple[_Handle, int, int, int]] = (
 
 def _isolate() -> None:
     """In a fork: keep what this process writes to itself."""
+    failed: OSError | None = None
     for handle, offset, address, nbytes in _mapped.values():
-        pages.make_private(handle.number, offset, address, nbytes)
+        try:
+            pages.make_private(handle.number, offset, address, nbytes)
+        except OSError as error:  # a limit, as of RLIMIT_DATA
+            failed = error
     _mapped.clear()  # in a fork of this one, it would undo what this one has written
+    if failed is not None:
+        raise OffloadError(
+            f"offload: process {os.getpid()} was forked, and can only read what its parent has on "
+            f"a disk: {failed.strerror}. A write to a parameter ends it by SIGSEGV"
+        ) from failed
 
 
 os.register_at_fork(after_in_child=_isolate)
