@@ -161,6 +161,15 @@ def test_a_rank_reports_why_it_ends(
     assert report.text.splitlines()[-1] == text
 
 
+def test_a_rank_that_cannot_tell_where_it_is_is_not_asked(tmp_path: Path) -> None:
+    (tmp_path / "stacks").mkdir()  # where a file would be
+    file = tmp_path / "report"
+    file.touch()
+    command = [sys.executable, "-c", BODY.format("pass")]
+    subprocess.run(command, env={**os.environ, REPORT: str(file)}, check=True, timeout=60)
+    assert file.read_bytes() == b"", "to ask would end it"
+
+
 def test_without_a_launcher_every_rank_shows_its_own_error() -> None:
     command = [sys.executable, "-c", BODY.format("raise UserError('--lr: found 0')")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

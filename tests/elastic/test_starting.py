@@ -14,24 +14,17 @@ from shardwise.elastic.starting import StartWatch, where
 
 
 def _innermost(folder: Path) -> str:
-    """Write the stacks of this process, and return them."""
+    """Write the stack of this thread, and return it."""
     with (folder / "stacks").open("w") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
+        faulthandler.dump_traceback(file, all_threads=False)
     return (folder / "stacks").read_text()
 
 
-def test_the_main_thread_is_shown_innermost_frame_first(tmp_path: Path) -> None:
-    over = threading.Event()
-    other = threading.Thread(target=over.wait)
-    other.start()
+def test_a_stack_is_shown_innermost_frame_first(tmp_path: Path) -> None:
     place = where(_innermost(tmp_path))
-    over.set()
-    other.join()
     inner, outer, *_ = place.split(" < ")
     assert inner.startswith("_innermost (test_starting.py:")
-    assert outer.startswith(
-        "test_the_main_thread_is_shown_innermost_frame_first (test_starting.py:"
-    )
+    assert outer.startswith("test_a_stack_is_shown_innermost_frame_first (test_starting.py:")
     assert place.endswith(" < ..."), "pytest's own frames are too many"
 
 
@@ -97,6 +90,9 @@ def test_a_process_answers_a_signal_beside_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starting, "_open", [])
+    over = threading.Event()
+    other = threading.Thread(target=over.wait)
+    other.start()
     try:
         starting.answer_to(tmp_path / "report")
         signal.raise_signal(signal.SIGQUIT)
@@ -104,4 +100,8 @@ def test_a_process_answers_a_signal_beside_its_report(
         faulthandler.unregister(signal.SIGQUIT)
         for file in starting._open:
             file.close()
-    assert "test_a_process_answers_a_signal" in where(starting.stacks_of(tmp_path))
+        over.set()
+        other.join()
+    stacks = starting.stacks_of(tmp_path)
+    assert "test_a_process_answers_a_signal" in where(stacks)
+    assert stacks.count("(most recent call first)") == 1, "stacks of running threads are not safe"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import faulthandler
 import gc
 import os
+import resource
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,6 +99,35 @@ def test_extents_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert file.holds(file.map(offset, ALIGNMENT))
 
 
+def _be_full_halfway(file: int, offset: int, nbytes: int) -> None:
+    """Set aside a part and fail, as ext4 does."""
+    _set_aside(file, offset, nbytes // 2)
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+_set_aside = os.posix_fallocate
+
+
+def test_what_a_full_disk_has_set_aside_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "_EXTENT", 16 * ALIGNMENT)
+    file = ScratchFile(tmp_path)
+    kept = file.memory(12 * ALIGNMENT).fill_(1)
+    taken = os.fstat(file._file).st_blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", _be_full_halfway)
+        for size in (2, 100):  # in the same extent, and in a new one
+            with pytest.raises(OffloadError, match="No space left"):
+                file.memory(size * ALIGNMENT)
+            assert os.fstat(file._file).st_blocks == taken
+    # Now there is room, also for what does not fit into the rest of the first extent.
+    more = [file.memory(size * ALIGNMENT).fill_(2) for size in (5, 100, 1)]
+    assert [each.numel() // ALIGNMENT for each in more] == [5, 100, 1]
+    assert kept.sum() == kept.numel()
+    assert all((each == 2).all() for each in more)
+
+
 def test_what_is_let_go_is_in_no_memory_of_the_process_and_keeps_its_values(tmp_path: Path) -> None:
     file = ScratchFile(tmp_path)
     memory = file.memory(64 * ALIGNMENT).fill_(5)
@@ -155,22 +189,68 @@ def test_a_process_has_one_file_in_a_folder(tmp_path: Path) -> None:
 def test_a_fork_sees_values_and_keeps_its_writes_to_itself(tmp_path: Path) -> None:
     file = file_in(tmp_path)
     memory = file.memory(2 * ALIGNMENT).fill_(1)
+
+    def be_fork() -> None:
+        assert memory.sum() == 2 * ALIGNMENT
+        memory[:10].fill_(7)
+        file.let_go(memory)
+        file.load(memory)
+        assert memory.sum() == 2 * ALIGNMENT + 60
+        with pytest.raises(OffloadError, match="which was forked"):
+            file.memory(ALIGNMENT)
+        own = file_in(tmp_path)
+        assert own is not file
+        own.memory(2 * ALIGNMENT).fill_(9)
+
+    in_fork(be_fork)
+    assert (memory == 1).all()
+
+
+def test_a_fork_of_a_fork_sees_what_the_fork_has_written(tmp_path: Path) -> None:
+    file = file_in(tmp_path)
+    memory = file.memory(2 * ALIGNMENT).fill_(1)
+
+    def be_fork() -> None:
+        memory.fill_(2)
+        own = file_in(tmp_path).memory(ALIGNMENT).fill_(3)
+        in_fork(be_fork_of_fork, own)
+        assert (memory == 2).all()
+        assert (own == 3).all()
+
+    def be_fork_of_fork(own: torch.Tensor) -> None:
+        assert (memory == 2).all()
+        for each in (memory, own):
+            each.fill_(4)
+
+    in_fork(be_fork)
+    assert (memory == 1).all()
+
+
+def test_a_fork_that_cannot_keep_its_writes_to_itself_cannot_write(tmp_path: Path) -> None:
+    def be_limited() -> None:
+        memory = file_in(tmp_path).memory(ALIGNMENT).fill_(1)
+        resource.setrlimit(resource.RLIMIT_DATA, (0, 0))
+        pid = os.fork()
+        if pid == 0:
+            faulthandler.disable()
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            assert memory.sum() == ALIGNMENT
+            memory[0] = 2
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
+        assert memory.sum() == ALIGNMENT
+
+    in_fork(be_limited)
+
+
+def in_fork(call: Callable[..., None], *args: object) -> None:
+    """Call a function in a fork, which has to return."""
     pid = os.fork()
     if pid == 0:
         wrong = 1
         try:
-            assert memory.sum() == 2 * ALIGNMENT
-            memory[:10].fill_(7)
-            file.let_go(memory)
-            file.load(memory)
-            assert memory.sum() == 2 * ALIGNMENT + 60
-            with pytest.raises(OffloadError, match="which was forked"):
-                file.memory(ALIGNMENT)
-            own = file_in(tmp_path)
-            assert own is not file
-            own.memory(2 * ALIGNMENT).fill_(9)
+            call(*args)
             wrong = 0
         finally:
             os._exit(wrong)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert (memory == 1).all()

@@ -232,6 +232,26 @@ def test_parameters_that_replace_shards_go_to_the_disk(threads: Ranks, tmp_path:
     threads(_replaced, 2, tmp_path)
 
 
+def _replaced_before_inference(rank: int, world_size: int, folder: Path) -> None:
+    nets = [sharded_net(offload_policy=p) for p in (OffloadPolicy(), DiskOffloadPolicy(folder))]
+    x = batches(world_size)[rank].double()
+    for net in nets:
+        net.to(torch.float64)
+        with torch.inference_mode():
+            net(x)  # brings them to the disk
+        optim = _adamw(net.parameters())
+        loss_of(net, x).backward()
+        optim.step()
+    assert_same(*nets)
+    assert_on_disk(nets[1], folder)
+
+
+def test_parameters_that_went_to_the_disk_in_inference_mode_are_trained(
+    threads: Ranks, tmp_path: Path
+) -> None:
+    threads(_replaced_before_inference, 1, tmp_path)
+
+
 def _copies(rank: int, world_size: int, folder: Path) -> None:
     net = sharded_net(offload_policy=DiskOffloadPolicy(folder))
     before = [_local(param).clone() for param in net.parameters()]

@@ -52,8 +52,9 @@ def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoRetu
         if (parent := os.environ.get(PARENT_PID)) is not None:
             die_with_parent(int(parent))
         if (file := os.environ.get(REPORT)) is not None:
-            starting.answer_to(Path(file))  # before the launcher may ask
-        report_stage(Stage.STARTING)
+            with contextlib.suppress(OSError):  # the launcher is gone, or its disk is full
+                starting.answer_to(Path(file))
+                report_stage(Stage.STARTING)  # from now on the launcher may ask
         body(world, signals)
     except BaseException as error:  # the launcher must learn of it, whatever it is
         if lost_peer_behind(error) is not None and not signals.noted:

@@ -2,8 +2,9 @@
 
 Before the first step a rank imports, connects, reads and loads, and prints nothing meanwhile. A
 wait that never ends looks the same. So a launcher that has waited for long asks its ranks where
-they are, by SIGQUIT, and says it. A rank writes its stacks to a file of its own, by
-:mod:`faulthandler`, which works wherever the rank is: also inside of a library that never returns.
+they are, by SIGQUIT, and says it. A rank writes the stack of its main thread to a file of its own,
+by :mod:`faulthandler`, which works wherever the rank is: also inside of a library that never
+returns. Stacks of other threads are left out: they change while they are read, which may crash.
 
     starting   no step for 60 s: rank 1 in recv (socket.py:70) < answer (peers.py:12) < ...
 """
@@ -28,12 +29,13 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)'
 
 
 def answer_to(report: Path) -> None:
-    """Write the stacks of this process, whenever the launcher asks, to a file beside its report."""
-    try:
-        stacks = _stacks_beside(report).open("a")
-    except OSError:  # the launcher is gone, and its folder
-        return
-    faulthandler.register(_ASK, file=stacks, all_threads=True, chain=False)
+    """Write where this process is, whenever the launcher asks, to a file beside its report.
+
+    Raises:
+        OSError: there is no such file. Whoever asks now ends the process.
+    """
+    stacks = _stacks_beside(report).open("a")
+    faulthandler.register(_ASK, file=stacks, all_threads=False, chain=False)
     _open.append(stacks)
 
 
@@ -52,14 +54,13 @@ def _stacks_beside(report: Path) -> Path:
 
 
 def where(stacks: str) -> str:
-    """Return on one line where the main thread of a process is, its innermost frame first.
+    """Return on one line where a thread is, its innermost frame first.
 
     Args:
         stacks: what :mod:`faulthandler` wrote; of several times, the last counts.
     """
-    # The thread that began first comes last.
-    _, _, main = stacks.rstrip().rpartition("(most recent call first):\n")
-    found = [_FRAME.fullmatch(line) for line in main.splitlines()]
+    _, _, last = stacks.rstrip().rpartition("(most recent call first):\n")
+    found = [_FRAME.fullmatch(line) for line in last.splitlines()]
     frames = [
         f"{frame['name']} ({Path(frame['file']).name}:{frame['line']})" for frame in found if frame
     ]

@@ -78,6 +78,18 @@ class _Extent:
     map: mmap.mmap
 
 
+class _Handle:
+    """A descriptor that is open as long as the file, or a map of it, is used.
+
+    Args:
+        number: the descriptor.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        weakref.finalize(self, os.close, number)
+
+
 class ScratchFile:
     """A file without a name.
 
@@ -92,12 +104,13 @@ class ScratchFile:
         self._folder = folder.absolute()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = _open_nameless(folder)
+            self._handle = _Handle(_open_nameless(folder))
         except OSError as error:
             raise OffloadError(
                 f"offload: found no way to make a file in {folder} ({error.strerror}), expected a "
                 "folder on a local disk that this process may write to"
             ) from error
+        self._file = self._handle.number
         self._nbytes = 0
         self._end = 0  # of what was ever allocated
         self._extents: list[_Extent] = []  # in the order of their offsets
@@ -108,8 +121,7 @@ class ScratchFile:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardwise-offload")
         # Not __del__: threads still hold what they are writing.
-        self._close = weakref.finalize(self, _close, self._file, self._threads, self._process)
-        _open.add(self)
+        self._close = weakref.finalize(self, _close, self._threads, self._process)
 
     @property
     def nbytes(self) -> int:
@@ -134,6 +146,7 @@ class ScratchFile:
                 if hasattr(os, "posix_fallocate") and nbytes:
                     os.posix_fallocate(self._file, offset, nbytes)
             except OSError as error:
+                self._give_up_room()
                 raise self._error(f"setting aside {binary_size(nbytes)}", error) from error
             self._end = offset + nbytes
             self._nbytes += nbytes
@@ -279,8 +292,11 @@ class ScratchFile:
             OSError: the file cannot be that long, or cannot be mapped.
         """
         last = self._extents[-1] if self._extents else None
-        if last is not None and self._end + nbytes <= last.offset + last.nbytes:
-            return self._end
+        if last is not None:
+            # The end may lie before it, if the disk was full when it was made.
+            begin = max(self._end, last.offset)
+            if begin + nbytes <= last.offset + last.nbytes:
+                return begin
         offset = 0 if last is None else last.offset + last.nbytes
         unit = mmap.ALLOCATIONGRANULARITY
         least = max(-(-nbytes // unit), 1) * unit
@@ -295,8 +311,17 @@ class ScratchFile:
             else:
                 break
         address = torch.frombuffer(made, dtype=torch.uint8).data_ptr()
+        _mapped[made] = self._handle, offset, address, size
         self._extents.append(_Extent(offset, address, size, made))
         return offset
+
+    def _give_up_room(self) -> None:
+        """Give back what a disk has set aside before it was full. Some file systems keep that."""
+        if self._extents:
+            last = self._extents[-1]
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._end)
+                os.ftruncate(self._file, last.offset + last.nbytes)
 
     def _extent_of(self, tensor: torch.Tensor) -> _Extent | None:
         """The extent that a tensor of the host lies in."""
@@ -332,11 +357,6 @@ class ScratchFile:
         if self._failed is not None:
             raise OffloadError(str(self._failed)) from self._failed
 
-    def _isolate(self) -> None:
-        """In a fork: keep what this process writes to itself."""
-        for extent in self._extents:
-            pages.make_private(self._file, extent.offset, extent.address, extent.nbytes)
-
     def _error(self, doing: str, error: OSError) -> OffloadError:
         free = ""
         if error.errno in _FULL:
@@ -363,15 +383,30 @@ def file_in(folder: Path) -> ScratchFile:
 
 
 _shared: weakref.WeakValueDictionary[tuple[int, Path], ScratchFile] = weakref.WeakValueDictionary()
-_open: weakref.WeakSet[ScratchFile] = weakref.WeakSet()
+#: What this process has mapped, which may outlive its file: where it is in the file, where in
+#: memory, and how long it is.
+_mapped: weakref.WeakKeyDictionary[mmap.mmap, tuple[_Handle, int, int, int]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def _isolate_all() -> None:
-    for file in _open:
-        file._isolate()
+def _isolate() -> None:
+    """In a fork: keep what this process writes to itself."""
+    failed: OSError | None = None
+    for handle, offset, address, nbytes in _mapped.values():
+        try:
+            pages.make_private(handle.number, offset, address, nbytes)
+        except OSError as error:  # a limit, as of RLIMIT_DATA
+            failed = error
+    _mapped.clear()  # in a fork of this one, it would undo what this one has written
+    if failed is not None:
+        raise OffloadError(
+            f"offload: process {os.getpid()} was forked, and can only read what its parent has on "
+            f"a disk: {failed.strerror}. A write to a parameter ends it by SIGSEGV"
+        ) from failed
 
 
-os.register_at_fork(after_in_child=_isolate_all)
+os.register_at_fork(after_in_child=_isolate)
 
 
 def _offset_of(extent: _Extent) -> int:
@@ -395,7 +430,6 @@ def _open_nameless(folder: Path) -> int:
     return file
 
 
-def _close(file: int, threads: ThreadPoolExecutor, process: int) -> None:
+def _close(threads: ThreadPoolExecutor, process: int) -> None:
     if os.getpid() == process:  # a fork has no threads, and may have got their locks
         threads.shutdown(wait=True)
-    os.close(file)

@@ -80,7 +80,7 @@ def make_private(file: int, offset: int, address: int, nbytes: int) -> None:
     """Map a part of a file again at the same address, so that writes stay in this process.
 
     Raises:
-        OSError: the system refuses.
+        OSError: the system refuses. This process can only read it then.
     """
     if _libc() is None:
         return
@@ -88,6 +88,7 @@ def make_private(file: int, offset: int, address: int, nbytes: int) -> None:
     flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
     if _libc().mmap(address, nbytes, protection, flags, file, offset) == _FAILED:
         code = ctypes.get_errno()
+        _libc().mprotect(address, nbytes, mmap.PROT_READ)
         raise OSError(code, os.strerror(code))
 
 
@@ -105,6 +106,7 @@ def _libc() -> Any:
         return None
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [
         *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),

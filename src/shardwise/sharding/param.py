@@ -166,12 +166,12 @@ class ShardedParam:
             owner.register(found)
             self.parameter = found  # the other modules that it is tied to have to follow
             _steps.watch(self)
-        local = self.offload.place(self.local, self.fqn)
-        if not (dtensor.is_wrapper(local) or local.is_meta or local.is_contiguous()):
-            # It has another memory format. Collectives send rows one after the other.
-            local = local.contiguous()
-        if local is not self.local:
-            with torch.no_grad():
+        with autograd.no_grad():  # a forward of inference mode may be the first one that sees it
+            local = self.offload.place(self.local, self.fqn)
+            if not (dtensor.is_wrapper(local) or local.is_meta or local.is_contiguous()):
+                # It has another memory format. Collectives send rows one after the other.
+                local = local.contiguous()
+            if local is not self.local:
                 dtensor.set_local_memory(self.parameter, local)
         self.spec = dtensor.spec_of(self.parameter)
         self._report(self.local)
