@@ -45,7 +45,8 @@ def test_arguments_are_torchs_in_torchs_order() -> None:
     ours = list(inspect.signature(FullyShardedDataParallel.__init__).parameters)
 
     assert ours[: len(theirs)] == theirs
-    assert ours[len(theirs) :] == ["reshard_after_forward", "auto_wrapper_callable", "transport"]
+    own = ["reshard_after_forward", "auto_wrapper_callable", "transport", "wire"]
+    assert ours[len(theirs) :] == own
 
 
 def test_every_public_method_of_torchs_is_our_own() -> None:

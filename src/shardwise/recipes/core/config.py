@@ -255,12 +255,13 @@ class StrategyConfig:
     reduce_dtype: Precision = field(
         default=Precision.FP32, metadata=option("Dtype to reduce gradients in.", SHARDING)
     )
-    wire: str | None = field(
+    collective_wire: str | None = field(
         default=None,
         metadata=option(
             "What is sent between hosts: bf16, fp8 or int8; or parts of gather=bf16, reduce=int8 "
             "and error-feedback, separated by commas. See docs/meshes.md.",
             SHARDING,
+            name="--wire",
             metavar="FORMATS",
             shown="fp32",
             completions=("bf16", "fp8", "int8", "reduce=int8,error-feedback"),
@@ -302,10 +303,10 @@ class StrategyConfig:
         Raises:
             OptionError: there are no such.
         """
-        if self.wire is None:
+        if self.collective_wire is None:
             return PLAIN
         try:
-            return Wires.parse(self.wire)
+            return Wires.parse(self.collective_wire)
         except WireError as error:
             raise OptionError("--wire", error.found, error.expected) from None
 
