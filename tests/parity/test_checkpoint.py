@@ -151,6 +151,8 @@ MOVES = [
     (2, "no-shard", 4, "hybrid"),
     (4, "hybrid", 3, "shard-grad-op"),
 ]
+#: Those of `make long`: others change as much.
+LONG_MOVES = [(2, "full-shard", 1, "full-shard"), (4, "full-shard", 2, "no-shard")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +260,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(run_ranks, tmp_path_factory.mktemp("checkpoints"))
 
 
-@pytest.mark.parametrize(("saved_by", "strategy", "loaded_by", "other_strategy"), MOVES)
+@pytest.mark.parametrize(
+    ("saved_by", "strategy", "loaded_by", "other_strategy"),
+    [pytest.param(*each, marks=pytest.mark.long if each in LONG_MOVES else ()) for each in MOVES],
+)
 def test_a_checkpoint_loads_on_another_mesh(
     checkpoints: Checkpoints, saved_by: int, strategy: str, loaded_by: int, other_strategy: str
 ) -> None:

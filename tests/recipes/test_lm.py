@@ -356,7 +356,7 @@ def train_with_losses(rank: int, world_size: int, config: LmConfig, told: dict[i
     return train_one(rank, world_size, config)
 
 
-@pytest.mark.parametrize("how", ["sync", "async"])
+@pytest.mark.parametrize("how", [pytest.param("sync", marks=pytest.mark.long), "async"])
 def test_the_best_checkpoint_is_saved_and_kept(ranks: Ranks, tmp_path: Path, how: str) -> None:
     told = {1: 5.0, 2: 3.0, 3: 4.0, 4: math.nan, 5: 3.5, 6: 3.0, 7: 2.0, 8: 9.0, 9: 2.5}
     settings: dict[str, Any] = {
