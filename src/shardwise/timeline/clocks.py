@@ -12,21 +12,16 @@ between: clocks drift apart, by up to some tens of microseconds a second.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from shardwise.transport.hosts import host_by
 from shardwise.transport.peers import Peers
 
 #: Questions to the first rank; the one with the shortest round trip counts.
 ROUNDS = 12
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_TIME_NAMESPACE = Path("/proc/self/ns/time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +72,7 @@ class SharedClock:
 
 def clock_of_host() -> str:
     """Name the clock that :func:`time.perf_counter_ns` reads: the same for all who read it."""
-    try:
-        boot = _BOOT_ID.read_text().strip()
-    except OSError:  # not Linux
-        return platform.node()
-    try:
-        return f"{boot} {os.readlink(_TIME_NAMESPACE)}"
-    except OSError:  # a kernel without namespaces of time
-        return boot
+    return host_by("time")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,14 @@
-"""Whether the ranks of a process group are on one host, as far as their network is concerned."""
+"""On which host a process is, and whether the ranks of a group are on one."""
 
 from __future__ import annotations
 
-import socket
+import platform
 from pathlib import Path
 
 from shardwise.transport.peers import Peers, polling
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_NETWORK = Path("/proc/self/ns/net")
+_NAMESPACES = Path("/proc/self/ns")
 _KEY = "shardwise/host"
 _DOING = "the comparison of hosts for a wire"
 
@@ -46,8 +46,21 @@ def _compare(peers: Peers) -> bool:
         return len({store.get(key) for key in keys.values()}) > 1
 
 
-def _name() -> str:
+def host_by(namespace: str) -> str:
+    """Name this host and one of its namespaces: the same for all processes that share both.
+
+    Args:
+        namespace: the kind of namespace, as the kernel calls it: ``"net"``, ``"time"``.
+    """
     try:
-        return f"{_BOOT_ID.read_text().strip()} {_NETWORK.readlink()}"
-    except OSError:
-        return socket.gethostname()
+        boot = _BOOT_ID.read_text().strip()
+    except OSError:  # not Linux
+        return platform.node()
+    try:
+        return f"{boot} {(_NAMESPACES / namespace).readlink()}"
+    except OSError:  # a kernel without such namespaces
+        return boot
+
+
+def _name() -> str:
+    return host_by("net")
