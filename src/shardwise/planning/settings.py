@@ -231,9 +231,9 @@ class Settings:
         if self.transport not in TRANSPORTS:
             raise SettingsError("transport", self.transport, f"one of {', '.join(TRANSPORTS)}")
         names = self.sharding.names[1:] if self.sharding.apart else self.sharding.names
-        for name, _ in self.wire.named:
-            if name not in names:
-                raise SettingsError("wire", f"the dimension {name}", f"one of {', '.join(names)}")
+        unknown = self.wire.unknown(names)
+        if unknown is not None:
+            raise SettingsError("wire", f"the dimension {unknown}", f"one of {', '.join(names)}")
         number = isinstance(self.clip_grad, int | float)
         if not (number and 0 <= self.clip_grad < math.inf):
             raise SettingsError("clip_grad", self.clip_grad, "0 or more")

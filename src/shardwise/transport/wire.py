@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -185,7 +185,11 @@ class Wires:
         """Return the wire of a dimension."""
         return dict(self.named).get(name, self.common)
 
-    def check_names(self, names: Iterable[str], where: str) -> None:
+    def unknown(self, names: Collection[str]) -> str | None:
+        """Return the first dimension that has a wire by name and is none of ``names``."""
+        return next((name for name, _ in self.named if name not in names), None)
+
+    def check_names(self, names: Collection[str], where: str) -> None:
         """Check that the mesh has the dimensions that have wires of their own.
 
         Args:
@@ -195,13 +199,12 @@ class Wires:
         Raises:
             WireError: it does not have one of them.
         """
-        has = tuple(names)
-        for name, _ in self.named:
-            if name not in has:
-                raise WireError(
-                    f"the mesh dimension {name!r} ({where})",
-                    f"one of {', '.join(map(repr, has))}, the data parallel dimensions of the mesh",
-                )
+        name = self.unknown(names)
+        if name is not None:
+            raise WireError(
+                f"the mesh dimension {name!r} ({where})",
+                f"one of {', '.join(map(repr, names))}, the data parallel dimensions of the mesh",
+            )
 
 
 #: Nothing is encoded.

@@ -852,8 +852,8 @@ def resolve_sharding(config: ShardingConfig, world_size: int, hosts: int = 1) ->
     """
     plan = _plan_of(config, world_size, hosts)
     has = plan.names[1:] if plan.apart else plan.names
-    for name, _ in config.wires.named:
-        require(name in has, "--wire", f"the dimension {name}", f"one of {', '.join(has)}")
+    unknown = config.wires.unknown(has)
+    require(unknown is None, "--wire", f"the dimension {unknown}", f"one of {', '.join(has)}")
     return plan
 
 
