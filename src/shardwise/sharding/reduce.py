@@ -24,7 +24,6 @@ from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.policy import GroupOptions, Precision
 from shardwise.transport.base import (
-    KeepsErrors,
     Label,
     PendingWork,
     Reduce,
@@ -32,6 +31,7 @@ from shardwise.transport.base import (
     Transport,
     Work,
 )
+from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.memory import is_returned
 
 
@@ -169,7 +169,7 @@ class _Scattered:
 
     def start(self, transport: Transport, op: Reduce, label: Label) -> Work:
         """Start the reduce-scatter."""
-        if isinstance(transport, KeepsErrors):
+        if isinstance(transport, EncodedTransport):
             return transport.reduce_scatter_from(self.params, self.fulls, self.outs, op, label)
         if self.owned and isinstance(transport, ReleasesMemory):
             return transport.reduce_scatter_owned(self.fulls, self.outs, op, label, self.owned)
@@ -195,7 +195,7 @@ class _AllReduced:
 
     def start(self, transport: Transport, op: Reduce, label: Label) -> Work:
         """Start the all-reduce."""
-        if isinstance(transport, KeepsErrors):
+        if isinstance(transport, EncodedTransport):
             return transport.all_reduce_from(self.params, self.grads, op, label)
         return transport.all_reduce(self.grads, op, label)
 

@@ -163,62 +163,6 @@ class ReleasesMemory(Protocol):
         """Give back what is kept for the next reductions, once no rank reads it any more."""
 
 
-@runtime_checkable
-class KeepsErrors(Protocol):
-    """A transport that adds to a gradient what it lost of the last one from the same source."""
-
-    def reduce_scatter_from(
-        self,
-        sources: Sequence[object],
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
-    ) -> Work:
-        """Reduce as :meth:`Transport.reduce_scatter` does.
-
-        Args:
-            sources: of each tensor, what it is the gradient of: the same object every time. What
-                was lost is kept as long as that lives.
-            fulls: as there.
-            shards: as there.
-            op: as there.
-            label: as there.
-        """
-
-    def all_reduce_from(
-        self,
-        sources: Sequence[object],
-        tensors: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
-    ) -> Work:
-        """Reduce as :meth:`Transport.all_reduce` does.
-
-        Args:
-            sources: as in :meth:`reduce_scatter_from`.
-            tensors: as there.
-            op: as there.
-            label: as there.
-        """
-
-
-@runtime_checkable
-class RoundsShards(Protocol):
-    """A transport whose all-gathers change values."""
-
-    def as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return what every rank gets of a shard.
-
-        Args:
-            shard: 1-D, as it is gathered.
-            dtype: of the full tensor.
-
-        Returns:
-            As many values, in ``dtype``.
-        """
-
-
 class FullBuffers(Protocol):
     """Memory for the full parameters of one group, allocated and freed many times.
 

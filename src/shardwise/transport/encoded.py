@@ -96,7 +96,7 @@ class EncodedTransport:
         self._errors: weakref.WeakKeyDictionary[object, torch.Tensor] = weakref.WeakKeyDictionary()
         self._first_steps: list[EncodedAllReduce] = []
         self._calls: Counter[str] = Counter()
-        self._labels: dict[Label, Label] = {}
+        self._labels: dict[tuple[Label, str], Label] = {}
 
     @property
     def overflows(self) -> int:
@@ -157,7 +157,15 @@ class EncodedTransport:
         return PendingWork(finish)
 
     def as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Encode a shard and decode it."""
+        """Return what every rank gets of a shard: encode it, and decode that.
+
+        Args:
+            shard: 1-D, as it is gathered.
+            dtype: of the full tensor.
+
+        Returns:
+            As many values, in ``dtype``.
+        """
         if not _shrinks(self._gather, dtype):
             return shard.to(dtype)
         codec = codec_of(self._gather)
@@ -192,7 +200,16 @@ class EncodedTransport:
         op: Reduce,
         label: Label,
     ) -> Work:
-        """Reduce with error feedback, if the wire has it and there are sources."""
+        """Reduce as :meth:`reduce_scatter` does, with error feedback if the wire has it.
+
+        Args:
+            sources: of each tensor, what it is the gradient of: the same object every time. What
+                was lost is kept as long as that lives. If there are none, it is dropped.
+            fulls: as in :meth:`Transport.reduce_scatter`.
+            shards: as there.
+            op: as there.
+            label: as there.
+        """
         self._start_second_steps()
         encoded = [
             i
@@ -227,7 +244,14 @@ class EncodedTransport:
         op: Reduce,
         label: Label,
     ) -> Work:
-        """Reduce with error feedback, if the wire has it and there are sources."""
+        """Reduce as :meth:`all_reduce` does, with error feedback if the wire has it.
+
+        Args:
+            sources: as in :meth:`reduce_scatter_from`.
+            tensors: as in :meth:`Transport.all_reduce`.
+            op: as there.
+            label: as there.
+        """
         self._start_second_steps()
         encoded = [
             i
@@ -395,9 +419,9 @@ class EncodedTransport:
         return (self.rank, zlib.crc32(label.name.encode()), self._calls[label.name])
 
     def _label(self, label: Label, wire: str) -> Label:
-        made = self._labels.get(label)
-        if made is None or made.wire != wire:
-            made = self._labels[label] = replace(label, wire=wire)
+        made = self._labels.get((label, wire))
+        if made is None:
+            made = self._labels[label, wire] = replace(label, wire=wire)
         return made
 
 
