@@ -92,6 +92,7 @@ PUBLIC = {
         "DiLoCo",
         "OuterSGD",
         "Streaming",
+        "TopK",
         "WireFormat",
     ],
     "shardwise.optim": [

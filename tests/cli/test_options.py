@@ -97,7 +97,11 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--strategy diloco --outer-lr nan", "--outer-lr: found nan, expected a number above 0"),
         ("--strategy diloco --outer-momentum 1", "--outer-momentum: found 1.0, expected 0 to 1"),
         ("--strategy diloco --outer-warmup -1", "--outer-warmup: found -1, expected 0 or more"),
-        ("--strategy diloco --diloco-wire int4", "--diloco-wire: found 'int4', expected one of"),
+        ("--strategy diloco --diloco-wire int2", "--diloco-wire: found 'int2', expected fp32, "),
+        (
+            "--strategy diloco --diloco-wire topk:2",
+            "--diloco-wire: found 'topk:2', expected topk:D",
+        ),
         (
             "--strategy diloco --local-steps 9 --diloco-overlap 9",
             "--diloco-overlap: found 9, expected 0 or more, less than 9 steps",

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from shardwise.diloco import OuterSGD, Streaming
+from shardwise.optim import Muon, muon_groups
 from tests.sharding.nets import Net, batches, loss_of, seeded
 
 ROWS = 4  # of a replica's batch, however many ranks share it
 
 
 def make_inner(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    """Return the inner optimizer of all tests."""
+    """Return the inner optimizer of most tests."""
     # A large epsilon: otherwise the sign of a rounding error becomes a full step.
     return torch.optim.AdamW(parameters, lr=0.02, eps=1e-3)
+
+
+def adamw_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW for all parameters of a model."""
+    return make_inner(model.parameters())
+
+
+def muon_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return Muon for the matrices of the blocks, and AdamW for the rest."""
+    return Muon(muon_groups(model, muon={"lr": 0.02}, adamw={"lr": 0.02, "eps": 1e-3}))
 
 
 def batch_of(replica: int, step: int) -> torch.Tensor:
@@ -33,6 +44,7 @@ class Reference:
         outer: the outer optimizer.
         fragments: beginnings of the parameters' names, a fragment each.
         alpha: of the inner parameters that remains.
+        inner_of: makes the inner optimizer of a model.
     """
 
     def __init__(
@@ -41,12 +53,14 @@ class Reference:
         outer: OuterSGD,
         fragments: Sequence[tuple[str, ...]] = (("",),),
         alpha: float = 0.0,
+        inner_of: Callable[[nn.Module], torch.optim.Optimizer] = adamw_of,
     ) -> None:
         self.alpha = alpha
+        self._inner_of = inner_of
         self.settings = outer
         self.outer = seeded(Net)
         self.replicas: dict[int, nn.Module] = {}
-        self.inner: dict[int, torch.optim.AdamW] = {}
+        self.inner: dict[int, torch.optim.Optimizer] = {}
         for replica in range(count):
             self.join(replica)
         self.fragments = [
@@ -74,7 +88,7 @@ class Reference:
         model = seeded(Net)
         model.load_state_dict(self.outer.state_dict())
         self.replicas[replica] = model
-        self.inner[replica] = make_inner(model.parameters())
+        self.inner[replica] = self._inner_of(model)
 
     def leave(self, replica: int) -> None:
         """Remove a replica."""
@@ -125,9 +139,15 @@ TWO_FRAGMENTS = (("blocks.0.", "blocks.2."), ("blocks.1.", "head.", "gain"))
 STREAMING = Streaming(fragments=2, overlap=2, alpha=0.25)
 
 
-def plain(steps: int, every: int, outer: OuterSGD, count: int = 2) -> Reference:
+def plain(
+    steps: int,
+    every: int,
+    outer: OuterSGD,
+    count: int = 2,
+    inner_of: Callable[[nn.Module], torch.optim.Optimizer] = adamw_of,
+) -> Reference:
     """Train with DiLoCo."""
-    reference = Reference(count, outer)
+    reference = Reference(count, outer, inner_of=inner_of)
     for step in range(1, steps + 1):
         reference.inner_step(step)
         if step % every == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import FullyShardedDataParallel, fully_shard
 from shardwise.diloco import DiLoCo
-from tests.diloco.reference import ROWS, batch_of, make_inner
+from tests.diloco.reference import ROWS, adamw_of, batch_of
 from tests.sharding.nets import Net, loss_of, seeded
 
 Values = dict[str, torch.Tensor]
@@ -40,10 +41,18 @@ class Replica:
     Args:
         mesh: (replicate, shard).
         wrapped: sharded by the wrapper, not by the function.
+        inner_of: makes the inner optimizer of the sharded model.
         settings: of DiLoCo.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, wrapped: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        wrapped: bool = False,
+        inner_of: Callable[[nn.Module], torch.optim.Optimizer] = adamw_of,
+        **settings: Any,
+    ) -> None:
         self.number, self.part = mesh.get_coordinate()
         self.parts = mesh.size(1)
         self.model = (
@@ -51,7 +60,7 @@ class Replica:
             if wrapped
             else sharded(mesh["shard"])
         )
-        self.inner = make_inner(self.model.parameters())
+        self.inner = inner_of(self.model)
         self.diloco = DiLoCo(self.model, self.inner, group=mesh["replicate"], **settings)
 
     def train(self, first: int, last: int) -> None:
@@ -78,13 +87,24 @@ class Replica:
         found = [each["diloco"][name] for each in packed for name in ("outer", "momentum")]
         return [each.to_local() if isinstance(each, DTensor) else each for each in found]
 
+    def errors(self) -> Values:
+        """Return what encoding has lost, in full, by parameter; nothing without error feedback."""
+        names = [name for name, _ in self.model.named_parameters()]
+        packed = [self.diloco.state_dict()["state"][i]["diloco"] for i in range(len(names))]
+        return {
+            name: _in_full(each["error"]).clone()
+            for name, each in zip(names, packed, strict=True)
+            if "error" in each
+        }
+
+
+def _in_full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
 
 def whole(model: nn.Module) -> Values:
     """Return copies of all parameters, unsharded."""
-    return {
-        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
-        for name, each in model.named_parameters()
-    }
+    return {name: _in_full(each).detach().clone() for name, each in model.named_parameters()}
 
 
 def equal_everywhere(tensors: list[torch.Tensor], mesh: DeviceMesh) -> bool:

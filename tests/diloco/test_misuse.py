@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.diloco import DiLoCo, OuterSGD, Streaming
+from shardwise.diloco import DiLoCo, OuterSGD, Streaming, TopK, WireFormat
 from tests.diloco.reference import make_inner
 from tests.diloco.replicas import Replica, sharded, two_replicas
 from tests.harness import run_ranks
@@ -31,6 +31,13 @@ def _made(**settings: Any) -> DiLoCo:
             "fragments: found 4, expected at most 3, the number of repeated blocks",
         ),
         ({"wire": "int7"}, "int7"),
+        *(
+            (
+                {"wire": wire, "error_feedback": False},
+                f"error_feedback: found False with {wire.value}, expected True or None",
+            )
+            for wire in (WireFormat.INT4, WireFormat.TERNARY, TopK(0.02))
+        ),
     ],
 )
 def test_contradictions_are_errors(settings: dict[str, Any], message: str) -> None:

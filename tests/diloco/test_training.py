@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import checkpoint
-from shardwise.diloco import OuterSGD, WireFormat
+from shardwise.diloco import OuterSGD, TopK, WireFormat
 from tests.diloco.reference import STREAMING, plain, streamed
 from tests.diloco.replicas import (
     Replica,
@@ -29,8 +29,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "warming": {"every": 2, "outer": WARMING},  # for four rounds of five
     "streaming": {"every": 4, "streaming": STREAMING},
     **{each.value: {"every": 3, "wire": each} for each in WireFormat},
+    "topk": {"every": 1, "wire": TopK(0.1)},
     "feedback": {"every": 1, "wire": WireFormat.INT8, "error_feedback": True},
 }
+SAVED = ("plain", "warming", "streaming", "feedback", "ternary", "topk")
 STEPS = 11
 
 
@@ -49,7 +51,7 @@ def _train_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
             "rounds": replica.diloco.rounds,
             "numel": [view.numel() for view in replica.outer_bits()[::2]],
         }
-    for name in ("plain", "warming", "streaming", "feedback"):
+    for name in SAVED:
         found[name]["resumed"] = _resume(mesh, folder / name, saves=world_size == 4, name=name)
     replica.diloco.flush()
     found["flushed"] = equal_everywhere(list(replica.inner_values().values()), mesh)
@@ -67,8 +69,9 @@ def _resume(mesh: Any, folder: Path, *, saves: bool, name: str) -> Any:
     dist.barrier()
     other = Replica(mesh, **SETTINGS[name])
     checkpoint.load(path, other.model, other.diloco, group=group)
+    errors = other.errors()
     other.train(6, STEPS)
-    return {"inner": other.inner_values(), "outer": other.outer_values()}
+    return {"inner": other.inner_values(), "outer": other.outer_values(), "errors": errors}
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +144,21 @@ def test_ranks_of_a_replica_have_the_same_of_what_is_not_cut(found: Any) -> None
 
 
 def test_bytes_are_those_of_two_halves_of_the_encoded_vector(found: Any) -> None:
-    sizes = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1 + 4 / 256, "int8": 1 + 4 / 256}
+    sizes = {
+        "fp32": 4,
+        "fp16": 2,
+        "bf16": 2,
+        "fp8": 1 + 4 / 256,
+        "int8": 1 + 4 / 256,
+        "int4": 1 / 2 + 4 / 256,
+        "ternary": (52 + 4) / 256,
+    }
     for results in found[1]:
         numel = sum(results["fp32"]["numel"])
         assert numel == sum(each.numel() for each in plain(0, 1, OuterSGD()).outer.parameters())
         # The scalar comes first and is averaged by itself, in a block of its own.
         for name, size in sizes.items():
-            if name in ("fp8", "int8"):  # whole blocks
+            if name in ("fp8", "int8", "int4", "ternary"):  # whole blocks
                 halves = [256, -(-(numel - 1) // 512) * 256]
             else:
                 halves = [128, -(-(numel - 1) // 2)]
@@ -162,7 +173,7 @@ def test_exchanges_happen_when_they_are_due(found: Any) -> None:
     assert found[1][0]["streaming"]["rounds"] == (2, 2)
 
 
-@pytest.mark.parametrize("name", ["plain", "warming", "streaming", "feedback"])
+@pytest.mark.parametrize("name", SAVED)
 def test_a_run_saved_inside_a_round_goes_on_bit_for_bit(found: Any, name: str) -> None:
     for rank, results in enumerate(found[2]):
         for part in ("inner", "outer"):
@@ -178,6 +189,16 @@ def test_what_two_shards_saved_one_loads(found: Any, name: str) -> None:
         resumed = results[name]["resumed"]
         assert_values(resumed["outer"], expected.outer, "outer")
         assert_values(resumed["inner"], expected.replicas[replica], "inner")
+
+
+@pytest.mark.parametrize("name", ["feedback", "ternary", "topk"])
+def test_what_encoding_has_lost_is_saved_and_resharded(found: Any, name: str) -> None:
+    for replica, results in enumerate(found[1]):
+        errors = results[name]["resumed"]["errors"]
+        assert any(error.count_nonzero() for error in errors.values()), "something was lost"
+        for both in found[2][2 * replica :][:2]:
+            for fqn, error in both[name]["resumed"]["errors"].items():
+                assert torch.equal(errors[fqn], error), fqn
 
 
 def test_after_a_flush_all_replicas_are_alike(found: Any) -> None:

@@ -99,6 +99,14 @@ def _train(optimizer: Any, **changes: Any) -> TrainConfig:
             {"outer_states": 3},
         ),
         (
+            _train(
+                OptimizerConfig(lr=1.0),
+                diloco=DilocoConfig(wire="topk:0.01"),
+                sharding=ShardingConfig(strategy=Strategy.DILOCO, replicas=2),
+            ),
+            {"outer_states": 3},
+        ),
+        (
             _train(OptimizerConfig(lr=1.0), sharding=ShardingConfig(param_dtype=Precision.BF16)),
             {"param_dtype": "bf16", "shard_dtype": "fp32"},
         ),

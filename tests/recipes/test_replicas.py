@@ -17,10 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.checkpoint.disk import commit
-from shardwise.diloco import WireFormat
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy
 from shardwise.recipes.core.checkpointing import Checkpoints, SaveError
-from shardwise.recipes.core.config import DilocoConfig, Existing
+from shardwise.recipes.core.config import DilocoConfig, Existing, OptimizerName
 from shardwise.recipes.core.position import Position
 from shardwise.recipes.core.replicas import ReplicaCheckpoints
 from shardwise.recipes.text.config import LmConfig
@@ -31,7 +30,7 @@ from tests.recipes.test_lm import train, train_until
 Ranks = Callable[..., list[Any]]
 
 #: Exchanges begin after steps 2 (fragment 1), 4 (0), 6 (1): after step 4 one is under way.
-STREAMING = DilocoConfig(local_steps=4, wire=WireFormat.INT8, fragments=2, overlap=1, alpha=0.5)
+STREAMING = DilocoConfig(local_steps=4, wire="int8", fragments=2, overlap=1, alpha=0.5)
 
 
 def diloco(folder: Path, name: str, **settings: Any) -> LmConfig:
@@ -58,8 +57,14 @@ def train_and_resume(rank: int, world_size: int, whole: LmConfig, resumed: LmCon
 def test_a_run_goes_on_bit_for_bit_from_inside_a_round(ranks: Ranks, tmp_path: Path) -> None:
     # Documents that are streamed: each replica's checkpoint says where the streams of all stand.
     documents = (str(write_jsonl(tmp_path / "corpus.jsonl", texts(300))),)
-    whole = replace(diloco(tmp_path, "whole", async_checkpoint=True), data=documents)
-    resumed = replace(diloco(tmp_path, "resumed", existing=Existing.RESUME), data=documents)
+    given: dict[str, Any] = {
+        "diloco": replace(STREAMING, wire="ternary"),  # errors are kept, so they are saved
+        "algorithm": OptimizerName.MUON,
+    }
+    whole = replace(diloco(tmp_path, "whole", async_checkpoint=True, **given), data=documents)
+    resumed = replace(
+        diloco(tmp_path, "resumed", existing=Existing.RESUME, **given), data=documents
+    )
     assert ranks(train_and_resume, 2, whole, resumed) == [["finished"] * 2] * 2
     assert losses(resumed) == losses(whole)
     assert validation(resumed) == validation(whole)

@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.transport.base import Reduce
-from shardwise.transport.codecs import Room, codec_of, decode, encode
+from shardwise.transport.codecs import Room, decode, encode
 from shardwise.transport.encoded import EncodedTransport
+from shardwise.transport.formats import codec_of
 from shardwise.transport.select import encoded_transport
 from shardwise.transport.wire import Wire, WireFormat
 from tests.transport.conformance import TOLERANCE, Checks

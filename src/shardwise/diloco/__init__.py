@@ -9,14 +9,15 @@ from shardwise._lazy import lazy_names
 
 if TYPE_CHECKING:
     from shardwise.diloco.api import DiLoCo
-    from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat
+    from shardwise.diloco.settings import OuterSGD, Streaming, TopK, WireFormat
 
-__all__ = ["DiLoCo", "OuterSGD", "Streaming", "WireFormat"]
+__all__ = ["DiLoCo", "OuterSGD", "Streaming", "TopK", "WireFormat"]
 
 _HOME = {
     "DiLoCo": "shardwise.diloco.api",
     "OuterSGD": "shardwise.diloco.settings",
     "Streaming": "shardwise.diloco.settings",
+    "TopK": "shardwise.diloco.settings",
     "WireFormat": "shardwise.diloco.settings",
 }
 

@@ -25,7 +25,14 @@ from torch.distributed.tensor import DTensor
 from shardwise.diloco import members, state
 from shardwise.diloco.average import Average
 from shardwise.diloco.fragment import Fragment, Pending, assign_to_fragments, local_of
-from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat, check_streaming
+from shardwise.diloco.settings import (
+    OuterSGD,
+    Streaming,
+    TopK,
+    WireFormat,
+    check_streaming,
+    keeps_errors,
+)
 from shardwise.errors import PeerLostError
 from shardwise.optim.around import AroundOptimizer
 from shardwise.optim_names import names_in_order
@@ -59,7 +66,8 @@ class DiLoCo(AroundOptimizer):
         group: one rank of every replica, those that hold the same shards: a process group, or a
             dimension of a mesh, such as ``mesh["replicate"]``. ``None`` for a single replica.
         wire: the format of pseudo-gradients on the wire.
-        error_feedback: add what encoding has lost to the next pseudo-gradient.
+        error_feedback: add what encoding has lost to the next pseudo-gradient. By default, with
+            formats of less than a byte per element, which do not go without it.
         streaming: exchange fragments one by one, while inner steps continue.
 
     Attributes:
@@ -82,8 +90,8 @@ class DiLoCo(AroundOptimizer):
         every: int,
         group: dist.ProcessGroup | DeviceMesh | None,
         outer: OuterSGD | None = None,
-        wire: WireFormat = WireFormat.FP32,
-        error_feedback: bool = False,
+        wire: WireFormat | TopK = WireFormat.FP32,
+        error_feedback: bool | None = None,
         streaming: Streaming | None = None,
     ) -> None:
         super().__init__(inner)
@@ -91,16 +99,17 @@ class DiLoCo(AroundOptimizer):
         self._streaming = streaming or Streaming()
         check_streaming(self._streaming, every)
         self._every = every
-        self._wire = WireFormat(wire)
+        self._wire = wire if isinstance(wire, TopK) else WireFormat(wire)
         self._model = model
         self.steps = 0
         self._sent_before = 0
         self._all_to_all: AllToAll | None = None
         self._group: dist.ProcessGroup | None = None
         parameters = trained_parameters(model, inner)
+        feedback = keeps_errors(self._wire, error_feedback)
         blocks = [set(block.parameters()) for block in repeated_blocks(model)]
         self._fragments = [
-            Fragment(f"fragment {i}", part, error_feedback=error_feedback)
+            Fragment(f"fragment {i}", part, error_feedback=feedback)
             for i, part in enumerate(
                 assign_to_fragments(parameters, blocks, self._streaming.fragments)
             )
@@ -308,9 +317,6 @@ class DiLoCo(AroundOptimizer):
     def _begin(self, fragment: Fragment) -> None:
         fragment.check()
         gradient = fragment.pseudo_gradient()
-        if self._all_to_all is None:
-            fragment.pending = Pending(self.steps, mean=gradient)
-            return
         label = f"the pseudo-gradient of {fragment.name}"
         average = Average(
             gradient, self._all_to_all, self._wire, label, fragment.error, fragment.sections

@@ -1,20 +1,33 @@
 """The average of a vector over the ranks of a group, encoded on the wire, bitwise equal on all.
 
 It is an :class:`~shardwise.transport.encoded_sums.EncodedAllReduce` whose second step begins when
-the caller says so, between two of its training steps.
+the caller says so, between two of its training steps. Sparse contributions are gathered by all
+instead, which has no second step.
+
+What encoding loses is kept in units of a contribution: the average lacks the errors of all ranks,
+divided by their number. The chunk that a rank averages has errors of the average itself, which it
+keeps times the number of ranks. So errors mean the same however the vector is cut, when a
+checkpoint goes on with other shards or replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from shardwise.diloco.settings import WireFormat
+from shardwise.diloco.settings import TopK, WireFormat
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label, Reduce
-from shardwise.transport.codecs import Room, codec_of
-from shardwise.transport.encoded_sums import EncodedAllReduce, Encoding, Tally
+from shardwise.transport.codecs import Room
+from shardwise.transport.encoded_sums import (
+    EncodedAllReduce,
+    EncodedGatherSum,
+    Encoding,
+    Tally,
+    chunks_of,
+)
+from shardwise.transport.formats import codec_of
 
 
 class Average:
@@ -22,7 +35,7 @@ class Average:
 
     Args:
         vector: fp32, 1-D; may change afterwards.
-        all_to_all: moves rows between the ranks.
+        all_to_all: moves rows between the ranks; ``None`` for a single replica.
         wire: the format of what is sent.
         label: names the vector in errors; equal on all ranks.
         error: fp32, as long as the vector: what encoding has lost of this rank's earlier
@@ -35,34 +48,56 @@ class Average:
     def __init__(
         self,
         vector: torch.Tensor,
-        all_to_all: AllToAll,
-        wire: WireFormat,
+        all_to_all: AllToAll | None,
+        wire: WireFormat | TopK,
         label: str,
         error: torch.Tensor | None = None,
         sections: Sequence[int] | None = None,
     ) -> None:
-        ranks = all_to_all.world_size
         self._vector = vector.clone()
         self._reduction: EncodedAllReduce | None = None
+        self._gathering: EncodedGatherSum | None = None
         self._is_combined = False
         self._error = error
-        if ranks == 1 or not vector.numel():
-            return
-        encoding = Encoding(codec_of(wire), wire.value, Tally())
-        self._room = Room(vector.device)
         # If a replica is lost, nothing was: the next exchange repeats this one.
         self._lost = None if error is None else error.clone()
-        sizes = [vector.numel()] if sections is None else list(sections)
-        nbytes = EncodedAllReduce.row_nbytes(encoding, sizes, ranks)
+        if all_to_all is None or all_to_all.world_size == 1 or not vector.numel():
+            if self._lost is not None:  # what was lost before, in a larger group
+                self._vector.add_(self._lost)
+                self._lost.zero_()
+            return
+        self._rank, self._ranks = all_to_all.rank, all_to_all.world_size
+        self._encoding = Encoding(codec_of(wire), wire.value, Tally())
+        self._room = Room(vector.device)
+        self._sizes = [vector.numel()] if sections is None else list(sections)
+        parts = torch.split(self._vector, self._sizes)
+        errors = () if self._lost is None else torch.split(self._lost, self._sizes)
+        if isinstance(wire, TopK):
+            self._gathering = EncodedGatherSum(
+                self._encoding,
+                all_to_all,
+                parts,
+                Reduce.AVG,
+                self._room,
+                self._memory(
+                    1 + self._ranks, EncodedGatherSum.row_nbytes(self._encoding, self._sizes)
+                ),
+                Label(label),
+                errors,
+            )
+            return
+        for own in self._own_errors():
+            own.div_(self._ranks)
+        nbytes = EncodedAllReduce.row_nbytes(self._encoding, self._sizes, self._ranks)
         self._reduction = EncodedAllReduce(
-            encoding,
+            self._encoding,
             all_to_all,
-            torch.split(self._vector, sizes),
+            parts,
             Reduce.AVG,
             self._room,
-            torch.empty(2, ranks, nbytes, dtype=torch.uint8, device=vector.device),
+            self._memory(2, self._ranks, nbytes),
             Label(label),
-            () if self._lost is None else torch.split(self._lost, sizes),
+            errors,
         )
 
     def advance(self) -> None:
@@ -91,7 +126,24 @@ class Average:
             self._reduction.sums.wait()
             self._reduction.finish(self._room)
             self._reduction = None
-            if self._error is not None and self._lost is not None:
-                self._error.copy_(self._lost)
-                self._lost = None
+            for own in self._own_errors():
+                own.mul_(self._ranks)
+        if self._gathering is not None:
+            self._gathering.under_way.wait()
+            self._gathering.finish(self._room)
+            self._gathering = None
+        if self._error is not None and self._lost is not None:
+            self._error.copy_(self._lost)
+            self._lost = None
         return self._vector
+
+    def _memory(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device=self._vector.device)
+
+    def _own_errors(self) -> Iterator[torch.Tensor]:
+        """Yield what was lost of the chunks that this rank averages."""
+        if self._lost is None:
+            return
+        chunks = chunks_of(self._encoding, self._sizes, self._ranks)
+        for part, chunk in zip(torch.split(self._lost, self._sizes), chunks, strict=True):
+            yield part[self._rank * chunk : (self._rank + 1) * chunk]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from shardwise.transport.wire import TopK as TopK
 from shardwise.transport.wire import WireFormat as WireFormat
 
 
@@ -115,6 +116,24 @@ def check_streaming(streaming: Streaming, every: int) -> None:
             "before its next one starts"
         )
         raise _out_of_range("overlap", streaming.overlap, expected)
+
+
+def keeps_errors(wire: WireFormat | TopK, error_feedback: bool | None) -> bool:
+    """Decide whether what encoding loses is kept for the next exchange.
+
+    Args:
+        wire: the format.
+        error_feedback: what was asked for; ``None``: what the format needs.
+
+    Raises:
+        ValueError: the format does not go without it.
+    """
+    if error_feedback is False and wire.needs_error_feedback:
+        raise ValueError(
+            f"error_feedback: found False with {wire.value}, expected True or None: what that "
+            "format does not send would never be sent"
+        )
+    return wire.needs_error_feedback if error_feedback is None else error_feedback
 
 
 def _out_of_range(name: str, found: object, expected: str) -> ValueError:

@@ -8,7 +8,9 @@
 | fp8 | 1 + 4 / 256 | 2^-4 of the value, or 2^-19 of the largest in the same block of 256 |
 | int8 | 1 + 4 / 256 | 1/254 of the largest value in the same block of 256 (at least 2^-127) |
 
-Values that are not finite stay so in every format. In int8 and fp8 they make all of their block so.
+:mod:`shardwise.transport.few_bits` and :mod:`shardwise.transport.sparse` have formats of less than
+a byte. Values that are not finite stay so in every format. In formats with blocks they make all of
+their block so.
 
 A *piece* is a stretch of values that is encoded by itself: no block has values of two pieces. It
 passes through in tiles that fit into the cache of a processor, so encoding reads its input from
@@ -17,7 +19,6 @@ memory once.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,7 +28,6 @@ import torch
 from shardwise._torch import fake
 from shardwise.devices import CPU
 from shardwise.transport.memory import reported
-from shardwise.transport.wire import WireFormat
 
 #: Elements that share one scale.
 BLOCK = 256
@@ -43,8 +43,8 @@ class Piece:
     """The memory of an encoded piece.
 
     Attributes:
-        numbers: one per element.
-        scales: fp32, one per block; ``None`` in formats without scales.
+        numbers: one per element, or bytes with several.
+        scales: fp32, one per block or a few; ``None`` in formats without scales.
     """
 
     numbers: torch.Tensor
@@ -180,7 +180,7 @@ class CastCodec:
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a piece."""
-        return _aligned(numel * self._dtype.itemsize)
+        return aligned(numel * self._dtype.itemsize)
 
     def piece(self, raw: torch.Tensor, numel: int) -> Piece:
         """View the piece in the dtype."""
@@ -207,7 +207,7 @@ class CastCodec:
         return None
 
 
-class _BlockCodec:
+class BlockCodec:
     """Numbers of one byte, and for every block the fp32 scale to multiply them by.
 
     A piece is ``| scales | numbers |``. A scale is the largest magnitude of its block divided by
@@ -220,7 +220,7 @@ class _BlockCodec:
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a piece."""
-        return _aligned(4 * -(-numel // BLOCK) + numel)
+        return aligned(4 * -(-numel // BLOCK) + numel)
 
     def piece(self, raw: torch.Tensor, numel: int) -> Piece:
         """Divide the piece into numbers and scales."""
@@ -236,21 +236,21 @@ class _BlockCodec:
         noise: torch.Tensor | None = None,
     ) -> None:
         """Divide every block by its scale, and round."""
-        for place in _blocks(values.numel()):
-            rows = _rows(values[place])
-            scales = _scales(piece, start, place)
+        for place in split_blocks(values.numel()):
+            rows = rows_of(values[place])
+            scales = scales_of(piece, start, place)
             torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_(), out=scales)
             scales.div_(self.largest).clamp_(min=torch.finfo(torch.float32).tiny)
             # Nearly a division, in half of the time.
-            work = torch.mul(rows, scales.reciprocal(), out=_rows(room[place]))
+            work = torch.mul(rows, scales.reciprocal(), out=rows_of(room[place]))
             at = slice(start + place.start, start + place.stop)
-            self._round(work, piece.numbers[at], None if noise is None else _rows(noise[place]))
+            self._round(work, piece.numbers[at], None if noise is None else rows_of(noise[place]))
 
     def read(self, piece: Piece, start: int, out: torch.Tensor) -> None:
         """Multiply by the scales."""
         self._to_float(piece.numbers[start : start + out.numel()], out)
-        for place in _blocks(out.numel()):
-            _rows(out[place]).mul_(_scales(piece, start, place))
+        for place in split_blocks(out.numel()):
+            rows_of(out[place]).mul_(scales_of(piece, start, place))
 
     def spoiled(self, piece: Piece, numel: int) -> torch.Tensor | None:
         """Count the blocks whose largest number is not finite."""
@@ -265,7 +265,7 @@ class _BlockCodec:
         out.copy_(numbers)
 
 
-class Int8Codec(_BlockCodec):
+class Int8Codec(BlockCodec):
     """Integers from -127 to 127; the error is at most half a scale."""
 
     largest = 127.0
@@ -279,7 +279,7 @@ class Int8Codec(_BlockCodec):
         numbers.view(work.shape).copy_(work)
 
 
-class Fp8Codec(_BlockCodec):
+class Fp8Codec(BlockCodec):
     """Floats of 8 bits, e4m3: 3 bits of fraction, and the range of a block is 2^18."""
 
     largest = 448.0
@@ -298,44 +298,36 @@ class Fp8Codec(_BlockCodec):
         out.copy_(bits.view(torch.float16)).mul_(256.0)
 
 
-def _blocks(numel: int) -> Iterator[slice]:
+def split_blocks(numel: int, block: int = BLOCK) -> Iterator[slice]:
     """Divide a tile into all of its whole blocks, and the rest."""
-    whole = numel // BLOCK * BLOCK
+    whole = numel // block * block
     if whole:
         yield slice(0, whole)
     if whole < numel:
         yield slice(whole, numel)
 
 
-def _rows(values: torch.Tensor) -> torch.Tensor:
+def rows_of(values: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
     """View whole blocks, or less than one, as rows."""
-    return values.view(-1, min(BLOCK, values.numel()))
+    return values.view(-1, min(block, values.numel()))
 
 
-def _scales(piece: Piece, start: int, place: slice) -> torch.Tensor:
+def scales_of(piece: Piece, start: int, place: slice) -> torch.Tensor:
+    """View the scales of some blocks as a column.
+
+    Args:
+        piece: has one scale per block.
+        start: the element of the piece at which the tile begins.
+        place: the elements of the tile.
+    """
     assert piece.scales is not None
     first, last = (start + place.start) // BLOCK, -(-(start + place.stop) // BLOCK)
     return piece.scales[first:last].unsqueeze(1)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Round up to where the next piece may begin."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-@functools.cache
-def codec_of(format_: WireFormat) -> Codec:
-    """Return the codec of a wire format."""
-    match format_:
-        case WireFormat.INT8:
-            return Int8Codec()
-        case WireFormat.FP8:
-            return Fp8Codec()
-        case WireFormat.FP16:
-            return CastCodec(torch.float16)
-        case WireFormat.BF16:
-            return CastCodec(torch.bfloat16)
-        case WireFormat.FP32:
-            return CastCodec(torch.float32)
 
 
 def encode(

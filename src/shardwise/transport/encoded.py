@@ -34,7 +34,7 @@ from shardwise.transport.base import (
     Work,
 )
 from shardwise.transport.buckets import as_rows
-from shardwise.transport.codecs import Noise, Room, codec_of, decode, encode
+from shardwise.transport.codecs import Noise, Room, decode, encode
 from shardwise.transport.encoded_sums import (
     EncodedAllReduce,
     EncodedScatter,
@@ -42,6 +42,7 @@ from shardwise.transport.encoded_sums import (
     RowLayout,
     Tally,
 )
+from shardwise.transport.formats import codec_of
 from shardwise.transport.memory import KEPT_BYTES, prefer_huge_pages, reported
 from shardwise.transport.sums import wire_dtype
 from shardwise.transport.wire import Wire, WireFormat

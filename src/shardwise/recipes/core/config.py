@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.diloco.settings import OuterSGD, Streaming, WireFormat, check_streaming
+from shardwise.diloco.settings import OuterSGD, Streaming, TopK, WireFormat, check_streaming
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import (
@@ -42,7 +42,7 @@ from shardwise.recipes.core.option import (
     Group,
     option,
 )
-from shardwise.transport.wire import PLAIN, WireError, Wires
+from shardwise.transport.wire import PLAIN, WireError, Wires, parse_format
 
 
 class OptionError(UserError, ValueError):
@@ -392,16 +392,22 @@ class DilocoConfig:
         default=OuterSGD.warmup,
         metadata=option("Exchanges over which that momentum rises from 0.", DILOCO),
     )
-    wire: WireFormat = field(
-        default=WireFormat.FP32,
+    wire: str = field(
+        default=WireFormat.FP32.value,
         metadata=option(
-            "Format of what is sent: {choices}.", DILOCO, name="--diloco-wire", metavar="NAME"
+            "Format of what is sent: fp32, fp16, bf16, fp8, int8, int4, ternary, or topk:0.02 for "
+            "the largest 2 % alone.",
+            DILOCO,
+            name="--diloco-wire",
+            metavar="NAME",
         ),
     )
     error_feedback: bool = field(
         default=False,
         metadata=option(
-            "Add what rounding lost to the next exchange.", DILOCO, name="--diloco-error-feedback"
+            "Add what the format lost to the next exchange; int4, ternary and topk always do.",
+            DILOCO,
+            name="--diloco-error-feedback",
         ),
     )
     fragments: int = field(
@@ -435,8 +441,25 @@ class DilocoConfig:
         """The fragments, and how their exchange overlaps with training."""
         return Streaming(fragments=self.fragments, overlap=self.overlap, alpha=self.alpha)
 
+    @property
+    def format(self) -> WireFormat | TopK:
+        """The format of what is sent.
+
+        Raises:
+            OptionError: there is none of that name.
+        """
+        try:
+            return parse_format(self.wire)
+        except WireError as error:
+            raise OptionError("--diloco-wire", error.found, error.expected) from None
+
+    @property
+    def keeps_errors(self) -> bool:
+        """Whether what the format loses is kept for the next exchange."""
+        return self.error_feedback or self.format.needs_error_feedback
+
     def __str__(self) -> str:
-        return f"exchange every {self.local_steps} steps, sent as {self.wire.value}"
+        return f"exchange every {self.local_steps} steps, sent as {self.format.value}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -730,6 +753,7 @@ def _check_diloco(config: TrainConfig) -> None:
         f"--strategy {strategy} too",
         "another strategy: replicas that train apart step after backward",
     )
+    _ = diloco.format
     # Written so that NaN fails every one of them.
     steps = diloco.local_steps
     _at_least("--local-steps", steps, 1)

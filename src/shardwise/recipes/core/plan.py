@@ -122,7 +122,7 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
             optimizer = name.value
     outer = 0
     if config.diloco is not None:
-        outer = 3 if config.diloco.error_feedback else 2
+        outer = 3 if config.diloco.keeps_errors else 2
     return Settings(
         mesh=WantedMesh(plan.names, plan.shape),
         strategy=sharding.strategy,

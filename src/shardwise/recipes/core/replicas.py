@@ -73,8 +73,8 @@ def replicas_of(
         outer=config.outer,
         every=config.local_steps,
         group=mesh[REPLICATE],
-        wire=config.wire,
-        error_feedback=config.error_feedback,
+        wire=config.format,
+        error_feedback=config.keeps_errors,
         streaming=config.streaming,
     )
     return diloco, Replicas(diloco, mesh, config)

@@ -1,0 +1,64 @@
+"""An all-to-all among replicas that one process plays, one after the other."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.transport.all_to_all import AllToAll, Exchange
+from shardwise.transport.base import Label
+from shardwise.transport.collective_log import Call
+
+
+class Loopback(AllToAll):
+    """One replica's side of an all-to-all. Rows arrive when the receiver waits for them.
+
+    So all replicas start an exchange before any of them waits for it.
+
+    Args:
+        rank: of the replica.
+        sides: of all replicas, by rank; each adds itself.
+    """
+
+    def __init__(self, rank: int, sides: list[Loopback]) -> None:
+        self.rank = rank
+        self.bytes_sent = 0
+        self._sides = sides
+        self._offered: list[list[torch.Tensor]] = []
+        sides.append(self)
+
+    @classmethod
+    def among(cls, ranks: int) -> list[Loopback]:
+        """Return the sides of so many replicas."""
+        sides: list[Loopback] = []
+        for rank in range(ranks):
+            cls(rank, sides)
+        for side in sides:
+            side.world_size = ranks
+        return sides
+
+    def log(self, received: torch.Tensor, label: Label) -> Call:
+        """Return a call that nobody compares."""
+        return Call("all-to-all", [received], label)
+
+    def start(
+        self, rows: torch.Tensor, received: torch.Tensor, label: Label, call: Call | None = None
+    ) -> Exchange:
+        """Let the others find the rows."""
+        return self._offer([row.clone() for row in rows], received)
+
+    def share(
+        self, row: torch.Tensor, received: torch.Tensor, label: Label, call: Call | None = None
+    ) -> Exchange:
+        """Let the others find the row."""
+        return self._offer([row.clone()] * self.world_size, received)
+
+    def _offer(self, rows: list[torch.Tensor], received: torch.Tensor) -> Exchange:
+        self.bytes_sent += sum(row.nbytes for row in rows) - rows[self.rank].nbytes
+        number = len(self._offered)
+        self._offered.append(rows)
+
+        def arrive() -> None:
+            for rank, side in enumerate(self._sides):
+                received[rank].copy_(side._offered[number][self.rank])
+
+        return Exchange(arrive, arrive)
