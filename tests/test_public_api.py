@@ -91,6 +91,7 @@ PUBLIC = {
     "shardwise.diloco": [
         "DiLoCo",
         "OuterSGD",
+        "Overlapped",
         "Streaming",
         "TopK",
         "WireFormat",

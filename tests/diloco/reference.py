@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from shardwise.diloco import OuterSGD, Streaming
+from shardwise.diloco import OuterSGD, Overlapped, Streaming
 from shardwise.optim import Muon, muon_groups
 from tests.sharding.nets import Net, batches, loss_of, seeded
 
@@ -45,6 +45,7 @@ class Reference:
         fragments: beginnings of the parameters' names, a fragment each.
         alpha: of the inner parameters that remains.
         inner_of: makes the inner optimizer of a model.
+        overlapped: what becomes of steps during an exchange.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class Reference:
         fragments: Sequence[tuple[str, ...]] = (("",),),
         alpha: float = 0.0,
         inner_of: Callable[[nn.Module], torch.optim.Optimizer] = adamw_of,
+        overlapped: Overlapped = Overlapped.MIXED,
     ) -> None:
         self.alpha = alpha
+        self.keeps = overlapped is Overlapped.KEPT
         self._inner_of = inner_of
         self.settings = outer
         self.outer = seeded(Net)
@@ -82,6 +85,8 @@ class Reference:
         ]
         self.rounds = [0] * len(self.fragments)
         self.under_way: dict[int, Mapping[str, torch.Tensor]] = {}
+        #: Inner parameters of all replicas when an exchange began.
+        self.begun: dict[int, list[dict[str, torch.Tensor]]] = {}
 
     def join(self, replica: int) -> None:
         """Add a replica, at the outer parameters and with a new optimizer."""
@@ -110,10 +115,14 @@ class Reference:
             name: sum(outer[name] - inner[name] for inner in found) / len(found)
             for name in self.fragments[fragment]
         }
+        self.begun[fragment] = [
+            {name: inner[name].detach().clone() for name in self.fragments[fragment]}
+            for inner in found
+        ]
 
     @torch.no_grad()
     def apply(self, fragment: int = 0) -> None:
-        """Take the outer step, and mix it into every replica."""
+        """Take the outer step, and mix it into every replica, or move every replica by it."""
         outer = dict(self.outer.named_parameters())
         for name, mean in self.under_way.pop(fragment).items():
             outer[name].grad = mean
@@ -123,10 +132,13 @@ class Reference:
             risen = self.rounds[fragment] / self.settings.warmup
             group["momentum"] = self.settings.momentum * risen
         self.sgd[fragment].step()
-        for model in self.replicas.values():
+        for model, begun in zip(self.replicas.values(), self.begun.pop(fragment), strict=True):
             inner = dict(model.named_parameters())
             for name in self.fragments[fragment]:
-                inner[name].mul_(self.alpha).add_(outer[name], alpha=1 - self.alpha)
+                if self.keeps:
+                    inner[name].add_(outer[name] - begun[name])
+                else:
+                    inner[name].mul_(self.alpha).add_(outer[name], alpha=1 - self.alpha)
 
     def exchange(self, fragment: int = 0) -> None:
         """Do both at once."""
@@ -137,6 +149,7 @@ class Reference:
 #: The fragments of ``Net`` when there are two: blocks in turn, the rest to the smaller one.
 TWO_FRAGMENTS = (("blocks.0.", "blocks.2."), ("blocks.1.", "head.", "gain"))
 STREAMING = Streaming(fragments=2, overlap=2, alpha=0.25)
+KEEPING = Streaming(fragments=2, overlap=2, overlapped=Overlapped.KEPT)
 
 
 def plain(
@@ -155,9 +168,23 @@ def plain(
     return reference
 
 
-def streamed(steps: int) -> Reference:
+def late(steps: int, every: int) -> Reference:
+    """Train with updates that are applied a round late."""
+    reference = Reference(2, OuterSGD(), overlapped=Overlapped.KEPT)
+    for step in range(1, steps + 1):
+        reference.inner_step(step)
+        if step % every == 0:
+            if reference.under_way:
+                reference.apply()
+            reference.begin()
+    return reference
+
+
+def streamed(steps: int, streaming: Streaming = STREAMING) -> Reference:
     """Train with Streaming DiLoCo, with the start and end of each exchange written out."""
-    reference = Reference(2, OuterSGD(), TWO_FRAGMENTS, STREAMING.alpha)
+    reference = Reference(
+        2, OuterSGD(), TWO_FRAGMENTS, streaming.alpha, overlapped=streaming.overlapped
+    )
     begins = {2: 1, 4: 0, 6: 1, 8: 0, 10: 1}
     for step in range(1, steps + 1):
         reference.inner_step(step)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.diloco import DiLoCo, OuterSGD, Streaming, TopK, WireFormat
+from shardwise.diloco import DiLoCo, OuterSGD, Overlapped, Streaming, TopK, WireFormat
 from tests.diloco.reference import make_inner
 from tests.diloco.replicas import Replica, sharded, two_replicas
 from tests.harness import run_ranks
@@ -24,7 +24,11 @@ def _made(**settings: Any) -> DiLoCo:
     ("settings", "message"),
     [
         ({"every": 0}, "every: found 0, expected 1 or more"),
-        ({"streaming": Streaming(overlap=4)}, "overlap: found 4, expected less than 4"),
+        ({"streaming": Streaming(overlap=4)}, "overlap: found 4, expected at most 3"),
+        (
+            {"streaming": Streaming(overlap=5, overlapped=Overlapped.KEPT)},
+            "overlap: found 5, expected at most 4",
+        ),
         ({"streaming": Streaming(fragments=5)}, "fragments: found 5, expected at most 4"),
         (
             {"streaming": Streaming(fragments=4)},
@@ -55,6 +59,10 @@ def test_contradictions_are_errors(settings: dict[str, Any], message: str) -> No
         (lambda: Streaming(fragments=0), "fragments: found 0"),
         (lambda: Streaming(overlap=-1), "overlap: found -1"),
         (lambda: Streaming(alpha=1.0), "alpha: found 1.0"),
+        (
+            lambda: Streaming(alpha=0.5, overlapped=Overlapped.KEPT),
+            "alpha: found 0.5, expected 0 with steps that are kept",
+        ),
     ],
 )
 def test_numbers_out_of_range_are_errors(make: Any, message: str) -> None:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise import checkpoint
-from shardwise.diloco import OuterSGD, TopK, WireFormat
-from tests.diloco.reference import STREAMING, plain, streamed
+from shardwise.diloco import OuterSGD, Overlapped, Streaming, TopK, WireFormat
+from tests.diloco.reference import KEEPING, STREAMING, late, plain, streamed
 from tests.diloco.replicas import (
     Replica,
     assert_values,
@@ -28,11 +28,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "averaging": {"every": 1, "outer": AVERAGING},
     "warming": {"every": 2, "outer": WARMING},  # for four rounds of five
     "streaming": {"every": 4, "streaming": STREAMING},
+    "keeping": {"every": 4, "streaming": KEEPING},
+    "late": {"every": 3, "streaming": Streaming(overlap=3, overlapped=Overlapped.KEPT)},
     **{each.value: {"every": 3, "wire": each} for each in WireFormat},
     "topk": {"every": 1, "wire": TopK(0.1)},
     "feedback": {"every": 1, "wire": WireFormat.INT8, "error_feedback": True},
 }
-SAVED = ("plain", "warming", "streaming", "feedback", "ternary", "topk")
+SAVED = ("plain", "warming", "streaming", "late", "feedback", "ternary", "topk")
 STEPS = 11
 
 
@@ -89,6 +91,8 @@ def test_it_is_what_one_process_computes_replica_by_replica(found: Any, shards: 
         "averaging": plain(STEPS, 1, AVERAGING),
         "warming": plain(STEPS, 2, WARMING),
         "streaming": streamed(STEPS),
+        "keeping": streamed(STEPS, KEEPING),
+        "late": late(STEPS, 3),
     }
     for name, reference in expected.items():
         for rank, results in enumerate(found[shards]):
@@ -171,6 +175,8 @@ def test_exchanges_happen_when_they_are_due(found: Any) -> None:
     assert found[1][0]["averaging"]["rounds"] == (STEPS,)
     # Fragment 0 begins after steps 4 and 8, fragment 1 after 2, 6 and 10, which ends after 12.
     assert found[1][0]["streaming"]["rounds"] == (2, 2)
+    # Those that began after steps 3 and 6 have ended after 6 and 9.
+    assert found[1][0]["late"]["rounds"] == (2,)
 
 
 @pytest.mark.parametrize("name", SAVED)
@@ -182,9 +188,14 @@ def test_a_run_saved_inside_a_round_goes_on_bit_for_bit(found: Any, name: str) -
                 assert torch.equal(value, expected), f"{part} {fqn} on rank {rank}"
 
 
-@pytest.mark.parametrize("name", ["plain", "streaming"])
+@pytest.mark.parametrize("name", ["plain", "streaming", "late"])
 def test_what_two_shards_saved_one_loads(found: Any, name: str) -> None:
-    expected = plain(STEPS, 3, OuterSGD()) if name == "plain" else streamed(STEPS)
+    references = {
+        "plain": lambda: plain(STEPS, 3, OuterSGD()),
+        "streaming": lambda: streamed(STEPS),
+        "late": lambda: late(STEPS, 3),
+    }
+    expected = references[name]()
     for replica, results in enumerate(found[1]):
         resumed = results[name]["resumed"]
         assert_values(resumed["outer"], expected.outer, "outer")

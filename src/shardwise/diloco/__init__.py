@@ -9,13 +9,14 @@ from shardwise._lazy import lazy_names
 
 if TYPE_CHECKING:
     from shardwise.diloco.api import DiLoCo
-    from shardwise.diloco.settings import OuterSGD, Streaming, TopK, WireFormat
+    from shardwise.diloco.settings import OuterSGD, Overlapped, Streaming, TopK, WireFormat
 
-__all__ = ["DiLoCo", "OuterSGD", "Streaming", "TopK", "WireFormat"]
+__all__ = ["DiLoCo", "OuterSGD", "Overlapped", "Streaming", "TopK", "WireFormat"]
 
 _HOME = {
     "DiLoCo": "shardwise.diloco.api",
     "OuterSGD": "shardwise.diloco.settings",
+    "Overlapped": "shardwise.diloco.settings",
     "Streaming": "shardwise.diloco.settings",
     "TopK": "shardwise.diloco.settings",
     "WireFormat": "shardwise.diloco.settings",

@@ -7,7 +7,9 @@ What happens after inner step t, for a fragment whose exchange is due every H st
     t + tau      outer step; inner = alpha * inner + (1 - alpha) * outer
 
 With the defaults (one fragment, tau = 0, alpha = 0) all of it happens at once every H steps, which
-is DiLoCo; with others it is Streaming DiLoCo.
+is DiLoCo; with others it is Streaming DiLoCo. If steps are kept, the last line is
+
+    t + tau      outer step; inner = outer + what inner steps have changed since t
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from shardwise.diloco.average import Average
 from shardwise.diloco.fragment import Fragment, Pending, assign_to_fragments, local_of
 from shardwise.diloco.settings import (
     OuterSGD,
+    Overlapped,
     Streaming,
     TopK,
     WireFormat,
@@ -256,7 +259,7 @@ class DiLoCo(AroundOptimizer):
             rounds = agreed.leader.rounds[i]
             if moved is not None and fragment in broken and rounds > fragment.rounds:
                 # Only others could finish this exchange: it carried what this rank has done.
-                fragment.mix_in(self._streaming.alpha)
+                self._take_over(fragment, broken[fragment], self._streaming.alpha)
             elif moved is not None:
                 fragment.move_inner_by(moved)
             fragment.rounds, fragment.even_at = rounds, agreed.leader.even_at[i]
@@ -322,29 +325,39 @@ class DiLoCo(AroundOptimizer):
             gradient, self._all_to_all, self._wire, label, fragment.error, fragment.sections
         )
         fragment.pending = Pending(self.steps, average)
+        if self._streaming.overlap and self._streaming.overlapped is Overlapped.KEPT:
+            fragment.pending.start = fragment.inner_parameters()
 
     def _apply(self, fragment: Fragment, alpha: float | None = None) -> None:
-        assert fragment.pending is not None
-        mean = fragment.pending.wait()
+        pending = fragment.pending
+        assert pending is not None
+        mean = pending.wait()
         fragment.pending = None
         self._reshard()
         fragment.outer_step(mean, self._outer)
-        alpha = self._streaming.alpha if alpha is None else alpha
-        fragment.mix_in(alpha)
-        if not alpha:
+        self._take_over(fragment, pending, self._streaming.alpha if alpha is None else alpha)
+
+    def _take_over(self, fragment: Fragment, pending: Pending, alpha: float) -> None:
+        """Change the inner parameters at the end of an exchange, after the outer ones."""
+        if pending.start is not None and self._streaming.overlapped is Overlapped.KEPT:
+            fragment.move_from(pending.start)
+            is_even = self.steps == pending.begun  # no step was made meanwhile
+        else:
+            fragment.mix_in(alpha)
+            is_even = not alpha
+        if is_even:
             fragment.even_at = self.steps
 
-    def _finish_if_possible(self) -> list[Fragment]:
+    def _finish_if_possible(self) -> dict[Fragment, Pending]:
         """Apply what is in progress; return the fragments whose exchange is broken."""
-        broken = []
+        broken: dict[Fragment, Pending] = {}
         for fragment in self._fragments:
             if fragment.pending is None:
                 continue
             try:
                 self._apply(fragment)
             except PeerLostError:  # the reason why the caller changes the group
-                fragment.pending = None
-                broken.append(fragment)
+                broken[fragment], fragment.pending = fragment.pending, None
         return broken
 
     def _reshard(self) -> None:

@@ -43,11 +43,13 @@ class Pending:
         begun: number of inner steps before it started.
         average: in progress; ``None`` if it was restored from a state dict.
         mean: the averaged pseudo-gradient, fp32, flat, once it is known.
+        start: the inner parameters when it started, fp32, flat, if later steps are kept.
     """
 
     begun: int
     average: Average | None = None
     mean: Tensor | None = None
+    start: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Return the averaged pseudo-gradient, fp32, flat.
@@ -183,6 +185,25 @@ class Fragment:
                 local.lerp_(outer.to(local.dtype), 1 - alpha)
             else:
                 local.copy_(outer)
+
+    @torch.no_grad()
+    def inner_parameters(self) -> Tensor:
+        """Return a copy of the inner parameters, fp32, flat."""
+        copied = torch.zeros_like(self.outer)
+        for local, part in self._pairs(copied):
+            part.copy_(local)
+        return copied
+
+    @torch.no_grad()
+    def move_from(self, start: Tensor) -> None:
+        """Add to the inner parameters what the outer ones are beside ``start``.
+
+        Where the inner parameters were ``start``, they are the outer ones afterwards; and what has
+        changed them since is added to that.
+        """
+        pairs = zip(self._pairs(self.outer), self.views(start).values(), strict=True)
+        for (local, outer), before in pairs:
+            local.copy_(outer + (local - before))
 
     @torch.no_grad()
     def move_inner_by(self, gradient: Tensor) -> None:

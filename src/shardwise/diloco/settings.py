@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 
@@ -52,6 +53,18 @@ class OuterSGD:
         return self.momentum * min(1.0, round_ / max(1, self.warmup))
 
 
+class Overlapped(enum.Enum):
+    """What becomes of the inner steps that a replica makes during an exchange.
+
+    ``MIXED`` mixes the inner parameters into the new outer ones, by :attr:`Streaming.alpha`.
+    ``KEPT`` adds to the new outer parameters what these steps have changed, so that nothing of them
+    is lost and the exchange may take a whole round.
+    """
+
+    MIXED = "mixed"
+    KEPT = "kept"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
     """Fragments of the model that are exchanged one after another, while inner steps continue.
@@ -59,17 +72,21 @@ class Streaming:
     Attributes:
         fragments: number of fragments. Blocks are assigned to them in turn ("strided"), and their
             exchanges are spread evenly over the inner steps of a round.
-        overlap: inner steps between the start of an exchange and the use of its result.
-        alpha: weight of the inner parameters when the outer ones are mixed in: 0 replaces them (and
-            drops what the steps during the overlap did), 1 would ignore the other replicas.
+        overlap: inner steps between the start of an exchange and the use of its result; less than a
+            round, or a whole one if the steps are kept.
+        overlapped: what becomes of these steps.
+        alpha: weight of the inner parameters when they are mixed with the outer ones: 0 replaces
+            them (and drops what the steps during the overlap did), 1 would ignore the other
+            replicas.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or has no meaning.
     """
 
     fragments: int = 1
     overlap: int = 0
     alpha: float = 0.0
+    overlapped: Overlapped = Overlapped.MIXED
 
     def __post_init__(self) -> None:
         if not self.fragments >= 1:
@@ -78,6 +95,8 @@ class Streaming:
             raise _out_of_range("overlap", self.overlap, "0 or more inner steps")
         if not 0 <= self.alpha < 1:
             raise _out_of_range("alpha", self.alpha, "0 to 1, without 1")
+        if self.alpha and self.overlapped is Overlapped.KEPT:
+            raise _out_of_range("alpha", self.alpha, "0 with steps that are kept")
 
     def due(self, fragment: int, steps: int, every: int) -> bool:
         """Whether the exchange of a fragment starts after ``steps`` inner steps.
@@ -110,10 +129,11 @@ def check_streaming(streaming: Streaming, every: int) -> None:
     if not streaming.fragments <= every:
         expected = f"at most {every}, the inner steps of a round: one exchange starts per step"
         raise _out_of_range("fragments", streaming.fragments, expected)
-    if not streaming.overlap < every:
+    most = every if streaming.overlapped is Overlapped.KEPT else every - 1
+    if not streaming.overlap <= most:
         expected = (
-            f"less than {every}, the inner steps of a round: the exchange of a fragment ends "
-            "before its next one starts"
+            f"at most {most}: the exchange of a fragment ends before its next one starts, after "
+            f"{every} inner steps"
         )
         raise _out_of_range("overlap", streaming.overlap, expected)
 

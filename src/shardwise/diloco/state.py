@@ -23,6 +23,7 @@ from shardwise.optim_names import keys_in_order, parameters_in_order
 
 KEY = "diloco"
 _OUTER, _MOMENTUM, _ERROR, _MEAN = "outer", "momentum", "error", "pending"
+_START = "start"
 
 
 def pack(inner: torch.optim.Optimizer, fragments: Sequence[Fragment], steps: int) -> dict[str, Any]:
@@ -81,6 +82,8 @@ def unpack(
             fragment.pending = Pending(begun, mean=torch.empty_like(fragment.outer))
         if facts is not None:
             found = {each: saved.get(n, {}).get(KEY, {}) for each, n in numbers.items()}
+            if fragment.pending is not None and any(_START in each for each in found.values()):
+                fragment.pending.start = torch.empty_like(fragment.outer)
             _fill(fragment, found)
     return 0 if facts is None else int(facts["steps"])
 
@@ -92,6 +95,8 @@ def _flats(fragment: Fragment) -> dict[str, Tensor]:
         flats[_ERROR] = fragment.error
     if fragment.pending is not None:
         flats[_MEAN] = fragment.pending.wait()
+        if fragment.pending.start is not None:
+            flats[_START] = fragment.pending.start
     return flats
 
 

@@ -16,7 +16,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.diloco.settings import OuterSGD, Streaming, TopK, WireFormat, check_streaming
+from shardwise.diloco.settings import (
+    OuterSGD,
+    Overlapped,
+    Streaming,
+    TopK,
+    WireFormat,
+    check_streaming,
+)
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import (
@@ -431,6 +438,16 @@ class DilocoConfig:
         ),
     )
 
+    overlapped: Overlapped = field(
+        default=Streaming.overlapped,
+        metadata=option(
+            "What becomes of the steps during an exchange: {choices}.",
+            DILOCO,
+            name="--diloco-overlapped",
+            metavar="NAME",
+        ),
+    )
+
     @property
     def outer(self) -> OuterSGD:
         """The outer optimizer."""
@@ -439,7 +456,12 @@ class DilocoConfig:
     @property
     def streaming(self) -> Streaming:
         """The fragments, and how their exchange overlaps with training."""
-        return Streaming(fragments=self.fragments, overlap=self.overlap, alpha=self.alpha)
+        return Streaming(
+            fragments=self.fragments,
+            overlap=self.overlap,
+            alpha=self.alpha,
+            overlapped=self.overlapped,
+        )
 
     @property
     def format(self) -> WireFormat | TopK:
@@ -765,8 +787,15 @@ def _check_diloco(config: TrainConfig) -> None:
     require(0 <= diloco.alpha < 1, "--diloco-alpha", diloco.alpha, "0 to 1, without 1")
     parts, expected = diloco.fragments, f"1 to {steps}, the local steps"
     require(1 <= parts <= steps, "--diloco-fragments", parts, expected)
-    overlap, expected = diloco.overlap, f"0 or more, less than {steps} steps"
-    require(0 <= overlap < steps, "--diloco-overlap", overlap, expected)
+    kept = diloco.overlapped is Overlapped.KEPT
+    require(
+        not (kept and diloco.alpha), "--diloco-alpha", diloco.alpha, "0 with steps that are kept"
+    )
+    overlap, most = diloco.overlap, steps if kept else steps - 1
+    expected = f"0 to {most} steps" + (
+        "" if kept else ", or a whole round with steps that are kept"
+    )
+    require(0 <= overlap <= most, "--diloco-overlap", overlap, expected)
     try:
         check_streaming(diloco.streaming, steps)
     except ValueError as error:
