@@ -130,6 +130,21 @@ def test_the_outer_state_of_diloco_is_counted() -> None:
     assert more == pytest.approx(2 * 4 * plain.numel, rel=1e-3)  # and a little padding
 
 
+def test_what_replicas_exchange_is_counted() -> None:
+    diloco = ShardingConfig(strategy=Strategy.DILOCO, replicas=2)
+    plain = _plan("lm", sharding=diloco, diloco=DilocoConfig(local_steps=50))
+    few = _plan("lm", sharding=diloco, diloco=DilocoConfig(local_steps=50, wire="topk:0.02"))
+    assert plain.exchanged == pytest.approx(4 * plain.numel, rel=1e-3)  # a half, twice
+    assert few.exchanged == pytest.approx(plain.exchanged / 150, rel=0.05)
+    assert few.to_json()["exchange"] == {
+        "wire": "topk:0.02",
+        "every": 50,
+        "bytes_sent": few.exchanged,
+    }
+    assert "every 50 steps" in str(few)
+    assert _plan("lm").to_json()["exchange"] is None
+
+
 def test_a_training_that_does_not_fit_is_told_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
     roomy = _plan("lm")
     assert roomy.settings.checkpointing is Checkpointing.NONE

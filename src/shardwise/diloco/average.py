@@ -147,3 +147,17 @@ class Average:
         chunks = chunks_of(self._encoding, self._sizes, self._ranks)
         for part, chunk in zip(torch.split(self._lost, self._sizes), chunks, strict=True):
             yield part[self._rank * chunk : (self._rank + 1) * chunk]
+
+
+def sent_nbytes(wire: WireFormat | TopK, sections: Sequence[int], ranks: int) -> int:
+    """Return the bytes that each rank sends for an average.
+
+    Args:
+        wire: as for :class:`Average`.
+        sections: as for :class:`Average`.
+        ranks: of the group.
+    """
+    encoding = Encoding(codec_of(wire), wire.value, Tally())
+    if isinstance(wire, TopK):
+        return (ranks - 1) * EncodedGatherSum.row_nbytes(encoding, sections)
+    return 2 * (ranks - 1) * EncodedAllReduce.row_nbytes(encoding, sections, ranks)

@@ -254,6 +254,7 @@ def make_plan(
         machine="" if machine is None else machine_in_words(machine, settings),
         available=available or memory_of(machine, settings),
         reserved=_reserved(log, settings, machine),
+        exchanged=log.exchanged,
         formulas=log.formulas,
         blueprint=blueprint,
     )

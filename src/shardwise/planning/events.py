@@ -136,6 +136,7 @@ class Log:
         flops: of the model alone, without recomputation, on this rank.
         formulas: modules that could not be traced, and why; their figures come from formulas.
         offloaded: bytes of states and parameters that the rank keeps on its host or on a disk.
+        exchanged: bytes that the rank sends in an exchange of DiLoCo.
         storages: what the rank holds when the step begins, one by one: ``before`` is their sum.
     """
 
@@ -147,3 +148,4 @@ class Log:
     formulas: Mapping[str, str] = field(default_factory=dict)
     storages: tuple[Change, ...] = ()
     offloaded: int = 0
+    exchanged: int = 0

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise import devices
 from shardwise._torch import c10d, dtensor, fake, replay
+from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment
 from shardwise.frontends.activation import checkpoint_module, keep_products
 from shardwise.frontends.blocks import shard_blocks, store_in
@@ -128,6 +129,7 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         tokens=settings.batch_size * settings.accumulate * (settings.seq_length or 1),
         flops=recorder.model_flops,
         formulas=recorder.formulas,
+        exchanged=optimizer.exchanged,
         offloaded=optimizer.offloaded + sum(dtensor.plain(each).nbytes for each in elsewhere),
     )
 
@@ -305,12 +307,16 @@ class _Optimizer:
             stays = place.medium is Medium.HOST and settings.device_type == devices.CPU.type
             store = None if stays else PlannedStore()
             self.inner = OffloadedOptimizer(self.inner, place, Masters(masters), lambda _: store)
+        self.exchanged = 0
         self._outer: list[torch.Tensor] = []
         if settings.outer_states and trained:
             named = {name: p for name, p in model.named_parameters() if p.requires_grad}
             kept = Fragment("all", named, error_feedback=settings.outer_states > 2)
             tensors = (kept.outer, kept.momentum, kept.error)
             self._outer = [each for each in tensors if each is not None]
+            if settings.exchange is not None:
+                replicas = settings.sharding.shape[0]
+                self.exchanged = sent_nbytes(settings.exchange.wire, kept.sections, replicas)
 
     def step(self) -> None:
         """Update the shards."""

@@ -120,6 +120,7 @@ class Plan:
         reserved: bytes that the allocator takes for the first kind of rank, at the peak or above:
             the caching allocator of the device, or glibc's heap on CPUs; ``None`` if it is not
             known.
+        exchanged: bytes that a rank sends in each exchange of DiLoCo's replicas.
         formulas: modules that could not be traced, and why. Their figures come from formulas.
         alternatives: other ways to train the model, if the fastest that fits was looked for.
     """
@@ -133,6 +134,7 @@ class Plan:
     machine: str = ""
     available: Available | None = None
     reserved: int | None = None
+    exchanged: int = 0
     formulas: Mapping[str, str] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] = ()
 
@@ -166,6 +168,7 @@ class Plan:
             "settings": self.settings.to_json(),
             "ranks": [_json_of_rank(rank) for rank in self.ranks],
             "step": self._json_of_step(),
+            "exchange": self._json_of_exchange(),
             "fits": self.fits,
             "reserved": self.reserved,
             "available": None
@@ -173,6 +176,16 @@ class Plan:
             else {"bytes": self.available.nbytes, "source": self.available.source},
             "formulas": dict(self.formulas),
             "alternatives": [_json_of_alternative(each) for each in self.alternatives],
+        }
+
+    def _json_of_exchange(self) -> dict[str, Any] | None:
+        exchange = self.settings.exchange
+        if exchange is None:
+            return None
+        return {
+            "wire": exchange.wire.value,
+            "every": exchange.every,
+            "bytes_sent": self.exchanged,
         }
 
     def _json_of_step(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from shardwise.frontends.strategies import (
     resolve,
 )
 from shardwise.optim.offloaded.place import Place
-from shardwise.transport.wire import PLAIN, Wires
+from shardwise.transport.wire import PLAIN, TopK, WireFormat, Wires
 
 if TYPE_CHECKING:
     import torch
@@ -131,6 +131,19 @@ class Products(enum.Enum):
     FLOAT8 = "float8"
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """What the replicas of DiLoCo exchange.
+
+    Attributes:
+        wire: the format.
+        every: steps between two exchanges.
+    """
+
+    wire: WireFormat | TopK
+    every: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a plan is made for.
@@ -164,6 +177,7 @@ class Settings:
         compiled: what ``torch.compile`` compiles.
         products: dtype of matrix products.
         outer_states: fp32 copies of the trained shards that DiLoCo keeps.
+        exchange: what DiLoCo's replicas exchange between steps.
         batch: makes a microbatch of so many samples on the current default device; ``None``: made
             for models of transformers from ``batch_size`` and ``seq_length`` or ``image_size``.
         step: computes the loss of a model on a batch; ``None``: the ``loss`` of a transformers
@@ -195,6 +209,7 @@ class Settings:
     compiled: Compiled = Compiled.NOTHING
     products: Products = Products.AS_STORED
     outer_states: int = 0
+    exchange: Exchange | None = None
     batch: Callable[[int], Any] | None = None
     step: Callable[[nn.Module, Any], torch.Tensor] | None = None
 

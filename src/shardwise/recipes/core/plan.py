@@ -28,6 +28,7 @@ from shardwise.planning.report import Available
 from shardwise.planning.settings import (
     Checkpointing,
     Compiled,
+    Exchange,
     RehearsalError,
     Settings,
     SettingsError,
@@ -120,8 +121,9 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
             optimizer = "sgd-momentum"
         case OptimizerConfig(algorithm=name):
             optimizer = name.value
-    outer = 0
+    outer, exchange = 0, None
     if config.diloco is not None:
+        exchange = Exchange(config.diloco.format, config.diloco.local_steps)
         outer = 3 if config.diloco.keeps_errors else 2
     return Settings(
         mesh=WantedMesh(plan.names, plan.shape),
@@ -144,6 +146,7 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
         ranks_per_host=world.local_size,
         compiled=Compiled.BLOCKS if sharding.compile else Compiled.NOTHING,
         outer_states=outer,
+        exchange=exchange,
         batch=example.batch,
         step=example.loss,
     )
