@@ -7,7 +7,7 @@ sequences, by the same schedule: "synchronous" as hybrid sharding, which all-red
 every step, the others as DiLoCo. As in section 3 of the paper all go on from one model, which was
 trained synchronously for ``--start`` steps. After as many tokens the loss on text that was held
 back is compared, and the bytes that have crossed between replicas since the start. Exit code 1
-where DiLoCo's loss is more than 2 % above, or bytes fall by less than 40 times (int8: 150 times).
+where DiLoCo's loss is more than 2 % above, or bytes fall by less than ``LEAST_RATIOS`` says.
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ from _report import announce, document, save
 from _wire import metered
 from _worlds import World, stop_server
 from shardwise import checkpoint, clip_grad_norm_
-from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
+from shardwise.diloco import DiLoCo, OuterSGD, Streaming, TopK, WireFormat
 from shardwise.elastic.world import World as Ranks
 from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
-from shardwise.recipes.core.build import learning_rate, make_adamw, set_lr, shard
-from shardwise.recipes.core.config import OptimizerConfig, ShardingConfig, TransportName
+from shardwise.recipes.core.build import learning_rate, make_optimizer, set_lr, shard
+from shardwise.recipes.core.config import (
+    OptimizerConfig,
+    OptimizerName,
+    ShardingConfig,
+    TransportName,
+)
 from shardwise.recipes.core.model import build, decoder_layers, initialize, next_token_loss
 from shardwise.recipes.core.progress import make_display
 from shardwise.recipes.core.recipe import Place
@@ -42,14 +47,29 @@ from shardwise.recipes.text.config import PRESETS
 from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE, Sequences, load_text
 
 #: Contenders beside it: format on the wire, and how the exchange overlaps with steps.
-CONTENDERS = {
+CONTENDERS: dict[str, tuple[WireFormat | TopK, Streaming]] = {
     "fp32": (WireFormat.FP32, Streaming()),
     "bf16": (WireFormat.BF16, Streaming()),
     "int8": (WireFormat.INT8, Streaming()),
+    "int4": (WireFormat.INT4, Streaming()),
+    "ternary": (WireFormat.TERNARY, Streaming()),
+    **{f"topk-{percent}": (TopK(percent / 100), Streaming()) for percent in (1, 2, 3)},
     "streaming-int8": (WireFormat.INT8, Streaming(fragments=2, overlap=5, alpha=0.5)),
 }
-#: The largest loss beside synchronous training's, and by how much bytes have to fall.
-MOST_LOSS, LEAST_RATIO, LEAST_RATIO_INT8 = 1.02, 40, 150
+#: The largest loss beside synchronous training's.
+MOST_LOSS = 1.02
+#: By how much bytes have to fall with 50 steps in a round; by topk with four replicas at most.
+LEAST_RATIOS = {
+    "fp32": 40,
+    "bf16": 40,
+    "int8": 150,
+    "streaming-int8": 150,
+    "int4": 300,
+    "ternary": 16 * 45,
+    "topk-1": 50 * 45,
+    "topk-2": 50 * 45,
+    "topk-3": 50 * 45,
+}
 JUDGED = 512  # sequences
 
 
@@ -66,7 +86,8 @@ class Settings:
         every: inner steps of a round.
         batch: sequences of a rank and step.
         length: tokens of a sequence.
-        lr: peak learning rate of AdamW.
+        optimizer: the inner one, ``adamw`` or ``muon``.
+        lr: its peak learning rate.
         outer_lr: learning rate of the outer steps.
         outer_warmup: rounds over which their momentum rises.
         seed: of weights and order of text.
@@ -80,6 +101,7 @@ class Settings:
     every: int
     batch: int
     length: int
+    optimizer: str
     lr: float
     outer_lr: float
     outer_warmup: int
@@ -113,10 +135,10 @@ class DilocoWorker:
         sharding = ShardingConfig(strategy=strategy, transport=TransportName.C10D)
         shard(self._model, decoder_layers(self._model), sharding, place)
         initialize(self._model, settings.seed)
-        config = OptimizerConfig(lr=settings.lr)
+        config = OptimizerConfig(lr=settings.lr, algorithm=OptimizerName(settings.optimizer))
         self._schedule = learning_rate(config, settings.start + settings.steps)
         self._clip = config.clip_grad
-        self._optimizer: torch.optim.Optimizer = make_adamw(self._model, config)
+        self._optimizer: torch.optim.Optimizer = make_optimizer(self._model, config)
         self._group = mesh.get_group(REPLICATE)
         if start is not None:
             checkpoint.load(start, self._model, self._optimizer)
@@ -217,12 +239,12 @@ def keeps_promises(case: dict[str, Any]) -> bool:
     for name in case["contenders"]:
         if name == SYNCHRONOUS:
             continue
-        least = LEAST_RATIO_INT8 if "int8" in name else LEAST_RATIO
+        least = LEAST_RATIOS[name.partition(":")[0]]
         kept = kept and loss_ratio(case, name) <= MOST_LOSS and bytes_ratio(case, name) >= least
     return kept
 
 
-def _parsed(name: str) -> tuple[WireFormat, Streaming, float]:
+def _parsed(name: str) -> tuple[WireFormat | TopK, Streaming, float]:
     """What ``int8:0.5`` means: format, overlap, outer momentum."""
     kind, _, momentum = name.partition(":")
     return *CONTENDERS[kind], float(momentum or OuterSGD.momentum)
@@ -255,7 +277,8 @@ def _options() -> argparse.Namespace:
     add("--every", type=positive_int, default=50, help="inner steps of a round (50)")
     add("--batch", type=positive_int, default=2, help="sequences of a rank and step (2)")
     add("--length", type=positive_int, default=64, help="tokens of a sequence (64)")
-    add("--lr", type=float, default=2e-3, help="peak learning rate of AdamW (2e-3)")
+    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="inner one (adamw)")
+    add("--lr", type=float, default=2e-3, help="its peak learning rate (2e-3)")
     add("--outer-lr", type=float, default=OuterSGD.lr, help="of the outer steps (0.7)")
     add("--outer-warmup", type=_natural, default=0, help="rounds in which momentum rises (0)")
     add("--seed", type=int, default=0, help="of weights and order of text (0)")
