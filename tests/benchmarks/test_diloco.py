@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.benchmarks.scripts import call_script
 
@@ -54,3 +55,39 @@ def test_the_table_shows_losses_and_bytes_beside_synchronous_training() -> None:
         ["synchronous", "2.0000", "1.0000", "8.00", "1.0 x"],
         ["DiLoCo, H = 50, int8, momentum 0.5", "2.0200", "1.0100", "0.04", "200.0 x"],
     ]
+
+
+def test_a_sweep_trains_all_seeds_at_once_and_counts_what_replicas_send(tmp_path: Path) -> None:
+    path = tmp_path / "raw.json"
+    contenders = ["every=2", "every=2,wire=ternary", "every=2,wire=topk:0.03,late=1"]
+    small = ["--steps", "4", "--seeds", "2", "--batch", "1", "--length", "8"]
+    done = call_script("diloco_sweep.py", *small, "--json", str(path), "--contenders", *contenders)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    [case] = json.loads(path.read_text())["cases"]
+    plain, ternary, sparse = case["contenders"].values()
+    assert ternary["sent"] <= plain["sent"] / 16
+    assert sparse["sent"] <= plain["sent"] / 50
+    # Two exchanges of four replicas: each sends three quarters of its parameters twice.
+    assert plain["sent"] % (2 * 4 * 2 * 3) == 0
+    for found in (plain, ternary, sparse, case["synchronous"][""]):
+        assert len(found["losses"]) == 2
+        assert all(4 < loss < 6 for loss in found["losses"])
+
+
+def test_stacked_models_compute_what_each_of_them_does_alone() -> None:
+    from _stacked_lm import Shape, StackedLM
+
+    shape = Shape(vocabulary=11, length=6, width=8, layers=1, heads=2)
+    stacked, alone = StackedLM(shape, [3, 4]), StackedLM(shape, [4])
+    tokens = torch.randint(0, 11, (2, 5, 7), generator=torch.Generator().manual_seed(0))
+    losses = stacked(tokens)
+    torch.testing.assert_close(losses[1:], alone(tokens[1:]))
+    losses.sum().backward()
+    alone(tokens[1:]).sum().backward()
+    for many, one in zip(stacked.parameters(), alone.parameters(), strict=True):
+        assert many.grad is not None
+        assert one.grad is not None
+        torch.testing.assert_close(many.grad[1:], one.grad)
+    values = stacked.read()
+    stacked.write(values.flip(0))
+    assert torch.equal(stacked.read(), values.flip(0))
