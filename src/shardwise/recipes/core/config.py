@@ -407,6 +407,7 @@ class DilocoConfig:
             DILOCO,
             name="--diloco-wire",
             metavar="NAME",
+            completions=(*(each.value for each in WireFormat), TopK().value),
         ),
     )
     error_feedback: bool = field(
