@@ -8,7 +8,8 @@
     assert run_threads(each_rank, 2, 10.0) == [10.0, 10.0]
 
 This is :func:`tests.harness.run_ranks` for tests of logic: no process is started. Whatever
-transport a group of parameters asks for, it gets the fake one of :mod:`tests.transport.fake`.
+transport a group of parameters asks for, it gets the fake one of :mod:`tests.transport.fake`. All
+ranks are on one host, or on those of :func:`on_hosts`.
 ``torch.distributed`` itself runs on torch's process groups for threads. Ranks have no environment
 variables of their own, and what one of them patches is patched for all.
 """
@@ -16,8 +17,9 @@ variables of their own, and what one of them patches is patched for all.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -28,6 +30,8 @@ from torch.distributed import device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from shardwise.transport import select
+from shardwise.transport.hosts import Announced
+from shardwise.transport.peers import Peers
 from tests.transport.fake import Box, FakeTransport, FakeWorld
 
 #: The name by which torch knows that meshes of several ranks are in one process.
@@ -42,6 +46,22 @@ if not hasattr(_threaded.ThreadLocalWorld, "comms"):  # torch 2.11 forgot it
 
 #: The world that runs, if one does: a process has one at a time.
 _worlds: list[FakeWorld] = []
+#: The hosts of the ranks, by rank; empty: all are on one.
+_hosts: list[str] = []
+
+
+@contextlib.contextmanager
+def on_hosts(names: Sequence[str]) -> Iterator[None]:
+    """Put the ranks of worlds on hosts, by rank."""
+    _hosts[:] = names
+    try:
+        yield
+    finally:
+        _hosts.clear()
+
+
+def _announced(peers: Peers) -> list[Announced]:
+    return [Announced(_hosts[rank] if _hosts else "host", "") for rank in peers.members]
 
 
 def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
@@ -87,8 +107,12 @@ def _installed(world: FakeWorld) -> Iterator[None]:
     if not torch.cuda.is_available():
         _guard_devices()
     plugin = dist.Backend._BackendPlugin(_create, False)
+    factory = dataclasses.replace(
+        select._factory, announce=lambda peers, wire: None, announced=_announced
+    )
     try:
         with (
+            select.made_by(factory),
             patch.dict(select._CHOICES, chosen),
             patch.dict(dist.Backend._plugins, {_BACKEND.upper(): plugin}),
             patch.object(_threaded, "Collective", _Torchs),

@@ -21,11 +21,12 @@ from shardwise import devices
 from shardwise.devices import Backend
 from shardwise.observe import Memory
 from shardwise.transport.all_to_all import AllToAll
-from shardwise.transport.background import Foreground
+from shardwise.transport.background import AtTheWait, Background, Deferred, Foreground
 from shardwise.transport.base import FinishedWork, Label, Transport
 from shardwise.transport.collective_log import CollectiveLog
 from shardwise.transport.collectives import Collective, CollectivesTransport, NcclTransport
 from shardwise.transport.gloo import GlooTransport, Messages
+from shardwise.transport.hosts import Announced
 from shardwise.transport.peers import Peers
 from shardwise.transport.select import TransportFactory, made_by
 from shardwise.transport.shm import futex
@@ -64,14 +65,21 @@ def simulated(backend: Backend, *, ranks_per_host: int) -> Iterator[None]:
         nccl=SimulatedNccl,
         collectives=SimulatedCollectives,
         all_to_all=functools.partial(_simulated_all_to_all, backend),
-        background=Foreground,
-        announce_host=lambda peers: None,
-        spans_hosts=lambda peers: len(_hosts_of(peers, ranks_per_host)) > 1,
+        background=_background,
+        follower=lambda exchange: AtTheWait(),
+        announce=lambda peers, wire: None,
+        announced=lambda peers: [
+            Announced(f"host {rank // ranks_per_host}", "") for rank in peers.members
+        ],
     )
     with made_by(factory), warnings.catch_warnings():
         # Tensors without memory have no address, and nothing here needs one.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield
+
+
+def _background(exchange: AllToAll) -> Background:
+    return Foreground() if exchange.sends_messages else Deferred()
 
 
 class _Unsent(Messages):

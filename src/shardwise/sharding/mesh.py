@@ -21,7 +21,7 @@ from shardwise import devices
 from shardwise._torch import dtensor
 from shardwise._torch.fsdp import DataParallelMeshDims
 from shardwise.errors import MisuseError
-from shardwise.transport.base import ReleasesMemory, Transport
+from shardwise.transport.base import ReleasesMemory, Transport, WiredTransport
 from shardwise.transport.custom import (
     AllGather,
     CustomTransport,
@@ -29,7 +29,6 @@ from shardwise.transport.custom import (
     in_memory_of,
     with_custom,
 )
-from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.local import LocalTransport
 from shardwise.transport.peers import Peers, make_together, new_group
 from shardwise.transport.select import encoded_transport, symmetric_transport
@@ -245,15 +244,15 @@ class DataMesh:
         return transport
 
     @property
-    def encoded(self) -> list[EncodedTransport]:
+    def encoded(self) -> list[WiredTransport]:
         """The transports that encode what they send, each once."""
         transports = dict.fromkeys((self.shard, self.scatter, self.replicate))
-        return [each for each in transports if isinstance(each, EncodedTransport)]
+        return [each for each in transports if isinstance(each, WiredTransport)]
 
     def _check_plain(self, what: str, asked: str, *directions: str) -> None:
         """Check that no wire encodes what another collective would send as it is."""
         for transport in (self.shard, self.scatter):
-            if not isinstance(transport, EncodedTransport):
+            if not isinstance(transport, WiredTransport):
                 continue
             for direction in directions:
                 found = getattr(transport.wire, direction)

@@ -29,9 +29,9 @@ from shardwise.transport.base import (
     Reduce,
     ReleasesMemory,
     Transport,
+    WiredTransport,
     Work,
 )
-from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.memory import is_returned
 
 
@@ -169,7 +169,7 @@ class _Scattered:
 
     def start(self, transport: Transport, op: Reduce, label: Label) -> Work:
         """Start the reduce-scatter."""
-        if isinstance(transport, EncodedTransport):
+        if isinstance(transport, WiredTransport):
             return transport.reduce_scatter_from(self.params, self.fulls, self.outs, op, label)
         if self.owned and isinstance(transport, ReleasesMemory):
             return transport.reduce_scatter_owned(self.fulls, self.outs, op, label, self.owned)
@@ -195,7 +195,7 @@ class _AllReduced:
 
     def start(self, transport: Transport, op: Reduce, label: Label) -> Work:
         """Start the all-reduce."""
-        if isinstance(transport, EncodedTransport):
+        if isinstance(transport, WiredTransport):
             return transport.all_reduce_from(self.params, self.grads, op, label)
         return transport.all_reduce(self.grads, op, label)
 

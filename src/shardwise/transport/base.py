@@ -19,11 +19,14 @@ converts where that is cheapest, so the dtype on the wire need not be the stored
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+
+from shardwise.transport.wire import Wire
 
 
 class Reduce(enum.Enum):
@@ -161,6 +164,108 @@ class ReleasesMemory(Protocol):
 
     def trim(self) -> None:
         """Give back what is kept for the next reductions, once no rank reads it any more."""
+
+
+class WiredTransport(ABC):
+    """A :class:`Transport` that encodes what leaves the host.
+
+    Attributes:
+        name: as there.
+        rank: as there.
+        world_size: as there.
+        wire: the formats.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    wire: Wire
+
+    @property
+    @abstractmethod
+    def overflows(self) -> int:
+        """The blocks that this rank has encoded and that decode to no finite numbers."""
+
+    @abstractmethod
+    def overlaps_compute(self) -> bool:
+        """Decide as :meth:`Transport.overlaps_compute` says."""
+
+    @abstractmethod
+    def full_buffers(
+        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> FullBuffers:
+        """Reserve memory as :meth:`Transport.full_buffers` says."""
+
+    @abstractmethod
+    def all_gather(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
+    ) -> Work:
+        """Gather as :meth:`Transport.all_gather` says."""
+
+    @abstractmethod
+    def as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return what every rank gets of a shard: encode it, and decode that.
+
+        Args:
+            shard: 1-D, as it is gathered.
+            dtype: of the full tensor.
+
+        Returns:
+            As many values, in ``dtype``.
+        """
+
+    @abstractmethod
+    def reduce_scatter_from(
+        self,
+        sources: Sequence[object],
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label,
+    ) -> Work:
+        """Reduce as :meth:`reduce_scatter` does, with error feedback if the wire has it.
+
+        Args:
+            sources: of each tensor, what it is the gradient of: the same object every time. What
+                was lost is kept as long as that lives. If there are none, it is dropped.
+            fulls: as in :meth:`Transport.reduce_scatter`.
+            shards: as there.
+            op: as there.
+            label: as there.
+        """
+
+    @abstractmethod
+    def all_reduce_from(
+        self,
+        sources: Sequence[object],
+        tensors: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label,
+    ) -> Work:
+        """Reduce as :meth:`all_reduce` does, with error feedback if the wire has it.
+
+        Args:
+            sources: as in :meth:`reduce_scatter_from`.
+            tensors: as in :meth:`Transport.all_reduce`.
+            op: as there.
+            label: as there.
+        """
+
+    def reduce_scatter(
+        self,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label = NO_LABEL,
+    ) -> Work:
+        """Reduce as :meth:`Transport.reduce_scatter` says, without error feedback."""
+        return self.reduce_scatter_from((), fulls, shards, op, label)
+
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
+    ) -> Work:
+        """Reduce as :meth:`Transport.all_reduce` says, without error feedback."""
+        return self.all_reduce_from((), tensors, op, label)
 
 
 class FullBuffers(Protocol):

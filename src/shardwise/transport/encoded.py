@@ -8,7 +8,7 @@ transport.
 Nothing of it waits before the caller does. The second step of an all-reduce has to follow the first
 by itself, or it would only begin at the end of backward. So where ranks send messages, a thread
 adds up and sends; on a device with streams, the whole all-reduce is queued on a stream of its own.
-Elsewhere, it begins with the next call.
+Elsewhere, it begins with the next call (:mod:`shardwise.transport.background`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from shardwise import devices
 from shardwise.transport.all_to_all import AllToAll
-from shardwise.transport.background import Background
+from shardwise.transport.background import Background, in_job
 from shardwise.transport.base import (
     NO_LABEL,
     FullBuffers,
@@ -31,6 +31,7 @@ from shardwise.transport.base import (
     PendingWork,
     Reduce,
     Transport,
+    WiredTransport,
     Work,
 )
 from shardwise.transport.buckets import as_rows
@@ -43,16 +44,16 @@ from shardwise.transport.encoded_sums import (
     Tally,
 )
 from shardwise.transport.formats import codec_of
-from shardwise.transport.memory import KEPT_BYTES, prefer_huge_pages, reported
+from shardwise.transport.memory import Blocks, reported
 from shardwise.transport.sums import wire_dtype
 from shardwise.transport.wire import Wire, WireFormat
 
 #: Other dtypes are sent as they are.
-_ENCODABLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
+ENCODABLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _ITEM_BYTES = {WireFormat.FP32: 4, WireFormat.BF16: 2, WireFormat.FP8: 1, WireFormat.INT8: 1}
 
 
-class EncodedTransport:
+class EncodedTransport(WiredTransport):
     """Another transport, between whose ranks encoded values travel.
 
     Args:
@@ -60,11 +61,12 @@ class EncodedTransport:
         all_to_all: moves encoded gradients, between the same ranks.
         wire: the formats.
         device: of all tensors.
-        background: does what follows the first step of an all-reduce of messages.
+        background: does what follows the first step of an all-reduce, unless a stream does.
 
     Attributes:
         inner: as given.
         wire: as given.
+        background: as given.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class EncodedTransport:
         self.wire = wire
         self._all_to_all = all_to_all
         self._device = device
-        self._background = background
+        self.background = background
         # Streams and threads count apart.
         self._tallies = gathers, scatters, sums = Tally(), Tally(), Tally()
         self._gathers = gathers
@@ -91,11 +93,10 @@ class EncodedTransport:
         noise = Noise(wire.seed, device) if wire.rounding == "stochastic" else None
         self._encoding = Encoding(codec_of(self._reduce), wire.reduce, scatters, noise)
         self._all_reduces = replace(self._encoding, tally=sums)
-        self._room, self._background_room = Room(device), Room(device)
-        self._blocks = _Blocks(device)
+        self._rooms = Room(device), Room(device)
+        self._blocks = Blocks(device)
         self._stream: torch.Stream | None = None
         self._errors: weakref.WeakKeyDictionary[object, torch.Tensor] = weakref.WeakKeyDictionary()
-        self._first_steps: list[EncodedAllReduce] = []
         self._calls: Counter[str] = Counter()
         self._labels: dict[tuple[Label, str], Label] = {}
 
@@ -103,6 +104,11 @@ class EncodedTransport:
     def overflows(self) -> int:
         """The blocks that this rank has encoded and that decode to no finite numbers."""
         return sum(tally.total for tally in self._tallies)
+
+    @property
+    def _room(self) -> Room:
+        """Memory to work in: that of the background, or that of the program."""
+        return self._rooms[in_job()]
 
     @property
     def bytes_sent(self) -> int:
@@ -123,7 +129,7 @@ class EncodedTransport:
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
     ) -> Work:
         """Encode the shards as one row per rank, and gather it with what is not encoded."""
-        self._start_second_steps()
+        self.background.catch_up()
         encoded = [
             i for i, full in enumerate(fulls) if full.numel() and _shrinks(self._gather, full.dtype)
         ]
@@ -158,15 +164,7 @@ class EncodedTransport:
         return PendingWork(finish)
 
     def as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return what every rank gets of a shard: encode it, and decode that.
-
-        Args:
-            shard: 1-D, as it is gathered.
-            dtype: of the full tensor.
-
-        Returns:
-            As many values, in ``dtype``.
-        """
+        """Encode a shard, and decode that."""
         if not _shrinks(self._gather, dtype):
             return shard.to(dtype)
         codec = codec_of(self._gather)
@@ -177,22 +175,6 @@ class EncodedTransport:
         decode(codec, piece, out, self._room)
         return out
 
-    def reduce_scatter(
-        self,
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label = NO_LABEL,
-    ) -> Work:
-        """Send every rank its encoded chunks; decode and add what arrives."""
-        return self.reduce_scatter_from((), fulls, shards, op, label)
-
-    def all_reduce(
-        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
-    ) -> Work:
-        """Reduce-scatter, and then gather sums that are encoded once more."""
-        return self.all_reduce_from((), tensors, op, label)
-
     def reduce_scatter_from(
         self,
         sources: Sequence[object],
@@ -201,17 +183,8 @@ class EncodedTransport:
         op: Reduce,
         label: Label,
     ) -> Work:
-        """Reduce as :meth:`reduce_scatter` does, with error feedback if the wire has it.
-
-        Args:
-            sources: of each tensor, what it is the gradient of: the same object every time. What
-                was lost is kept as long as that lives. If there are none, it is dropped.
-            fulls: as in :meth:`Transport.reduce_scatter`.
-            shards: as there.
-            op: as there.
-            label: as there.
-        """
-        self._start_second_steps()
+        """Send every rank its encoded chunks; decode and add what arrives."""
+        self.background.catch_up()
         encoded = [
             i
             for i, (full, shard) in enumerate(zip(fulls, shards, strict=True))
@@ -245,15 +218,8 @@ class EncodedTransport:
         op: Reduce,
         label: Label,
     ) -> Work:
-        """Reduce as :meth:`all_reduce` does, with error feedback if the wire has it.
-
-        Args:
-            sources: as in :meth:`reduce_scatter_from`.
-            tensors: as in :meth:`Transport.all_reduce`.
-            op: as there.
-            label: as there.
-        """
-        self._start_second_steps()
+        """Reduce-scatter, and then gather sums that are encoded once more."""
+        self.background.catch_up()
         encoded = [
             i
             for i, each in enumerate(tensors)
@@ -322,32 +288,17 @@ class EncodedTransport:
 
         def follow() -> None:
             reduction.contributions.land()
-            reduction.combine(self._background_room)
+            reduction.combine(self._room)
 
-        sends_messages = self._all_to_all.sends_messages
-        job = self._background.submit(follow) if sends_messages else None
-        if job is None:
-            self._first_steps.append(reduction)
+        job = self.background.submit(follow)
 
         def finish() -> None:
-            if job is not None:
-                self._all_to_all.wait_for(job, f"the all-reduce of {label.name}")
-            self._start_second_steps()
+            self._all_to_all.wait_for(job, f"the all-reduce of {label.name}")
             reduction.sums.wait()
             reduction.finish(self._room)
             self._blocks.give_back(block)
 
         return PendingWork(finish)
-
-    def _start_second_steps(self) -> None:
-        """Start what no thread and no stream starts, before the next call or at a wait.
-
-        So its place among the collectives is the same on all ranks, whatever they wait for first.
-        """
-        while self._first_steps:
-            reduction = self._first_steps.pop(0)
-            reduction.contributions.wait()
-            reduction.combine(self._room)
 
     def _all_reduce_on_stream(
         self,
@@ -360,7 +311,7 @@ class EncodedTransport:
         if self._stream is None:
             self._stream = devices.new_stream(self._device)
         self._stream.wait_stream(devices.current_stream(self._device))
-        room = self._background_room
+        room = self._rooms[True]
         with self._stream:
             block = self._block_for(tensors)
             reduction = self._start(sources, tensors, op, label, block, room)
@@ -426,38 +377,9 @@ class EncodedTransport:
         return made
 
 
-class _Blocks:
-    """Memory for encoded rows, which is used again: new memory of the host costs page faults.
-
-    Args:
-        device: of the memory. Torch keeps that of accelerators itself.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: list[torch.Tensor] = []
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return uint8 memory with undefined contents."""
-        for i, block in enumerate(self._free):
-            if block.numel() == nbytes:
-                return self._free.pop(i)
-        block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        prefer_huge_pages(block.untyped_storage())
-        return reported(block)
-
-    def give_back(self, block: torch.Tensor) -> None:
-        """Keep a block, and drop those that were not used for the longest time."""
-        if self._device.type != devices.CPU.type:
-            return
-        self._free.insert(0, block)
-        while sum(each.numel() for each in self._free) > 2 * KEPT_BYTES:
-            self._free.pop()
-
-
 def _shrinks(format_: WireFormat, native: torch.dtype, *others: torch.dtype) -> bool:
     """Whether a format makes values smaller that would be sent in a native dtype otherwise."""
-    return _ENCODABLE.issuperset((native, *others)) and _ITEM_BYTES[format_] < native.itemsize
+    return ENCODABLE.issuperset((native, *others)) and _ITEM_BYTES[format_] < native.itemsize
 
 
 def _both(works: Sequence[Work]) -> Work:

@@ -1,10 +1,13 @@
-"""On which host a process is, and whether the ranks of a group are on one."""
+"""On which host a process is, and which ranks of a group share one."""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.errors import RanksDivergedError
 from shardwise.transport.peers import Peers, polling
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -13,29 +16,71 @@ _KEY = "shardwise/host"
 _DOING = "the comparison of hosts for a wire"
 
 
-def announce_host(peers: Peers) -> None:
-    """Tell the others on which host this rank is, without waiting for them."""
-    peers.once(_announce)
+@dataclass(frozen=True)
+class Announced:
+    """What a rank tells the others of its process group.
+
+    Attributes:
+        host: a name that the ranks of a host, and no others, have in common. Ranks in different
+            network namespaces of one host count as being on several: between them is a network.
+        wire: the first wire that it has for the group.
+    """
+
+    host: str
+    wire: str
 
 
-def spans_hosts(peers: Peers) -> bool:
-    """Whether ranks of the group are on different hosts; each of them has announced its own.
+def announce(peers: Peers, wire: str) -> None:
+    """Tell the others on which host this rank is, the first time, without waiting for them."""
+    told = peers.once(_told)
+    if not told:
+        told.append(wire)
+        peers.store.set(f"{_KEY}/{peers.rank}", f"{_name()}\n{wire}")
 
-    Ranks in different network namespaces of one host count as being on several: between them is a
-    network.
+
+def announced(peers: Peers) -> Sequence[Announced]:
+    """Return what all ranks of the group have announced, in rank order.
 
     Raises:
         PeerLostError: one of them is gone, or did not come within the timeout of the group.
     """
-    return peers.once(_compare)
+    return peers.once(_read)
 
 
-def _announce(peers: Peers) -> None:
-    peers.store.set(f"{_KEY}/{peers.rank}", _name())
+def ranks_per_host(hosts: Sequence[str]) -> int | None:
+    """Return on how many ranks in a row each host has; ``None`` if some have others.
+
+    Args:
+        hosts: by rank.
+    """
+    local = sum(host == hosts[0] for host in hosts)
+    rows = [set(hosts[first : first + local]) for first in range(0, len(hosts), local)]
+    is_even = len(hosts) % local == 0 and all(len(row) == 1 for row in rows)
+    return local if is_even and len(set.union(*rows)) == len(rows) else None
 
 
-def _compare(peers: Peers) -> bool:
-    announce_host(peers)
+def check_wires(peers: Peers, said: Sequence[Announced]) -> None:
+    """Check that all ranks have the same wire before they meet because of it.
+
+    Raises:
+        RanksDivergedError: they have not.
+    """
+    for rank, theirs in enumerate(said):
+        if theirs.wire != said[peers.rank].wire:
+            members = peers.members
+            raise RanksDivergedError(
+                f"ranks have diverged: between ranks {members}, rank {members[peers.rank]} has the "
+                f"wire {said[peers.rank].wire} and rank {members[rank]} has {theirs.wire}. All "
+                "ranks have to shard the same modules in the same order, with the same wires"
+            )
+
+
+def _told(peers: Peers) -> list[str]:
+    """Keep what this rank has told."""
+    return []
+
+
+def _read(peers: Peers) -> Sequence[Announced]:
     with peers.collective(_DOING):  # the store may go with the rank that keeps it
         store = peers.store
         keys = {rank: f"{_KEY}/{rank}" for rank in range(peers.size)}
@@ -43,7 +88,7 @@ def _compare(peers: Peers) -> bool:
         peers.watch(_DOING).wait(
             have_come, lambda: [rank for rank, key in keys.items() if not store.check([key])]
         )
-        return len({store.get(key) for key in keys.values()}) > 1
+        return [Announced(*store.get(key).decode().split("\n")) for key in keys.values()]
 
 
 def host_by(namespace: str) -> str:

@@ -20,11 +20,12 @@ import ctypes
 import functools
 import mmap
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwise import observe
+from shardwise import devices, observe
 from shardwise.observe import Memory
 from shardwise.transport.base import FullBuffers
 
@@ -211,3 +212,49 @@ def _block(nbytes: int) -> torch.Tensor:
     block = torch.empty(nbytes, dtype=torch.uint8)
     prefer_huge_pages(block.untyped_storage())
     return reported(block)
+
+
+class Blocks:
+    """Blocks of memory for calls of any thread, which are used again if they have the same size.
+
+    Args:
+        device: of the memory. Torch keeps that of accelerators itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.Tensor] = []
+        self._changing = threading.Lock()
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return uint8 memory with undefined contents."""
+        with self._changing:
+            for i, block in enumerate(self._free):
+                if block.numel() == nbytes:
+                    return self._free.pop(i)
+        block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        prefer_huge_pages(block.untyped_storage())
+        return reported(block)
+
+    def take_for(
+        self, numels: Sequence[int], dtypes: Sequence[torch.dtype]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return a block, and 1-D tensors in it with undefined contents."""
+        starts, end = [], 0
+        for numel, dtype in zip(numels, dtypes, strict=True):
+            starts.append(end)
+            end += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        block = self.take(end)
+        return block, [
+            block[start : start + numel * dtype.itemsize].view(dtype)
+            for start, numel, dtype in zip(starts, numels, dtypes, strict=True)
+        ]
+
+    def give_back(self, block: torch.Tensor) -> None:
+        """Keep a block, and drop those that were not used for the longest time."""
+        if self._device.type != devices.CPU.type:
+            return
+        with self._changing:
+            self._free.insert(0, block)
+            while sum(each.numel() for each in self._free) > 2 * KEPT_BYTES:
+                self._free.pop()

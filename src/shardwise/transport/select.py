@@ -17,7 +17,7 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,15 +25,21 @@ import torch.distributed as dist
 
 from shardwise.devices import Backend
 from shardwise.transport.all_to_all import AllToAll
-from shardwise.transport.background import Background
-from shardwise.transport.base import Transport
+from shardwise.transport.background import Background, Deferred
+from shardwise.transport.base import Transport, WiredTransport
 from shardwise.transport.collective_log import CollectiveLog
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.gloo import GlooTransport
-from shardwise.transport.hosts import announce_host, spans_hosts
+from shardwise.transport.hosts import (
+    Announced,
+    announce,
+    announced,
+    check_wires,
+    ranks_per_host,
+)
 from shardwise.transport.local import LocalTransport
-from shardwise.transport.peers import Peers
+from shardwise.transport.peers import Peers, new_group
 from shardwise.transport.shm.handshake import (
     SharedMemoryUnavailableError,
     address_limit,
@@ -41,6 +47,7 @@ from shardwise.transport.shm.handshake import (
 )
 from shardwise.transport.shm.transport import ShmTransport
 from shardwise.transport.symmetric import SymmetricMemory, SymmetricTransport, check_available
+from shardwise.transport.two_levels import TwoLevelTransport
 from shardwise.transport.wire import Wire
 
 #: The environment variable that is read if no transport is requested by argument.
@@ -85,9 +92,9 @@ def encoded_transport(
     """Return the transport of a mesh dimension that has a wire, the same one as long as in use.
 
     Bytes that do not leave the host are not encoded: nothing changes for ranks that share memory,
-    or for devices of one host. A transport that was asked for by name, such as ``"c10d"``, counts
-    as a network wherever its ranks are. If only some of the ranks share a host, everything that
-    they send is encoded.
+    or for devices of one host. If each host has as many ranks in a row, values cross between hosts
+    once for each of them; else, everything that a rank sends is encoded. A transport that was asked
+    for by name, such as ``"c10d"``, counts as a network also on one host.
 
     Args:
         group: as for :func:`select_transport`.
@@ -98,25 +105,81 @@ def encoded_transport(
     Raises:
         ValueError: as there.
         PeerLostError: a rank was lost while hosts were compared.
+        RanksDivergedError: ranks that share hosts have different wires.
     """
     inner = select_transport(group, device, requested)
-    if group is None or wire.is_plain or not _leaves_host(inner, group, _checked(requested)):
+    if group is None or isinstance(inner, LocalTransport | ShmTransport):
         return inner
-    in_use = Peers(group).once(_encoded_in_use)
-    key = (device, _checked(requested), wire)
+    peers, requested = Peers(group), _checked(requested)
+    _factory.announce(peers, str(wire))
+    if wire.is_plain:
+        return inner
+    hosts = [each.host for each in _factory.announced(peers)]
+    if requested == "auto" and len(set(hosts)) == 1:
+        return inner
+    in_use = peers.once(_encoded_in_use)
+    key = (device, requested, wire)
     found = in_use.get(key)
     if found is None:
-        log = inner.log if isinstance(inner, GlooTransport | CollectivesTransport) else None
-        exchange = _factory.all_to_all(group, device, log)
-        found = EncodedTransport(inner, exchange, wire, device, _factory.background())
+        if ranks_per_host(hosts) in (None, 1, len(hosts)):
+            found = _one_level(group, device, wire, inner, _factory.background)
+        else:
+            found = _two_levels(peers.once(_levels), device, wire, requested)
         in_use[key] = found
     return found
 
 
-def _leaves_host(transport: Transport, group: dist.ProcessGroup, requested: str) -> bool:
-    if isinstance(transport, LocalTransport | ShmTransport):
-        return False
-    return requested != "auto" or _factory.spans_hosts(Peers(group))
+def _one_level(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    wire: Wire,
+    inner: Transport,
+    background: Callable[[AllToAll], Background],
+) -> EncodedTransport:
+    log = inner.log if isinstance(inner, GlooTransport | CollectivesTransport) else None
+    exchange = _factory.all_to_all(group, device, log)
+    return EncodedTransport(inner, exchange, wire, device, background(exchange))
+
+
+def _two_levels(
+    levels: Levels, device: torch.device, wire: Wire, requested: str
+) -> TwoLevelTransport:
+    between = select_transport(levels.across, device, "c10d" if requested == "auto" else requested)
+    return TwoLevelTransport(
+        _one_level(levels.across, device, wire, between, _factory.follower),
+        select_transport(levels.gathers, device, requested),
+        select_transport(levels.reductions, device, requested),
+        device,
+    )
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The process groups of a dimension in which each host has as many ranks.
+
+    Attributes:
+        across: the ranks with this rank's number on all hosts.
+        gathers: the ranks of this host.
+        reductions: the same, in a group of their own: each is used in one thread.
+    """
+
+    across: dist.ProcessGroup
+    gathers: dist.ProcessGroup
+    reductions: dist.ProcessGroup
+
+
+def _levels(peers: Peers) -> Levels:
+    """Make them, once in the life of a group: all of its ranks have to meet."""
+    said = _factory.announced(peers)
+    check_wires(peers, said)
+    local = ranks_per_host([each.host for each in said])
+    assert local is not None
+    members, number = peers.members, peers.rank % local
+    own = members[peers.rank - number :][:local]
+    made = Levels(new_group(members[number::local]), new_group(own), new_group(own))
+    for group in (made.across, made.gathers, made.reductions):
+        Peers(group).name_dimension(peers.dimension)
+    return made
 
 
 def _checked(requested: str | None) -> str:
@@ -220,7 +283,6 @@ def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
                 "limit with 'ulimit -v unlimited', or pass transport='c10d' to expect messages",
                 stacklevel=2,
             )
-    _factory.announce_host(Peers(group))  # for a wire
     return c10d_transport(group, device)
 
 
@@ -247,6 +309,11 @@ def _all_to_all(
     return AllToAll(group, device, log=log)
 
 
+def _background(exchange: AllToAll) -> Background:
+    """Make a thread if its calls may come at any time; else, the next call does its work."""
+    return Background() if exchange.sends_messages else Deferred()
+
+
 @dataclass(frozen=True)
 class TransportFactory:
     """What transports are made from. A rehearsal puts another one in place, for it is alone.
@@ -258,9 +325,10 @@ class TransportFactory:
         nccl: makes the transport of a group that gathers in place and coalesces.
         collectives: makes the transport of any other group.
         all_to_all: makes the all-to-all of any group, with the log of a transport if it has one.
-        background: makes what works while the program computes.
-        announce_host: tells the others on which host this rank is.
-        spans_hosts: tells whether the ranks of a group are on different hosts.
+        background: makes what works while the program computes, beside an all-to-all.
+        follower: the same, for what follows waits for other hosts.
+        announce: tells the others on which host this rank is, and its wire.
+        announced: returns what the ranks of a group have told.
     """
 
     backend: Callable[[dist.ProcessGroup, torch.device], Backend] = _backend
@@ -271,9 +339,10 @@ class TransportFactory:
     all_to_all: Callable[[dist.ProcessGroup, torch.device, CollectiveLog | None], AllToAll] = (
         _all_to_all
     )
-    background: Callable[[], Background] = Background
-    announce_host: Callable[[Peers], None] = announce_host
-    spans_hosts: Callable[[Peers], bool] = spans_hosts
+    background: Callable[[AllToAll], Background] = _background
+    follower: Callable[[AllToAll], Background] = _background
+    announce: Callable[[Peers, str], None] = announce
+    announced: Callable[[Peers], Sequence[Announced]] = announced
 
 
 _factory = TransportFactory()
@@ -304,7 +373,7 @@ def _in_use(peers: Peers) -> _InUse:
 
 def _encoded_in_use(
     peers: Peers,
-) -> weakref.WeakValueDictionary[tuple[torch.device, str, Wire], EncodedTransport]:
+) -> weakref.WeakValueDictionary[tuple[torch.device, str, Wire], WiredTransport]:
     """Keep the transports with wires in use: what they lost belongs to all that share one."""
     return weakref.WeakValueDictionary()
 

@@ -1,0 +1,239 @@
+"""Collectives over hosts whose ranks share what crosses the link: once for each host, encoded.
+
+    4 ranks on 2 hosts              host 0          host 1
+                                 rank 0  rank 1  rank 2  rank 3
+
+    all-gather        across     0 and 2 exchange their shards, and so do 1 and 3
+                      inside     0 and 1 give each other what they have now, and so do 2 and 3
+    reduce-scatter    inside     0 adds up chunks 0 and 2 over its host, 1 adds up chunks 1 and 3
+                      across     0 and 2 exchange these sums, and so do 1 and 3
+    all-reduce        inside, across and inside: a reduce-scatter, an all-reduce, an all-gather
+
+Without this, a rank sends its shard to every rank of another host, over one link. What a transport
+inside a host does to a full of all ranks, it does here to one part of it for each host: no value is
+moved to make the chunks of a host neighbors. Sums inside a host are made in fp32 at least.
+
+The first steps are taken in the call. What follows a wait for another host is a job of the
+background, or is queued on a stream: the program waits for its own host at most, and what a rank
+has called, it also completes, whether or not it waits. That needs two transports inside the host,
+each of which is used in one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from shardwise import devices
+from shardwise.transport.base import (
+    NO_LABEL,
+    FullBuffers,
+    Label,
+    PendingWork,
+    Reduce,
+    Transport,
+    WiredTransport,
+    Work,
+)
+from shardwise.transport.buckets import as_rows
+from shardwise.transport.encoded import ENCODABLE, EncodedTransport
+from shardwise.transport.memory import Blocks
+
+
+class TwoLevelTransport(WiredTransport):
+    """An encoded transport between hosts, and plain ones inside each of them.
+
+    Rank ``r`` is rank ``r % L`` of the ``L`` ranks of host ``r // L``.
+
+    Args:
+        across: between the ranks with this number on all hosts.
+        gathers: between the ranks of this host, for what follows a wait.
+        reductions: the same, for what a call begins with.
+        device: of all tensors.
+
+    Attributes:
+        across: as given.
+        wire: that of ``across``.
+    """
+
+    def __init__(
+        self,
+        across: EncodedTransport,
+        gathers: Transport,
+        reductions: Transport,
+        device: torch.device,
+    ) -> None:
+        self.name = f"{gathers.name}+{across.name}"
+        self.rank = across.rank * gathers.world_size + gathers.rank
+        self.world_size = across.world_size * gathers.world_size
+        self.across = across
+        self.wire = across.wire
+        self._gathers = gathers
+        self._reductions = reductions
+        self._hosts = across.world_size
+        self._local = gathers.world_size
+        self._device = device
+        self._background = across.background
+        self._blocks = Blocks(device)
+        self._stream: torch.Stream | None = None
+
+    @property
+    def overflows(self) -> int:
+        """The blocks that this rank has encoded and that decode to no finite numbers."""
+        return self.across.overflows
+
+    def overlaps_compute(self) -> bool:
+        """Decide as the transport between hosts does."""
+        return self.across.overlaps_compute()
+
+    def full_buffers(
+        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> FullBuffers:
+        """Reserve memory of this rank's own: what gathers into it is another thread."""
+        return self.across.full_buffers(numels, dtypes, device)
+
+    def as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Encode a shard, and decode that; inside a host, decoded values travel."""
+        return self.across.as_gathered(shard, dtype)
+
+    def all_gather(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
+    ) -> Work:
+        """Gather the shards of this number, then those of all numbers."""
+        return self._run(self._gather(shards, fulls, label), waits=0)
+
+    def reduce_scatter_from(
+        self,
+        sources: Sequence[object],
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label,
+    ) -> Work:
+        """Add up inside the host what hosts then exchange: error feedback is for these sums."""
+        return self._run(self._scatter(sources, fulls, shards, op, label), waits=1)
+
+    def all_reduce_from(
+        self,
+        sources: Sequence[object],
+        tensors: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label,
+    ) -> Work:
+        """Add up a part of each tensor inside the host; hosts reduce it; the host shares it."""
+        return self._run(self._reduce(sources, tensors, op, label), waits=1)
+
+    # The steps of a collective, each of which follows the end of the one before.
+
+    def _gather(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label
+    ) -> Iterator[Work]:
+        numels = [full.numel() // self._local for full in fulls]
+        block, parts = self._blocks.take_for(numels, [full.dtype for full in fulls])
+        yield self.across.all_gather(shards, parts, label)
+        yield self._gathers.all_gather(self._by_host(parts), self._by_host(fulls), label)
+        self._blocks.give_back(block)
+
+    def _scatter(
+        self,
+        sources: Sequence[object],
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label,
+    ) -> Iterator[Work]:
+        chunks = [shard.numel() for shard in shards]
+        block, sums = self._blocks.take_for(
+            [self._hosts * chunk for chunk in chunks],
+            [self._dtype_inside(shard) for shard in shards],
+        )
+        parts, lengths = [], []
+        for full, chunk in zip(fulls, chunks, strict=True):
+            of_host = [
+                full[host * self._local * chunk : (host + 1) * self._local * chunk]
+                for host in range(self._hosts)
+            ]
+            parts += of_host
+            # A tail may be missing, so a chunk is complete unless all that follow are missing.
+            lengths.append(sum(self._own(part, chunk) for part in of_host))
+        yield self._reductions.reduce_scatter(parts, self._by_host(sums), op, label)
+        there = [each[:length] for each, length in zip(sums, lengths, strict=True)]
+        yield self.across.reduce_scatter_from(sources, there, shards, op, label)
+        self._blocks.give_back(block)
+
+    def _reduce(
+        self,
+        sources: Sequence[object],
+        tensors: Sequence[torch.Tensor],
+        op: Reduce,
+        label: Label,
+    ) -> Iterator[Work]:
+        chunks = [-(-tensor.numel() // self._local) for tensor in tensors]
+        block, sums = self._blocks.take_for(
+            chunks, [self._dtype_inside(tensor) for tensor in tensors]
+        )
+        yield self._reductions.reduce_scatter(tensors, sums, op, label)
+        own = [
+            each[: self._own(tensor, chunk)]
+            for each, tensor, chunk in zip(sums, tensors, chunks, strict=True)
+        ]
+        yield self.across.all_reduce_from(sources, own, op, label)
+        # Parts of unequal length are gathered with padding, for which a tensor has no room.
+        uneven = [tensor for tensor in tensors if tensor.numel() % self._local]
+        padding, padded = self._blocks.take_for(
+            [tensor.numel() + self._local - tensor.numel() % self._local for tensor in uneven],
+            [tensor.dtype for tensor in uneven],
+        )
+        landing = iter(padded)
+        fulls = [next(landing) if each.numel() % self._local else each for each in tensors]
+        yield self._gathers.all_gather(own, fulls, label)
+        for tensor, full in zip(uneven, padded, strict=True):
+            tensor.copy_(full[: tensor.numel()])
+        self._blocks.give_back(padding)
+        self._blocks.give_back(block)
+
+    def _by_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the part of each host, of one tensor after the other."""
+        return [row for tensor in tensors for row in as_rows(tensor, self._hosts)]
+
+    def _own(self, full: torch.Tensor, chunk: int) -> int:
+        """Return how many elements of this rank's chunk a full of its host has."""
+        return min(max(full.numel() - self._gathers.rank * chunk, 0), chunk)
+
+    def _dtype_inside(self, result: torch.Tensor) -> torch.dtype:
+        """Return the dtype of sums inside a host: none that is encoded later is rounded before."""
+        is_encoded = self.wire.reduce != "fp32" and result.dtype in ENCODABLE
+        return torch.float32 if is_encoded else result.dtype
+
+    def _run(self, steps: Iterator[Work], waits: int) -> Work:
+        """Take the first steps of a collective, and leave the others to the background.
+
+        Args:
+            steps: yields the work of each step.
+            waits: how many of them wait for this host only, and are waited for now.
+        """
+        self._background.catch_up()
+        if devices.has_streams(self._device):
+            return self._run_on_stream(steps)
+        for _ in range(waits):
+            next(steps).wait()
+        under_way = next(steps)
+
+        def follow() -> None:
+            under_way.wait()
+            for step in steps:
+                step.wait()
+
+        return PendingWork(self._background.submit(follow).wait)
+
+    def _run_on_stream(self, steps: Iterator[Work]) -> Work:
+        """Queue all steps on a stream beside the one that computes."""
+        if self._stream is None:
+            self._stream = devices.new_stream(self._device)
+        self._stream.wait_stream(devices.current_stream(self._device))
+        with self._stream:
+            for step in steps:
+                step.wait()
+            done = devices.current_stream(self._device).record_event()
+        return PendingWork(lambda: devices.current_stream(self._device).wait_event(done))
