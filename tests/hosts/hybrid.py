@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import fully_shard
+from shardwise import Wire, fully_shard
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,
@@ -43,11 +43,16 @@ def main() -> None:
                     param -= 0.1 * param.grad
                     param.grad = None
         assert_same_values(sharded, one)
-    group, whole_group = (fully_shard.state(each).groups[0] for each in (net, over_all))
+    encoded = fully_shard(seeded(Net), wire=Wire(gather="bf16", reduce="int8"))
+    loss_of(encoded, batches(world_size)[dist.get_rank()]).backward()
+    group, whole_group, encoded_group = (
+        fully_shard.state(each).groups[0] for each in (net, over_all, encoded)
+    )
     names = {
         "shard": group.mesh.shard.name,
         "replicate": group.mesh.replicate.name,
         "all": whole_group.mesh.shard.name,
+        "encoded": encoded_group.mesh.shard.name,
     }
     print(json.dumps(names))
     dist.destroy_process_group()

@@ -15,4 +15,9 @@ def test_every_mesh_dimension_gets_the_transport_of_its_ranks() -> None:
         printed = run_over(hosts, 2, "tests.hosts.hybrid")
     inside = "shm" if futex.is_available() else "gloo"
     for out in printed:
-        assert json.loads(out) == {"shard": inside, "replicate": "gloo", "all": "gloo"}
+        assert json.loads(out) == {
+            "shard": inside,
+            "replicate": "gloo",
+            "all": "gloo",
+            "encoded": f"{inside}+gloo",
+        }

@@ -148,6 +148,44 @@ def test_a_mesh_that_does_not_fit_the_world_is_named(
         resolve_sharding(sharding, 4)
 
 
+@pytest.mark.parametrize(
+    ("asked", "strategy", "hosts", "expected"),
+    [
+        (None, Strategy.FULL_SHARD, 2, True),
+        ("host", Strategy.FULL_SHARD, 2, 4),
+        ("2", Strategy.FULL_SHARD, 1, 2),
+        ("host", Strategy.FULL_SHARD, 1, True),  # all ranks share it
+        ("host", Strategy.HYBRID_SHARD, 2, True),
+        ("2", Strategy.HYBRID_SHARD, 2, 2),
+    ],
+)
+def test_backward_gathers_from_a_host_or_a_number_of_ranks(
+    asked: str | None, strategy: Strategy, hosts: int, expected: bool | int
+) -> None:
+    sharding = ShardingConfig(strategy=strategy, reshard_after_forward=asked)
+    found = resolve_sharding(sharding, 8, hosts).reshard_after_forward
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("asked", "strategy", "hosts", "message"),
+    [
+        ("3", Strategy.FULL_SHARD, 2, "found 3, expected host or a number from 2 that divides"),
+        ("1", Strategy.FULL_SHARD, 2, "the 8 ranks that share parameters"),
+        ("many", Strategy.FULL_SHARD, 2, "found many, expected host or a number"),
+        ("host", Strategy.FULL_SHARD, 8, "found host, 1 of 8 ranks, expected"),
+        ("host", Strategy.SHARD_GRAD_OP, 2, "host with a strategy that keeps full parameters"),
+    ],
+)
+def test_ranks_that_cannot_keep_parameters_are_named(
+    asked: str, strategy: Strategy, hosts: int, message: str
+) -> None:
+    sharding = ShardingConfig(strategy=strategy, reshard_after_forward=asked)
+    with pytest.raises(OptionError, match=f"--reshard-after-forward: .*{message}"):
+        resolve_sharding(sharding, 8, hosts)
+
+
 def test_nproc_defaults_to_one_process_or_to_the_world_that_is_there() -> None:
     assert check_nproc(None, None) == 1
     assert check_nproc(3, None) == 3

@@ -16,6 +16,7 @@ from shardwise import FullyShardedDataParallel, Wire, XlaFullyShardedDataParalle
 from shardwise.errors import MisuseError
 from shardwise.sharding.policy import MixedPrecisionPolicy
 from shardwise.transport.encoded import EncodedTransport
+from shardwise.transport.two_levels import TwoLevelTransport
 from tests.sharding.nets import (
     Net,
     average_backward,
@@ -30,11 +31,13 @@ from tests.sharding.nets import (
 )
 from tests.sharding.test_communication import Gather, Scatter
 from tests.sharding.test_extension import Halved
+from tests.threads import on_hosts
 from tests.transport.encoded import through
 
 INT8 = Wire(gather="int8", reduce="int8")
 GRADIENTS = Wire(reduce="int8")
 FEEDBACK = Wire(reduce="int8", error_feedback=True)
+EVERYTHING = Wire(gather="int8", reduce="int8", error_feedback=True)
 Threads = Callable[..., list[Any]]
 
 
@@ -112,6 +115,46 @@ def test_gradients_are_near_those_of_one_process(
     first, *others = threads(_gradients, world_size, make, wire, **how)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True)), "the same bits"
+
+
+@pytest.mark.parametrize(
+    ("make", "wire", "how"),
+    [
+        (Net, FEEDBACK, {}),
+        (Odd, FEEDBACK, {}),
+        (Odd, Wire(reduce="bf16"), {"reshard_after_forward": False}),
+        (Odd, GRADIENTS, {"shard_placement_fn": _last}),
+    ],
+    ids=["net", "odd", "kept", "padded"],
+)
+def test_over_hosts_of_two_ranks_each_as_well(
+    threads: Threads, make: Any, wire: Wire, how: dict[str, Any]
+) -> None:
+    with on_hosts("aabb"):
+        first, *others = threads(_gradients, 4, make, wire, **how)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True)), "the same bits"
+
+
+def _levels(rank: int, world_size: int, hosts: str) -> list[torch.Tensor]:
+    """Train with parameters that are encoded, too."""
+    net = sharded_net(transport="c10d", wire=EVERYTHING, of_blocks={"reshard_after_forward": 2})
+    assert isinstance(group_of(net).mesh.shard, TwoLevelTransport) == (hosts == "aabb")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        loss_of(net, batches(world_size, step)[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [_full(param).detach().clone() for param in net.parameters()]
+
+
+def test_two_levels_train_as_one_does(threads: Threads) -> None:
+    found = []
+    for hosts in ("aaaa", "aabb"):
+        with on_hosts(hosts):
+            found.append(threads(_levels, 4, hosts)[0])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=0.0, atol=0.02)
 
 
 def _replicas(rank: int, world_size: int, wire: Any) -> list[torch.Tensor]:

@@ -138,9 +138,16 @@ SEEN = {
     "torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device)": "wires",
     "transport/encoded.py EncodedTransport._scatter: scatter.under_way.wait()": "wires",
     "transport/encoded.py EncodedTransport.all_gather: work.wait()": "wires",
-    "transport/encoded.py _Blocks.take: "
-    "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": "wires",
     "transport/encoded.py _both: work.wait()": "wires_of_scalars",
+    "transport/memory.py Blocks.take: "
+    "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": "wires",
+    "transport/two_levels.py TwoLevelTransport._run_on_stream: "
+    "devices.current_stream(self._device).record_event()": "wires_over_hosts",
+    "transport/two_levels.py TwoLevelTransport._run_on_stream: "
+    "devices.current_stream(self._device).wait_event(done)": "wires_over_hosts",
+    "transport/two_levels.py TwoLevelTransport._run_on_stream: "
+    "self._stream.wait_stream(devices.current_stream(self._device))": "wires_over_hosts",
+    "transport/two_levels.py TwoLevelTransport._run_on_stream: step.wait()": "wires_over_hosts",
     # Works that are kept until they are waited for, and waits for them.
     "sharding/full_params.py FullParams._start: "
     "self._works.append(transport.all_gather(shards, buffers, label))": "zero3",
@@ -267,8 +274,9 @@ UNSEEN = {
     "torch.empty(shard.numel(), dtype=dtype, device=self._device)": _PASSING,
     "transport/encoded.py EncodedTransport.as_gathered: shard.to(dtype)": _PASSING,
     "transport/encoded.py EncodedTransport._all_reduce: reduction.sums.wait()": _NO_STREAMS,
-    "transport/encoded.py EncodedTransport._start_second_steps: "
-    "reduction.contributions.wait()": _NO_STREAMS,
+    "transport/two_levels.py TwoLevelTransport._run: next(steps).wait()": _NO_STREAMS,
+    "transport/two_levels.py TwoLevelTransport._run: step.wait()": _NO_STREAMS,
+    "transport/two_levels.py TwoLevelTransport._run: under_way.wait()": _NO_STREAMS,
     "transport/encoded.py EncodedTransport.all_gather: "
     "shards[i].to(self._device, non_blocking=True)": _ORDERED,
     "sharding/extension.py Extension.inputs: local.to(self._mesh.device)": _ORDERED,

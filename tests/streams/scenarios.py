@@ -6,6 +6,7 @@ A scenario is a function of a :class:`Run`. :data:`SCENARIOS` lists them by name
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import itertools
@@ -41,6 +42,7 @@ from shardwise.optim import Muon, deal, in_backward, matrices, muon_groups, offl
 from shardwise.optim.offloaded import entries, optimizer
 from shardwise.transport import select, symmetric
 from shardwise.transport.collectives import NcclTransport
+from shardwise.transport.hosts import Announced
 from shardwise.transport.peers import Peers
 from tests.streams import mutation
 from tests.streams.device import NAME, Device, OnRace, Pageable, Stream, modeled
@@ -73,12 +75,14 @@ class Scenario:
         run: runs it.
         shape: of the mesh: ``(shard,)`` or ``(replicate, shard)``.
         rank: the rank to be.
+        per_host: how many ranks share a host; 0: all.
         pageable: how copies to pageable memory behave.
     """
 
     run: Callable[[Run], None]
     shape: tuple[int, ...] = (2,)
     rank: int = 0
+    per_host: int = 0
     pageable: Pageable = Pageable.BLOCKS
 
 
@@ -118,6 +122,7 @@ def play(
         stack.enter_context(
             mock.patch.object(select, "c10d_transport", lambda group, device: NcclTransport(group))
         )
+        stack.enter_context(select.made_by(_factory(found.per_host)))
         mesh = stack.enter_context(world(found.shape, found.rank))
         device = stack.enter_context(modeled(Device(found.pageable, on_race)))
         if taken_out is not None:
@@ -130,6 +135,17 @@ def play(
                 raise
             # It may have become another error on its way here.
     return device
+
+
+def _factory(per_host: int) -> select.TransportFactory:
+    """Make transports as always, for ranks that know where the others are."""
+
+    def announced(peers: Peers) -> list[Announced]:
+        return [Announced(str(per_host and rank // per_host), "") for rank in peers.members]
+
+    return dataclasses.replace(
+        select._factory, announce=lambda peers, wire: None, announced=announced
+    )
 
 
 @contextmanager
@@ -1100,6 +1116,16 @@ def wires(run: Run) -> None:
     wire = shardwise.Wire(gather="int8", reduce="int8", error_feedback=True)
     net = shard(run, make(run, depth=2), wire=wire, transport="c10d")
     train(run, net, backward=backward_with_gradients)
+
+
+@scenario(shape=(4,), per_host=2)
+def wires_over_hosts(run: Run) -> None:
+    """One dimension of two hosts: in each of them first, or last, and in both for a scalar."""
+    wire = shardwise.Wire(gather="int8", reduce="int8", error_feedback=True)
+    net = make(run)
+    with torch.device(NAME):
+        net.blocks = nn.ModuleList([_Scaled(), Block()])
+    train(run, shard(run, net, wire=wire, transport="c10d"), backward=backward_with_gradients)
 
 
 @scenario()

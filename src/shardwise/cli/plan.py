@@ -6,7 +6,7 @@ import contextlib
 import json as json_module
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +17,7 @@ from shardwise.cli.generate import Options, with_options
 from shardwise.cli.values import read_name, read_size
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.rank import importing
-from shardwise.frontends.strategies import MeshError, WantedMesh
+from shardwise.frontends.strategies import MeshError, WantedMesh, reshard_over
 from shardwise.planning.machine import MachineError
 from shardwise.planning.presets import MODELS, ModelError, find_settings
 from shardwise.planning.settings import (
@@ -34,7 +34,7 @@ from shardwise.planning.settings import (
     UntraceableError,
 )
 from shardwise.recipes.core.begin import check_extras
-from shardwise.recipes.core.config import OptionError, StrategyConfig
+from shardwise.recipes.core.config import OptionError, StrategyConfig, naming_mesh, require
 from shardwise.recipes.core.option import MODEL, OUTPUT, SHARDING, TRAINING, option
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class PlanConfig(StrategyConfig):
             OptionError: an option is impossible.
         """
         with reporting():
-            return Settings(
+            settings = Settings(
                 mesh=WantedMesh.parse(self.mesh, MOST_RANKS),
                 strategy=self.strategy,
                 batch_size=self.batch_size,
@@ -260,6 +260,17 @@ class PlanConfig(StrategyConfig):
                 batch=None if self.batch is None else _in_code("--batch", self.batch),
                 step=None if self.step is None else _in_code("--step", self.step),
             )
+        return replace(settings, reshard_after_forward=self._reshard(settings))
+
+    def _reshard(self, settings: Settings) -> bool | int | None:
+        """Return ``reshard_after_forward`` of ``fully_shard``; ``None``: that of the strategy."""
+        asked, option = self.reshard_after_forward, "--reshard-after-forward"
+        if asked is None:
+            return None
+        tensor = settings.mesh.tensor_parallel
+        require(tensor == 1, option, f"{asked} beside tp={tensor}", "none given, or no tp")
+        with naming_mesh(option):
+            return reshard_over(settings.sharding, asked, settings.on_host)
 
     def run(self, model: str) -> None:
         """Plan, and print or write the plan.

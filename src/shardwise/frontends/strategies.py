@@ -98,13 +98,14 @@ class ShardingPlan:
     Attributes:
         shape: number of ranks along each mesh dimension.
         names: names of the mesh dimensions.
-        reshard_after_forward: free the full parameters between forward and backward.
+        reshard_after_forward: free the full parameters between forward and backward; a number:
+            keep them cut over so many consecutive ranks meanwhile.
         apart: replicas train separately: ``fully_shard`` does not get their mesh dimension.
     """
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
-    reshard_after_forward: bool
+    reshard_after_forward: bool | int
     apart: bool = False
 
     def make_mesh(self, device_type: str) -> DeviceMesh:
@@ -154,6 +155,43 @@ def resolve(
         raise MeshError(f"{replicas}", f"a number that divides the {world_size} ranks")
     shape = (replicas, world_size // replicas)
     return ShardingPlan(shape, (REPLICATE, SHARD), reshard, apart=strategy is Strategy.DILOCO)
+
+
+#: A value of ``--reshard-after-forward``.
+HOST = "host"
+
+
+def reshard_over(plan: ShardingPlan, asked: str, ranks_per_host: int) -> bool | int:
+    """Read ``--reshard-after-forward``: where backward gathers parameters from.
+
+    Args:
+        plan: what the strategy says.
+        asked: ``host``, or a number of ranks.
+        ranks_per_host: how many consecutive ranks of the sharding dimension share a host.
+
+    Returns:
+        ``reshard_after_forward`` of ``fully_shard``.
+
+    Raises:
+        MeshError: parameters cannot be kept over so many ranks.
+    """
+    if not plan.reshard_after_forward:
+        raise MeshError(
+            f"{asked} with a strategy that keeps full parameters for backward",
+            "full, hybrid or diloco, or none given",
+        )
+    ranks = plan.shape[-1]
+    if asked == HOST:
+        size = min(ranks_per_host, ranks)
+        found = f"{HOST}, {size} of {ranks} ranks"
+    else:
+        size = int(asked) if asked.isdecimal() and len(asked) <= _MOST_DIGITS else 0
+        found = asked
+    if size < 2 or ranks % size:
+        raise MeshError(
+            found, f"{HOST} or a number from 2 that divides the {ranks} ranks that share parameters"
+        )
+    return True if size == ranks else size
 
 
 def _require_replicas(strategy: Strategy, found: int | None, expected: int) -> None:

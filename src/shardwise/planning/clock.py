@@ -243,9 +243,8 @@ class _Replay:
 
     def _hosts(self, start: Start) -> int:
         """Return how many hosts a collective spans."""
-        here = min(
-            start.ranks, max(1, self._machine.ranks_per_host // self._apart.get(start.dimension, 1))
-        )
+        apart = start.apart or self._apart.get(start.dimension, 1)
+        here = min(start.ranks, max(1, self._machine.ranks_per_host // apart))
         return math.ceil(start.ranks / here)
 
     def _seconds(self, start: Start) -> float:

@@ -89,6 +89,7 @@ class Start:
         nbytes: of the full tensors, in the dtype that is sent, padding included.
         launches: how many calls of the wire it takes: messages to each peer, or collectives.
         transport: ``"shm"``, ``"gloo"``, ``"nccl"``, ``"collectives"`` or ``"local"``.
+        apart: how many ranks of the world neighbors are apart; 0: as in the mesh dimension.
     """
 
     number: int
@@ -99,6 +100,7 @@ class Start:
     nbytes: int
     launches: int
     transport: str
+    apart: int = 0
 
 
 @dataclass(frozen=True, slots=True)

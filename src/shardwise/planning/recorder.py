@@ -279,6 +279,7 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
                     nbytes=nbytes,
                     launches=launches,
                     transport=wire.transport,
+                    apart=wire.members[1] - wire.members[0] if len(wire.members) > 1 else 0,
                 )
             )
         return self._number

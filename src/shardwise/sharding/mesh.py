@@ -190,7 +190,11 @@ class DataMesh:
             me = dist.get_rank()
             own = next(row for row in rows.tolist() if me in row)
             column = rows[:, own.index(me)].tolist()
-            groups = [new_group(ranks) for ranks in (column, own)]
+            made = Peers().once(_smaller_groups)
+            for ranks in (tuple(column), tuple(own)):
+                if ranks not in made:
+                    made[ranks] = new_group(ranks)
+            groups = [made[tuple(column)], made[tuple(own)]]
             # In reports, such gathers belong to the dimension that the ranks are a part of.
             Peers(groups[1]).name_dimension(_names_of(self.mesh)[-1])
             mesh = DeviceMesh.from_group(
@@ -299,6 +303,11 @@ class DataMesh:
 def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     """Return the names of the dimensions of a data parallel mesh, for reports."""
     return mesh.mesh_dim_names or (("dp",) if mesh.ndim == 1 else ("replicate", "shard"))
+
+
+def _smaller_groups(world: Peers) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Keep the process groups of meshes over fewer ranks, by their ranks."""
+    return {}
 
 
 def _separate_groups(world: Peers) -> dict[tuple[int, ...], dist.ProcessGroup]:

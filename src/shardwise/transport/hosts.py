@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise._torch import c10d
 from shardwise.errors import RanksDivergedError
 from shardwise.transport.peers import Peers, polling
 
@@ -35,6 +36,8 @@ def announce(peers: Peers, wire: str) -> None:
     told = peers.once(_told)
     if not told:
         told.append(wire)
+        if not c10d.has_shared_store(peers.group):
+            return  # a simulated world: nobody else is there
         peers.store.set(f"{_KEY}/{peers.rank}", f"{_name()}\n{wire}")
 
 
@@ -81,6 +84,8 @@ def _told(peers: Peers) -> list[str]:
 
 
 def _read(peers: Peers) -> Sequence[Announced]:
+    if not c10d.has_shared_store(peers.group):
+        return [Announced(_name(), peers.once(_told)[0])] * peers.size
     with peers.collective(_DOING):  # the store may go with the rank that keeps it
         store = peers.store
         keys = {rank: f"{_KEY}/{rank}" for rank in range(peers.size)}

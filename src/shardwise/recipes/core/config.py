@@ -27,12 +27,14 @@ from shardwise.diloco.settings import (
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import (
+    HOST,
     REPLICATE,
     SHARD,
     MeshError,
     ShardingPlan,
     Strategy,
     parse_mesh,
+    reshard_over,
     resolve,
 )
 from shardwise.optim.offloaded.place import Place
@@ -272,6 +274,17 @@ class StrategyConfig:
             metavar="FORMATS",
             shown="fp32",
             completions=("bf16", "fp8", "int8", "reduce=int8,error-feedback"),
+        ),
+    )
+    reshard_after_forward: str | None = field(
+        default=None,
+        metadata=option(
+            "Between forward and backward, keep the parameters of each block cut over the ranks "
+            "of a host (host) or over so many ranks: only forward gathers between hosts.",
+            SHARDING,
+            metavar="RANKS",
+            shown="all ranks",
+            completions=(HOST,),
         ),
     )
     offload: str | None = field(
@@ -908,7 +921,20 @@ def resolve_sharding(config: ShardingConfig, world_size: int, hosts: int = 1) ->
     has = plan.names[1:] if plan.apart else plan.names
     unknown = config.wires.unknown(has)
     require(unknown is None, "--wire", f"the dimension {unknown}", f"one of {', '.join(has)}")
-    return plan
+    asked = config.reshard_after_forward
+    if asked is None:
+        return plan
+    with naming_mesh("--reshard-after-forward"):
+        return replace(plan, reshard_after_forward=reshard_over(plan, asked, world_size // hosts))
+
+
+@contextlib.contextmanager
+def naming_mesh(option: str, hint: str = "") -> Iterator[None]:
+    """Report what does not fit the mesh as a mistake in an option."""
+    try:
+        yield
+    except MeshError as error:
+        raise OptionError(option, error.found, error.expected + hint) from None
 
 
 def _plan_of(config: ShardingConfig, world_size: int, hosts: int) -> ShardingPlan:
@@ -919,10 +945,8 @@ def _plan_of(config: ShardingConfig, world_size: int, hosts: int) -> ShardingPla
         if replicas is None and config.over_hosts and config.strategy.is_hybrid:
             replicas = hosts
         return _resolve(option, config.strategy, world_size, replicas, hosts, hint)
-    try:
+    with naming_mesh("--mesh"):
         sizes = parse_mesh(config.mesh)
-    except MeshError as error:
-        raise OptionError("--mesh", error.found, error.expected) from None
     replicas = sizes.get(REPLICATE, 1)
     ranks = replicas * sizes.get(SHARD, 1)
     require(
@@ -937,10 +961,8 @@ def _plan_of(config: ShardingConfig, world_size: int, hosts: int) -> ShardingPla
 def _resolve(
     option: str, strategy: Strategy, world_size: int, replicas: int | None, hosts: int, hint: str
 ) -> ShardingPlan:
-    try:
+    with naming_mesh(option, hint):
         return resolve(strategy, world_size, replicas=replicas, hosts=hosts)
-    except MeshError as error:
-        raise OptionError(option, error.found, error.expected + hint) from None
 
 
 def as_json(config: Any) -> dict[str, Any]:

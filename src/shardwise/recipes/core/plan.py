@@ -143,6 +143,9 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
         checkpointing=sharding.activation_checkpointing,
         transport="auto" if sharding.transport is None else sharding.transport.value,
         wire=sharding.wires,
+        reshard_after_forward=(
+            None if sharding.reshard_after_forward is None else plan.reshard_after_forward
+        ),
         ranks_per_host=world.local_size,
         compiled=Compiled.BLOCKS if sharding.compile else Compiled.NOTHING,
         outer_states=outer,

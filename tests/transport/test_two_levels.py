@@ -1,0 +1,314 @@
+"""Wires over hosts of several ranks each: once over the link, with the contract of transports."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import RanksDivergedError
+from shardwise.transport import hosts, select
+from shardwise.transport.base import Label, Reduce, Transport
+from shardwise.transport.codecs import BLOCK
+from shardwise.transport.encoded import EncodedTransport
+from shardwise.transport.hosts import ranks_per_host
+from shardwise.transport.peers import Peers
+from shardwise.transport.select import encoded_transport
+from shardwise.transport.shm import futex
+from shardwise.transport.two_levels import TwoLevelTransport
+from shardwise.transport.wire import PLAIN, Wire
+from tests.harness import run_ranks
+from tests.threads import on_hosts, run_threads
+from tests.transport.conformance import check_cases, fuzz
+from tests.transport.encoded import CPU, SHARE, EncodedChecks, through
+
+INT8 = Wire(gather="int8", reduce="int8")
+FEEDBACK = Wire(reduce="int8", error_feedback=True)
+MIXED = Wire(gather="bf16", reduce="fp8", error_feedback=True)
+LABEL = Label("group")
+
+
+class Source:
+    """What a gradient is of."""
+
+
+def over_world(wire: Wire, requested: str = "c10d") -> TwoLevelTransport:
+    """The transport of all ranks, on several hosts."""
+    found = encoded_transport(dist.group.WORLD, CPU, wire, requested)
+    assert isinstance(found, TwoLevelTransport)
+    return found
+
+
+def on_hosts_of(local: int, fn: Any, world_size: int, *args: Any) -> list[Any]:
+    """Run a function on ranks, so many of them on each host."""
+    with on_hosts([str(rank // local) for rank in range(world_size)]):
+        return run_threads(fn, world_size, *args)
+
+
+def _values(rank: int, numel: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+# -- which ranks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("aabb", 2),
+        ("aaabbbccc", 3),
+        ("abc", 1),
+        ("aaaa", 4),
+        ("aab", None),  # one has more
+        ("abab", None),  # they take turns
+        ("abba", None),
+        ("aabbaa", None),  # one has two rows
+        ("aabbb", None),
+    ],
+)
+def test_hosts_are_even_if_each_has_as_many_ranks_in_a_row(
+    names: str, expected: int | None
+) -> None:
+    assert ranks_per_host(names) == expected
+
+
+def _kind(rank: int, world_size: int) -> type[Transport]:
+    return type(encoded_transport(dist.group.WORLD, CPU, INT8, "c10d"))
+
+
+@pytest.mark.parametrize("names", ["abc", "aaaa", "aab", "abab"])
+def test_other_ranks_have_one_level(names: str) -> None:
+    with on_hosts(list(names)):
+        assert set(run_threads(_kind, len(names))) == {EncodedTransport}
+
+
+def _shared(rank: int, world_size: int) -> None:
+    one = over_world(INT8)
+    assert over_world(INT8) is one
+    other = over_world(FEEDBACK)
+    assert other is not one
+    assert (one.rank, one.world_size) == (rank, world_size)
+
+
+def test_groups_of_parameters_share_a_transport() -> None:
+    on_hosts_of(2, _shared, 4)
+
+
+# -- the contract ----------------------------------------------------------------------------------
+
+
+def _contract(rank: int, world_size: int, wire: Wire, rounds: int) -> None:
+    checks = EncodedChecks(over_world(wire))
+    check_cases(checks)
+    fuzz(checks, rounds, seed=3, largest=3000)
+
+
+@pytest.mark.parametrize("wire", [INT8, MIXED, Wire(gather="int8")], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "local"),
+    [
+        (4, 2),
+        pytest.param(6, 2, marks=pytest.mark.long),
+        pytest.param(6, 3, marks=pytest.mark.long),
+    ],
+)
+def test_results_are_within_the_error_of_the_format(
+    wire: Wire, world_size: int, local: int
+) -> None:
+    on_hosts_of(local, _contract, world_size, wire, 5)
+
+
+def _reduced(rank: int, world_size: int, wire: Wire, steps: int) -> list[torch.Tensor]:
+    transport = over_world(wire)
+    sources = [Source() for _ in range(4)]
+    found = []
+    for step in range(steps):
+        tensors = [_values(rank, numel, step) for numel in (1, 3, 701, 4 * BLOCK)]
+        if rank == 1 and step == 1:
+            tensors[2][3] = float("nan")
+        transport.all_reduce_from(sources, tensors, Reduce.AVG, LABEL).wait()
+        shard = _values(rank, 300, step)
+        full = torch.empty(300 * world_size)
+        transport.all_gather([shard], [full], LABEL).wait()
+        own = full[rank * 300 : (rank + 1) * 300]
+        assert torch.equal(own, through(shard, wire.gather))
+        found += [*tensors, full]
+    return found
+
+
+@pytest.mark.parametrize(
+    "wire", [INT8, MIXED, Wire(reduce="int8", rounding="stochastic", seed=5)], ids=str
+)
+def test_all_ranks_end_with_the_same_bits(wire: Wire) -> None:
+    first, *others = on_hosts_of(2, _reduced, 4, wire, 3)
+    for other in others:
+        for one, same in zip(first, other, strict=True):
+            assert torch.equal(one.view(torch.int32), same.view(torch.int32))
+
+
+def _dropped(rank: int, world_size: int) -> torch.Tensor:
+    """Calls that nobody waits for, on some ranks, in other orders than those of the calls."""
+    transport = over_world(INT8)
+    shard, fulls = torch.full((300,), 1.0 + rank), torch.empty(3, 300 * world_size)
+    works = [transport.all_gather([shard], [full], LABEL) for full in fulls]
+    grads = torch.full((300 * world_size,), 1.0)
+    reduced = transport.reduce_scatter([grads], [torch.empty(300)], Reduce.SUM, LABEL)
+    if rank % 3:
+        works[rank - 1].wait()
+    if rank != 2:
+        reduced.wait()
+    last = torch.empty(300 * world_size)
+    transport.all_gather([shard], [last], LABEL).wait()
+    return last
+
+
+def test_a_rank_completes_what_it_does_not_wait_for() -> None:
+    first, *others = on_hosts_of(2, _dropped, 4)
+    expected = torch.arange(1.0, 5.0).repeat_interleave(300)
+    torch.testing.assert_close(first, expected)
+    assert all(torch.equal(first, other) for other in others)
+
+
+# -- sums ------------------------------------------------------------------------------------------
+
+
+def _scattered(rank: int, world_size: int) -> tuple[float, int]:
+    """The mean error of the sum over steps, and the elements for which errors are kept."""
+    numel, chunk = 1000, 270  # the last rank has less
+    transport, source = over_world(FEEDBACK), Source()
+    total, exact = torch.zeros(2, chunk, dtype=torch.float64)
+    for step in range(30):
+        values = [_values(each, numel, step) + 0.03 for each in range(world_size)]
+        expected = torch.stack(values).double().mean(0)[rank * chunk : (rank + 1) * chunk]
+        exact[: len(expected)] += expected
+        shard = torch.zeros(chunk)
+        transport.reduce_scatter_from([source], [values[rank]], [shard], Reduce.AVG, LABEL).wait()
+        total[: len(expected)] += shard[: len(expected)]
+    kept = sum(each.numel() for each in transport.across._errors.values())
+    return float((total - exact).abs().max()), kept
+
+
+def test_with_feedback_the_sum_over_steps_is_off_by_one_error() -> None:
+    found = on_hosts_of(2, _scattered, 4)
+    assert all(error <= 2 * SHARE["int8"] * 5 for error, _ in found)
+    # Of its own chunk on each host: 270 and 270, and 270 and 190 where the tail is missing.
+    assert [kept for _, kept in found] == [540, 460, 540, 460]
+
+
+def _fp16(rank: int, world_size: int) -> float:
+    shard = torch.empty(BLOCK, dtype=torch.float16)
+    full = torch.full((world_size * BLOCK,), 40_000.0 if rank < 2 else -39_000.0).half()
+    over_world(FEEDBACK).reduce_scatter([full], [shard], Reduce.SUM, LABEL).wait()
+    return float(shard[0])
+
+
+def test_sums_inside_a_host_are_made_in_fp32() -> None:
+    for found in on_hosts_of(2, _fp16, 4):  # 80,000 and -78,000, which fp16 does not have
+        assert found == pytest.approx(2_000, abs=80_000 / 200)
+
+
+def _spoiled(rank: int, world_size: int, bad: float) -> tuple[int, list[int]]:
+    """The blocks that are counted, and the finite elements of the chunk, then and a step later."""
+    transport, source = over_world(FEEDBACK), Source()
+    found = []
+    for value in (bad, 0.3):
+        full = torch.full((world_size * 2 * BLOCK,), 0.3)
+        if rank == 3:
+            full[5] = value
+        shard = torch.empty(2 * BLOCK)
+        transport.reduce_scatter_from([source], [full], [shard], Reduce.AVG, LABEL).wait()
+        found.append(int(shard.isfinite().sum()))
+    return transport.overflows, found
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_passes_as_such_and_is_counted_and_not_kept(bad: float) -> None:
+    first, *others = on_hosts_of(2, _spoiled, 4, bad)
+    assert first == (0, [BLOCK, 2 * BLOCK])
+    # Rank 2 sends it: rank 3 has added it up for the host.
+    assert others == [(0, [2 * BLOCK] * 2), (1, [2 * BLOCK] * 2), (0, [2 * BLOCK] * 2)]
+
+
+# -- real processes --------------------------------------------------------------------------------
+
+
+def _on_host(rank: int, local: int) -> Any:
+    """Say that ranks are on hosts of so many; they share memory there only."""
+
+    def share_memory(peers: Peers) -> Transport | str:
+        if len({each // local for each in peers.members}) > 1:
+            return "its ranks are on several hosts"
+        return select._share_memory(peers)
+
+    hosts._name = lambda: f"host {rank // local}"
+    return select.made_by(dataclasses.replace(select._factory, share_memory=share_memory))
+
+
+def _real(rank: int, world_size: int) -> str:
+    with _on_host(rank, 2):
+        for requested in ("c10d", "auto"):
+            transport = over_world(MIXED, requested)
+            checks = EncodedChecks(transport)
+            check_cases(checks)
+            fuzz(checks, 20, seed=3, largest=3000)
+            _reduced_and_dropped(transport)
+        before = transport.across.bytes_sent
+        full, shard = torch.ones(world_size * 64 * BLOCK), torch.empty(64 * BLOCK)
+        transport.reduce_scatter([full], [shard], Reduce.AVG, LABEL).wait()
+        # Its chunk of the other host, once.
+        assert transport.across.bytes_sent - before == 64 * (BLOCK + 4)
+    return transport.name
+
+
+def _reduced_and_dropped(transport: TwoLevelTransport) -> None:
+    tensors = [torch.full((5000,), 1.0) for _ in range(3)]
+    works = [transport.all_reduce([tensor], Reduce.SUM, LABEL) for tensor in tensors]
+    works[2].wait()
+    torch.testing.assert_close(tensors[2], torch.full((5000,), float(transport.world_size)))
+
+
+@pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
+def test_processes_share_memory_inside_hosts_and_send_messages_between() -> None:
+    assert run_ranks(_real, 4) == ["shm+gloo"] * 4
+
+
+def _alone(rank: int, world_size: int) -> None:
+    with _on_host(rank, 2):
+        transport = over_world(INT8, "auto")
+        shard, full = torch.ones(500), torch.empty(2000)
+        transport.all_gather([shard], [full], Label("model.layers.3")).wait()
+        if rank == 3:
+            os._exit(0)
+        transport.all_gather([shard], [full], Label("model.layers.3")).wait()
+
+
+@pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
+def test_all_ranks_notice_a_lost_one() -> None:
+    # Nobody waits for the timeout: that would be too late for the test.
+    first, *neighbors, _ = run_ranks(_alone, 4, pg_timeout=600, expect_failures=True)
+    for outcome in neighbors:
+        assert "lost rank 3 during the all-gather of model.layers.3" in str(outcome.error)
+    assert "lost rank 1 during the all-gather of model.layers.3" in str(first.error)
+
+
+def _disagree(rank: int, world_size: int) -> str:
+    with _on_host(rank, 2):
+        wire = PLAIN.common if rank == 2 else INT8
+        if rank == 2:
+            encoded_transport(dist.group.WORLD, CPU, wire, "auto")
+            return ""
+        with pytest.raises(RanksDivergedError) as caught:
+            encoded_transport(dist.group.WORLD, CPU, wire, "auto")
+    return str(caught.value)
+
+
+@pytest.mark.long
+def test_ranks_that_disagree_about_wires_are_told_before_they_meet() -> None:
+    for rank, message in enumerate(run_ranks(_disagree, 4, pg_timeout=600)):
+        if rank != 2:
+            assert f"rank {rank} has the wire gather=int8,reduce=int8" in message
+            assert "rank 2 has gather=fp32,reduce=fp32" in message
