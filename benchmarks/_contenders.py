@@ -24,6 +24,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from _models import build, groups
 
+#: Losses that agree to four decimals differ by less.
+FOUR_DECIMALS = 5e-5
+
 
 @dataclass(frozen=True)
 class Case:
@@ -86,11 +89,13 @@ class Contender(ABC):
         name: what the command line and the JSON call it.
         title: what tables call it.
         exchanges: whether ranks exchange gradients, so that the losses must agree.
+        tolerance: by how much a loss may differ from that of the others.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     exchanges: ClassVar[bool] = True
+    tolerance: ClassVar[float] = FOUR_DECIMALS
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -153,10 +158,10 @@ class ByModule(Contender):
             policy = policy_class(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = _model(case)
         mesh = self.mesh(case)
-        options |= {"mesh": mesh, "mp_policy": policy}
+        options |= {"mesh": mesh, "mp_policy": policy, **self.options()}
         *inner, last = groups(model)
         for group in inner:
-            fully_shard(group[0], reshard_after_forward=case.zero == 3, **options)
+            fully_shard(group[0], reshard_after_forward=self.reshard(case), **options)
         # The last group computes again at once: to free it in between would only cost a gather.
         fully_shard(last, reshard_after_forward=False, **options)
         fully_shard(model, **options)
@@ -166,6 +171,14 @@ class ByModule(Contender):
     def mesh(self, case: Case) -> DeviceMesh:
         """Make the mesh to shard over: all ranks, in one dimension."""
         return init_device_mesh(case.device, (case.ranks,), mesh_dim_names=("shard",))
+
+    def options(self) -> dict[str, Any]:
+        """Return what ``fully_shard`` gets besides."""
+        return {}
+
+    def reshard(self, case: Case) -> bool | int:
+        """Return ``reshard_after_forward`` of all groups but the last."""
+        return case.zero == 3
 
     @staticmethod
     @abstractmethod

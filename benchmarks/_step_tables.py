@@ -9,8 +9,6 @@ from typing import Any
 from _contenders import CONTENDERS, Case, Contender
 from _report import Table
 
-FOUR_DECIMALS = 5e-5
-
 COLUMNS = [
     "contender",
     "step s",
@@ -42,8 +40,8 @@ def disagreement(
 ) -> str | None:
     """Compare the losses of the contenders.
 
-    Those that exchange gradients must agree to four decimals at every step. The floor exchanges
-    none, so that only its very first loss is comparable.
+    Those that exchange gradients must agree to four decimals at every step, or as closely as they
+    say themselves. The floor exchanges none, so that only its very first loss is comparable.
 
     Args:
         case: of a document.
@@ -60,7 +58,7 @@ def disagreement(
         own = losses(case, name)
         comparable = len(own) if contenders[name].exchanges else 1
         for step, (mine, theirs) in enumerate(zip(own[:comparable], expected, strict=False)):
-            if not abs(mine - theirs) < FOUR_DECIMALS:  # NaN differs
+            if not abs(mine - theirs) < contenders[name].tolerance:  # NaN differs
                 found.append(
                     f"{name} differs from {reference} first at step {step}: {mine:.6f}, not "
                     f"{theirs:.6f}"

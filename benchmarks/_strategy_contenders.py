@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from _contenders import FSDP2, Case, Contender, Floor, Ours, OursAhead
+from _contenders import FOUR_DECIMALS, FSDP2, Case, Contender, Floor, Ours, OursAhead
+from shardwise import Wire
 from shardwise.diloco import DiLoCo, WireFormat
 from shardwise.frontends.strategies import REPLICATE, SHARD, ShardingPlan, Strategy, resolve
 
 HOSTS = 2
+#: By how much losses may differ in the first steps if values are encoded.
+NEAR = 0.05
+_BF16 = Wire(gather="bf16", reduce="bf16")
+_INT8 = Wire(gather="int8", reduce="int8", error_feedback=True)
 
 
 class Spread(OursAhead):
@@ -53,6 +58,24 @@ class Apart(Spread):
         self.diloco.flush()
 
 
+class Wired(Spread):
+    """A strategy with a wire between hosts, or with a second copy of the shards in each of them.
+
+    What its losses are is shown over many steps elsewhere: here they must be near the others.
+    """
+
+    wire: ClassVar[Wire]
+    kept_on_host: ClassVar[bool] = False
+
+    def options(self) -> dict[str, Any]:
+        """Return the wire."""
+        return {"wire": self.wire}
+
+    def reshard(self, case: Case) -> bool | int:
+        """Keep parameters cut over the ranks of a host between forward and backward."""
+        return case.ranks // HOSTS if self.kept_on_host else super().reshard(case)
+
+
 class OwnLoop(Ours):
     """``shardwise.fully_shard`` in a user's own loop, which gathers nothing ahead in forward."""
 
@@ -88,6 +111,20 @@ def _spread(named: str, titled: str, by: Strategy) -> type[Spread]:
     return Made
 
 
+def _wired(
+    named: str, titled: str, by: Strategy, wires: Wire, *, on_host: bool = False
+) -> type[Spread]:
+    class Made(Wired):
+        name = named
+        title = titled
+        strategy = by
+        wire = wires
+        kept_on_host = on_host
+        tolerance = FOUR_DECIMALS if wires.is_plain else NEAR
+
+    return Made
+
+
 def _apart(named: str, titled: str, kind: WireFormat) -> type[Apart]:
     class Made(Apart):
         name = named
@@ -105,6 +142,11 @@ STRATEGIES: dict[str, type[Contender]] = {
         _spread("full", "FULL_SHARD", Strategy.FULL_SHARD),
         _spread("hybrid", "HYBRID_SHARD", Strategy.HYBRID_SHARD),
         _spread("hybrid-zero2", "_HYBRID_SHARD_ZERO2", Strategy.HYBRID_SHARD_ZERO2),
+        _wired("full-kept", "FULL_SHARD, kept on host", Strategy.FULL_SHARD, Wire(), on_host=True),
+        _wired("full-bf16", "FULL_SHARD, bf16, kept", Strategy.FULL_SHARD, _BF16, on_host=True),
+        _wired("full-int8", "FULL_SHARD, int8, kept", Strategy.FULL_SHARD, _INT8, on_host=True),
+        _wired("hybrid-bf16", "HYBRID_SHARD, bf16", Strategy.HYBRID_SHARD, _BF16),
+        _wired("hybrid-int8", "HYBRID_SHARD, int8", Strategy.HYBRID_SHARD, _INT8),
         _apart("diloco", "DiLoCo, fp32", WireFormat.FP32),
         _apart("diloco-int8", "DiLoCo, int8", WireFormat.INT8),
         OwnLoop,

@@ -23,7 +23,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "strategies.py",
         *("--gbit", str(GBIT), "--params", "tiny", "--tokens", "16"),
         *("--rounds", "2", "--steps", "1", "--warmup", "1", "--local-steps", "5"),
-        *("--contenders", "hybrid,diloco-int8,fsdp2-hybrid,floor"),
+        *("--contenders", "hybrid,full-int8,diloco-int8,fsdp2-hybrid,floor"),
         *("--json", str(folder / "raw.json"), "--picture", str(folder / "picture.svg")),
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -48,6 +48,9 @@ def test_interfaces_count_what_crosses_and_no_more(document: dict[str, Any]) -> 
         one, several = case["beside"][name]["accumulated"]
         assert (one["microbatches"], several["microbatches"]) == (1, 4)
         assert max(several["sent"]) < 1.1 * max(one["sent"]), f"{name}: once per step"
+    for turn in case["contenders"]["full-int8"]:
+        # Every parameter and every gradient once, in a byte each: half from either host.
+        assert turn["sent"] == pytest.approx([0.28 * whole] * 2, rel=0.2)
     for turn in case["contenders"]["diloco-int8"]:
         assert max(turn["sent"]) < 0.05 * whole, "an inner step crosses hosts"
     for meeting in case["beside"]["diloco-int8"]["meetings"]:
