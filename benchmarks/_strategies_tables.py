@@ -86,8 +86,8 @@ def _table(case: dict[str, Any]) -> Table:
         columns=COLUMNS,
         rows=[_row(case, name) for name in turns],
         notes=[
-            f"losses: {'DIFFERENT: ' + wrong if wrong else 'OK, equal to four decimals'} (with wires: to 0.05; DiLoCo "
-            "and compute only: the first)",
+            f"losses: {'DIFFERENT: ' + wrong if wrong else 'OK, equal to four decimals'} (DiLoCo "
+            "and compute only: the first; with int8 and bf16 to 0.05)",
             f"{rounds} rounds; utilization: step of compute only over this step; MB: sent by the "
             "busier host, as its interface counts; memory: highest PSS of a rank",
         ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ from shardwise.sharding.module import FSDPModule
 from shardwise.sharding.state import groups_of
 from shardwise.transport.wire import PLAIN, Wires
 from tests.harness import run_ranks
+from tests.transport.encoded import on_host
 
 #: The kinds whose bytes must be equal.
 EXACT = (
@@ -65,6 +67,7 @@ class Training:
         accumulate: microbatches of a step.
         reshard_after_forward: in place of what the strategy says.
         wire: the formats of what is sent.
+        per_host: how many ranks share a host; 0: all.
         outer_states: how many copies of the shards DiLoCo keeps; 2 or 3 with its strategy.
     """
 
@@ -78,6 +81,7 @@ class Training:
     accumulate: int
     reshard_after_forward: bool | int | None = None
     wire: Wires = PLAIN
+    per_host: int = 0
     outer_states: int = 0
 
     @classmethod
@@ -131,6 +135,7 @@ class Training:
             reshard_after_forward=self.reshard_after_forward,
             transport=self.transport,
             wire=self.wire,
+            ranks_per_host=self.per_host or None,
             outer_states=self.outer_states,
             batch=lambda size: torch.ones(size, width),
         )
@@ -267,6 +272,11 @@ class Counts:
 
 def count(rank: int, world_size: int, training: Training) -> Found:
     """Train on one rank, and count in the third step."""
+    with on_host(rank, training.per_host) if training.per_host else nullcontext():
+        return _count(training)
+
+
+def _count(training: Training) -> Found:
     torch.manual_seed(0)
     counts = Counts()
     with observe.observing(counts):

@@ -49,6 +49,17 @@ def test_the_bytes_that_a_plan_sends_over_wires_are_exact(
 
 
 @pytest.mark.skipif(not futex.is_available(), reason="shared memory is for Linux on x86-64")
+def test_the_bytes_that_a_plan_sends_over_two_levels_are_exact() -> None:
+    drawn = replace(Training.draw(3, 4, transport="auto"), reshard_after_forward=2, per_host=2)
+    wire = Wires.parse("gather=int8,reduce=int8,error-feedback")
+    training = replace(drawn, mesh="dp=4", strategy=Strategy.FULL_SHARD, wire=wire)
+    for rank, found in enumerate(counted(training)):
+        sent = planned(training, rank).sent
+        assert sent == found.sent, f"collectives of rank {rank}"
+        assert {transport for *_, transport in sent} == {"shm", "gloo"}
+
+
+@pytest.mark.skipif(not futex.is_available(), reason="shared memory is for Linux on x86-64")
 @pytest.mark.parametrize(("seed", "outer_states", "transport"), [(1, 2, "shm"), (3, 3, "c10d")])
 def test_a_plan_of_replicas_that_train_apart_is_exact(
     seed: int, outer_states: int, transport: str

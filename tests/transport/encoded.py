@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import AbstractContextManager
+
 import torch
 import torch.distributed as dist
 
-from shardwise.transport.base import Reduce
+from shardwise.transport import hosts, select
+from shardwise.transport.base import Reduce, Transport
 from shardwise.transport.codecs import Room, decode, encode
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.formats import codec_of
+from shardwise.transport.peers import Peers
 from shardwise.transport.select import encoded_transport
 from shardwise.transport.wire import Wire, WireFormat
 from tests.transport.conformance import TOLERANCE, Checks
@@ -25,6 +30,18 @@ def over_world(wire: Wire, requested: str = "c10d") -> EncodedTransport:
     found = encoded_transport(dist.group.WORLD, CPU, wire, requested)
     assert isinstance(found, EncodedTransport)
     return found
+
+
+def on_host(rank: int, local: int) -> AbstractContextManager[None]:
+    """Act as if processes were on hosts of so many: only on the same one do they share memory."""
+
+    def share_memory(peers: Peers) -> Transport | str:
+        if len({each // local for each in peers.members}) > 1:
+            return "its ranks are on several hosts"
+        return select._share_memory(peers)
+
+    hosts._name = lambda: f"host {rank // local}"
+    return select.made_by(dataclasses.replace(select._factory, share_memory=share_memory))
 
 
 def through(values: torch.Tensor, name: str) -> torch.Tensor:

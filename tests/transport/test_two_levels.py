@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Any
 
@@ -11,12 +10,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import RanksDivergedError
-from shardwise.transport import hosts, select
 from shardwise.transport.base import Label, Reduce, Transport
 from shardwise.transport.codecs import BLOCK
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.hosts import ranks_per_host
-from shardwise.transport.peers import Peers
 from shardwise.transport.select import encoded_transport
 from shardwise.transport.shm import futex
 from shardwise.transport.two_levels import TwoLevelTransport
@@ -24,7 +21,7 @@ from shardwise.transport.wire import PLAIN, Wire
 from tests.harness import run_ranks
 from tests.threads import on_hosts, run_threads
 from tests.transport.conformance import check_cases, fuzz
-from tests.transport.encoded import CPU, SHARE, EncodedChecks, through
+from tests.transport.encoded import CPU, SHARE, EncodedChecks, on_host, through
 
 INT8 = Wire(gather="int8", reduce="int8")
 FEEDBACK = Wire(reduce="int8", error_feedback=True)
@@ -236,20 +233,8 @@ def test_what_is_not_finite_passes_as_such_and_is_counted_and_not_kept(bad: floa
 # -- real processes --------------------------------------------------------------------------------
 
 
-def _on_host(rank: int, local: int) -> Any:
-    """Say that ranks are on hosts of so many; they share memory there only."""
-
-    def share_memory(peers: Peers) -> Transport | str:
-        if len({each // local for each in peers.members}) > 1:
-            return "its ranks are on several hosts"
-        return select._share_memory(peers)
-
-    hosts._name = lambda: f"host {rank // local}"
-    return select.made_by(dataclasses.replace(select._factory, share_memory=share_memory))
-
-
 def _real(rank: int, world_size: int) -> str:
-    with _on_host(rank, 2):
+    with on_host(rank, 2):
         for requested in ("c10d", "auto"):
             transport = over_world(MIXED, requested)
             checks = EncodedChecks(transport)
@@ -277,7 +262,7 @@ def test_processes_share_memory_inside_hosts_and_send_messages_between() -> None
 
 
 def _alone(rank: int, world_size: int) -> None:
-    with _on_host(rank, 2):
+    with on_host(rank, 2):
         transport = over_world(INT8, "auto")
         shard, full = torch.ones(500), torch.empty(2000)
         transport.all_gather([shard], [full], Label("model.layers.3")).wait()
@@ -296,7 +281,7 @@ def test_all_ranks_notice_a_lost_one() -> None:
 
 
 def _disagree(rank: int, world_size: int) -> str:
-    with _on_host(rank, 2):
+    with on_host(rank, 2):
         wire = PLAIN.common if rank == 2 else INT8
         if rank == 2:
             encoded_transport(dist.group.WORLD, CPU, wire, "auto")

@@ -115,8 +115,9 @@ class Wire:
             keeps a shard too; shards stay exact.
         reduce: the format of gradients. They are decoded and added in fp32.
         error_feedback: add to a gradient what encoding lost of the one before. It takes 4 bytes per
-            element of what a rank reduces: of its shard in an all-reduce between replicas, but of
-            the full parameter in a reduce-scatter. Checkpoints do not have it.
+            element of what a rank exchanges: of its shard in an all-reduce between replicas, but of
+            the full parameter in a reduce-scatter, divided by the ranks of a host if several share
+            each. Checkpoints do not have it.
         rounding: of int8 gradients: to the nearest number, or up or down at random, so that the
             expected value is exact.
         seed: of the random numbers, which also depend on the rank, the parameter and how often its
