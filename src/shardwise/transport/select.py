@@ -177,8 +177,9 @@ def _levels(peers: Peers) -> Levels:
     members, number = peers.members, peers.rank % local
     own = members[peers.rank - number :][:local]
     made = Levels(new_group(members[number::local]), new_group(own), new_group(own))
-    for group in (made.across, made.gathers, made.reductions):
-        Peers(group).name_dimension(peers.dimension)
+    Peers(made.across).name_dimension(f"{peers.dimension} across hosts".strip())
+    for group in (made.gathers, made.reductions):
+        Peers(group).name_dimension(f"{peers.dimension} inside a host".strip())
     return made
 
 
