@@ -240,7 +240,7 @@ def _real(rank: int, world_size: int) -> str:
             checks = EncodedChecks(transport)
             check_cases(checks)
             fuzz(checks, 20, seed=3, largest=3000)
-            _reduced_and_dropped(transport)
+            _interleaved(transport, over_world(INT8, requested))
         before = transport.across.bytes_sent
         full, shard = torch.ones(world_size * 64 * BLOCK), torch.empty(64 * BLOCK)
         transport.reduce_scatter([full], [shard], Reduce.AVG, LABEL).wait()
@@ -249,11 +249,22 @@ def _real(rank: int, world_size: int) -> str:
     return transport.name
 
 
-def _reduced_and_dropped(transport: TwoLevelTransport) -> None:
-    tensors = [torch.full((5000,), 1.0) for _ in range(3)]
-    works = [transport.all_reduce([tensor], Reduce.SUM, LABEL) for tensor in tensors]
-    works[2].wait()
-    torch.testing.assert_close(tensors[2], torch.full((5000,), float(transport.world_size)))
+def _interleaved(one: TwoLevelTransport, other: TwoLevelTransport) -> None:
+    """Two wires take turns over the same ranks, and the last is waited for first."""
+    rank, world_size = one.rank, one.world_size
+    shard = torch.full((5000,), 1.0 + rank)
+    fulls = [torch.empty(5000 * world_size) for _ in range(6)]
+    sums = [torch.full((5000,), 1.0) for _ in range(6)]
+    works = []
+    for i, transport in enumerate((one, other) * 3):
+        works.append(transport.all_gather([shard], [fulls[i]], LABEL))
+        works.append(transport.all_reduce([sums[i]], Reduce.SUM, LABEL))
+    for work in reversed(works):
+        work.wait()
+    expected = torch.arange(1.0, world_size + 1).repeat_interleave(5000)
+    for full, total in zip(fulls, sums, strict=True):
+        torch.testing.assert_close(full, expected)
+        torch.testing.assert_close(total, torch.full((5000,), float(world_size)))
 
 
 @pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")

@@ -124,7 +124,7 @@ def encoded_transport(
         if ranks_per_host(hosts) in (None, 1, len(hosts)):
             found = _one_level(group, device, wire, inner, _factory.background)
         else:
-            found = _two_levels(peers.once(_levels), device, wire, requested)
+            found = _two_levels(peers, device, wire, requested)
         in_use[key] = found
     return found
 
@@ -142,11 +142,16 @@ def _one_level(
 
 
 def _two_levels(
-    levels: Levels, device: torch.device, wire: Wire, requested: str
+    peers: Peers, device: torch.device, wire: Wire, requested: str
 ) -> TwoLevelTransport:
+    levels, followers = peers.once(_levels), peers.once(_followers)
+
+    def follower(exchange: AllToAll) -> Background:
+        return followers.setdefault(device, _factory.follower(exchange))
+
     between = select_transport(levels.across, device, "c10d" if requested == "auto" else requested)
     return TwoLevelTransport(
-        _one_level(levels.across, device, wire, between, _factory.follower),
+        _one_level(levels.across, device, wire, between, follower),
         select_transport(levels.gathers, device, requested),
         select_transport(levels.reductions, device, requested),
         device,
@@ -181,6 +186,11 @@ def _levels(peers: Peers) -> Levels:
     for group in (made.gathers, made.reductions):
         Peers(group).name_dimension(f"{peers.dimension} inside a host".strip())
     return made
+
+
+def _followers(peers: Peers) -> dict[torch.device, Background]:
+    """Keep who follows up, by device: one for all wires, as they share what is inside a host."""
+    return {}
 
 
 def _checked(requested: str | None) -> str:
