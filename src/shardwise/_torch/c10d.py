@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -42,6 +43,39 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     cpu = torch.device("cpu")
     options = group._get_backend(cpu if cpu in types else types[0]).options
     return float(options._timeout.total_seconds())
+
+
+def group_between_worlds(
+    store: Any, rank: int, size: int, *, connecting: timedelta, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Create a gloo group of processes that are in no common world, for tensors on the CPU.
+
+    Its ranks are numbered by themselves: they are no ranks of the default group.
+
+    Args:
+        store: in which only these processes meet.
+        rank: of this process in the group.
+        size: of the group.
+        connecting: how long the processes may take to come together.
+        timeout: how long a message may take afterwards.
+    """
+    backend = dist.ProcessGroupGloo(store, rank, size, connecting)
+    backend.options._timeout = timeout
+    backend._set_default_timeout(timeout)
+    group = dist.ProcessGroup(store, rank, size)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    world = dist.distributed_c10d._world
+    world.pg_map[group] = ("gloo", store)
+    world.pg_group_ranks[group] = {number: number for number in range(size)}
+    world.pg_backend_config[group] = "cpu:gloo"
+    return group
+
+
+def forget_group_between_worlds(group: dist.ProcessGroup) -> None:
+    """Forget a group of :func:`group_between_worlds`; its connections end with the last user."""
+    world = dist.distributed_c10d._world
+    for known in (world.pg_map, world.pg_group_ranks, world.pg_backend_config):
+        known.pop(group, None)
 
 
 @contextmanager

@@ -9,14 +9,27 @@ from shardwise._lazy import lazy_names
 
 if TYPE_CHECKING:
     from shardwise.diloco.api import DiLoCo
+    from shardwise.diloco.quorum import Quorum
+    from shardwise.diloco.quorum_server import QuorumServer
     from shardwise.diloco.settings import OuterSGD, Overlapped, Streaming, TopK, WireFormat
 
-__all__ = ["DiLoCo", "OuterSGD", "Overlapped", "Streaming", "TopK", "WireFormat"]
+__all__ = [
+    "DiLoCo",
+    "OuterSGD",
+    "Overlapped",
+    "Quorum",
+    "QuorumServer",
+    "Streaming",
+    "TopK",
+    "WireFormat",
+]
 
 _HOME = {
     "DiLoCo": "shardwise.diloco.api",
     "OuterSGD": "shardwise.diloco.settings",
     "Overlapped": "shardwise.diloco.settings",
+    "Quorum": "shardwise.diloco.quorum",
+    "QuorumServer": "shardwise.diloco.quorum_server",
     "Streaming": "shardwise.diloco.settings",
     "TopK": "shardwise.diloco.settings",
     "WireFormat": "shardwise.diloco.settings",

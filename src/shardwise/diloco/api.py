@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.diloco import members, state
 from shardwise.diloco.average import Average
 from shardwise.diloco.fragment import Fragment, Pending, assign_to_fragments, local_of
+from shardwise.diloco.quorum import Quorum
+from shardwise.diloco.rounds import Rounds, check_alone
 from shardwise.diloco.settings import (
     OuterSGD,
     Overlapped,
@@ -67,7 +69,8 @@ class DiLoCo(AroundOptimizer):
         outer: the outer optimizer.
         every: inner steps of a round.
         group: one rank of every replica, those that hold the same shards: a process group, or a
-            dimension of a mesh, such as ``mesh["replicate"]``. ``None`` for a single replica.
+            dimension of a mesh, such as ``mesh["replicate"]``. ``None`` for a single replica. With
+            a :class:`~shardwise.diloco.Quorum`, replicas are independent of each other.
         wire: the format of pseudo-gradients on the wire.
         error_feedback: add what encoding has lost to the next pseudo-gradient. By default, with
             formats of less than a byte per element, which do not go without it.
@@ -91,7 +94,7 @@ class DiLoCo(AroundOptimizer):
         inner: torch.optim.Optimizer,
         *,
         every: int,
-        group: dist.ProcessGroup | DeviceMesh | None,
+        group: dist.ProcessGroup | DeviceMesh | Quorum | None,
         outer: OuterSGD | None = None,
         wire: WireFormat | TopK = WireFormat.FP32,
         error_feedback: bool | None = None,
@@ -108,6 +111,7 @@ class DiLoCo(AroundOptimizer):
         self._sent_before = 0
         self._all_to_all: AllToAll | None = None
         self._group: dist.ProcessGroup | None = None
+        self._rounds: Rounds | None = None
         parameters = trained_parameters(model, inner)
         feedback = keeps_errors(self._wire, error_feedback)
         blocks = [set(block.parameters()) for block in repeated_blocks(model)]
@@ -118,7 +122,18 @@ class DiLoCo(AroundOptimizer):
             )
             if part
         ]
-        self.change_group(group)
+        if not isinstance(group, Quorum):
+            self.change_group(group)
+            return
+        self._rounds = Rounds(
+            group,
+            check_alone(self._fragments, self._streaming.overlap),
+            every=every,
+            outer=self._outer,
+            wire=self._wire,
+            settings=f"every={every}, {self._outer}, {self._wire}",
+            reshard=self._reshard,
+        )
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -154,6 +169,9 @@ class DiLoCo(AroundOptimizer):
             PeerLostError: as for :meth:`step`, and so are other errors.
         """
         self.steps += 1
+        if self._rounds is not None:
+            self._rounds.after_step(self.steps)
+            return
         overlap = self._streaming.overlap
         for fragment in self._fragments:
             pending = fragment.pending
@@ -215,12 +233,16 @@ class DiLoCo(AroundOptimizer):
     @property
     def bytes_sent(self) -> int:
         """The bytes of encoded pseudo-gradients that this rank has sent to other replicas."""
+        if self._rounds is not None:
+            return self._rounds.bytes_sent
         return self._sent_before + (
             self._all_to_all.bytes_sent if self._all_to_all is not None else 0
         )
 
     def change_group(self, group: dist.ProcessGroup | DeviceMesh | None) -> None:
         """Continue with other replicas; every rank of the new group calls it or creates its DiLoCo.
+
+        Not with a :class:`~shardwise.diloco.Quorum`, whose replicas come and go by themselves.
 
         Exchanges in progress are finished with the old group; a replica that leaves passes
         ``None``. If the old group is broken, they are given up and nothing is lost: what inner
@@ -235,10 +257,12 @@ class DiLoCo(AroundOptimizer):
             group: as for the constructor.
 
         Raises:
-            ValueError: it is not a group of replicas.
+            ValueError: it is not a group of replicas, or there is a quorum.
             RanksDivergedError: replicas have different models or settings.
             PeerLostError: a member of the new group is lost.
         """
+        if self._rounds is not None:
+            raise ValueError("group: replicas that meet at a quorum have none that could change")
         group = checked_group(group, self._fragments)
         broken = self._finish_if_possible()
         self._sent_before = self.bytes_sent
@@ -264,6 +288,32 @@ class DiLoCo(AroundOptimizer):
                 fragment.move_inner_by(moved)
             fragment.rounds, fragment.even_at = rounds, agreed.leader.even_at[i]
 
+    def join(self) -> None:
+        """Take part from now on, with the outer parameters of the replicas that are there.
+
+        Only with a :class:`~shardwise.diloco.Quorum`; the first step does it otherwise. Call it
+        after loading a checkpoint. What this replica has loaded is kept if no other one has newer
+        outer parameters.
+
+        Raises:
+            RanksDivergedError: the other replicas have a different model or different settings.
+            PeerLostError: the server of the quorum cannot be reached.
+        """
+        if self._rounds is not None:
+            self._rounds.join()
+
+    def count_tokens(self, tokens: int) -> None:
+        """Count tokens of the step that follows: the weight of this replica in the next average.
+
+        Only with a :class:`~shardwise.diloco.Quorum`, whose replicas may bring more or less to a
+        round. Call it before every step on all replicas, or on none: then steps are counted.
+
+        Args:
+            tokens: of all ranks of this replica; equal on all of them.
+        """
+        if self._rounds is not None:
+            self._rounds.count_tokens(tokens)
+
     def finish_exchanges(self) -> None:
         """Wait for the exchanges in progress. Their results are still applied when they are due.
 
@@ -283,6 +333,9 @@ class DiLoCo(AroundOptimizer):
         Raises:
             PeerLostError: as for :meth:`step`, and so are other errors.
         """
+        if self._rounds is not None:
+            self._rounds.flush(self.steps)
+            return
         for fragment in self._fragments:
             if fragment.pending is not None:
                 self._apply(fragment)

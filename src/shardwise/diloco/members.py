@@ -48,7 +48,7 @@ class Report:
             rounds=tuple(fragment.rounds for fragment in fragments),
             steps=steps,
             even_at=tuple(fragment.even_at for fragment in fragments),
-            digests=tuple(map(_digest, fragments)),
+            digests=tuple(map(digest, fragments)),
         )
 
     def lacks(self, other: Report) -> list[bool]:
@@ -125,11 +125,12 @@ def broadcast_outer_state(group: dist.ProcessGroup, leader_rank: int, fragment: 
                     send()
 
 
-def _digest(fragment: Fragment) -> int:
-    digest = xxhash.xxh64()
+def digest(fragment: Fragment) -> int:
+    """Return a digest of the outer parameters and momentum of this rank's shards."""
+    found = xxhash.xxh64()
     for flat in (fragment.outer, fragment.momentum):
-        digest.update(flat.cpu().numpy().data)
-    return digest.intdigest()
+        found.update(flat.cpu().numpy().data)
+    return found.intdigest()
 
 
 def _difference(one: Report, other: Report) -> tuple[str, str] | None:

@@ -7,6 +7,7 @@ that follows. The server parses nothing that others send. Messages are signed, n
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import hmac
 import itertools
@@ -201,6 +202,7 @@ class StoreServer:
         self._values: dict[bytes, bytes] = {}
         self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._clients: dict[bytes, _Client] = {}
+        self._heard: dict[bytes, float] = {}  # when each client sent its last message
 
     def start(self) -> None:
         """Serve from now on."""
@@ -224,6 +226,32 @@ class StoreServer:
         clients = list(self._clients.values())
         return {client.name.decode(errors="replace"): client.address for client in clients}
 
+    def silence(self) -> dict[str, float]:
+        """Return how long each client that is connected has sent nothing, in seconds."""
+        now, heard = time.monotonic(), dict(self._heard)
+        return {name.decode(errors="replace"): now - at for name, at in heard.items()}
+
+    def values(self, prefix: str) -> dict[str, bytes]:
+        """Return all values whose keys begin with a prefix, by the rest of the key."""
+        found: concurrent.futures.Future[dict[bytes, bytes]] = concurrent.futures.Future()
+        start = prefix.encode()
+        self._call(
+            lambda: found.set_result(
+                {key: value for key, value in self._values.items() if key.startswith(start)}
+            )
+        )
+        values = found.result(_HANDSHAKE).items() if self._thread.is_alive() else ()
+        return {key[len(start) :].decode(errors="replace"): value for key, value in values}
+
+    def forget(self, prefix: str) -> None:
+        """Delete all keys that begin with a prefix."""
+
+        def delete() -> None:
+            for key in [key for key in self._values if key.startswith(prefix.encode())]:
+                del self._values[key]
+
+        self._call(delete)
+
     def drop(self, name: str, reason: str) -> None:
         """End the connection to a client on purpose. It raises :class:`StoreDroppedError`."""
         self._call(lambda: self._drop(name.encode(), reason))
@@ -234,6 +262,7 @@ class StoreServer:
 
     def _drop(self, name: bytes, reason: str) -> None:
         client = self._clients.pop(name, None)
+        self._heard.pop(name, None)
         if client is not None:
             self._values[CLOSED.encode() + name] = reason.encode()
             client.end(b"dropped", reason)
@@ -318,6 +347,7 @@ class StoreServer:
         if earlier is not None:
             earlier.end(b"dropped", "another connection has its name")
         self._clients[client.name] = client
+        self._heard[client.name] = time.monotonic()
         reason: str | None = "the connection was closed"
         try:
             await self._answer(client)
@@ -328,7 +358,7 @@ class StoreServer:
             reason = getattr(error, "strerror", None) or str(error)
         finally:
             if self._clients.get(client.name) is client:
-                del self._clients[client.name]
+                del self._clients[client.name], self._heard[client.name]
                 if reason is not None:
                     self._values[CLOSED.encode() + client.name] = reason.encode()
 
@@ -336,6 +366,7 @@ class StoreServer:
         """Answer the requests of a client until its goodbye."""
         while True:
             number, request, *arguments = await self._message(client.connection, client.session)
+            self._heard[client.name] = time.monotonic()
             if request == b"goodbye":
                 return
             try:

@@ -1,0 +1,591 @@
+"""Who takes part in which round, where replicas come and go on their own.
+
+    joining ──> training ──> ready ──> averaged ──> training, one round further
+       │ fetch     ^           │ ^        │
+       └───────────┘           │ └────────┘ the attempt is given up
+         behind <──────────────┘ the others went on without it
+
+Every replica reports what it does (:class:`Report`); from all reports, and from who can be heard,
+the coordinator derives what is to be done (:class:`Plan`). Reports are facts, not requests: a
+report may come twice, late, or not at all, and the next one makes up for it.
+
+A round ends in two phases. Its members average what they have, and keep the result. Once all have
+reported it, the round is committed, and each member applies its result when it learns of that. If a
+member is lost before, the attempt is given up: nobody applies anything, and the others try again
+without it. A replica that was left out takes the outer state of a later round from a member.
+
+No torch, no network, no clock here; see :mod:`shardwise.diloco.quorum_server` for these.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+#: A clock that jumps by more seconds between two looks was suspended, and so was who is not heard.
+_SUSPENDED = 1.0
+#: Attempts of a round with the same members, after which one member at a time is left out.
+_PATIENCE = 2
+_MAX_TEXT = 4096
+_MAX_RANKS = 4096
+
+
+class State(enum.Enum):
+    """What a replica does."""
+
+    JOINING = "joining"  # it has just started, and waits to be told with what to begin
+    TRAINING = "training"
+    READY = "ready"  # it waits for the exchange of this round
+    AVERAGED = "averaged"  # it has the result of an attempt, and waits for it to be committed
+    FAILED = "failed"  # its attempt has failed
+    LEFT = "left"  # it has finished, and takes no part any more
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a replica says of itself.
+
+    Attributes:
+        incarnation: unique for this start of the replica.
+        ranks: number of its ranks; each has a connection of its own.
+        settings: what must be equal on all replicas, in words.
+        digest: of the outer state with which it joined.
+        version: outer steps of its outer state.
+        state: what it does.
+        attempt: the number of the attempt that ``AVERAGED`` and ``FAILED`` are about.
+        tokens: tokens trained on since its work was last applied: its weight in the average.
+        fetched: the number of the last fetch that has succeeded.
+        refetch: the number of the last fetch that has failed.
+    """
+
+    incarnation: str
+    ranks: int
+    settings: str
+    digest: str
+    version: int
+    state: State
+    attempt: int = 0
+    tokens: int = 0
+    fetched: int = 0
+    refetch: int = 0
+
+    def to_json(self) -> str:
+        """Return one line of JSON."""
+        return json.dumps({**asdict(self), "state": self.state.value})
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Report:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            values = json.loads(text)
+            report = cls(**{**values, "state": State(values["state"])})
+        except (TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"found {text[:80]!r}, expected a report of a replica") from error
+        texts = (report.incarnation, report.settings, report.digest)
+        numbers = [report.version, report.attempt, report.tokens, report.ranks]
+        numbers += [report.fetched, report.refetch]
+        if not all(isinstance(each, str) and len(each) <= _MAX_TEXT for each in texts):
+            raise ValueError("found texts that are too long or none, expected a report")
+        if not all(type(each) is int and 0 <= each < 2**62 for each in numbers):
+            raise ValueError("found numbers that are none or too large, expected a report")
+        if not (1 <= report.ranks <= _MAX_RANKS and report.incarnation.isalnum()):
+            raise ValueError("found no ranks or no incarnation, expected a report")
+        return report
+
+
+def client_name(replica: int, incarnation: str, rank: int) -> str:
+    """Return the name of the connection of a replica's rank to the server."""
+    return f"replica/{replica}/{incarnation}/{rank}"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt at the exchange of a round.
+
+    Attributes:
+        number: 1, 2, ... over all rounds.
+        version: the round: outer steps that all its members have made.
+        group: the number of the attempt whose process group it uses.
+        members: incarnation of each member, by the number of the replica.
+        tokens: the weight of each member, by the number of the replica.
+    """
+
+    number: int
+    version: int
+    group: int
+    members: dict[int, str]
+    tokens: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """An outer state to be sent from one replica to another.
+
+    Attributes:
+        number: 1, 2, ... over all.
+        incarnation: of the one that receives.
+        source: the replica that sends.
+        source_incarnation: of that one.
+        version: the least number of outer steps that it sends.
+    """
+
+    number: int
+    incarnation: str
+    source: int
+    source_incarnation: str
+    version: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done, as all replicas are told.
+
+    Attributes:
+        version: outer steps that are committed; -1 until the replicas have come together.
+        deadline: seconds that a round waits for a replica that is late.
+        called: a replica waits for the exchange of this round; the others come after their step.
+        attempt: the one under way.
+        fetches: by the replica that receives.
+        welcome: incarnations that have joined with the outer state that they had.
+        refused: why an incarnation cannot take part.
+    """
+
+    version: int
+    deadline: float
+    called: bool = False
+    attempt: Attempt | None = None
+    fetches: dict[int, Fetch] = field(default_factory=dict)
+    welcome: tuple[str, ...] = ()
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Plan:
+        """Read what :meth:`to_json` wrote."""
+        values = json.loads(text)
+        attempt = values["attempt"]
+        return cls(
+            **{
+                **values,
+                "attempt": None if attempt is None else attempt_of(attempt),
+                "fetches": {int(r): Fetch(**each) for r, each in values["fetches"].items()},
+                "welcome": tuple(values["welcome"]),
+            }
+        )
+
+
+def attempt_of(values: Mapping[str, Any]) -> Attempt:
+    """Read an attempt that was written as JSON."""
+    by_number = {
+        name: {int(replica): value for replica, value in values[name].items()}
+        for name in ("members", "tokens")
+    }
+    return Attempt(**{**values, **by_number})
+
+
+class Kind(enum.Enum):
+    """What has happened."""
+
+    LOST = "lost"  # its connections have ended
+    JOINED = "joined"  # it takes part from now on
+    CAUGHT_UP = "caught up"  # it was late, and takes part again
+    ROUND = "round"  # the members have made an outer step
+    LEFT = "left"  # it has finished
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that has happened.
+
+    Attributes:
+        kind: what.
+        round: outer steps that are committed.
+        replica: to whom; -1: to the members of a round.
+        source: the replica that sent the outer state; -1: nobody had to.
+        seconds: how long it took.
+        live: replicas that take part.
+        attempt: that was committed.
+        attempts: attempts that the round took.
+        late: replicas that are connected, and were left out of the round.
+    """
+
+    kind: Kind
+    round: int
+    replica: int = -1
+    source: int = -1
+    seconds: float = 0.0
+    live: tuple[int, ...] = ()
+    attempt: Attempt | None = None
+    attempts: int = 0
+    late: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A replica, as it is seen now."""
+
+    report: Report
+    is_connected: bool
+    is_silent: bool
+
+    @property
+    def is_alive(self) -> bool:
+        return self.is_connected and not self.is_silent and self.report.state is not State.LEFT
+
+
+class Coordinator:
+    """Decides who takes part in which round.
+
+    Args:
+        replicas: how many are expected at the start.
+        deadline: seconds that a round waits for a replica that is late, and after which one that is
+            not heard is taken for silent.
+        start_timeout: seconds that the first replica to come waits for the others.
+    """
+
+    def __init__(self, replicas: int, deadline: float, start_timeout: float) -> None:
+        self._expected = replicas
+        self._deadline = deadline
+        self._start_timeout = start_timeout
+        self.plan = Plan(-1, deadline)
+        self._seen: dict[int, _Seen] = {}
+        self._began: float | None = None  # of waiting for replicas to come together
+        self._called_at: float | None = None
+        self._attempted_at = 0.0
+        self._attempts = 0  # at this round
+        self._number = 0
+        self._fetch_number = 0
+        self._fetched_at: dict[int, float] = {}
+        self._tried: dict[int, set[int]] = {}
+        self._groups: dict[tuple[tuple[int, str], ...], int] = {}
+        self._last: Attempt | None = None  # committed
+        self._members: dict[int, str] = {}  # incarnations that take part, or are late
+        self._left: set[str] = set()
+        self._looked: float | None = None
+        self._trust_silence_from = 0.0
+        self._events: list[Event] = []
+
+    @property
+    def last_members(self) -> Mapping[int, str]:
+        """Incarnations of the members of the last round, by the number of the replica."""
+        return {} if self._last is None else self._last.members
+
+    def look(
+        self, now: float, reports: Mapping[int, bytes], silence: Mapping[str, float]
+    ) -> list[Event]:
+        """Look at the replicas, and change the plan.
+
+        Args:
+            now: in seconds, of a clock that never goes back.
+            reports: the report of each replica, as it was received.
+            silence: for each connection, by :func:`client_name`: seconds since it was last heard.
+
+        Returns:
+            What has happened. Then the plan has changed, if anything has.
+        """
+        self._events = []
+        if self._looked is not None and now - self._looked > _SUSPENDED:
+            gap = now - self._looked
+            self._trust_silence_from = now + _SUSPENDED
+            self._began = None if self._began is None else self._began + gap
+            self._called_at = None if self._called_at is None else self._called_at + gap
+        self._looked = now
+        self._see(reports, silence, now >= self._trust_silence_from)
+        self._note_lost()
+        if self.plan.version < 0 or self._is_headless:
+            self._come_together(now)
+        else:
+            self._began = None
+        if self.plan.version >= 0:
+            self._watch_attempt(now)
+            self._watch_fetches(now)
+            if self.plan.attempt is None:
+                self._begin_if_due(now)
+        return self._events
+
+    # -- who is there ------------------------------------------------------------------------------
+
+    def _see(
+        self, reports: Mapping[int, bytes], silence: Mapping[str, float], trusted: bool
+    ) -> None:
+        seen: dict[int, _Seen] = {}
+        for replica, text in sorted(reports.items()):
+            try:
+                report = Report.from_json(text)
+            except ValueError:  # not by a replica of ours: what else it says counts as little
+                continue
+            names = [client_name(replica, report.incarnation, r) for r in range(report.ranks)]
+            heard = [silence.get(name) for name in names]
+            is_connected = all(each is not None for each in heard)
+            silent = trusted and any(s is not None and s >= self._deadline for s in heard)
+            if report.incarnation in self.plan.refused:
+                continue
+            seen[replica] = _Seen(report, is_connected, silent)
+        self._seen = seen
+
+    def _note_lost(self) -> None:
+        for replica, incarnation in list(self._members.items()):
+            each = self._seen.get(replica)
+            if each is not None and each.report.incarnation == incarnation:
+                if each.report.state is State.LEFT:
+                    self._forget(replica, Kind.LEFT)
+                elif not each.is_connected:
+                    self._forget(replica, Kind.LOST)
+            else:
+                self._forget(replica, Kind.LOST)
+
+    def _forget(self, replica: int, kind: Kind) -> None:
+        del self._members[replica]
+        self._drop_fetch(replica)
+        live = tuple(sorted(self._members))
+        self._events.append(Event(kind, self.plan.version, replica, live=live))
+
+    @property
+    def _is_headless(self) -> bool:
+        """Whether nobody is left who has the outer state of this round, so that it is chosen anew.
+
+        A member that is silent has it, and may come back: others wait for it as at the start.
+        """
+        return not any(self._is_member(r) and each.is_alive for r, each in self._seen.items())
+
+    def _is_member(self, replica: int) -> bool:
+        each = self._seen.get(replica)
+        return each is not None and self._members.get(replica) == each.report.incarnation
+
+    def _is_current(self, replica: int) -> bool:
+        """Whether a replica lives and has the outer state of this round."""
+        each = self._seen[replica]
+        if not (self._is_member(replica) and each.is_alive):
+            return False
+        return each.report.version == self.plan.version
+
+    def _is_applying(self, replica: int) -> bool:
+        """Whether a member of the last round has still to apply its result."""
+        each, last = self._seen[replica], self._last
+        return (
+            last is not None
+            and last.members.get(replica) == each.report.incarnation
+            and each.report.version == last.version
+            and last.version + 1 == self.plan.version
+        )
+
+    # -- the beginning -----------------------------------------------------------------------------
+
+    def _come_together(self, now: float) -> None:
+        """Let the replica with the most outer steps be the first, once all are there."""
+        live = {r: each.report for r, each in self._seen.items() if each.is_alive}
+        if not live:
+            self._began = None
+            return
+        self._began = now if self._began is None else self._began
+        if len(live) < self._expected and now - self._began < self._start_timeout:
+            return
+        self._began = None
+        first = max(live, key=lambda replica: (live[replica].version, -replica))
+        leader = live[first]
+        self.plan = replace(
+            self.plan,
+            version=leader.version,
+            called=False,
+            attempt=None,
+            fetches={},
+            welcome=(*self.plan.welcome, leader.incarnation),
+        )
+        self._last, self._called_at, self._attempts = None, None, 0
+        self._members[first] = leader.incarnation
+        self._events.append(Event(Kind.JOINED, leader.version, first, live=(first,)))
+        for replica, report in live.items():
+            if replica != first:
+                alike = (report.version, report.digest) == (leader.version, leader.digest)
+                self._admit(replica, report, leader, first, alike=alike)
+
+    def _admit(
+        self, replica: int, report: Report, leader: Report, first: int, *, alike: bool
+    ) -> bool:
+        """Let a replica take part; return whether its settings allow that."""
+        if report.settings != leader.settings:
+            told = (
+                f"DiLoCo: replica {replica} has {report.settings}; replica {first} has "
+                f"{leader.settings}. All replicas need the same model, sharded in the same way, "
+                "and the same settings"
+            )
+            self.plan = replace(self.plan, refused={**self.plan.refused, report.incarnation: told})
+            return False
+        if alike:
+            self._members[replica] = report.incarnation
+            self.plan = replace(self.plan, welcome=(*self.plan.welcome, report.incarnation))
+            live = tuple(sorted(self._members))
+            self._events.append(Event(Kind.JOINED, self.plan.version, replica, live=live))
+        return True
+
+    # -- catching up -------------------------------------------------------------------------------
+
+    def _watch_fetches(self, now: float) -> None:
+        for replica, each in self._seen.items():
+            report, fetch = each.report, self.plan.fetches.get(replica)
+            if fetch is not None and fetch.incarnation != report.incarnation:
+                self._drop_fetch(replica)
+                fetch = None
+            if not each.is_alive:
+                continue
+            if fetch is not None:
+                self._watch_fetch(now, replica, fetch)
+            elif not self._is_member(replica) or (
+                report.version != self.plan.version and not self._is_applying(replica)
+            ):
+                self._assign(now, replica)
+
+    def _watch_fetch(self, now: float, replica: int, fetch: Fetch) -> None:
+        report = self._seen[replica].report
+        if report.fetched == fetch.number:
+            joins = not self._is_member(replica)
+            self._members[replica] = report.incarnation
+            seconds = now - self._fetched_at.get(replica, now)
+            self._drop_fetch(replica)
+            self._tried.pop(replica, None)
+            self._events.append(
+                Event(
+                    Kind.JOINED if joins else Kind.CAUGHT_UP,
+                    report.version,
+                    replica,
+                    fetch.source,
+                    seconds,
+                    tuple(sorted(self._members)),
+                )
+            )
+        elif report.refetch == fetch.number or not self._can_send(fetch):
+            self._tried.setdefault(replica, set()).add(fetch.source)
+            self._drop_fetch(replica)
+            self._assign(now, replica)
+
+    def _can_send(self, fetch: Fetch) -> bool:
+        each = self._seen.get(fetch.source)
+        return (
+            each is not None and each.is_alive and self._is_member(fetch.source)
+        ) and each.report.incarnation == fetch.source_incarnation
+
+    def _assign(self, now: float, replica: int) -> None:
+        """Say from whom a replica gets the outer state of this round."""
+        sources = [r for r in self._seen if r != replica and self._is_current(r)]
+        if not sources:
+            return  # all are about to apply the last round, or are silent
+        tried = self._tried.setdefault(replica, set())
+        if tried >= set(sources):
+            tried.clear()
+        source = min(r for r in sources if r not in tried)
+        report, theirs = self._seen[replica].report, self._seen[source].report
+        if not self._admit(replica, report, theirs, source, alike=False):
+            return
+        self._fetch_number += 1
+        fetch = Fetch(
+            self._fetch_number, report.incarnation, source, theirs.incarnation, self.plan.version
+        )
+        self._fetched_at.setdefault(replica, now)
+        self.plan = replace(self.plan, fetches={**self.plan.fetches, replica: fetch})
+
+    def _drop_fetch(self, replica: int) -> None:
+        if replica in self.plan.fetches:
+            rest = {r: each for r, each in self.plan.fetches.items() if r != replica}
+            self.plan = replace(self.plan, fetches=rest)
+            self._fetched_at.pop(replica, None)
+
+    # -- rounds ------------------------------------------------------------------------------------
+
+    def _watch_attempt(self, now: float) -> None:
+        attempt = self.plan.attempt
+        if attempt is None:
+            return
+        states = [self._state_in(attempt, replica) for replica in attempt.members]
+        if all(state is State.AVERAGED for state in states):
+            self._commit(now, attempt)
+        elif any(state in (None, State.FAILED) for state in states):
+            self.plan = replace(self.plan, attempt=None)
+            self._groups.clear()  # its connections are closed
+
+    def _state_in(self, attempt: Attempt, replica: int) -> State | None:
+        """Return how far a member is with an attempt; None: it is lost or silent."""
+        each = self._seen.get(replica)
+        if each is None or not self._is_member(replica):
+            return None
+        report = each.report
+        if report.incarnation != attempt.members[replica]:
+            return None
+        if report.attempt == attempt.number and report.state is State.AVERAGED:
+            return State.AVERAGED  # even if it is silent by now
+        if not each.is_alive:
+            return None
+        return State.FAILED if report.attempt == attempt.number else State.READY
+
+    def _commit(self, now: float, attempt: Attempt) -> None:
+        late = tuple(
+            replica
+            for replica in sorted(self._members)
+            if replica not in attempt.members and self._seen[replica].is_connected
+        )
+        self._last = attempt
+        self.plan = replace(self.plan, version=attempt.version + 1, called=False, attempt=None)
+        self._called_at = None
+        self._events.append(
+            Event(
+                Kind.ROUND,
+                attempt.version + 1,
+                seconds=now - self._attempted_at,
+                live=tuple(sorted(self._members)),
+                attempt=attempt,
+                attempts=self._attempts,
+                late=late,
+            )
+        )
+        self._attempts = 0
+
+    def _begin_if_due(self, now: float) -> None:
+        current = {r: each.report for r, each in self._seen.items() if self._is_current(r)}
+        ready = {r: report for r, report in current.items() if self._waits(report)}
+        if not ready:
+            self.plan = replace(self.plan, called=False)
+            self._called_at = None
+            return
+        if self._called_at is None:
+            self._called_at = now
+            self.plan = replace(self.plan, called=True)
+        awaited = sum(each.is_alive and self._is_applying(r) for r, each in self._seen.items())
+        awaited += len(current) - len(ready)
+        if awaited and now - self._called_at < self._deadline:
+            return
+        self._attempts += 1
+        members = dict(sorted(ready.items()))
+        if self._attempts > _PATIENCE and len(members) > 1:
+            # All live, and still they cannot reach each other: look for the one who is the cause.
+            del members[sorted(members)[-(self._attempts - _PATIENCE) % len(members)]]
+        self._number += 1
+        self._attempted_at = now
+        names = {r: report.incarnation for r, report in members.items()}
+        attempt = Attempt(
+            number=self._number,
+            version=self.plan.version,
+            group=self._groups.setdefault(tuple(names.items()), self._number),
+            members=names,
+            tokens={r: report.tokens for r, report in members.items()},
+        )
+        self._groups = {tuple(names.items()): attempt.group}
+        self.plan = replace(self.plan, attempt=attempt)
+
+    def _waits(self, report: Report) -> bool:
+        """Whether a replica waits for an attempt: it is ready, or the last one has failed."""
+        return report.state in (State.READY, State.AVERAGED, State.FAILED)
+
+
+def numbers_of(replicas: Iterable[int]) -> str:
+    """Return numbers for people: ``0, 2 and 3``."""
+    *rest, last = map(str, replicas)
+    return f"{', '.join(rest)} and {last}" if rest else last

@@ -1,0 +1,129 @@
+"""The server at which replicas that come and go on their own meet.
+
+It holds what they report and what they are told, in a store of its own, and the addresses by which
+members of an exchange find each other. Parameters do not pass through it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from shardwise.diloco.coordinator import Coordinator, Event, Kind
+from shardwise.elastic.network import listening
+from shardwise.elastic.store import SERVER, StoreServer
+
+#: The keys: what replicas are told, which attempt committed a round, and what replicas report.
+PLAN = f"{SERVER}quorum"
+COMMIT = f"{SERVER}commit/"
+REPORT = "report/"
+#: What members of an attempt, and both ends of a fetch, find each other by.
+MEETING = "meeting/"
+
+_TICK = 0.02  # seconds between two looks at the reports
+_MEETINGS_KEPT = 64  # attempts for which addresses are kept
+
+_log = logging.getLogger(__name__)
+
+
+class QuorumServer:
+    """A server for replicas that come and go on their own; :class:`Quorum` is the other end.
+
+    Use it as a context, or call :meth:`close`.
+
+    Args:
+        replicas: how many are expected at the start. Later there may be more or fewer.
+        deadline: seconds that a round waits for a replica that is late, once another one is ready;
+            and seconds without a sign of life after which a replica is left out. More than a step
+            takes.
+        address: where to listen; by default on this host only.
+        port: where to listen; 0: any that is free.
+        token: what replicas must hold; empty: whoever reaches the port may take part.
+        start_timeout: seconds that the first replica waits for the others, at the start and after
+            all were lost.
+        told: called with everything that happens, by the server's thread.
+
+    Attributes:
+        port: where it listens.
+
+    Raises:
+        ValueError: an argument is out of range.
+        OSError: it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        replicas: int,
+        *,
+        deadline: float,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        token: str = "",
+        start_timeout: float = 60.0,
+        told: Callable[[Event], object] = lambda event: None,
+    ) -> None:
+        if replicas < 1:
+            raise ValueError(f"replicas: found {replicas}, expected 1 or more")
+        for name, seconds in (("deadline", deadline), ("start_timeout", start_timeout)):
+            if not 0 < seconds < float("inf"):
+                raise ValueError(f"{name}: found {seconds}, expected seconds, a number above 0")
+        listener = listening(address, port)
+        self.port = int(listener.getsockname()[1])
+        self._coordinator = Coordinator(replicas, deadline, start_timeout)
+        self._told = told
+        self._store = StoreServer(listener, token.encode())
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="shardwise quorum", daemon=True)
+        self._store.start()
+        self._store.put(PLAN, self._coordinator.plan.to_json().encode())
+        self._thread.start()
+
+    def __enter__(self) -> QuorumServer:
+        """Return the server."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the server."""
+        self.close()
+
+    def close(self) -> None:
+        """End all connections. Replicas go on training, and look for the server for a while."""
+        self._over.set()
+        self._thread.join()
+        self._store.close()
+
+    def took_part(self, replica: int, incarnation: str) -> bool:
+        """Whether a replica was a member of the last round."""
+        return self._coordinator.last_members.get(replica) == incarnation
+
+    def _watch(self) -> None:
+        while not self._over.wait(_TICK):
+            try:
+                self._look()
+            except Exception:  # replicas train on meanwhile
+                _log.exception("the quorum server could not look at its replicas")
+
+    def _look(self) -> None:
+        before = self._coordinator.plan
+        reports = {
+            int(replica): text
+            for replica, text in self._store.values(REPORT).items()
+            if replica.isdecimal() and len(replica) < 10
+        }
+        events = self._coordinator.look(time.monotonic(), reports, self._store.silence())
+        for event in events:
+            self._record(event)
+        if self._coordinator.plan != before:
+            self._store.put(PLAN, self._coordinator.plan.to_json().encode())
+        for event in events:
+            self._told(event)
+
+    def _record(self, event: Event) -> None:
+        """Write down which attempt committed a round, before replicas are told that one did."""
+        if event.kind is Kind.ROUND and event.attempt is not None:
+            self._store.put(f"{COMMIT}{event.round}", json.dumps(asdict(event.attempt)).encode())
+            self._store.forget(f"{MEETING}{event.attempt.number - _MEETINGS_KEPT}/")
