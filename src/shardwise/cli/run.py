@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -13,9 +14,17 @@ from pathlib import Path
 
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, Backend, Nodes, Terms, spans_hosts
-from shardwise.elastic.rank import StopSignals, run_rank
+from shardwise.elastic.rank import StopSignals, importing, run_rank
 from shardwise.elastic.restarts import run_here, run_over_hosts
-from shardwise.elastic.world import LOCKED, World, find_world, launched_here, usable_cores
+from shardwise.elastic.world import (
+    LOCKED,
+    ReplicaWorld,
+    World,
+    find_replica,
+    find_world,
+    launched_here,
+    usable_cores,
+)
 from shardwise.recipes.core.config import check_nproc, require
 from shardwise.recipes.core.job import Job
 from shardwise.recipes.core.option import HOSTS, option
@@ -168,10 +177,17 @@ def run(job: Job, launch: LaunchConfig) -> None:
     if spans_hosts(nodes):
         job.span_hosts()
     world = find_world()
+    replica = find_replica()
+    if world is not None and replica is not None:
+        job.be_replica(replica)
+        job.check(replica.among_all(world))
+        run_rank(world, job.run)
     processes = check_nproc(launch.nproc, world)
     if world is not None:
         if not launched_here():
             _check_no_launcher(launch, nodes)
+            expected = "none given: a launcher of Shardwise starts such replicas, with --nproc"
+            require(job.deadline is None, "--diloco-deadline", job.deadline, expected)
         job.check(world)
         if launch.plan and world.rank == 0 and not launched_here():
             held = contextlib.ExitStack()
@@ -185,6 +201,8 @@ def run(job: Job, launch: LaunchConfig) -> None:
             return
         run_rank(world, job.run)
     require(launch.max_restarts >= 0, "--max-restarts", launch.max_restarts, "0 or more")
+    expected = "none given with --nnodes: replicas that are worlds of their own are on one host"
+    require(nodes is None or job.deadline is None, "--diloco-deadline", job.deadline, expected)
     # Several hosts may each have a disk of their own, and would each choose for themselves.
     chosen = job.choose_folder() if nodes is None else None
     hosts = 1 if nodes is None else _expected_hosts(job, processes, nodes)
@@ -205,7 +223,10 @@ def run(job: Job, launch: LaunchConfig) -> None:
             held.enter_context(job.lock_folder())
             os.environ[LOCKED] = "1"
             held.callback(os.environ.pop, LOCKED)
-        code = _launch(job, processes, nodes, launch.max_restarts)
+        if job.deadline is not None:
+            code = _launch_replicas(job, processes, job.deadline, launch.max_restarts)
+        else:
+            code = _launch(job, processes, nodes, launch.max_restarts)
     if code and nodes is None:
         job.report_lost()
     sys.exit(code)
@@ -231,12 +252,7 @@ def _check_no_launcher(launch: LaunchConfig, nodes: Nodes | None) -> None:
 
 def _launch(job: Job, processes: int, nodes: Nodes | None, max_restarts: int) -> int:
     """Start this host's ranks, and wait for them."""
-    threads = max(1, usable_cores() // processes)
-    print(
-        f"starting   {_number(processes, 'process', 'es')}, {_number(threads, 'thread', 's')}"
-        f"{' each' if processes > 1 else ''}; importing torch takes a moment",
-        flush=True,
-    )
+    _say_starting(processes)
     command = _command_of(job)
     if nodes is None:
         return run_here(command, processes, max_restarts)
@@ -245,6 +261,41 @@ def _launch(job: Job, processes: int, nodes: Nodes | None, max_restarts: int) ->
         return run_over_hosts(command, processes, nodes, max_restarts)
     terms = Terms(job.options(), lambda hosts: _why_not(job, _world(hosts, processes)))
     return run_over_hosts(command, processes, nodes, max_restarts, terms)
+
+
+def _launch_replicas(job: Job, processes: int, deadline: float, max_restarts: int) -> int:
+    """Start every replica as a world of its own, and wait for them."""
+    count = job.replicas(_world(1, processes))
+    _say_starting(processes)
+    with importing():  # here, and not before: it takes seconds
+        from shardwise.diloco import QuorumServer
+        from shardwise.diloco.coordinator import Event
+        from shardwise.elastic.replicas import ReplicaLauncher
+        from shardwise.recipes.core.rounds import RoundsFile
+    with contextlib.ExitStack() as held:
+        file = RoundsFile(job.begin_folder().quorum, count)
+        held.callback(file.close)
+        token = secrets.token_hex()
+
+        def told(event: Event) -> None:
+            file.happened(event)
+            if event.attempt is not None:
+                launcher.made_round(tuple(event.attempt.members))
+
+        server = held.enter_context(QuorumServer(count, deadline=deadline, token=token, told=told))
+        launcher = ReplicaLauncher(
+            _command_of(job),
+            ReplicaWorld(0, count, f"127.0.0.1:{server.port}", token, 0),
+            processes // count,
+            max_restarts,
+            started=file.started,
+            lost=file.lost,
+        )
+        code = launcher.run()
+        if launcher.finished and 0 not in launcher.finished:
+            first = min(launcher.finished)
+            print(f"run        {job.config.train.output.out}/replicas/{first} has the model")
+        return code
 
 
 def meeting(nodes: Nodes) -> str:
@@ -259,6 +310,15 @@ def meeting(nodes: Nodes) -> str:
             f"{TOKEN} or {TOKEN_FILE} on all hosts"
         )
     return "\n".join(lines)
+
+
+def _say_starting(processes: int) -> None:
+    threads = max(1, usable_cores() // processes)
+    print(
+        f"starting   {_number(processes, 'process', 'es')}, {_number(threads, 'thread', 's')}"
+        f"{' each' if processes > 1 else ''}; importing torch takes a moment",
+        flush=True,
+    )
 
 
 def _world(hosts: int, processes: int) -> World:

@@ -150,6 +150,7 @@ class Plan:
     Attributes:
         version: outer steps that are committed; -1 until the replicas have come together.
         deadline: seconds that a round waits for a replica that is late.
+        live: replicas that take part, or are late.
         called: a replica waits for the exchange of this round; the others come after their step.
         attempt: the one under way.
         fetches: by the replica that receives.
@@ -159,6 +160,7 @@ class Plan:
 
     version: int
     deadline: float
+    live: tuple[int, ...] = ()
     called: bool = False
     attempt: Attempt | None = None
     fetches: dict[int, Fetch] = field(default_factory=dict)
@@ -180,6 +182,7 @@ class Plan:
                 "attempt": None if attempt is None else attempt_of(attempt),
                 "fetches": {int(r): Fetch(**each) for r, each in values["fetches"].items()},
                 "welcome": tuple(values["welcome"]),
+                "live": tuple(values["live"]),
             }
         )
 
@@ -311,6 +314,7 @@ class Coordinator:
             self._watch_fetches(now)
             if self.plan.attempt is None:
                 self._begin_if_due(now)
+        self.plan = replace(self.plan, live=tuple(sorted(self._members)))
         return self._events
 
     # -- who is there ------------------------------------------------------------------------------

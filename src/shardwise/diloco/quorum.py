@@ -41,6 +41,7 @@ from shardwise.transport.peers import Peers
 
 T = TypeVar("T")
 
+TIMEOUT = 600.0  # seconds
 _POLL = 0.1  # seconds between two looks at the plan while training
 _EAGER_POLL = 0.01  # while this replica waits for others
 _RETRY = 0.5  # seconds between attempts to connect again
@@ -88,7 +89,7 @@ class Quorum:
         *,
         group: dist.ProcessGroup | None = None,
         token: str = "",
-        timeout: float = 600.0,
+        timeout: float = TIMEOUT,
     ) -> None:
         if replica < 0:
             raise ValueError(f"replica: found {replica}, expected 0 or more")
@@ -331,9 +332,10 @@ class Quorum:
             self.report(state=State.TRAINING)
         return fetch
 
+    @property
     def has_peers(self) -> bool:
-        """Whether other replicas have begun, from whom this one can fetch. Every rank calls it."""
-        return self._decide(lambda: self._plan.version >= 0)
+        """Whether other replicas have begun, from whom this one can fetch."""
+        return self._plan.version >= 0 and bool(self._plan.live)
 
     # -- exchanges ---------------------------------------------------------------------------------
 

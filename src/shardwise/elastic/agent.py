@@ -280,7 +280,7 @@ class Agent(LocalElasticAgent):
         first = min(failed, key=lambda rank: (rank.is_secondary, rank.failed_at))
         self._kill_ranks()
         code = _show(first, self._meeting.nproc * self._meeting.hosts)
-        self._logs.lost = f"rank {first.rank} {_how(first)}"
+        self._logs.lost = f"rank {first.rank} {how_failed(first)}"
         if secondary:
             return Outcome(code, Result.SECONDARY)
         mistakes = [rank for rank in failed if rank.report and rank.report.ending is Ending.USER]
@@ -559,7 +559,7 @@ def _environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _how(rank: LocalRank) -> str:
+def how_failed(rank: LocalRank) -> str:
     """Return in a few words how a rank failed."""
     if rank.report is not None:
         return f"failed: {rank.report.text.strip().rpartition(chr(10))[2]}"
@@ -574,7 +574,7 @@ def _show(rank: LocalRank, nproc: int) -> int:
             say(f"error: rank {rank.rank} of {nproc} failed:")
         say(rank.report.text)
         return rank.report.exit_code
-    code, how = rank.code or 1, _how(rank)
+    code, how = rank.code or 1, how_failed(rank)
     if -code == signal.SIGKILL:
         how += " (the system may have run out of memory)"
     tail = rank.tail()

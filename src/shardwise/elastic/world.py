@@ -21,6 +21,12 @@ LOCKED = "SHARDWISE_LOCKED"  # set if the launcher holds the lock of the run's f
 LOST = "SHARDWISE_LOST"  # who was lost before this generation of ranks began
 JOB = "SHARDWISE_JOB"  # id of the job, the same after a restart
 
+# Set by our launcher for the ranks of a replica that is a world of its own.
+REPLICA = "SHARDWISE_REPLICA"  # its number and the number of replicas, such as 2/4
+RESTARTS = "SHARDWISE_REPLICA_RESTARTS"  # how often it was restarted
+QUORUM = "SHARDWISE_QUORUM"  # address and port where the replicas meet
+QUORUM_TOKEN = "SHARDWISE_QUORUM_TOKEN"
+
 # Set by a program that runs ranks in workers of its own.
 WORKER_JOB = "SHARDWISE_WORKER_JOB"  # id of the job, the same after a restart
 
@@ -67,6 +73,50 @@ def find_world(environ: Mapping[str, str] | None = None) -> World | None:
     local_size = _number(env, "LOCAL_WORLD_SIZE", size, low=1)
     local_rank = _number(env, "LOCAL_RANK", rank, low=0, below=local_size)
     return World(rank, size, local_rank, local_size)
+
+
+@dataclass(frozen=True)
+class ReplicaWorld:
+    """A replica that is a world of its own, among those that train together.
+
+    Attributes:
+        number: 0 .. count - 1.
+        count: number of replicas.
+        server: address and port where they meet.
+        token: what lets a replica take part.
+        restarts: how often this one was restarted.
+    """
+
+    number: int
+    count: int
+    server: str
+    token: str
+    restarts: int
+
+    def among_all(self, own: World) -> World:
+        """Return a rank of this replica among the ranks of all of them, all on one host."""
+        rank, size = self.number * own.size + own.rank, self.count * own.size
+        return World(rank, size, rank, size)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that :func:`find_replica` reads."""
+        return {
+            REPLICA: f"{self.number}/{self.count}",
+            RESTARTS: str(self.restarts),
+            QUORUM: self.server,
+            QUORUM_TOKEN: self.token,
+        }
+
+
+def find_replica(environ: Mapping[str, str] | None = None) -> ReplicaWorld | None:
+    """Return the replica that this process is a rank of, if that is a world of its own."""
+    env = os.environ if environ is None else environ
+    if REPLICA not in env:
+        return None
+    number, _, count = env[REPLICA].partition("/")
+    return ReplicaWorld(
+        int(number), int(count), env[QUORUM], env.get(QUORUM_TOKEN, ""), int(env[RESTARTS])
+    )
 
 
 def usable_cores() -> int:

@@ -57,7 +57,8 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
     vocabulary = load_vocabulary(config.tokenizer_name, config.tokenizer_option)
     model = _build(inputs.settings, config, vocabulary)
     introduction = _notes(config, vocabulary, model)
-    data = open_data(inputs.text, vocabulary, config, place.world, place.device)
+    world, readers = place.world, place.readers
+    data = open_data(inputs.text, vocabulary, config, world, place.device, readers)
     introduction += [("data", data.summary), *([("warning", data.notes)] if data.notes else [])]
     adapters = None if config.lora is None else _adapters(model, config)
     blocks = decoder_layers(model)
@@ -77,12 +78,20 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
     if train.sharding.compile:
         compile_blocks(blocks)
     span = replace(inputs.span, per_epoch=data.per_epoch)
-    steps = span.steps_in_all(train.examples_per_step(place.world.size))
+    steps = span.steps_in_all(train.examples_per_step(place.readers.size))
     curve = learning_rate(train.optimizer, steps)
     optimizer = make_optimizer(model, train.optimizer)
     replicas = None
     if train.diloco is not None:
-        optimizer, replicas = replicas_of(model, optimizer, place.mesh, train.diloco)
+        optimizer, replicas = replicas_of(
+            model,
+            optimizer,
+            place.mesh,
+            train.diloco,
+            config.seq_length,
+            place.replica,
+            train.peer_timeout,
+        )
         introduction.append(("replicas", str(train.diloco)))
     use = Utilization.of(model, config.seq_length, place.device, config.peak_flops)
     return Task(

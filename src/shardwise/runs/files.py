@@ -20,6 +20,8 @@ SAMPLE = "sample.txt"
 CONFUSION = "confusion.png"
 CHECKPOINTS = "checkpoints"
 LOCK = "run.lock"
+QUORUM = "quorum.jsonl"
+REPLICAS = "replicas"  # a folder
 
 _MOST_BYTES = 1024  # of a lock
 

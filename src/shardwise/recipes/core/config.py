@@ -462,6 +462,17 @@ class DilocoConfig:
         ),
     )
 
+    deadline: float | None = field(
+        default=None,
+        metadata=option(
+            "Make every replica a world of its own, which may be lost and come back. A round waits "
+            "for one that is late for so many seconds.",
+            DILOCO,
+            name="--diloco-deadline",
+            metavar="SECONDS",
+        ),
+    )
+
     @property
     def outer(self) -> OuterSGD:
         """The outer optimizer."""
@@ -810,6 +821,11 @@ def _check_diloco(config: TrainConfig) -> None:
         "" if kept else ", or a whole round with steps that are kept"
     )
     require(0 <= overlap <= most, "--diloco-overlap", overlap, expected)
+    if (deadline := diloco.deadline) is not None:
+        require(0 < deadline < math.inf, "--diloco-deadline", deadline, "a number above 0")
+        expected = "one fragment, without overlap, with --diloco-deadline"
+        require(parts == 1, "--diloco-fragments", parts, expected)
+        require(overlap == 0, "--diloco-overlap", overlap, expected)
     try:
         check_streaming(diloco.streaming, steps)
     except ValueError as error:

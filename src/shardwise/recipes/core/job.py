@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.elastic.rank import StopSignals, importing
-from shardwise.elastic.world import World
-from shardwise.recipes.core.begin import check_folder, compared
-from shardwise.recipes.core.config import Existing
+from shardwise.elastic.world import ReplicaWorld, World
+from shardwise.recipes.core.begin import check_folder, compared, decided
+from shardwise.recipes.core.config import Existing, resolve_sharding
 from shardwise.recipes.core.recipe import Inputs, Recipe, RecipeConfig
 from shardwise.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
 
@@ -56,6 +56,31 @@ class Job:
         """Note that the job is over several hosts."""
         sharding = replace(self.config.train.sharding, over_hosts=True)
         self.config = replace(self.config, train=replace(self.config.train, sharding=sharding))
+
+    def be_replica(self, replica: ReplicaWorld) -> None:
+        """Note that this process is a rank of a replica that is a world of its own."""
+        output = self.config.train.output
+        if replica.number:
+            out = RunDir(output.out).replicas / str(replica.number)
+            output = replace(output, out=out)
+        self.config = replace(self.config, train=replace(self.config.train, output=output))
+
+    @property
+    def deadline(self) -> float | None:
+        """Seconds that a round waits for a replica; None: replicas are no worlds of their own."""
+        diloco = self.config.train.diloco
+        return None if diloco is None else diloco.deadline
+
+    def replicas(self, world: World) -> int:
+        """Return the number of replicas in a world."""
+        return resolve_sharding(self.config.train.sharding, world.size).shape[0]
+
+    def begin_folder(self) -> RunDir:
+        """Make the folder of the run, and delete what is to be overwritten."""
+        output = self._checked().train.output
+        files = RunDir(output.out)
+        files.begin(decided(output))
+        return files
 
     def choose_folder(self) -> str | None:
         """Choose the folder of the run, if the user has not: ``runs/lm-2`` beside ``runs/lm``.

@@ -94,9 +94,9 @@ class Loop:
         self._task = task
         self._config = config
         self._span = span
-        self._world = place.world
+        self._readers = place.readers
         self._device = place.device
-        self._per_step = config.examples_per_step(place.world.size)
+        self._per_step = config.examples_per_step(place.readers.size)
         self._checkpoints = checkpoints
         self._journal = journal
         self._display = place.display
@@ -131,7 +131,7 @@ class Loop:
                         started = time.perf_counter()
                         before, outcome = position, self._step(position)
                         self._durations.append(time.perf_counter() - started)
-                    position = outcome.position
+                    position = self._reached(outcome.position)
                     self._write(outcome)
                     self._signals.stepped()
                     if outcome.saved:
@@ -181,11 +181,23 @@ class Loop:
         exchanged = time.perf_counter()
         if not (math.isfinite(mean) and math.isfinite(norm)):
             raise DivergedError(self._divergence(position.step, mean, norm))
+        if task.replicas is not None:
+            task.replicas.count(self._config.accumulate * self._config.batch_size)
         task.optimizer.step()
         task.optimizer.zero_grad()
         task.after_step()
         self._updating = time.perf_counter() - exchanged
         return _Outcome(position, mean, norm, lr, memory_mib, stop, saved, ranks)
+
+    def _reached(self, position: Position) -> Position:
+        """Return how far this rank is after a step; the replicas may be further than it was."""
+        replicas = self._task.replicas
+        if replicas is None:
+            return position
+        step = replicas.reached(position.step)
+        if self._span.steps is not None:
+            step = max(position.step, min(step, self._span.steps))
+        return Position(step, position.examples + (step - position.step) * self._per_step)
 
     def _accumulate(self, position: Position) -> torch.Tensor:
         """Run forward and backward over this rank's microbatches; return the mean loss."""
@@ -222,7 +234,7 @@ class Loop:
     def _batch(self, position: Position, micro: int) -> Any:
         """Return this rank's part of a microbatch of the step from a position on."""
         size = self._config.batch_size
-        first = position.examples + (micro * self._world.size + self._world.rank) * size
+        first = position.examples + (micro * self._readers.size + self._readers.rank) * size
         began = time.perf_counter()
         batch = self._task.data.batch(first, size)
         self._loading += time.perf_counter() - began

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
 
-from shardwise.elastic.world import World
+from shardwise.elastic.world import ReplicaWorld, World
 from shardwise.frontends.strategies import ShardingPlan
 from shardwise.recipes.core.checkpointing import Resumable
 from shardwise.recipes.core.config import TrainConfig
@@ -148,7 +148,10 @@ class Place:
     """Where a rank trains.
 
     Attributes:
-        world: this rank among all.
+        world: this rank among those that are in one process group.
+        readers: this rank among all that train together, between whom examples are divided; the
+            same, unless replicas are worlds of their own.
+        replica: the replica that this world is, if it is one.
         device: where it computes.
         plan: how the model is sharded.
         mesh: over which ranks.
@@ -156,10 +159,12 @@ class Place:
     """
 
     world: World
+    readers: World
     device: torch.device
     plan: ShardingPlan
     mesh: DeviceMesh
     display: Display
+    replica: ReplicaWorld | None = None
 
 
 #: The learning rate of a step, by the position that the step leads to.

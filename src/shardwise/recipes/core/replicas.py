@@ -22,7 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise import devices
 from shardwise.checkpoint.disk.commit import delete, step_folder, steps
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
-from shardwise.diloco import DiLoCo
+from shardwise.diloco import DiLoCo, Quorum
+from shardwise.diloco.quorum import TIMEOUT
+from shardwise.elastic.world import ReplicaWorld
 from shardwise.errors import CheckpointError
 from shardwise.frontends.strategies import REPLICATE, SHARD
 from shardwise.recipes.core.checkpointing import Checkpoints, Resumable, SaveError, on_rank_zero
@@ -54,6 +56,17 @@ class Replicas:
         """Return the ranks that exchange losses and signals after a step; ``None``: all."""
         return self.own_group if step % self._every else None
 
+    def count(self, examples: int) -> None:
+        """Count the examples that a rank of this replica has trained on in a step."""
+
+    def reached(self, step: int) -> int:
+        """Return the step that this replica is at after ``step``: the same, as all go together."""
+        return step
+
+    def join(self, step: int) -> int:
+        """Take part from now on; return the step that this replica is at."""
+        return step
+
     def outer_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which the model of every replica has the outer parameters."""
         return self._diloco.outer_parameters()
@@ -63,21 +76,99 @@ class Replicas:
         self._diloco.flush()
 
 
+class LooseReplicas(Replicas):
+    """The replicas of a run, each a world of its own, as one of them sees them.
+
+    Steps are counted in rounds: a replica that catches up, or that another one has called to an
+    exchange before it had done all of its steps, goes on at the first step of the next round. So
+    all have the same learning rate, and no example that has changed the parameters comes again.
+
+    Args:
+        diloco: of this rank.
+        quorum: where the replicas meet.
+        mesh: (replicate, shard), of which the first has one rank.
+        config: how they exchange parameters.
+        tokens: of an example.
+    """
+
+    def __init__(
+        self, diloco: DiLoCo, quorum: Quorum, mesh: DeviceMesh, config: DilocoConfig, tokens: int
+    ) -> None:
+        super().__init__(diloco, mesh, config)
+        self._quorum = quorum
+        self._local_steps = config.local_steps
+        self._tokens = tokens * quorum.size
+
+    def group_after(self, step: int) -> dist.ProcessGroup | None:
+        """Return the ranks that exchange losses and signals: all of this world."""
+        del step
+        return None
+
+    def count(self, examples: int) -> None:
+        """Count the examples that each rank of this replica has trained on in a step."""
+        self._diloco.count_tokens(examples * self._tokens)
+
+    def reached(self, step: int) -> int:
+        """Return the step that this replica is at: at least the first one of the round."""
+        return max(step, self._diloco.rounds[0] * self._local_steps)
+
+    def join(self, step: int) -> int:
+        """Take part from now on; return the step that this replica is at."""
+        self._diloco.join()
+        return self.reached(step)
+
+    def has_peers(self) -> bool:
+        """Whether other replicas train already, of whom this one gets its parameters."""
+        return self._quorum.has_peers
+
+    def end(self) -> None:
+        """Bring the rest of the last round to the others, and leave."""
+        self._diloco.flush()
+        self._quorum.close()
+
+
 def replicas_of(
-    model: nn.Module, inner: torch.optim.Optimizer, mesh: DeviceMesh, config: DilocoConfig
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+    config: DilocoConfig,
+    tokens: int,
+    replica: ReplicaWorld | None = None,
+    timeout: float | None = None,
 ) -> tuple[DiLoCo, Replicas]:
-    """Return the optimizer of this rank's replica, and the replicas."""
+    """Return the optimizer of this rank's replica, and the replicas.
+
+    Args:
+        model: of this rank.
+        inner: the inner optimizer.
+        mesh: (replicate, shard).
+        config: how replicas exchange parameters.
+        tokens: of an example.
+        replica: the one that this world is; None: the world has all of them.
+        timeout: seconds that an exchange may take; None for the usual.
+    """
+    quorum: Quorum | None = None
+    if replica is not None:
+        quorum = Quorum(
+            replica.server,
+            replica.number,
+            group=mesh.get_group(SHARD),
+            token=replica.token,
+            timeout=TIMEOUT if timeout is None else timeout,
+        )
     diloco = DiLoCo(
         model,
         inner,
         outer=config.outer,
         every=config.local_steps,
-        group=mesh[REPLICATE],
+        group=mesh[REPLICATE] if quorum is None else quorum,
         wire=config.format,
         error_feedback=config.keeps_errors,
         streaming=config.streaming,
     )
-    return diloco, Replicas(diloco, mesh, config)
+    if quorum is None:
+        return diloco, Replicas(diloco, mesh, config)
+    return diloco, LooseReplicas(diloco, quorum, mesh, config, tokens)
 
 
 class _PositionOfAll:

@@ -16,6 +16,8 @@
       sample.txt       what the model writes at the end (lm)
       model.safetensors, confusion.png    the model as one file, what it mistakes (pictures)
       checkpoints/     step-00000100/, ...
+      quorum.jsonl     what happened among replicas, with --diloco-deadline
+      replicas/        1/, ...: the runs of all replicas but the first, the same
       run.lock         locked while the run trains; says by which process
       tensorboard/     with --log tensorboard
       wandb/           with --log wandb
@@ -175,6 +177,16 @@ class RunDir:
         return self.root / files.LOCK
 
     @property
+    def quorum(self) -> Path:
+        """What happened among replicas that are worlds of their own, a line each."""
+        return self.root / files.QUORUM
+
+    @property
+    def replicas(self) -> Path:
+        """Folder of the runs of all such replicas but the first."""
+        return self.root / files.REPLICAS
+
+    @property
     def wandb(self) -> Path:
         """Folder that Weights & Biases writes to."""
         return self.root / "wandb"
@@ -239,13 +251,15 @@ class RunDir:
     @property
     def _folders(self) -> tuple[Path, ...]:
         results = (self.tokenizer, self.adapters, self.merged)
-        return (self.checkpoints, self.timeline, self.tensorboard, self.wandb, *results)
+        logs = (self.timeline, self.tensorboard, self.wandb, self.replicas)
+        return (self.checkpoints, *logs, *results)
 
     @property
     def _files(self) -> tuple[Path, ...]:
         # run.json is last: a deletion that is cut short leaves what still is a run.
         results = (self.picture, self.sample, self.weights, self.confusion, self.report, self.plan)
         return (
+            self.quorum,
             self.metrics,
             self.ranks,
             self.layout,
@@ -340,7 +354,7 @@ class RunDir:
         That of any file: a run that was deleted for the next one may have been killed as well.
         """
         names = (f".{file.name}" for file in self._files)
-        return path == self.lock or path.name.startswith(tuple(names))
+        return path in (self.lock, self.quorum, self.replicas) or path.name.startswith(tuple(names))
 
     def keep_tokenizer(self, save: Callable[[Path], object]) -> None:
         """Keep the tokenizer in the folder, unless it has one. The folder is complete, or is not.

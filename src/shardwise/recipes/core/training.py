@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import platform
 import sys
@@ -17,7 +18,7 @@ from shardwise import devices
 from shardwise.elastic.connect import connected
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import StopSignals
-from shardwise.elastic.world import LOCKED, World, launched_here
+from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica, launched_here
 from shardwise.inspect.api import inspect
 from shardwise.inspect.page import page as inspect_page
 from shardwise.recipes.core import journal
@@ -48,7 +49,7 @@ from shardwise.recipes.core.loop import Loop
 from shardwise.recipes.core.position import Position, Span
 from shardwise.recipes.core.progress import make_display
 from shardwise.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Place, Task
-from shardwise.recipes.core.replicas import ReplicaCheckpoints
+from shardwise.recipes.core.replicas import LooseReplicas, ReplicaCheckpoints
 from shardwise.recipes.core.report import report_under_way, write_report
 from shardwise.recipes.core.rundir import RunDir, locked, write_text
 from shardwise.recipes.core.sinks import Sink, open_sink
@@ -71,7 +72,7 @@ class _Run:
     @property
     def per_step(self) -> int:
         """Examples of one step, over all ranks."""
-        return self.inputs.train.examples_per_step(self.place.world.size)
+        return self.inputs.train.examples_per_step(self.place.readers.size)
 
     @property
     def span(self) -> Span:
@@ -95,14 +96,16 @@ def train(
         UserError: what the user can put right.
         Stopped: a signal asked to stop, and the run is saved.
     """
+    replica = find_replica()
     with contextlib.ExitStack() as held:
-        if world.rank == 0:
+        if world.rank == 0 and replica is None:  # else the launcher has done all this
             # Before anything is written; again under the lock, for what has ended meanwhile.
             check_folder(inputs)
             if LOCKED not in os.environ:
                 held.enter_context(locked(RunDir(inputs.train.output.out)))
                 check_folder(inputs)
-        device = _choose_device(inputs.train.device, world)
+        among = world if replica is None else replica.among_all(world)
+        device = _choose_device(inputs.train.device, among)
         sharding = inputs.train.sharding
         if device.type == "cpu" and sharding.offload is sharding.offload_parameters is None:
             devices.keep_freed_memory()
@@ -110,7 +113,7 @@ def train(
             devices.return_freed_memory()  # who offloads is short of it
         backends = devices.backends_for(device)
         with connected(world, backends, inputs.train.peer_timeout):
-            place = place_for(inputs.train, world, device)
+            place = place_for(inputs.train, world, device, replica)
             train_connected(inputs, assemble, place, signals, options)
 
 
@@ -134,7 +137,8 @@ def train_connected(
     task = offloading(assemble(inputs, place), inputs.train)
     task = stepping_in_backward(task, inputs.train)
     # From here on every rank has random numbers of its own, for dropout.
-    torch.manual_seed(inputs.train.seed * world.size + world.rank)
+    readers = place.readers
+    torch.manual_seed(inputs.train.seed * readers.size + readers.rank)
     output = inputs.train.output
     files = RunDir(output.out)
     checkpoints = (
@@ -145,22 +149,29 @@ def train_connected(
             device=place.device,
             base=task.base,
         )
-        if task.replicas is None
+        if task.replicas is None or place.replica is not None
         else ReplicaCheckpoints(files.checkpoints, output.keep_last, place.mesh, task.position)
     )
     run = _Run(inputs, place, task, files, checkpoints, options, host_names)
-    position = _resume(run)
+    position = _joined(run, _resume(run))
     if world.rank == 0:
         _train_and_record(run, position, signals)
     else:
         _train(run, position, journal.NoJournal(), signals)
 
 
-def place_for(config: TrainConfig, world: World, device: torch.device) -> Place:
+def place_for(
+    config: TrainConfig, world: World, device: torch.device, replica: ReplicaWorld | None = None
+) -> Place:
     """Return where this rank trains; it is a member of the default process group."""
-    plan = resolve_sharding(config.sharding, world.size, world.hosts)
+    sharding = config.sharding
+    if replica is not None:
+        sharding = dataclasses.replace(sharding, mesh=None, replicas=1)
+    plan = resolve_sharding(sharding, world.size, world.hosts)
     return Place(
         world=world,
+        readers=world if replica is None else replica.among_all(world),
+        replica=replica,
         device=device,
         plan=plan,
         mesh=plan.make_mesh(device.type),
@@ -201,6 +212,21 @@ def _how_to_go_on_without(run: _Run, newest: int) -> str:
     return how_to_go_on_without(run.checkpoints.path(newest), older[-1])
 
 
+def _trains_already(run: _Run) -> bool:
+    """Whether other replicas are further than any checkpoint."""
+    replicas = run.task.replicas
+    return isinstance(replicas, LooseReplicas) and replicas.has_peers()
+
+
+def _joined(run: _Run, position: Position) -> Position:
+    """Join the other replicas, if there are any that train apart; return how far this one is."""
+    replicas = run.task.replicas
+    if replicas is None:
+        return position
+    step = replicas.join(position.step)
+    return Position(step, position.examples + (step - position.step) * run.per_step)
+
+
 def _take_folder(run: _Run) -> int | None:
     """Prepare the folder; return the step to go on from, None for a new run.
 
@@ -208,6 +234,11 @@ def _take_folder(run: _Run) -> int | None:
         OptionError: it cannot be, or there is none.
     """
     asked = run.inputs.train.output
+    if run.place.replica is not None:
+        # The launcher has looked at the folder. What is in it may be of an earlier start.
+        run.files.make()
+        saved = run.checkpoints.steps()
+        return saved[-1] if saved and not _trains_already(run) else None
     output = decided(asked)
     resumes = output.existing is Existing.RESUME
     newest = newest_step(run.checkpoints, run.files) if resumes else None

@@ -165,8 +165,18 @@ def open_data(
     config: LmConfig,
     world: World,
     device: torch.device,
+    readers: World | None = None,
 ) -> LmData:
     """Open what :meth:`LmConfig.check` found. Every rank calls it.
+
+    Args:
+        text: what was found.
+        vocabulary: of the texts.
+        config: the configuration.
+        world: this rank among those that evaluate together.
+        device: of this rank.
+        readers: this rank among those between whom examples are divided, if these are more. Then
+            what comes next is not known, and not read ahead.
 
     Raises:
         UserError: it cannot be opened, or there is too little.
@@ -175,10 +185,10 @@ def open_data(
         case TextData():
             return _open_files(text, config, world, device)
         case Documents():
-            return _open_documents(text, vocabulary, config, world, device)
+            return _open_documents(text, vocabulary, config, world, device, readers)
         case ChatData():
             assert isinstance(vocabulary, Tokenizer), "chats need a tokenizer"
-            return _open_chats(text, vocabulary, config, world, device)
+            return _open_chats(text, vocabulary, config, world, device, readers)
 
 
 def _open_files(text: TextData, config: LmConfig, world: World, device: torch.device) -> LmData:
@@ -192,13 +202,18 @@ def _open_files(text: TextData, config: LmConfig, world: World, device: torch.de
 
 
 def _open_documents(
-    text: Documents, vocabulary: Vocabulary, config: LmConfig, world: World, device: torch.device
+    text: Documents,
+    vocabulary: Vocabulary,
+    config: LmConfig,
+    world: World,
+    device: torch.device,
+    readers: World | None,
 ) -> LmData:
     source = Source(text)
     length = config.seq_length
     held = validation_tokens(source, vocabulary, length, VALIDATION_SEQUENCES)
     shuffle = ShuffleBuffer(config.shuffle_buffer, config.train.seed)
-    streams = StreamBatches(source, vocabulary, length, config.streams, world, shuffle)
+    streams = StreamBatches(source, vocabulary, length, config.streams, readers or world, shuffle)
     dealt = "by file" if source.dealt_by_file(streams.streams) else "by document"
     order = f", shuffled in buffers of {shuffle.size:,} documents" if shuffle.size else ""
     summary = (
@@ -209,7 +224,8 @@ def _open_documents(
     # Local files are read by the cores that train: there is no waiting to hide, and threads that
     # take turns at the interpreter's lock on busy cores make steps longer.
     busy = device.type == "cpu" and source.commit is None
-    batches = streams if busy else ReadAhead(streams, world.size, device)
+    jumps = readers not in (None, world)
+    batches = streams if busy or jumps else ReadAhead(streams, world.size, device)
     return LmData(
         batches=batches,
         evaluation=lambda model: ValidationLoss(model, held, config, world, device),
@@ -220,7 +236,12 @@ def _open_documents(
 
 
 def _open_chats(
-    text: ChatData, vocabulary: Tokenizer, config: LmConfig, world: World, device: torch.device
+    text: ChatData,
+    vocabulary: Tokenizer,
+    config: LmConfig,
+    world: World,
+    device: torch.device,
+    readers: World | None,
 ) -> LmData:
     encoder = ChatEncoder(vocabulary)
     length = config.seq_length
@@ -233,7 +254,7 @@ def _open_chats(
     held, held_notes = rows_of(text.validation)
     given = {"": notes, "for validation: ": held_notes}
     batches: ChatBatches | ReadAhead = ChatBatches(train, config.train.seed)
-    if device.type != "cpu":
+    if device.type != "cpu" and readers in (None, world):
         batches = ReadAhead(batches, world.size, device)
     return LmData(
         batches=batches,
