@@ -29,6 +29,8 @@ from typing import Any
 _SUSPENDED = 1.0
 #: Attempts of a round with the same members, after which one member at a time is left out.
 _PATIENCE = 2
+#: Seconds without a sign of life that are no sign of anything: a busy machine takes that long.
+_LEAST_SILENCE = 2.0
 _MAX_TEXT = 4096
 _MAX_RANKS = 4096
 
@@ -86,7 +88,7 @@ class Report:
         try:
             values = json.loads(text)
             report = cls(**{**values, "state": State(values["state"])})
-        except (TypeError, KeyError, RecursionError) as error:
+        except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise ValueError(f"found {text[:80]!r}, expected a report of a replica") from error
         texts = (report.incarnation, report.settings, report.digest)
         numbers = [report.version, report.attempt, report.tokens, report.ranks]
@@ -252,7 +254,7 @@ class Coordinator:
     Args:
         replicas: how many are expected at the start.
         deadline: seconds that a round waits for a replica that is late, and after which one that is
-            not heard is taken for silent.
+            not heard is taken for silent, which takes 2 s at least.
         start_timeout: seconds that the first replica to come waits for the others.
     """
 
@@ -331,7 +333,8 @@ class Coordinator:
             names = [client_name(replica, report.incarnation, r) for r in range(report.ranks)]
             heard = [silence.get(name) for name in names]
             is_connected = all(each is not None for each in heard)
-            silent = trusted and any(s is not None and s >= self._deadline for s in heard)
+            limit = max(self._deadline, _LEAST_SILENCE)
+            silent = trusted and any(s is not None and s >= limit for s in heard)
             if report.incarnation in self.plan.refused:
                 continue
             seen[replica] = _Seen(report, is_connected, silent)

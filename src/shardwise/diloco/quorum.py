@@ -308,6 +308,15 @@ class Quorum:
         fetch = plan.fetches.get(self.replica)
         return fetch if fetch is not None and fetch.incarnation == self.incarnation else None
 
+    def see_end_of(self, fetch: Fetch) -> None:
+        """Wait until the plan has taken note that a fetch has ended."""
+
+        def find(plan: Plan) -> tuple[bool] | None:
+            is_known = self.fetch_for_me(plan) != fetch or not self.is_connected
+            return (True,) if is_known else None
+
+        self.wait_for(find)
+
     # -- joining -----------------------------------------------------------------------------------
 
     def join(self, settings: str, digest: str, version: int) -> Fetch | None:

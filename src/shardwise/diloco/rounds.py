@@ -230,6 +230,7 @@ class Rounds:
         version = quorum.receive(fetch, state)
         if version is None:
             quorum.report(refetch=fetch.number)
+            quorum.see_end_of(fetch)
             return False
         moved = fragment.pseudo_gradient() if self._tokens else None
         self._reshard()
@@ -245,6 +246,7 @@ class Rounds:
         quorum.report(
             state=State.TRAINING, version=version, tokens=self._tokens, fetched=fetch.number
         )
+        quorum.see_end_of(fetch)
         return True
 
 

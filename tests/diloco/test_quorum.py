@@ -1,0 +1,309 @@
+"""Replicas that are independent of each other, with real models and connections.
+
+In most tests each replica is a thread, since a replica has no process group to begin with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise import fully_shard
+from shardwise.diloco import DiLoCo, OuterSGD, Quorum, QuorumServer, Streaming, WireFormat
+from shardwise.diloco.coordinator import Event, Kind
+from shardwise.diloco.quorum_server import REPORT
+from shardwise.elastic.store import GuardedStore, StoreRefusedError
+from shardwise.errors import PeerLostError, RanksDivergedError
+from tests.harness import run_ranks
+
+PLAIN = OuterSGD(lr=1.0, momentum=0.0)  # the outer parameters become the average
+LONG, SHORT = 60.0, 0.2  # deadlines: never reached, and reached soon
+
+
+class Replica:
+    """One parameter vector of three elements, trained by SGD with a rate of 1."""
+
+    def __init__(
+        self,
+        server: QuorumServer,
+        number: int,
+        *,
+        start: float = 0.0,
+        every: int = 1,
+        outer: OuterSGD = PLAIN,
+        token: str = "token",
+    ) -> None:
+        self.model = nn.Linear(3, 1, bias=False)
+        nn.init.constant_(self.model.weight, start)
+        self.quorum = Quorum(f"127.0.0.1:{server.port}", number, token=token, timeout=30.0)
+        inner = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.optimizer = DiLoCo(self.model, inner, every=every, group=self.quorum, outer=outer)
+
+    @property
+    def value(self) -> float:
+        first, *rest = self.model.weight.flatten().tolist()
+        assert all(each == first for each in rest)
+        return float(first)
+
+    def step(self, moved: float, tokens: int | None = None) -> float:
+        """Move every element by so much; return where it is after the step."""
+        if tokens is not None:
+            self.optimizer.count_tokens(tokens)
+        self.model.weight.grad = torch.full_like(self.model.weight, -moved)
+        self.optimizer.step()
+        return self.value
+
+    def die(self) -> None:
+        """End all connections, as the kernel does for a process that was killed."""
+        self.quorum._report = None  # it says nothing before
+        self.quorum.close()
+
+
+class _KilledError(Exception):
+    """A replica ends here."""
+
+
+class Trial:
+    """A server, and threads for replicas."""
+
+    def __init__(self, server: QuorumServer, events: list[Event], pool: ThreadPoolExecutor) -> None:
+        self.server = server
+        self.events = events
+        self._pool = pool
+        self._held = contextlib.ExitStack()
+
+    def replica(self, number: int, **settings: Any) -> Replica:
+        """Make a replica, which is closed at the end."""
+        made = Replica(self.server, number, **settings)
+        self._held.callback(made.quorum.close)
+        return made
+
+    def close(self) -> None:
+        """Close all replicas."""
+        self._held.close()
+
+    def together(self, *functions: Callable[[], object]) -> list[object]:
+        """Call functions at the same time, each in a thread; return what they return."""
+        futures: list[Future[object]] = [self._pool.submit(each) for each in functions]
+        return [each.result(60) for each in futures]
+
+    def join(self, *replicas: Replica) -> None:
+        self.together(*(each.optimizer.join for each in replicas))
+
+    @property
+    def members(self) -> list[list[int]]:
+        """The members of each round."""
+        found = [event.attempt for event in self.events if event.kind is Kind.ROUND]
+        return [sorted(attempt.members) for attempt in found if attempt is not None]
+
+
+@contextmanager
+def trial(replicas: int, deadline: float = LONG) -> Iterator[Trial]:
+    events: list[Event] = []
+    server = QuorumServer(replicas, deadline=deadline, token="token", told=events.append)
+    with server, ThreadPoolExecutor(8) as pool:
+        world = Trial(server, events, pool)
+        try:
+            yield world
+        finally:
+            world.close()
+
+
+def test_contributions_count_by_their_tokens() -> None:
+    with trial(2) as world:
+        a, b = (world.replica(number) for number in range(2))
+        world.join(a, b)
+        found = world.together(lambda: a.step(1.0, 300), lambda: b.step(5.0, 100))
+        assert found == [2.0, 2.0]  # (300 x 1 + 100 x 5) / 400
+
+
+def test_the_others_come_after_their_step_when_one_is_ready() -> None:
+    with trial(2) as world:
+        a, b = world.replica(0, every=2), world.replica(1, every=100)
+        with pytest.raises(RanksDivergedError, match=r"every=100.*every=2"):
+            world.join(a, b)
+        b.quorum.close()
+        b = world.replica(1, every=2)
+        world.join(b)
+
+        def slow() -> float:
+            while not b.optimizer.rounds[0]:
+                b.step(1.0)
+            return b.value
+
+        a.step(2.0)
+        assert world.together(lambda: a.step(2.0), slow)[0] == b.value
+        assert world.members == [[0, 1]]
+
+
+def test_a_late_replica_keeps_what_it_has_done() -> None:
+    with trial(2, SHORT) as world:
+        a, b = (world.replica(number) for number in range(2))
+        world.join(a, b)
+        assert a.step(10.0) == 10.0  # without the other one
+        # It takes over what the first has done, moves on by its own step, and contributes that.
+        b.step(4.0)
+        assert b.optimizer.rounds == (1,)
+        assert b.value == 14.0
+        found = world.together(lambda: a.step(2.0), lambda: b.step(4.0))
+        # Two steps of the second and one of the first: (2 x 8 + 1 x 2) / 3
+        assert found == [16.0, 16.0]
+        assert world.members == [[0], [0, 1]]
+
+
+def test_a_replica_that_is_killed_in_the_exchange_does_not_stop_the_others() -> None:
+    with trial(3) as world:
+        replicas = [world.replica(number) for number in range(3)]
+        a, b, killed = replicas
+        world.join(*replicas)
+
+        def die(*_: object) -> None:
+            killed.die()
+            raise _KilledError
+
+        killed.quorum.average = die  # type: ignore[method-assign,assignment]
+
+        def last_step() -> None:
+            with pytest.raises(_KilledError):
+                killed.step(100.0)
+
+        world.together(lambda: a.step(1.0), lambda: b.step(3.0), last_step)
+        assert a.value == b.value == 2.0
+        assert world.members == [[0, 1]]
+
+
+def test_one_that_returns_has_the_outer_state_of_the_others() -> None:
+    heavy = OuterSGD(lr=0.5, momentum=0.5)
+    with trial(1) as world:
+        a = world.replica(0, outer=heavy)
+        a.step(1.0)
+        b = world.replica(1, start=7.0, outer=heavy)
+        b.optimizer.join()
+        assert b.value == a.value
+        found = world.together(lambda: a.step(1.0), lambda: b.step(1.0))
+        assert found[0] == found[1]  # with the same momentum
+        assert a.optimizer.rounds == b.optimizer.rounds == (2,)
+
+
+def test_the_last_replica_goes_on_alone() -> None:
+    with trial(2) as world:
+        a, b = (world.replica(number) for number in range(2))
+        world.join(a, b)
+        b.die()
+        assert [a.step(1.0), a.step(1.0)] == [1.0, 2.0]
+        assert world.members == [[0], [0]]
+
+
+def test_a_replica_trains_on_while_the_server_is_away_and_finds_it_again() -> None:
+    with trial(1) as world:
+        a = Replica(world.server, 0)
+        a.step(1.0)
+        port = world.server.port
+    a.quorum._note_lost()
+    assert a.step(1.0) == 2.0
+    assert a.optimizer.rounds == (1,)
+    with QuorumServer(1, deadline=LONG, port=port, token="token"):
+        while a.optimizer.rounds == (1,):
+            a.step(1.0)
+        a.quorum.close()
+    assert a.optimizer.rounds == (2,)
+
+
+def test_a_server_that_stays_away_is_an_error() -> None:
+    with trial(1) as world:
+        a = Replica(world.server, 0)
+        a.step(1.0)
+    a.quorum.timeout = 0.0
+    a.quorum._note_lost()
+    with pytest.raises(PeerLostError, match=r"replica 0 has lost the quorum at 127\.0\.0\.1"):
+        a.step(1.0)
+    a.quorum.close()
+
+
+def test_garbage_in_the_store_harms_nobody() -> None:
+    with trial(2) as world:
+        store = GuardedStore("127.0.0.1", world.server.port, b"token", "stranger", 5.0)
+        for key, value in {"1": b"\xff", "x": b"{}", "8": b"[]", "-1": b"", "9" * 40: b"1"}.items():
+            store.set(f"{REPORT}{key}", value)
+        with pytest.raises(ValueError, match="expected none that begins with"):
+            store.set("server/quorum", b"")
+        a, b = (world.replica(number) for number in range(2))
+        world.join(a, b)
+        assert world.together(lambda: a.step(1.0), lambda: b.step(3.0)) == [2.0, 2.0]
+        store.close()
+
+
+def test_a_stranger_is_refused() -> None:
+    with trial(1) as world, pytest.raises(StoreRefusedError, match="another token"):
+        world.replica(0, token="another")
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    with trial(1) as world:
+        where = f"127.0.0.1:{world.server.port}"
+        quorum = Quorum(where, 0, token="token")
+        with pytest.raises(ValueError, match="expected one fragment without overlap"):
+            DiLoCo(model, inner, every=4, group=quorum, streaming=Streaming(overlap=2))
+        with pytest.raises(ValueError, match="none that could change"):
+            DiLoCo(model, inner, every=4, group=quorum).change_group(None)
+        quorum.close()
+        with pytest.raises(ValueError, match="replica: found -1"):
+            Quorum(where, -1)
+        with pytest.raises(ValueError, match=r"expected ADDRESS:PORT"):
+            Quorum("nowhere", 0)
+    with pytest.raises(ValueError, match="deadline: found 0"):
+        QuorumServer(1, deadline=0)
+    with pytest.raises(ValueError, match="replicas: found 0"):
+        QuorumServer(0, deadline=1)
+
+
+def _train(rank: int, world_size: int, wire: WireFormat, independent: bool) -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
+    fully_shard(model, mesh=mesh["shard"])
+    inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+    replica = rank // 2
+    server = QuorumServer(2, deadline=LONG) if rank == 0 and independent else None
+    told = [server.port if server is not None else 0]
+    dist.broadcast_object_list(told, src=0)
+    quorum = (
+        Quorum(f"127.0.0.1:{told[0]}", replica, group=mesh.get_group("shard")) if told[0] else None
+    )
+    group = mesh["replicate"] if quorum is None else quorum
+    optimizer = DiLoCo(model, inner, every=3, group=group, wire=wire)
+    data = torch.Generator().manual_seed(replica)
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=data)).square().mean().backward()
+        optimizer.step()
+        dist.barrier()  # so that nobody is called before it has made its three steps
+    assert optimizer.rounds == (2,)
+    if quorum is not None:
+        quorum.close()
+    dist.barrier()
+    if server is not None:
+        server.close()
+    return [parameter.to_local().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "wire", [WireFormat.FP32, pytest.param(WireFormat.TERNARY, marks=pytest.mark.long)]
+)
+def test_sharded_replicas_compute_what_they_do_in_one_world(wire: WireFormat) -> None:
+    apart = run_ranks(_train, 4, wire, True)
+    together = run_ranks(_train, 4, wire, False)
+    for mine, theirs in zip(apart, together, strict=True):
+        for left, right in zip(mine, theirs, strict=True):
+            assert torch.equal(left, right)
