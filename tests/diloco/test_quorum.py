@@ -275,7 +275,7 @@ def _train(rank: int, world_size: int, wire: WireFormat, independent: bool) -> l
     fully_shard(model, mesh=mesh["shard"])
     inner = torch.optim.AdamW(model.parameters(), lr=0.05)
     replica = rank // 2
-    server = QuorumServer(2, deadline=LONG) if rank == 0 and independent else None
+    server = QuorumServer(2, deadline=LONG, told=print) if rank == 0 and independent else None
     told = [server.port if server is not None else 0]
     dist.broadcast_object_list(told, src=0)
     quorum = (
@@ -302,7 +302,7 @@ def _train(rank: int, world_size: int, wire: WireFormat, independent: bool) -> l
     "wire", [WireFormat.FP32, pytest.param(WireFormat.TERNARY, marks=pytest.mark.long)]
 )
 def test_sharded_replicas_compute_what_they_do_in_one_world(wire: WireFormat) -> None:
-    apart = run_ranks(_train, 4, wire, True)
+    apart = run_ranks(_train, 4, wire, True, timeout=15)
     together = run_ranks(_train, 4, wire, False)
     for mine, theirs in zip(apart, together, strict=True):
         for left, right in zip(mine, theirs, strict=True):

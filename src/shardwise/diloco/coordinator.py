@@ -152,6 +152,7 @@ class Plan:
     Attributes:
         version: outer steps that are committed; -1 until the replicas have come together.
         deadline: seconds that a round waits for a replica that is late.
+        number: 0, 1, ...: of this plan.
         live: replicas that take part, or are late.
         called: a replica waits for the exchange of this round; the others come after their step.
         attempt: the one under way.
@@ -162,6 +163,7 @@ class Plan:
 
     version: int
     deadline: float
+    number: int = 0
     live: tuple[int, ...] = ()
     called: bool = False
     attempt: Attempt | None = None
@@ -298,7 +300,7 @@ class Coordinator:
         Returns:
             What has happened. Then the plan has changed, if anything has.
         """
-        self._events = []
+        self._events, before = [], self.plan
         if self._looked is not None and now - self._looked > _SUSPENDED:
             gap = now - self._looked
             self._trust_silence_from = now + _SUSPENDED
@@ -317,6 +319,8 @@ class Coordinator:
             if self.plan.attempt is None:
                 self._begin_if_due(now)
         self.plan = replace(self.plan, live=tuple(sorted(self._members)))
+        if self.plan != before:
+            self.plan = replace(self.plan, number=before.number + 1)
         return self._events
 
     # -- who is there ------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ class Quorum:
         self._report: Report | None = None
         self._store: GuardedStore | None = None
         self._plan = Plan(-1, 0.0)
+        self._decided_by = 0  # the number of the plan by which the first rank has decided last
         self._changed = threading.Condition()
         self._poll = _POLL
         self._wake = threading.Event()
@@ -274,14 +275,15 @@ class Quorum:
             PeerLostError: as for :meth:`check`.
         """
 
-        def look() -> T:
+        def look() -> tuple[T, int]:
             with self._eagerly(), self._changed:
-                while (found := find(self._plan)) is None:
+                while (found := find(plan := self._plan)) is None:
                     self.check()
                     self._changed.wait(0.25)
-                return found
+                return found, plan.number
 
-        return self._decide(look)
+        found, self._decided_by = self._decide(look)
+        return found
 
     def wish(self, version: int) -> Wish:
         """Return what the plan asks of this replica now; equal on all its ranks.
@@ -468,7 +470,8 @@ class Quorum:
         threading.Thread(target=run, daemon=True, name="shardwise exchange").start()
         with self._eagerly(), self._changed:
             while not ended.is_set():
-                if is_over(self._plan):
+                plan = self._plan  # this rank may not know yet what the first one has seen
+                if plan.number >= self._decided_by and is_over(plan):
                     raise GivenUpError(doing)
                 self._changed.wait(0.25)
         if failed:

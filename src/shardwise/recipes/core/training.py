@@ -340,7 +340,7 @@ def _timeline(run: _Run, position: Position) -> TimelineOfRun:
 def _introduce(run: _Run, position: Position) -> None:
     """Print the first lines: model, sharding, precision, data, step."""
     task, place, config = run.task, run.place, run.inputs.train
-    say, sharding, world = place.display.say, config.sharding, place.world
+    say, sharding = place.display.say, config.sharding
     parameters = list(task.module.parameters())
     mine = shard_bytes(task.module) / 2**20
     whole = sum(p.numel() * p.element_size() for p in parameters) / 2**20
@@ -355,7 +355,8 @@ def _introduce(run: _Run, position: Position) -> None:
     )
     for label, text in task.introduction:
         say(f"{label:<11}{text}")
-    ranks = f"{world.size} {'rank' if world.size == 1 else 'ranks'}"
+    readers = place.readers.size
+    ranks = f"{readers} {'rank' if readers == 1 else 'ranks'}"
     accumulate = f" x {config.accumulate} microbatches" if config.accumulate > 1 else ""
     units = run.per_step * task.units_per_example
     span = run.span
