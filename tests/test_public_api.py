@@ -92,6 +92,8 @@ PUBLIC = {
         "DiLoCo",
         "OuterSGD",
         "Overlapped",
+        "Quorum",
+        "QuorumServer",
         "Streaming",
         "TopK",
         "WireFormat",

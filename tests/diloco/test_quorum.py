@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise import fully_shard
 from shardwise.diloco import DiLoCo, OuterSGD, Quorum, QuorumServer, Streaming, WireFormat
 from shardwise.diloco.coordinator import Event, Kind
+from shardwise.diloco.membership import Membership
 from shardwise.diloco.quorum_server import REPORT
 from shardwise.elastic.store import GuardedStore, StoreRefusedError
 from shardwise.errors import PeerLostError, RanksDivergedError
@@ -44,9 +46,15 @@ class Replica:
     ) -> None:
         self.model = nn.Linear(3, 1, bias=False)
         nn.init.constant_(self.model.weight, start)
-        self.quorum = Quorum(f"127.0.0.1:{server.port}", number, token=token, timeout=30.0)
+        where = f"127.0.0.1:{server.port}"
+        quorum = Quorum(server=where, replica=number, token=token, timeout=30.0)
         inner = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.optimizer = DiLoCo(self.model, inner, every=every, group=self.quorum, outer=outer)
+        self.optimizer = DiLoCo(self.model, inner, every=every, group=quorum, outer=outer)
+
+    @property
+    def membership(self) -> Membership:
+        assert self.optimizer._rounds is not None
+        return self.optimizer._rounds._quorum
 
     @property
     def value(self) -> float:
@@ -64,8 +72,8 @@ class Replica:
 
     def die(self) -> None:
         """End all connections, as the kernel does for a process that was killed."""
-        self.quorum._report = None  # it says nothing before
-        self.quorum.close()
+        self.membership._report = None  # it says nothing before
+        self.membership.close()
 
 
 class _KilledError(Exception):
@@ -84,7 +92,7 @@ class Trial:
     def replica(self, number: int, **settings: Any) -> Replica:
         """Make a replica, which is closed at the end."""
         made = Replica(self.server, number, **settings)
-        self._held.callback(made.quorum.close)
+        self._held.callback(made.optimizer.leave)
         return made
 
     def close(self) -> None:
@@ -131,7 +139,7 @@ def test_the_others_come_after_their_step_when_one_is_ready() -> None:
         a, b = world.replica(0, every=2), world.replica(1, every=100)
         with pytest.raises(RanksDivergedError, match=r"every=100.*every=2"):
             world.join(a, b)
-        b.quorum.close()
+        b.optimizer.leave()
         b = world.replica(1, every=2)
         world.join(b)
 
@@ -170,7 +178,7 @@ def test_a_replica_that_is_killed_in_the_exchange_does_not_stop_the_others() -> 
             killed.die()
             raise _KilledError
 
-        killed.quorum.average = die  # type: ignore[method-assign,assignment]
+        killed.membership.average = die  # type: ignore[method-assign,assignment]
 
         def last_step() -> None:
             with pytest.raises(_KilledError):
@@ -208,13 +216,13 @@ def test_a_replica_trains_on_while_the_server_is_away_and_finds_it_again() -> No
         a = Replica(world.server, 0)
         a.step(1.0)
         port = world.server.port
-    a.quorum._note_lost()
+    a.membership._note_lost()
     assert a.step(1.0) == 2.0
     assert a.optimizer.rounds == (1,)
     with QuorumServer(1, deadline=LONG, port=port, token="token"):
         while a.optimizer.rounds == (1,):
             a.step(1.0)
-        a.quorum.close()
+        a.optimizer.leave()
     assert a.optimizer.rounds == (2,)
 
 
@@ -222,11 +230,11 @@ def test_a_server_that_stays_away_is_an_error() -> None:
     with trial(1) as world:
         a = Replica(world.server, 0)
         a.step(1.0)
-    a.quorum.timeout = 0.0
-    a.quorum._note_lost()
+    a.membership.timeout = 0.0
+    a.membership._note_lost()
     with pytest.raises(PeerLostError, match=r"replica 0 has lost the quorum at 127\.0\.0\.1"):
         a.step(1.0)
-    a.quorum.close()
+    a.optimizer.leave()
 
 
 def test_garbage_in_the_store_harms_nobody() -> None:
@@ -252,16 +260,17 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     with trial(1) as world:
         where = f"127.0.0.1:{world.server.port}"
-        quorum = Quorum(where, 0, token="token")
+        quorum = Quorum(server=where, replica=0, token="token")
         with pytest.raises(ValueError, match="expected one fragment without overlap"):
             DiLoCo(model, inner, every=4, group=quorum, streaming=Streaming(overlap=2))
+        optimizer = DiLoCo(model, inner, every=4, group=quorum)
         with pytest.raises(ValueError, match="none that could change"):
-            DiLoCo(model, inner, every=4, group=quorum).change_group(None)
-        quorum.close()
+            optimizer.change_group(None)
+        optimizer.leave()
         with pytest.raises(ValueError, match="replica: found -1"):
-            Quorum(where, -1)
+            Membership(replace(quorum, replica=-1))
         with pytest.raises(ValueError, match=r"expected ADDRESS:PORT"):
-            Quorum("nowhere", 0)
+            Membership(replace(quorum, server="nowhere"))
     with pytest.raises(ValueError, match="deadline: found 0"):
         QuorumServer(1, deadline=0)
     with pytest.raises(ValueError, match="replicas: found 0"):
@@ -275,11 +284,13 @@ def _train(rank: int, world_size: int, wire: WireFormat, independent: bool) -> l
     fully_shard(model, mesh=mesh["shard"])
     inner = torch.optim.AdamW(model.parameters(), lr=0.05)
     replica = rank // 2
-    server = QuorumServer(2, deadline=LONG, told=print) if rank == 0 and independent else None
+    server = QuorumServer(2, deadline=LONG) if rank == 0 and independent else None
     told = [server.port if server is not None else 0]
     dist.broadcast_object_list(told, src=0)
     quorum = (
-        Quorum(f"127.0.0.1:{told[0]}", replica, group=mesh.get_group("shard")) if told[0] else None
+        Quorum(server=f"127.0.0.1:{told[0]}", replica=replica, group=mesh.get_group("shard"))
+        if told[0]
+        else None
     )
     group = mesh["replicate"] if quorum is None else quorum
     optimizer = DiLoCo(model, inner, every=3, group=group, wire=wire)
@@ -290,8 +301,7 @@ def _train(rank: int, world_size: int, wire: WireFormat, independent: bool) -> l
         optimizer.step()
         dist.barrier()  # so that nobody is called before it has made its three steps
     assert optimizer.rounds == (2,)
-    if quorum is not None:
-        quorum.close()
+    optimizer.leave()
     dist.barrier()
     if server is not None:
         server.close()

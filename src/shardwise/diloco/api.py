@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.diloco import members, state
 from shardwise.diloco.average import Average
 from shardwise.diloco.fragment import Fragment, Pending, assign_to_fragments, local_of
+from shardwise.diloco.membership import Membership
 from shardwise.diloco.quorum import Quorum
 from shardwise.diloco.rounds import Rounds, check_alone
 from shardwise.diloco.settings import (
@@ -126,7 +127,7 @@ class DiLoCo(AroundOptimizer):
             self.change_group(group)
             return
         self._rounds = Rounds(
-            group,
+            Membership(group),
             check_alone(self._fragments, self._streaming.overlap),
             every=every,
             outer=self._outer,
@@ -301,6 +302,23 @@ class DiLoCo(AroundOptimizer):
         """
         if self._rounds is not None:
             self._rounds.join()
+
+    def leave(self) -> None:
+        """Take no part any more, so that no other replica waits for this one.
+
+        Only with a :class:`~shardwise.diloco.Quorum`. The last step comes before.
+        """
+        if self._rounds is not None:
+            self._rounds.leave()
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other replicas train already, so that :meth:`join` gets what they have.
+
+        Always with a group. With a :class:`~shardwise.diloco.Quorum` ranks may not see it at the
+        same moment: ask one of them.
+        """
+        return self._group is not None if self._rounds is None else self._rounds.has_peers
 
     def count_tokens(self, tokens: int) -> None:
         """Count tokens of the step that follows: the weight of this replica in the next average.

@@ -282,11 +282,6 @@ class Coordinator:
         self._trust_silence_from = 0.0
         self._events: list[Event] = []
 
-    @property
-    def last_members(self) -> Mapping[int, str]:
-        """Incarnations of the members of the last round, by the number of the replica."""
-        return {} if self._last is None else self._last.members
-
     def look(
         self, now: float, reports: Mapping[int, bytes], silence: Mapping[str, float]
     ) -> list[Event]:

@@ -96,10 +96,6 @@ class QuorumServer:
         self._thread.join()
         self._store.close()
 
-    def took_part(self, replica: int, incarnation: str) -> bool:
-        """Whether a replica was a member of the last round."""
-        return self._coordinator.last_members.get(replica) == incarnation
-
     def _watch(self) -> None:
         while not self._over.wait(_TICK):
             try:

@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from shardwise import devices
 from shardwise.diloco import members
 from shardwise.diloco.average import Average
 from shardwise.diloco.coordinator import Attempt, Fetch, Plan, State
 from shardwise.diloco.fragment import Fragment
-from shardwise.diloco.quorum import Quorum, Wish
+from shardwise.diloco.membership import Membership, Wish
 from shardwise.diloco.settings import OuterSGD, TopK, WireFormat
 from shardwise.transport.all_to_all import AllToAll
 
-_CPU = torch.device("cpu")
+_CPU = devices.CPU
 
 
 class Rounds:
@@ -44,7 +45,7 @@ class Rounds:
 
     def __init__(
         self,
-        quorum: Quorum,
+        quorum: Membership,
         fragment: Fragment,
         *,
         every: int,
@@ -77,6 +78,15 @@ class Rounds:
     def has_joined(self) -> bool:
         """Whether this replica takes part."""
         return self._is_joined
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether others train already, from whom this replica can get its outer state."""
+        return self._quorum.has_peers
+
+    def leave(self) -> None:
+        """Take no part any more."""
+        self._quorum.close()
 
     def count_tokens(self, tokens: int) -> None:
         """Count tokens that the step under way trains on, as weight of this replica's work."""

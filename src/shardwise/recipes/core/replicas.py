@@ -85,19 +85,15 @@ class LooseReplicas(Replicas):
 
     Args:
         diloco: of this rank.
-        quorum: where the replicas meet.
         mesh: (replicate, shard), of which the first has one rank.
         config: how they exchange parameters.
         tokens: of an example.
     """
 
-    def __init__(
-        self, diloco: DiLoCo, quorum: Quorum, mesh: DeviceMesh, config: DilocoConfig, tokens: int
-    ) -> None:
+    def __init__(self, diloco: DiLoCo, mesh: DeviceMesh, config: DilocoConfig, tokens: int) -> None:
         super().__init__(diloco, mesh, config)
-        self._quorum = quorum
         self._local_steps = config.local_steps
-        self._tokens = tokens * quorum.size
+        self._tokens = tokens * mesh.size(1)
 
     def group_after(self, step: int) -> dist.ProcessGroup | None:
         """Return the ranks that exchange losses and signals: all of this world."""
@@ -119,12 +115,12 @@ class LooseReplicas(Replicas):
 
     def has_peers(self) -> bool:
         """Whether other replicas train already, of whom this one gets its parameters."""
-        return self._quorum.has_peers
+        return self._diloco.has_peers
 
     def end(self) -> None:
         """Bring the rest of the last round to the others, and leave."""
         self._diloco.flush()
-        self._quorum.close()
+        self._diloco.leave()
 
 
 def replicas_of(
@@ -150,8 +146,8 @@ def replicas_of(
     quorum: Quorum | None = None
     if replica is not None:
         quorum = Quorum(
-            replica.server,
-            replica.number,
+            server=replica.server,
+            replica=replica.number,
             group=mesh.get_group(SHARD),
             token=replica.token,
             timeout=TIMEOUT if timeout is None else timeout,
@@ -168,7 +164,7 @@ def replicas_of(
     )
     if quorum is None:
         return diloco, Replicas(diloco, mesh, config)
-    return diloco, LooseReplicas(diloco, quorum, mesh, config, tokens)
+    return diloco, LooseReplicas(diloco, mesh, config, tokens)
 
 
 class _PositionOfAll:

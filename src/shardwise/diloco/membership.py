@@ -1,0 +1,564 @@
+"""A replica's end of the quorum: its connection, its part in plans, and groups across worlds.
+
+Every rank has a connection and a thread that reads the plan. The first rank of a replica decides
+for all of them, and alone reports. What waits for other replicas runs in a thread that is left
+behind when the plan changes, so that no replica ever waits for one that the others have given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from shardwise._torch import c10d
+from shardwise.diloco.coordinator import (
+    Attempt,
+    Fetch,
+    Plan,
+    Report,
+    State,
+    attempt_of,
+    client_name,
+)
+from shardwise.diloco.quorum import Quorum
+from shardwise.diloco.quorum_server import COMMIT, MEETING, PLAN, REPORT
+from shardwise.elastic.network import format_endpoint, parse_endpoint
+from shardwise.elastic.store import GuardedStore
+from shardwise.errors import PeerLostError, RanksDivergedError
+from shardwise.transport.peers import Peers
+
+T = TypeVar("T")
+
+_POLL = 0.1  # seconds between two looks at the plan while training
+_EAGER_POLL = 0.01  # while this replica waits for others
+_RETRY = 0.5  # seconds between attempts to connect again
+_LEAST_ANSWER = 5.0  # seconds that the server may take to answer, at least
+
+_log = logging.getLogger(__name__)
+
+
+class Wish(enum.IntEnum):
+    """What the plan asks of a replica between two steps."""
+
+    NOTHING = 0
+    MEET = 1  # others wait for the exchange of this round
+    FETCH = 2  # the others are further
+
+
+class GivenUpError(Exception):
+    """What was waited for will not happen: the plan has changed."""
+
+
+class Membership:
+    """A rank's part in a quorum.
+
+    Args:
+        quorum: where the replicas meet, and which one this is.
+
+    Raises:
+        ValueError: the quorum makes no sense.
+        OSError: the server cannot be reached.
+        StoreRefusedError: it has another token.
+    """
+
+    def __init__(self, quorum: Quorum) -> None:
+        replica, timeout = quorum.replica, quorum.timeout
+        if replica < 0:
+            raise ValueError(f"replica: found {replica}, expected 0 or more")
+        if not 0 < timeout < float("inf"):
+            raise ValueError(f"timeout: found {timeout}, expected seconds, a number above 0")
+        self.replica = replica
+        self.timeout = timeout
+        endpoint = parse_endpoint(quorum.server)
+        if endpoint is None:
+            raise ValueError(f"server: found {quorum.server!r}, expected ADDRESS:PORT")
+        self._address, self._port = endpoint
+        self._token = quorum.token.encode()
+        self._own = Peers(quorum.group) if dist.is_initialized() else None
+        self.rank = 0 if self._own is None else self._own.rank
+        self.incarnation = self._say(uuid.uuid4().hex)
+        self._report: Report | None = None
+        self._store: GuardedStore | None = None
+        self._plan = Plan(-1, 0.0)
+        self._decided_by = 0  # the number of the plan by which the first rank has decided last
+        self._changed = threading.Condition()
+        self._poll = _POLL
+        self._wake = threading.Event()
+        self._over = False
+        self._lost_since: float | None = None
+        self._served = 0
+        self._snapshot: Callable[[], tuple[int, list[torch.Tensor]]] | None = None
+        self._group: tuple[int, dist.ProcessGroup | None] = (0, None)
+        self._connect()
+        threading.Thread(target=self._follow, name="shardwise quorum", daemon=True).start()
+
+    # -- within the replica ------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of this replica."""
+        return 1 if self._own is None else self._own.size
+
+    def _say(self, mine: T) -> T:
+        """Return what the first rank says. Every rank calls it."""
+        return self.gather(mine, "a decision of DiLoCo's replica")[0]
+
+    def gather(self, mine: T, doing: str) -> list[T]:
+        """Gather an object from every rank of this replica. Every rank calls it."""
+        return (
+            [mine] if self.size == 1 or self._own is None else self._own.gather_objects(mine, doing)
+        )
+
+    def _decide(self, find: Callable[[], T]) -> T:
+        """Return what the first rank finds, or raise what it raises, on every rank."""
+        found: T | None = None
+        failed: Exception | None = None
+        if self.rank == 0:
+            try:
+                found = find()
+            except (PeerLostError, RanksDivergedError) as error:
+                failed = error
+        found, failed = self._say((found, failed))
+        if failed is not None:
+            raise failed
+        return found  # type: ignore[return-value]
+
+    # -- the server --------------------------------------------------------------------------------
+
+    @property
+    def server(self) -> str:
+        """Address and port of the server."""
+        return format_endpoint(self._address, self._port)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan as this rank knows it."""
+        return self._plan
+
+    def report(self, **changes: object) -> None:
+        """Report something of this replica; the first rank does."""
+        assert self._report is not None, "join() comes first"
+        self._report = replace(self._report, **changes)  # type: ignore[arg-type]
+        self._send_report()
+
+    def _send_report(self) -> None:
+        store, report = self._store, self._report
+        if self.rank == 0 and store is not None and report is not None:
+            with contextlib.suppress(OSError, RuntimeError):  # it is sent again with a connection
+                store.set(f"{REPORT}{self.replica}", report.to_json())
+
+    def close(self) -> None:
+        """Take no part any more: the others do not wait for this replica."""
+        if self._over:
+            return
+        self._over = True
+        if self._report is not None:
+            self.report(state=State.LEFT)
+        (_, group), self._group = self._group, (0, None)
+        if group is not None:
+            _close(group)
+        if self._store is not None:
+            self._store.close()
+
+    def _connect(self) -> None:
+        name = client_name(self.replica, self.incarnation, self.rank)
+        seconds = max(_LEAST_ANSWER, self._plan.deadline)
+        store = GuardedStore(self._address, self._port, self._token, name, seconds)
+        self._plan = Plan.from_json(store.get(PLAN))
+        self._store, self._lost_since = store, None
+        self._send_report()
+
+    def _follow(self) -> None:
+        """Read the plan, again and again; connect again when the connection has ended."""
+        while not self._over:
+            store = self._store
+            try:
+                if store is None:
+                    self._connect()
+                else:
+                    plan = Plan.from_json(store.get(PLAN))
+                    if plan != self._plan:
+                        with self._changed:
+                            self._plan = plan
+                            self._changed.notify_all()
+                        self._serve(plan)
+            except (OSError, RuntimeError):
+                self._note_lost()
+                time.sleep(_RETRY)
+                continue
+            if self._wake.wait(self._poll):
+                self._wake.clear()
+
+    def _note_lost(self) -> None:
+        if self._over:
+            return
+        if self._lost_since is None:
+            self._lost_since = time.monotonic()
+            _log.warning(
+                "replica %s has lost the quorum at %s; it trains on, and looks for it",
+                self.replica,
+                self.server,
+            )
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the server can be reached, as far as is known."""
+        return self._lost_since is None
+
+    def check(self) -> None:
+        """Check that this replica may take part.
+
+        Raises:
+            RanksDivergedError: the others have another model or other settings.
+            PeerLostError: the server has been out of reach for too long.
+        """
+        refused = self._plan.refused.get(self.incarnation)
+        if refused is not None:
+            raise RanksDivergedError(refused)
+        since = self._lost_since
+        if since is not None and time.monotonic() - since > self.timeout:
+            raise PeerLostError(
+                f"replica {self.replica} has lost the quorum at {self.server} for "
+                f"{self.timeout:g} s: its host is down or cannot be reached"
+            )
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _eagerly(self) -> Iterator[None]:
+        self._poll = _EAGER_POLL
+        self._wake.set()
+        try:
+            yield
+        finally:
+            self._poll = _POLL
+
+    def wait_for(self, find: Callable[[Plan], T | None]) -> T:
+        """Wait until the plan says something; the first rank looks, and tells the others.
+
+        Args:
+            find: what the plan says; ``None``: nothing yet.
+
+        Raises:
+            RanksDivergedError: as for :meth:`check`.
+            PeerLostError: as for :meth:`check`.
+        """
+
+        def look() -> tuple[T, int]:
+            with self._eagerly(), self._changed:
+                while (found := find(plan := self._plan)) is None:
+                    self.check()
+                    self._changed.wait(0.25)
+                return found, plan.number
+
+        found, self._decided_by = self._decide(look)
+        return found
+
+    def wish(self, version: int) -> Wish:
+        """Return what the plan asks of this replica now; equal on all its ranks.
+
+        Args:
+            version: outer steps that this replica has made.
+        """
+        self.check()
+        plan, wish = self._plan, Wish.NOTHING
+        if self.is_connected:
+            fetch = plan.fetches.get(self.replica)
+            if fetch is not None and fetch.incarnation == self.incarnation:
+                wish = Wish.FETCH
+            elif plan.called and plan.version == version:
+                wish = Wish.MEET
+        if self._own is not None and self._own.size > 1:
+            told = torch.tensor([int(wish)], dtype=torch.int64)
+            numbers = self._own.gather_numbers(told, "the wishes of DiLoCo's quorum")
+            wish = Wish(int(numbers[0].item()))
+        return wish
+
+    def fetch_for_me(self, plan: Plan) -> Fetch | None:
+        """Return the fetch that the plan has for this replica, if it has one."""
+        fetch = plan.fetches.get(self.replica)
+        return fetch if fetch is not None and fetch.incarnation == self.incarnation else None
+
+    def see_end_of(self, fetch: Fetch) -> None:
+        """Wait until the plan has taken note that a fetch has ended."""
+
+        def find(plan: Plan) -> tuple[bool] | None:
+            is_known = self.fetch_for_me(plan) != fetch or not self.is_connected
+            return (True,) if is_known else None
+
+        self.wait_for(find)
+
+    # -- joining -----------------------------------------------------------------------------------
+
+    def join(self, settings: str, digest: str, version: int) -> Fetch | None:
+        """Join the others. Every rank calls it.
+
+        Returns:
+            What to fetch first; ``None``: this replica has what the others have.
+
+        Raises:
+            RanksDivergedError: the others have another model or other settings.
+            PeerLostError: as for :meth:`check`.
+        """
+        self._report = Report(self.incarnation, self.size, settings, digest, version, State.JOINING)
+        self._send_report()
+
+        def find(plan: Plan) -> tuple[Fetch | None] | None:
+            fetch = self.fetch_for_me(plan)
+            return (fetch,) if fetch is not None or self.incarnation in plan.welcome else None
+
+        (fetch,) = self.wait_for(find)
+        if fetch is None:
+            self.report(state=State.TRAINING)
+        return fetch
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other replicas have begun, from whom this one can fetch."""
+        return self._plan.version >= 0 and bool(self._plan.live)
+
+    # -- exchanges ---------------------------------------------------------------------------------
+
+    def attempt_for_me(self, plan: Plan, version: int) -> Attempt | None:
+        """Return the attempt that this replica is to take part in, if there is one."""
+        attempt = plan.attempt
+        if attempt is None or attempt.version != version:
+            return None
+        assert self._report is not None
+        if attempt.number <= self._report.attempt:
+            return None
+        return attempt if attempt.members.get(self.replica) == self.incarnation else None
+
+    def outcome(self, attempt: Attempt) -> bool:
+        """Wait until an attempt is committed or given up; return whether it is committed."""
+
+        def find(plan: Plan) -> tuple[bool] | None:
+            if plan.version > attempt.version:
+                return self._committed(attempt)
+            return None if plan.attempt == attempt else (False,)
+
+        return self.wait_for(find)[0]
+
+    def _committed(self, attempt: Attempt) -> tuple[bool] | None:
+        """Look up whether an attempt has committed its round; ``None``: nobody can tell now."""
+        key, store = f"{COMMIT}{attempt.version + 1}", self._store
+        if store is None:
+            return None
+        try:
+            # A server that has been started again does not know.
+            found = store.check([key]) and attempt_of(json.loads(store.get(key))) == attempt
+        except (OSError, RuntimeError):
+            return None
+        return (found,)
+
+    def average(
+        self, attempt: Attempt, exchange: Callable[[dist.ProcessGroup | None], T]
+    ) -> T | None:
+        """Do this rank's part in an attempt.
+
+        Args:
+            attempt: a plan has it.
+            exchange: called in another thread with the group of this shard's owners; it must not
+                change anything that outlives a failure.
+
+        Returns:
+            What ``exchange`` returned; ``None``: the attempt has failed.
+        """
+        if self._group[0] != attempt.group:
+            self._end_group()
+        ranks = sorted(attempt.members)
+        made: list[dist.ProcessGroup | None] = []
+        given_up = threading.Event()
+
+        def work() -> T:
+            number, group = self._group
+            if number != attempt.group:
+                group = None
+                if len(ranks) > 1:
+                    group = self._make_group(
+                        str(attempt.group), ranks.index(self.replica), len(ranks)
+                    )
+                made.append(group)
+                if group is not None and given_up.is_set():
+                    _close_in_background(group)
+            return exchange(group)
+
+        try:
+            result = self._in_thread(
+                work, lambda plan: plan.attempt != attempt, f"round {attempt.version + 1}"
+            )
+        except GivenUpError:
+            given_up.set()
+            for group in made:
+                if group is not None:
+                    _close_in_background(group)
+            self._end_group()
+            return None
+        if made:
+            self._group = (attempt.group, made[0])
+        return result
+
+    def _end_group(self) -> None:
+        """Close the connections to other replicas."""
+        (_, group), self._group = self._group, (0, None)
+        if group is not None:
+            _close_in_background(group)
+
+    def _make_group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
+        store = self._store
+        if store is None:
+            raise PeerLostError(f"replica {self.replica} has lost the quorum at {self.server}")
+        return c10d.group_between_worlds(
+            PrefixStore(f"{MEETING}{name}/{self.rank}/", store),
+            rank,
+            size,
+            connecting=timedelta(seconds=max(_LEAST_ANSWER, self._plan.deadline)),
+            timeout=timedelta(seconds=self.timeout),
+        )
+
+    def _in_thread(self, work: Callable[[], T], is_over: Callable[[Plan], bool], doing: str) -> T:
+        """Return what ``work`` returns; leave it behind if the plan says that it is over.
+
+        Raises:
+            GivenUpError: it has failed, or is over.
+        """
+        result: list[T] = []
+        failed: list[Exception] = []
+        ended = threading.Event()
+
+        def run() -> None:
+            try:
+                result.append(work())
+            except Exception as error:
+                failed.append(error)
+            finally:
+                ended.set()
+                with self._changed:
+                    self._changed.notify_all()
+
+        threading.Thread(target=run, daemon=True, name="shardwise exchange").start()
+        with self._eagerly(), self._changed:
+            while not ended.is_set():
+                plan = self._plan  # this rank may not know yet what the first one has seen
+                if plan.number >= self._decided_by and is_over(plan):
+                    raise GivenUpError(doing)
+                self._changed.wait(0.25)
+        if failed:
+            _log.info("replica %s: %s failed: %s", self.replica, doing, failed[0])
+            raise GivenUpError(doing) from failed[0]
+        return result[0]
+
+    # -- outer states ------------------------------------------------------------------------------
+
+    def serve(self, snapshot: Callable[[], tuple[int, list[torch.Tensor]]]) -> None:
+        """Send what ``snapshot`` returns to replicas that catch up, from now on.
+
+        Args:
+            snapshot: returns the number of outer steps, and copies of what this rank has of the
+                outer state; fp32, 1-D, on the CPU. Called in other threads.
+        """
+        self._snapshot = snapshot
+        self._serve(self._plan)
+
+    def _serve(self, plan: Plan) -> None:
+        if self._snapshot is None:
+            return
+        for fetch in plan.fetches.values():
+            mine = (fetch.source, fetch.source_incarnation) == (self.replica, self.incarnation)
+            if mine and fetch.number > self._served:
+                self._served = fetch.number
+                threading.Thread(
+                    target=self._send, args=(fetch, self._snapshot), daemon=True
+                ).start()
+
+    def _send(self, fetch: Fetch, snapshot: Callable[[], tuple[int, list[torch.Tensor]]]) -> None:
+        try:
+            if not self._await_receiver(fetch):
+                return
+            version, tensors = snapshot()
+            while version < fetch.version and fetch in self._plan.fetches.values():
+                time.sleep(_POLL)  # the result of the last round is about to be applied
+                version, tensors = snapshot()
+            group = self._make_group(f"fetch-{fetch.number}", 0, 2)
+            try:
+                for tensor in (torch.tensor([version]), *tensors):
+                    if tensor.numel():
+                        group.send([tensor], 1, 0).wait()
+                group.recv([torch.zeros(1)], 1, 0).wait()  # until then this end stays
+            finally:
+                c10d.forget_group_between_worlds(group)
+        except (OSError, RuntimeError, PeerLostError) as error:
+            _log.info("replica %s could not serve a state: %s", self.replica, error)
+
+    def _await_receiver(self, fetch: Fetch) -> bool:
+        """Wait until the other end is there; return whether it still wants to fetch."""
+        while fetch in self._plan.fetches.values():
+            store = self._store
+            if store is not None and store.check([self._here(fetch)]):
+                return True
+            time.sleep(_POLL)
+        return False
+
+    def _here(self, fetch: Fetch) -> str:
+        """The key by which the other end says that it is there."""
+        return f"{MEETING}fetch-{fetch.number}/{self.rank}/here"
+
+    def receive(self, fetch: Fetch, tensors: list[torch.Tensor]) -> int | None:
+        """Receive what the source's :meth:`serve` sends. Every rank calls it.
+
+        Args:
+            fetch: what to fetch.
+            tensors: as the source's, on the CPU; their values are undefined after a failure.
+
+        Returns:
+            The number of outer steps; ``None``: it has failed on a rank.
+        """
+
+        def work() -> int:
+            if self._store is not None:
+                self._store.set(self._here(fetch), "1")
+            group = self._make_group(f"fetch-{fetch.number}", 1, 2)
+            try:
+                version = torch.zeros(1, dtype=torch.int64)
+                for tensor in (version, *tensors):
+                    if tensor.numel():
+                        group.recv([tensor], 0, 0).wait()
+                group.send([torch.zeros(1)], 0, 0).wait()
+                return int(version.item())
+            finally:
+                c10d.forget_group_between_worlds(group)
+
+        def is_over(plan: Plan) -> bool:
+            return self.fetch_for_me(plan) != fetch
+
+        version: int | None = None
+        with contextlib.suppress(GivenUpError):
+            version = self._in_thread(work, is_over, f"fetch {fetch.number}")
+        versions = set(self.gather(version, "the outer state of other replicas"))
+        return version if len(versions) == 1 else None
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    Peers(group).hang_up()
+    c10d.forget_group_between_worlds(group)
+
+
+def _close_in_background(group: dist.ProcessGroup) -> None:
+    """Close the connections of a group that is of no more use; others may be slow to notice."""
+    threading.Thread(target=_close, args=(group,), daemon=True, name="shardwise hang up").start()

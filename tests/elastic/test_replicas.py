@@ -1,0 +1,91 @@
+"""The launcher of replicas that are worlds of their own, with ranks that only pretend to train."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.elastic.replicas import ReplicaLauncher
+from shardwise.elastic.world import ReplicaWorld, find_replica
+
+#: A rank does what the file of its replica says for this start: end, be killed, or wait.
+_RANK = """
+import os, signal, sys, time
+replica = os.environ["SHARDWISE_REPLICA"].split("/")[0]
+start = os.environ["SHARDWISE_REPLICA_RESTARTS"]
+what = open(os.path.join({folder!r}, replica + "-" + start)).read()
+with open(os.path.join({folder!r}, "log"), "a") as log:
+    log.write(replica + "-" + start + "-" + os.environ["RANK"] + "\\n")
+while what.startswith("wait"):
+    if os.path.exists(os.path.join({folder!r}, what.split()[1])):
+        break
+    time.sleep(0.01)
+if what == "kill" and os.environ["RANK"] == "0":
+    open(os.path.join({folder!r}, "killed"), "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "hang" or what == "kill":
+    time.sleep(600)
+sys.exit(3 if what == "fail" else 0)
+"""
+
+
+class Trial:
+    """A launcher, and what its replicas do at each start."""
+
+    def __init__(self, folder: Path, plans: dict[str, str], ranks: int = 1) -> None:
+        self._log = folder / "log"
+        for name, what in plans.items():
+            (folder / name).write_text(what)
+        self.started: list[str] = []
+        self.lost: list[tuple[int, str]] = []
+        count = 1 + max(int(name.partition("-")[0]) for name in plans)
+        self.launcher = ReplicaLauncher(
+            lambda attempt: [sys.executable, "-S", "-c", _RANK.format(folder=str(folder))],
+            ReplicaWorld(0, count, "nowhere:1", "", 0),
+            ranks,
+            2,
+            started=lambda replica, pids: self.started.append(
+                f"{replica.number}-{replica.restarts}"
+            ),
+            lost=lambda replica, why: self.lost.append((replica.number, why)),
+        )
+
+    @property
+    def ran(self) -> set[str]:
+        """The ranks that ran: replica, start and rank."""
+        return set(self._log.read_text().split())
+
+
+def test_only_the_replica_that_was_lost_is_started_again(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, {"0-0": "wait killed", "1-0": "kill", "1-1": "end"}, ranks=2)
+    trial.launcher.made_round([0, 1])
+    assert trial.launcher.run() == 0
+    assert trial.lost[0] == (1, "was killed by SIGKILL")
+    assert trial.started[:2] == ["0-0", "1-0"]
+    assert {"0-0-0", "0-0-1", "1-0-0"} <= trial.ran
+    assert not any(name.startswith("0-1") for name in trial.ran)
+
+
+def test_a_replica_is_given_up_after_so_many_restarts(tmp_path: Path) -> None:
+    plans = {"0-0": "fail", "0-1": "fail", "0-2": "fail"}
+    trial = Trial(tmp_path, plans)
+    assert trial.launcher.run() == 3
+    assert trial.started == ["0-0", "0-1", "0-2"]
+    assert {why for _, why in trial.lost} == {"ended with exit code 3"}
+
+
+def test_who_has_no_part_in_the_last_round_is_ended_when_the_training_is_complete(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trial = Trial(tmp_path, {"0-0": "end", "1-0": "hang"})
+    assert trial.launcher.run() == 0
+    assert trial.launcher.finished == {0}
+    assert "replica 1 was not there at the end" in capfd.readouterr().err
+
+
+def test_a_replica_is_found_in_its_environment() -> None:
+    replica = ReplicaWorld(2, 4, "127.0.0.1:1", "secret", 3)
+    assert find_replica(replica.environment()) == replica
+    assert find_replica({}) is None
