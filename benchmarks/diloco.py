@@ -123,8 +123,10 @@ class DilocoWorker:
         plan = resolve(strategy, settings.ranks, replicas=settings.replicas)
         mesh = plan.make_mesh("cpu")
         rank, device = dist.get_rank(), torch.device("cpu")
+        ranks = Ranks(rank, settings.ranks, rank, settings.ranks)
         place = Place(
-            world=Ranks(rank, settings.ranks, rank, settings.ranks),
+            world=ranks,
+            readers=ranks,
             device=device,
             plan=plan,
             mesh=mesh,
