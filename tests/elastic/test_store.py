@@ -291,6 +291,31 @@ def test_a_server_knows_its_clients_and_where_they_come_from(served: Served) -> 
         time.sleep(0.01)
 
 
+def test_a_server_reads_and_deletes_keys_by_their_beginning(served: Served) -> None:
+    client = served.client()
+    client.multi_set(["report/0", "report/12", "reports"], [b"a", b"b", b"c"])
+    assert served.server.values("report/") == {"0": b"a", "12": b"b"}
+    served.server.forget("report/")
+    assert served.server.values("report") == {"s": b"c"}
+
+
+def test_a_server_knows_how_long_a_client_has_been_silent(served: Served) -> None:
+    quiet, other = served.client("quiet"), served.client("other")
+    quiet.set("key", "value")
+    before = served.server.silence()
+    assert before.keys() == {"quiet", "other"}
+    other.set("key", "value")
+    after = served.server.silence()
+    assert after["quiet"] > before["quiet"]
+    assert after["other"] < after["quiet"]
+    quiet.close()
+    other.num_keys()
+    until = time.monotonic() + WAIT
+    while "quiet" in served.server.silence():
+        assert time.monotonic() < until
+    assert served.server.silence().keys() == {"other"}
+
+
 def test_threads_share_a_client_and_one_that_waits_does_not_hold_up_the_others(
     served: Served,
 ) -> None:
