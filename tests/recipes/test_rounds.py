@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from shardwise.diloco.coordinator import Attempt, Event, Kind
 from shardwise.elastic.world import ReplicaWorld
 from shardwise.recipes.core.rounds import RoundsFile
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Iterator[Trial]:
+    with contextlib.closing(Trial(tmp_path)) as made:
+        yield made
 
 
 class Trial:
@@ -19,6 +29,9 @@ class Trial:
         self.told: list[str] = []
         self.file = RoundsFile(self._path, 4, self.told.append)
 
+    def close(self) -> None:
+        self.file.close()
+
     @property
     def lines(self) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in self._path.read_text().splitlines()]
@@ -26,8 +39,7 @@ class Trial:
         return lines
 
 
-def test_a_round_has_a_line_with_its_members_and_their_tokens(tmp_path: Path) -> None:
-    trial = Trial(tmp_path)
+def test_a_round_has_a_line_with_its_members_and_their_tokens(trial: Trial) -> None:
     attempt = Attempt(9, 7, 9, {3: "x", 0: "y"}, {3: 100, 0: 200})
     trial.file.happened(
         Event(Kind.ROUND, 8, seconds=0.25, live=(0, 1, 3), attempt=attempt, attempts=2, late=(1,))
@@ -46,15 +58,13 @@ def test_a_round_has_a_line_with_its_members_and_their_tokens(tmp_path: Path) ->
     assert trial.told == ["replicas   round 8: 2 of 4; replica 1 was late"]
 
 
-def test_a_full_round_is_not_told(tmp_path: Path) -> None:
-    trial = Trial(tmp_path)
+def test_a_full_round_is_not_told(trial: Trial) -> None:
     attempt = Attempt(1, 0, 1, {0: "x"}, {0: 1})
     trial.file.happened(Event(Kind.ROUND, 1, live=(0,), attempt=attempt, attempts=1))
     assert not trial.told
 
 
-def test_losses_and_returns_are_told(tmp_path: Path) -> None:
-    trial = Trial(tmp_path)
+def test_losses_and_returns_are_told(trial: Trial) -> None:
     replica = ReplicaWorld(2, 4, "127.0.0.1:1", "", 1)
     trial.file.started(replica, [11, 12])
     trial.file.happened(Event(Kind.JOINED, 7, 2, source=0, seconds=0.4, live=(0, 1, 2, 3)))
@@ -70,7 +80,6 @@ def test_losses_and_returns_are_told(tmp_path: Path) -> None:
     assert trial.lines[1]["incarnation"] == 1
 
 
-def test_a_file_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
-    trial = Trial(tmp_path)
+def test_a_file_that_cannot_be_written_stops_nobody(trial: Trial) -> None:
     trial.file.close()
     trial.file.happened(Event(Kind.LEFT, 1, 0))

@@ -195,7 +195,8 @@ class Membership:
                             self._plan = plan
                             self._changed.notify_all()
                         self._serve(plan)
-            except (OSError, RuntimeError):
+            except (OSError, RuntimeError, ValueError, TypeError, KeyError):
+                # The connection has ended, or another program answers.
                 self._note_lost()
                 time.sleep(_RETRY)
                 continue

@@ -169,13 +169,17 @@ class Rounds:
                     return False
 
     def flush(self, step: int) -> None:
-        """End the round now, unless nothing was done in it.
+        """End the round now, unless nothing was done in it. Inner parameters equal outer ones then.
+
+        If the others have ended the round already, what was done in it is lost.
 
         Args:
             step: inner steps made so far.
         """
-        if self._tokens:
-            self.meet(step)
+        if self._tokens and not self.meet(step):
+            self._reshard()
+            self._fragment.mix_in(0.0)
+            self._begin_round(step)
 
     # -- exchanges ---------------------------------------------------------------------------------
 

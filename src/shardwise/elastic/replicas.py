@@ -25,6 +25,7 @@ from shardwise.elastic.agent import POLL, SETTLE, LocalRank, Signals, how_failed
 from shardwise.elastic.errors import say, signal_name
 from shardwise.elastic.hosts import Command
 from shardwise.elastic.network import interface_towards
+from shardwise.elastic.outcome import STOP_GRACE
 from shardwise.elastic.rank import STOP_SIGNALS, Ending
 from shardwise.elastic.world import JOB, LOST, PARENT_PID, REPORT, ReplicaWorld, usable_cores
 
@@ -171,6 +172,8 @@ class ReplicaLauncher:
         self._in_round: set[int] = set()  # replicas that were in the last round since they started
         self._round_at = 0.0
         self._grace: float | None = None  # when those that still run after the end are killed
+        self._stop_by: float | None = None  # the same, after a signal
+        self._has_said_farewell = False
         self.finished: set[int] = set()
 
     def made_round(self, members: Sequence[int]) -> None:
@@ -200,6 +203,9 @@ class ReplicaLauncher:
                 if len(signals.noted) > 1:
                     say(f"Stopped at once by {signal_name(signals.noted[0])}.")
                     return 128 + signals.noted[0]
+                if signals.noted and self._is_stop_over():
+                    say("Stopped without waiting for all replicas.")
+                    return 128 + signals.noted[0]
                 if signals.noted and not forwarded:
                     forwarded = True
                     for world in self._worlds.values():
@@ -210,6 +216,12 @@ class ReplicaLauncher:
         if self.finished:
             return 0
         return next((code for _, code in sorted(self._codes.items()) if code), 1)
+
+    def _is_stop_over(self) -> bool:
+        """Whether a replica has stopped as asked, and others have had the time to."""
+        if self._stop_by is None and len(self._worlds) < self._first.count:
+            self._stop_by = time.monotonic() + STOP_GRACE
+        return self._stop_by is not None and time.monotonic() > self._stop_by
 
     def _end_all(self) -> None:
         for world in self._worlds.values():
@@ -253,7 +265,8 @@ class ReplicaLauncher:
         if failure is None:
             if world.has_stopped:
                 words = next(r.report for r in world.ranks if r.report is not None)
-                if replica.number == min([*self._worlds, replica.number]):
+                if not self._has_said_farewell:
+                    self._has_said_farewell = True
                     say(words.text)
                 self._codes[replica.number] = words.exit_code
             else:
@@ -273,8 +286,8 @@ class ReplicaLauncher:
                 self._codes[replica.number] = failure.report.exit_code
             elif tail := failure.tail():
                 say(tail)
-            left = "" if mistaken else f" It was restarted {replica.restarts} times."
-            say(f"replicas   replica {replica.number} {why}, and is not started again.{left}")
+            limit = "" if mistaken else f" (--max-restarts {self._restarts})"
+            say(f"replicas   replica {replica.number} is not started again{limit}")
             return
         again = replace(replica, restarts=replica.restarts + 1)
         self._start(again, folder, job, f"replica {replica.number} {why}")
