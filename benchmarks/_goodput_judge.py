@@ -1,0 +1,67 @@
+"""The loss of stored checkpoints on text that was held back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from _worlds import World
+from shardwise import checkpoint, fully_shard
+from shardwise.diloco import DiLoCo
+from shardwise.recipes.core.model import build, initialize, next_token_loss
+from shardwise.recipes.text.config import PRESETS
+from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE, load_text
+
+JUDGED = 1024  # sequences
+
+
+class Judge:
+    """One process that evaluates models of one shape.
+
+    Args:
+        model: a preset of the recipes.
+        length: tokens of a sequence.
+    """
+
+    def __init__(self, model: str, length: int) -> None:
+        self._model: Any = build(PRESETS[model].settings(), VOCAB_SIZE, SEPARATOR)
+        fully_shard(self._model)
+        initialize(self._model, 0)
+        self._length = length
+        self._text = load_text((), length).validation
+
+    def loss(self, path: Path, replicas: bool) -> float:
+        """Return the loss of a checkpoint, in nats per token.
+
+        Args:
+            path: of the checkpoint.
+            replicas: whether it is that of a replica, of which the outer parameters count.
+        """
+        if not replicas:
+            checkpoint.load(path, self._model)
+            return self._evaluated()
+        inner = torch.optim.AdamW(self._model.parameters())
+        diloco = DiLoCo(self._model, inner, every=1, group=None)
+        checkpoint.load(path, self._model, diloco)
+        with diloco.outer_parameters():
+            return self._evaluated()
+
+    @torch.no_grad()
+    def _evaluated(self) -> float:
+        self._model.eval()
+        room = len(self._text) - self._length - 1
+        total, each = 0.0, 64
+        for first in range(0, JUDGED, each):
+            starts = [room * i // (JUDGED - 1) for i in range(first, first + each)]
+            rows = [self._text.read(start, self._length + 1) for start in starts]
+            batch = torch.stack([torch.from_numpy(row) for row in rows])
+            total += next_token_loss(self._model, batch).item() * each
+        return total / JUDGED
+
+
+def judge(model: str, length: int, checkpoints: list[tuple[Path, bool]]) -> list[float]:
+    """Return the loss of each checkpoint; see :meth:`Judge.loss`."""
+    with World("judge", 1, Judge, model, length) as world:
+        return [world.call("loss", *each)[0] for each in checkpoints]
