@@ -38,7 +38,7 @@ class Progress:
     tokens: int
 
 
-def schedule(per_minute: float, seconds: float, victims: int, seed: int) -> list[Fault]:
+def schedule(per_minute: float, seconds: float, victims: int, seed: str) -> list[Fault]:
     """Draw as many faults as a rate means, at any time and victim with the same probability.
 
     These are the faults of a Poisson process, given how many there are.
@@ -49,7 +49,7 @@ def schedule(per_minute: float, seconds: float, victims: int, seed: int) -> list
         victims: ranks, or replicas.
         seed: the same one draws the same faults.
     """
-    draw = random.Random(f"{per_minute} {seconds} {victims} {seed}")
+    draw = random.Random(seed)
     count = round(per_minute * seconds / 60)
     faults = [Fault(draw.uniform(0, seconds), draw.randrange(victims)) for _ in range(count)]
     return sorted(faults, key=lambda fault: fault.at)

@@ -8,7 +8,7 @@ All train the same model with the same number of processes, started as a user st
     diloco:H    shardwise train lm --max-restarts N --strategy diloco --local-steps H
                     --diloco-deadline S, each process a replica and a world of its own
 
-Faults hit a process each, at random times; all contenders have the same ones. Useful are tokens
+Faults hit a process each, at random times, as many as the rate says. Useful are tokens
 whose steps are in the history at the end (steps that a restart repeats count once), or whose inner
 steps went into an outer step. Goodput is their number per second, divided by that of the same
 contender without faults. Steps are stretched to a fixed duration, see
@@ -126,7 +126,9 @@ class Run:
         """
         settings = self.settings
         per_step = settings.ranks * settings.batch * settings.length
-        faults = schedule(self.per_minute, settings.seconds, settings.ranks, settings.seed)
+        # Of its own, so that trainings that run at once do not start processes at the same moments.
+        seed = f"{settings.seed} {self.contender} {self.per_minute}"
+        faults = schedule(self.per_minute, settings.seconds, settings.ranks, seed)
         hit: Hit = kill if self.fault == "kill" else pausing(settings.pause)
         rounds = RoundsWatched(self.out) if is_diloco(self.contender) else None
         watched = rounds or StepsWatched(self.out, per_step)

@@ -1,0 +1,245 @@
+"""``benchmarks/goodput.py`` counts what a training has kept, and nothing twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import psutil
+import pytest
+
+from tests.benchmarks.scripts import BENCHMARKS, call_script
+
+RATES = {0: 1000.0, 1: 900.0, 4: 300.0}
+
+
+def test_a_rate_is_the_number_of_faults_and_a_seed_draws_the_same_ones() -> None:
+    from _goodput_counts import schedule
+
+    faults = schedule(4.0, 180.0, 3, "a seed")
+    assert len(faults) == 12
+    assert faults == schedule(4.0, 180.0, 3, "a seed") != schedule(4.0, 180.0, 3, "another")
+    assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
+    assert all(0 <= fault.at <= 180 and fault.victim in range(3) for fault in faults)
+    assert {fault.victim for fault in schedule(60.0, 180.0, 3, "a seed")} == {0, 1, 2}
+    assert schedule(0.0, 180.0, 3, "a seed") == []
+
+
+def test_repeated_steps_count_once_and_a_restart_at_the_end_is_waited_for() -> None:
+    from _goodput_counts import Progress, useful
+
+    seen = [
+        Progress(0.0, 100),
+        Progress(1.0, 200),
+        Progress(2.0, 300),
+        Progress(9.0, 200),  # started again from a checkpoint
+        Progress(10.0, 300),
+    ]
+    assert useful(seen, 5.0) == (seen[0], seen[4]), "what was lost is no progress, nor its end"
+    assert useful(seen, 10.5) is None
+    assert useful(seen[:1], 0.0) is None
+
+
+def test_a_restart_is_as_slow_as_its_slowest_process_in_each_phase() -> None:
+    from _goodput_counts import PHASES, restarts
+
+    def told(rank: int, *times: float) -> list[dict[str, Any]]:
+        named = zip(PHASES, times, strict=False)
+        return [{"rank": rank, "phase": phase, "at": at} for phase, at in named]
+
+    phases = [*told(0, 1, 2, 3, 4, 5), *told(1, 1, 2, 3, 4, 5)]  # before the first fault
+    phases += [*told(0, 11, 14, 15, 16, 17), *told(1, 12, 13, 15, 15, 17)]
+    phases += [*told(0, 21, 22), *told(1, 21, 22)]  # killed again before it was connected
+    phases += told(1, 31, 32, 33, 34, 35)
+    assert restarts([10, 20, 30], [[0, 1], [0, 1], [1]], phases) == [
+        {"started": 2, "imported": 2, "connected": 1, "loaded": 1, "stepped": 1},
+        {"started": 1, "imported": 1, "connected": 1, "loaded": 1, "stepped": 1},
+    ]
+
+
+def test_steps_are_read_from_metrics_even_while_they_are_cut(tmp_path: Path) -> None:
+    from _goodput_run import StepsWatched
+
+    watched, file = StepsWatched(tmp_path, 512), tmp_path / "metrics.jsonl"
+    assert watched.tokens() is None
+    file.write_text("")
+    assert watched.tokens() is None
+    file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3')
+    assert watched.tokens() == 1024, "the last line is not whole yet"
+    file.write_text('{"step": 1}\n')
+    assert watched.tokens() == 512
+
+
+def test_rounds_count_the_tokens_of_the_replicas_in_them(tmp_path: Path) -> None:
+    from _goodput_run import RoundsWatched
+
+    watched, file = RoundsWatched(tmp_path), tmp_path / "quorum.jsonl"
+    assert watched.tokens() is None
+    me = psutil.Process()
+    with file.open("w") as lines:
+
+        def write(**event: Any) -> None:
+            lines.write(json.dumps(event) + "\n")
+            lines.flush()
+
+        write(event="started", replica=1, incarnation=0, pids=[1 << 30])
+        assert watched.tokens() is None
+        assert watched.process_of(1, [me]) is None, "another process"
+        write(event="started", replica=1, incarnation=1, pids=[me.pid])
+        assert watched.process_of(1, [me]) == me
+        assert watched.process_of(0, [me]) is None
+        write(event="round", round=1, replicas=[0, 1], tokens=[100, 60])
+        lines.write('{"event": "round", "round"')
+        lines.flush()
+        assert watched.tokens() == 160, "the last line is not whole yet"
+        lines.write(': 2, "replicas": [1], "tokens": [100]}\n')
+        lines.flush()
+        assert watched.tokens() == 260
+    phases = [{"pid": me.pid, "rank": 0, "phase": "started", "at": 1.0}]
+    assert watched.named(phases)[0]["rank"] == 1, "each replica has a rank 0"
+
+
+def test_processes_are_those_of_the_rank_that_is_to_be_hit(tmp_path: Path) -> None:
+    from _goodput_run import StepsWatched
+
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    ranks = [
+        subprocess.Popen(sleep, env={**os.environ, "RANK": str(rank)}, stdin=subprocess.DEVNULL)
+        for rank in range(2)
+    ]
+    try:
+        processes = [psutil.Process(rank.pid) for rank in ranks]
+        watched = StepsWatched(tmp_path, 1)
+        found = watched.process_of(1, processes)
+        assert found is not None
+        assert found.pid == ranks[1].pid
+        ranks[1].kill()
+        os.waitid(os.P_PID, ranks[1].pid, os.WEXITED | os.WNOWAIT)  # and leave it a zombie
+        assert watched.process_of(1, processes) is None, "it is dead"
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def case(contender: str, speeds: dict[int, float]) -> list[dict[str, Any]]:
+    """Make the runs of a contender, which learned for 100 s."""
+    runs: list[dict[str, Any]] = []
+    for rate, speed in speeds.items():
+        end = round(100 * speed)
+        losses = [[0, 5.0], [end, 3.0]] if rate == 0 else [[end, 3.3]]
+        phases = {"started": 1, "imported": 3, "connected": 1, "loaded": 1, "stepped": 1}
+        run = {"contender": contender, "per_minute": rate, "tokens": end, "seconds": 100.0}
+        run |= {"busy": 0.5, "faults": [[1.0, 0]] * rate, "losses": losses}
+        runs.append({**run, "restarts": [phases] if rate else []})
+    return runs
+
+
+def document(*runs: dict[str, Any]) -> dict[str, Any]:
+    """Make a document of one case."""
+    settings = {"contenders": ["sync:20", "diloco:10"], "model": "m", "ranks": 4, "step": 0.5}
+    settings |= {"seconds": 100.0, "at_once": 2, "pause": 15.0}
+    return {"cases": [{"fault": "kill", "settings": settings, "runs": list(runs)}]}
+
+
+def test_the_table_shows_what_is_left_of_the_speed_and_the_loss_after_as_many_tokens() -> None:
+    from _goodput_tables import goodput_tables
+
+    kept, apart = goodput_tables(document(*case("sync:20", RATES), *case("diloco:10", {0: 500.0})))
+    rows = [dict(zip(kept.columns, row, strict=True)) for row in kept.rows]
+    assert [row["goodput"] for row in rows] == ["100.0 %", "90.0 %", "30.0 %", "100.0 %"]
+    assert rows[1]["loss"] == "3.3000"
+    assert rows[1]["as many, calm"] == "3.2000", "nine tenths of the way from 5 to 3"
+    assert apart.rows == [
+        ["synchronous, saves every 20", "2", "1.00", "3.00", "1.00", "1.00", "1.00", "7.00"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "kept"),
+    [
+        ({0: 1000.0, 1: 500.0, 4: 890.0}, True),  # at 1 a minute, synchronous training does well
+        ({0: 1000.0, 1: 950.0, 4: 870.0}, False),
+    ],
+)
+def test_diloco_keeps_most_where_synchronous_training_loses_most(
+    ours: dict[int, float], kept: bool
+) -> None:
+    from _goodput_tables import keeps_promise
+
+    runs = [*case("sync:20", RATES), *case("diloco:10", ours)]
+    [found] = document(*runs)["cases"]
+    assert keeps_promise(found) is kept
+    found["runs"].append({"contender": "sync:20", "per_minute": 9, "ended": "the training ended"})
+    assert not keeps_promise(found), "a training that ended early"
+
+
+def test_a_stored_document_is_shown_and_drawn_again(tmp_path: Path) -> None:
+    runs = [*case("sync:20", RATES), *case("diloco:10", {0: 1000.0, 1: 980.0, 4: 900.0})]
+    head = {"schema": 1, "script": "goodput", "command": "python benchmarks/goodput.py"}
+    (tmp_path / "a.json").write_text(json.dumps({**head, **document(*runs)}))
+    picture = tmp_path / "picture.svg"
+    stored = ("--stored", str(tmp_path / "a.json"), "--picture", str(picture))
+    done = call_script("goodput.py", *stored)
+    assert done.returncode == 0, done.stderr
+    assert "30.0 %" in done.stdout
+    said = "".join(ElementTree.fromstring(picture.read_text()).itertext())
+    assert "DiLoCo, H = 10" in said
+    assert "kills a minute" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--contenders", "sync"], "'sync' is neither"),
+        (["--rates", "-1"], "'-1' is not a list of rates"),
+        (["--seconds", "soon"], "'soon' is not a number of seconds"),
+        (["--stored", "nowhere.json"], "there is no file 'nowhere.json'"),
+    ],
+)
+def test_bad_options_are_refused_at_once(arguments: list[str], complaint: str) -> None:
+    done = call_script("goodput.py", *arguments)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+
+
+def test_steps_are_stretched_and_phases_told(tmp_path: Path) -> None:
+    """In a process of its own, with a stand-in for the training loop."""
+    core = tmp_path / "shardwise" / "recipes" / "core"
+    core.mkdir(parents=True)
+    for folder in (core, core.parent, core.parent.parent):
+        (folder / "__init__.py").touch()
+    (core / "loop.py").write_text(
+        "class Loop:\n"
+        "    def run(self, position): return [self._step(i) for i in range(2)]\n"
+        "    def _step(self, before): return self._accumulate(before)\n"
+        "    def _accumulate(self, position): return position\n"
+    )
+    (core / "training.py").write_text(
+        "from shardwise.recipes.core.loop import Loop\n"
+        "def train(): return train_connected()\n"
+        "def train_connected(): return Loop().run(None)\n"
+    )
+    program = (
+        "import time, shardwise.recipes.core.training as t\n"
+        "began = time.monotonic()\n"
+        "assert t.train() == [0, 1]\n"
+        "assert time.monotonic() - began >= 0.2\n"
+    )
+    paths = os.pathsep.join([str(BENCHMARKS / "stretched"), str(tmp_path)])
+    phases = tmp_path / "phases.jsonl"
+    env = {"PYTHONPATH": paths, "GOODPUT_STEP": "0.1", "GOODPUT_PHASES": str(phases)}
+    for rank in ({"RANK": "3"}, {}):  # a rank, and its launcher
+        command = [sys.executable, "-S", "-c", f"import sitecustomize\n{program}"]
+        if not rank:
+            command[-1] = "import sitecustomize, shardwise.recipes.core.training as t\nt.train()"
+        subprocess.run(command, env={**env, **rank}, check=True)
+    told = [json.loads(line) for line in phases.read_text().splitlines()]
+    assert [(line["rank"], line["phase"]) for line in told] == [
+        (3, phase) for phase in ("started", "imported", "connected", "loaded", "stepped")
+    ]
