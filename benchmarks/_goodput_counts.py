@@ -97,7 +97,9 @@ def restarts(
     """
     told = list(phases)
     found = []
-    for begin, ranks, end in zip(faults, affected, [*faults, float("inf")][1:], strict=True):
+    for number, (begin, ranks) in enumerate(zip(faults, affected, strict=True)):
+        later = zip(faults[number + 1 :], affected[number + 1 :], strict=True)
+        end = next((at for at, others in later if set(others) & set(ranks)), float("inf"))
         reached = [begin]
         for phase in PHASES:
             by_rank = {

@@ -10,6 +10,8 @@ import torch
 from _worlds import World
 from shardwise import checkpoint, fully_shard
 from shardwise.diloco import DiLoCo
+from shardwise.recipes.core.build import make_adamw
+from shardwise.recipes.core.config import OptimizerConfig
 from shardwise.recipes.core.model import build, initialize, next_token_loss
 from shardwise.recipes.text.config import PRESETS
 from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE, load_text
@@ -42,7 +44,7 @@ class Judge:
         if not replicas:
             checkpoint.load(path, self._model)
             return self._evaluated()
-        inner = torch.optim.AdamW(self._model.parameters())
+        inner = make_adamw(self._model, OptimizerConfig(lr=0.0))
         diloco = DiLoCo(self._model, inner, every=1, group=None)
         checkpoint.load(path, self._model, diloco)
         with diloco.outer_parameters():

@@ -167,7 +167,16 @@ class Run:
             found = found[-1:]
         elif len(found) > _POINTS:
             found = [found[round(i * (len(found) - 1) / (_POINTS - 1))] for i in range(_POINTS)]
-        return [(int(path.name.removeprefix("step-")) * per_step, path) for path in found]
+        steps = [int(path.name.removeprefix("step-")) for path in found]
+        if not is_diloco(self.contender):
+            return [(step * per_step, path) for step, path in zip(steps, found, strict=True)]
+        # Of a replica's checkpoint it is the outer parameters that are judged.
+        rounds = RoundsWatched(self.out)
+        rounds.tokens()
+        by_round = {e["round"]: sum(e["tokens"]) for e in rounds.events if e["event"] == "round"}
+        learned = itertools.accumulate(by_round.get(r, 0) for r in range(max(by_round) + 1))
+        after = list(learned)
+        return [(after[step // self.every], path) for step, path in zip(steps, found, strict=True)]
 
     def _arguments(self) -> list[str]:
         settings = self.settings

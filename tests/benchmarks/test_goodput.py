@@ -55,10 +55,11 @@ def test_a_restart_is_as_slow_as_its_slowest_process_in_each_phase() -> None:
     phases = [*told(0, 1, 2, 3, 4, 5), *told(1, 1, 2, 3, 4, 5)]  # before the first fault
     phases += [*told(0, 11, 14, 15, 16, 17), *told(1, 12, 13, 15, 15, 17)]
     phases += [*told(0, 21, 22), *told(1, 21, 22)]  # killed again before it was connected
-    phases += told(1, 31, 32, 33, 34, 35)
-    assert restarts([10, 20, 30], [[0, 1], [0, 1], [1]], phases) == [
+    phases += [*told(1, 31, 33, 34, 35, 36), *told(0, 33, 34, 35, 36, 38)]
+    assert restarts([10, 20, 30, 32], [[0, 1], [0, 1], [1], [0]], phases) == [
         {"started": 2, "imported": 2, "connected": 1, "loaded": 1, "stepped": 1},
-        {"started": 1, "imported": 1, "connected": 1, "loaded": 1, "stepped": 1},
+        {"started": 1, "imported": 2, "connected": 1, "loaded": 1, "stepped": 1},
+        {"started": 1, "imported": 1, "connected": 1, "loaded": 1, "stepped": 2},
     ]
 
 
