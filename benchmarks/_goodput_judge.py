@@ -9,6 +9,7 @@ import torch
 
 from _worlds import World
 from shardwise import checkpoint, fully_shard
+from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.diloco import DiLoCo
 from shardwise.recipes.core.build import make_adamw
 from shardwise.recipes.core.config import OptimizerConfig
@@ -61,6 +62,13 @@ class Judge:
             batch = torch.stack([torch.from_numpy(row) for row in rows])
             total += next_token_loss(self._model, batch).item() * each
         return total / JUDGED
+
+
+def rounds_of(path: Path) -> int:
+    """Return the outer steps behind the outer parameters of a replica's checkpoint."""
+    where = ("optimizer", "diloco", "rounds")
+    found = (value.value for value in read_manifest(path).values if value.path == where)
+    return int(next(found)[0])
 
 
 def judge(model: str, length: int, checkpoints: list[tuple[Path, bool]]) -> list[float]:

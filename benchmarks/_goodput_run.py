@@ -75,20 +75,26 @@ class StepsWatched:
 class RoundsWatched:
     """Replicas that are worlds of their own: the lines of ``quorum.jsonl``.
 
+    Where all replicas are lost at once, they repeat the rounds since their last checkpoint.
+
     Args:
         out: the folder of the run.
+
+    Attributes:
+        events: all lines.
+        by_round: the tokens of each round.
     """
 
     def __init__(self, out: Path) -> None:
         self._file = out / "quorum.jsonl"
         self._read = 0
-        self._tokens: int | None = None
         self.events: list[dict[str, Any]] = []
+        self.by_round: dict[int, int] = {}
 
     def tokens(self) -> int | None:
         """Return the tokens of all rounds so far."""
         self._look()
-        return self._tokens
+        return sum(self.by_round.values()) if self.by_round else None
 
     def process_of(self, victim: int, processes: Sequence[psutil.Process]) -> psutil.Process | None:
         """Return the first process of a replica."""
@@ -130,7 +136,9 @@ class RoundsWatched:
             event = json.loads(line)
             self.events.append(event)
             if event["event"] == "round":
-                self._tokens = (self._tokens or 0) + sum(event["tokens"])
+                number = event["round"]
+                self.by_round = {r: count for r, count in self.by_round.items() if r < number}
+                self.by_round[number] = sum(event["tokens"])
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -35,7 +35,7 @@ import psutil
 from rich.console import Console
 
 from _goodput_counts import restarts, schedule, speed, useful
-from _goodput_judge import judge
+from _goodput_judge import judge, rounds_of
 from _goodput_picture import draw
 from _goodput_run import (
     GoodputError,
@@ -167,16 +167,13 @@ class Run:
             found = found[-1:]
         elif len(found) > _POINTS:
             found = [found[round(i * (len(found) - 1) / (_POINTS - 1))] for i in range(_POINTS)]
-        steps = [int(path.name.removeprefix("step-")) for path in found]
         if not is_diloco(self.contender):
-            return [(step * per_step, path) for step, path in zip(steps, found, strict=True)]
+            return [(int(path.name.removeprefix("step-")) * per_step, path) for path in found]
         # Of a replica's checkpoint it is the outer parameters that are judged.
         rounds = RoundsWatched(self.out)
         rounds.tokens()
-        by_round = {e["round"]: sum(e["tokens"]) for e in rounds.events if e["event"] == "round"}
-        learned = itertools.accumulate(by_round.get(r, 0) for r in range(max(by_round) + 1))
-        after = list(learned)
-        return [(after[step // self.every], path) for step, path in zip(steps, found, strict=True)]
+        learned = [0, *itertools.accumulate(rounds.by_round.values())]
+        return [(learned[rounds_of(path)], path) for path in found]
 
     def _arguments(self) -> list[str]:
         settings = self.settings

@@ -101,6 +101,9 @@ def test_rounds_count_the_tokens_of_the_replicas_in_them(tmp_path: Path) -> None
         lines.write(': 2, "replicas": [1], "tokens": [100]}\n')
         lines.flush()
         assert watched.tokens() == 260
+        write(event="round", round=3, replicas=[1], tokens=[1])
+        write(event="round", round=2, replicas=[0, 1], tokens=[100, 50])
+        assert watched.tokens() == 310, "two rounds were lost, and one of them is repeated"
     phases = [{"pid": me.pid, "rank": 0, "phase": "started", "at": 1.0}]
     assert watched.named(phases)[0]["rank"] == 1, "each replica has a rank 0"
 
