@@ -23,6 +23,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -199,6 +200,9 @@ class Run:
                 "--replicas": settings.ranks,
                 "--local-steps": self.every,
                 "--diloco-deadline": settings.deadline,
+                # As docs/diloco.md advises from random weights: momentum rises over all rounds.
+                "--outer-lr": 0.8,
+                "--outer-warmup": math.ceil(settings.seconds / (settings.step * self.every)),
             }
         words = [str(word) for option in options.items() for word in option]
         return ["train", "lm", *words, "--async-checkpoint"]
