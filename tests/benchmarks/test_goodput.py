@@ -30,6 +30,16 @@ def test_a_rate_is_the_number_of_faults_and_a_seed_draws_the_same_ones() -> None
     assert schedule(0.0, 180.0, 3, "a seed") == []
 
 
+def test_trainings_that_start_many_processes_do_not_run_beside_each_other() -> None:
+    from goodput import order
+
+    assert order(["sync:20", "diloco:10"], [0.0, 1.0, 2.0]) == [
+        *(("sync:20", 0.0), ("diloco:10", 2.0)),
+        *(("sync:20", 1.0), ("diloco:10", 1.0)),
+        *(("sync:20", 2.0), ("diloco:10", 0.0)),
+    ]
+
+
 def test_repeated_steps_count_once_and_a_restart_at_the_end_is_waited_for() -> None:
     from _goodput_counts import Progress, useful
 
