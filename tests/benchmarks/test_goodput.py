@@ -121,12 +121,15 @@ def test_rounds_count_the_tokens_of_the_replicas_in_them(tmp_path: Path) -> None
 def test_processes_are_those_of_the_rank_that_is_to_be_hit(tmp_path: Path) -> None:
     from _goodput_run import StepsWatched
 
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    sleep = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
     ranks = [
-        subprocess.Popen(sleep, env={**os.environ, "RANK": str(rank)}, stdin=subprocess.DEVNULL)
+        subprocess.Popen(sleep, env={**os.environ, "RANK": str(rank)}, stdout=subprocess.PIPE)
         for rank in range(2)
     ]
     try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            rank.stdout.readline()  # before it runs, it has no environment
         processes = [psutil.Process(rank.pid) for rank in ranks]
         watched = StepsWatched(tmp_path, 1)
         found = watched.process_of(1, processes)
@@ -138,7 +141,7 @@ def test_processes_are_those_of_the_rank_that_is_to_be_hit(tmp_path: Path) -> No
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.communicate()
 
 
 def case(contender: str, speeds: dict[int, float]) -> list[dict[str, Any]]:
