@@ -47,7 +47,7 @@ fuzz: $(DEV) ## damage checkpoints; run random programs; hold plans against trai
 
 ecosystem: ## run the tests with other people's programs, all of them, in .venv-ecosystem
 	@$(MAKE) --no-print-directory VENV=.venv-ecosystem .venv-ecosystem/.ready-ecosystem
-	@.venv-ecosystem/bin/python -m pytest tests/ecosystem $(ARGS)
+	@.venv-ecosystem/bin/python -m pytest -m '' tests/ecosystem $(ARGS)
 
 check: $(DEV) ## check formatting, lint and types
 	@$(BIN)/ruff format --check

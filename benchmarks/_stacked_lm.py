@@ -107,6 +107,18 @@ class StackedLM(nn.Module):
         for grad in grads:
             grad.mul_(factors.view(-1, *[1] * (grad.ndim - 1)))
 
+    def read_gradients(self) -> Tensor:
+        """Return all gradients, ``(models, elements)``."""
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        return torch.cat([grad.flatten(1) for grad in grads], dim=1)
+
+    def write_gradients(self, values: Tensor) -> None:
+        """Set all gradients to what :meth:`read_gradients` returned."""
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        sizes = [grad.flatten(1).shape[1] for grad in grads]
+        for grad, part in zip(grads, values.split(sizes, dim=1), strict=True):
+            grad.copy_(part.view_as(grad))
+
     @torch.no_grad()
     def read(self) -> Tensor:
         """Return all parameters, ``(models, elements)``."""

@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +132,28 @@ class Training:
         settings: of all.
         copies: models of each seed; together they see the sequences of all replicas.
         text: where they come from.
+        part: with one copy only, the replica whose sequences it sees; by default all of them.
+
+    Attributes:
+        model: all models.
+        forward: returns their losses; by default the model.
     """
 
-    def __init__(self, contender: Contender, settings: Settings, copies: int, text: Any) -> None:
-        self._settings, self._copies = settings, copies
-        self._batch = settings.batch * settings.replicas // copies
+    def __init__(
+        self,
+        contender: Contender,
+        settings: Settings,
+        copies: int,
+        text: Any,
+        part: int | None = None,
+    ) -> None:
+        self._settings, self._copies, self._part = settings, copies, part
+        self._batch = settings.batch
+        if part is None:
+            self._batch *= settings.replicas // copies
         seeds = [seed for seed in range(settings.seeds) for _ in range(copies)]
         self.model = StackedLM(Shape(VOCAB_SIZE, settings.length), seeds)
+        self.forward: Callable[[torch.Tensor], torch.Tensor] = self.model
         config = OptimizerConfig(lr=contender.lr, warmup=contender.inner_warmup)
         self._lr = learning_rate(config, settings.steps)
         self._optimizer = _optimizer(contender, self.model)
@@ -146,14 +162,22 @@ class Training:
 
     def step(self, step: int) -> None:
         """Take an inner step; the first is 0."""
+        self.backward(step)
+        self.update(step)
+
+    def backward(self, step: int) -> None:
+        """Compute the gradients of an inner step; the first is 0."""
         settings = self._settings
-        first = step * settings.batch * settings.replicas
+        first = (step * settings.replicas + (self._part or 0)) * settings.batch
         rows = [
             torch.from_numpy(each.read(first + copy * self._batch, self._batch))
             for each in self._data
             for copy in range(self._copies)
         ]
-        self.model(torch.stack(rows)).sum().backward()
+        self.forward(torch.stack(rows)).sum().backward()
+
+    def update(self, step: int) -> None:
+        """Clip the gradients of an inner step, and let the optimizer use them."""
         self.model.clip_(CLIP)
         for group in self._optimizer.param_groups:
             group["lr"] = self._lr(step + 1)

@@ -101,5 +101,6 @@ def _every_kind(rank: int, world_size: int, folder: Path) -> None:
         _trained(rank, world_size, folder / name, name == "freed", plugin)
 
 
+@pytest.mark.long
 def test_a_model_that_accelerate_prepared_trains_and_is_saved(ranks: Ranks, tmp_path: Path) -> None:
     ranks(_every_kind, 2, tmp_path)

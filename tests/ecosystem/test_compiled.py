@@ -80,5 +80,6 @@ def _trains(rank: int, world_size: int) -> None:
             assert bool(frames) == compiled, f"{what}: {frames} graphs"
 
 
+@pytest.mark.long
 def test_compiled_and_checkpointed_blocks_train_as_on_one_process(ranks: Ranks) -> None:
     ranks(_trains, 2)

@@ -152,7 +152,11 @@ MOVES = [
     (4, "hybrid", 3, "shard-grad-op"),
 ]
 #: Those of `make long`: others change as much.
-LONG_MOVES = [(2, "full-shard", 1, "full-shard"), (4, "full-shard", 2, "no-shard")]
+LONG_MOVES = [
+    (2, "full-shard", 1, "full-shard"),
+    (2, "full-shard", 2, "full-shard"),
+    (4, "full-shard", 2, "no-shard"),
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -221,6 +221,7 @@ def _images(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @on_linux
+@pytest.mark.long
 def test_a_rank_holds_its_shards_and_a_layer_while_building_and_what_was_planned_in_a_step(
     ranks: Ranks,
 ) -> None:

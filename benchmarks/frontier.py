@@ -1,0 +1,248 @@
+"""Compare what wires and DiLoCo cost in loss, and save in bytes: the frontier of both.
+
+    python benchmarks/frontier.py --json FILE --picture docs/images/frontier.svg
+
+Four hosts train the small decoder of ``diloco_sweep.py`` for every seed, from random weights, on
+the same text: synchronously over every wire, and with DiLoCo. Gradients and parameters pass through
+the codecs and sums of the library, between hosts that take turns in this process. Beside them,
+torch's DistributedDataParallel trains in processes of its own, with its bf16 compression hook.
+
+Bytes are those that a host sends per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from _ddp_lm import train_with_hook
+from _frontier_picture import draw
+from _frontier_tables import frontier_tables
+from _loopback import Loopback
+from _options import positive_int
+from _report import announce, document, save
+from diloco_sweep import Contender, Settings, Training, play
+from shardwise import Wire
+from shardwise.diloco.average import Average
+from shardwise.recipes.text.data import load_text
+from shardwise.transport.base import Label, Reduce
+from shardwise.transport.codecs import Room, decode, encode
+from shardwise.transport.encoded_sums import (
+    EncodedScatter,
+    Encoding,
+    RowLayout,
+    Tally,
+    chunks_of,
+)
+from shardwise.transport.formats import codec_of
+from shardwise.transport.wire import WireFormat, Wires
+
+#: Synchronous trainings: hybrid sharding, whose gradients are all-reduced between hosts, and full.
+HYBRID, FULL, HOOK = "hybrid", "full", "ddp"
+WIRES = (
+    f"{HYBRID}:fp32",
+    f"{HYBRID}:reduce=bf16,error-feedback",
+    f"{HYBRID}:reduce=fp8,error-feedback",
+    f"{HYBRID}:reduce=int8",
+    f"{HYBRID}:reduce=int8,error-feedback",
+    f"{FULL}:gather=bf16,reduce=bf16,error-feedback",
+    f"{FULL}:gather=int8,reduce=int8,error-feedback",
+    f"{HOOK}:bf16",
+)
+_OUTER = "outer_lr=0.8,warmup=30"
+DILOCO = tuple(
+    ",".join(filter(None, (_OUTER, wire)))
+    for wire in ("", "wire=int8", "wire=int4", "wire=ternary", "wire=topk:0.03")
+)
+
+
+class Hosts:
+    """Hosts that train one model together for every seed, with a wire between them.
+
+    Args:
+        strategy: ``hybrid``: a host keeps all parameters, and gradients are all-reduced; ``full``:
+            each keeps a shard, which is gathered once a step, and gradients are reduce-scattered.
+        wire: what is sent.
+        settings: of the training.
+        elements: of one model.
+    """
+
+    def __init__(self, strategy: str, wire: Wire, settings: Settings, elements: int) -> None:
+        self._strategy, self._wire = strategy, wire
+        self._ranks = settings.replicas
+        self._sides = [Loopback.among(self._ranks) for _ in range(settings.seeds)]
+        self._room = Room(torch.device("cpu"))
+        self._gathered = 0
+        self._errors: torch.Tensor | None = None
+        if wire.error_feedback:
+            self._errors = torch.zeros(settings.seeds, self._ranks, elements)
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that a host has sent for one seed."""
+        return self._sides[0][0].bytes_sent + self._gathered
+
+    def gather(self, parameters: torch.Tensor) -> torch.Tensor:
+        """Return what hosts compute with: parameters as they arrive, ``(models, elements)``."""
+        if self._strategy == HYBRID:
+            return parameters
+        codec = codec_of(WireFormat(self._wire.gather))
+        shard = -(-parameters.shape[1] // self._ranks)
+        row = torch.empty(codec.nbytes(shard), dtype=torch.uint8)
+        self._gathered += (self._ranks - 1) * row.numel()
+        found = torch.empty_like(parameters)
+        for values, out in zip(parameters, found, strict=True):
+            for part, part_out in zip(values.split(shard), out.split(shard), strict=True):
+                piece = codec.piece(row, part.numel())
+                encode(codec, part, piece, self._room)
+                decode(codec, piece, part_out, self._room)
+        return found
+
+    def reduce(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Return the mean gradients of each seed.
+
+        Args:
+            gradients: ``(seeds, hosts, elements)``.
+
+        Returns:
+            ``(seeds, elements)``.
+        """
+        errors = [None] * len(gradients) if self._errors is None else list(self._errors)
+        reduce = self._all_reduce if self._strategy == HYBRID else self._reduce_scatter
+        return torch.stack(
+            [
+                reduce(each, sides, [None] * self._ranks if error is None else list(error))
+                for each, sides, error in zip(gradients, self._sides, errors, strict=True)
+            ]
+        )
+
+    def _all_reduce(
+        self,
+        gradients: torch.Tensor,
+        sides: Sequence[Loopback],
+        errors: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
+        wire = WireFormat(self._wire.reduce)
+        begun = [
+            Average(each, side, wire, "the gradient", error)
+            for each, side, error in zip(gradients, sides, errors, strict=True)
+        ]
+        for average in begun:
+            average.advance()
+        means = [average.wait() for average in begun]
+        return means[0]  # equal; each also keeps what it has lost
+
+    def _reduce_scatter(
+        self,
+        gradients: torch.Tensor,
+        sides: Sequence[Loopback],
+        errors: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
+        encoding = Encoding(codec_of(WireFormat(self._wire.reduce)), self._wire.reduce, Tally())
+        chunks = chunks_of(encoding, [gradients.shape[1]], self._ranks)
+        shape = (self._ranks, RowLayout(encoding.codec, chunks).nbytes)
+        scatters = [
+            EncodedScatter(
+                encoding,
+                side,
+                [gradient],
+                chunks,
+                self._room,
+                torch.empty(shape, dtype=torch.uint8),
+                torch.empty(shape, dtype=torch.uint8),
+                Label("the gradient"),
+                [error],
+            )
+            for gradient, side, error in zip(gradients, sides, errors, strict=True)
+        ]
+        mean = torch.empty(gradients.shape[1])
+        for scatter, part in zip(scatters, mean.split(chunks[0]), strict=True):
+            scatter.under_way.wait()
+            for tile in self._room.tiles(part.numel()):
+                scatter.add_up(0, tile, Reduce.AVG, self._room, out=part[tile])
+        return mean
+
+
+def play_with_wire(strategy: str, wire: Wire, settings: Settings, text: Any) -> dict[str, Any]:
+    """Train synchronously over a wire; return the figures."""
+    began = time.perf_counter()
+    training = Training(Contender(), settings, settings.replicas, text)
+    model = training.model
+    hosts = Hosts(strategy, wire, settings, model.read().shape[1])
+    for step in range(settings.steps):
+        parameters = model.read()
+        model.write(hosts.gather(parameters))
+        training.backward(step)
+        model.write(parameters)
+        gradients = model.read_gradients()
+        means = hosts.reduce(gradients.view(settings.seeds, settings.replicas, -1))
+        model.write_gradients(means.repeat_interleave(settings.replicas, dim=0))
+        training.update(step)
+    return {
+        "losses": training.judge()[:: settings.replicas],
+        "sent": hosts.bytes_sent / settings.steps,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Train all contenders; return the case."""
+    console = announce()
+    settings = Settings(
+        **{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
+    )
+    text = load_text((), settings.length)
+    case: dict[str, Any] = {"settings": dataclasses.asdict(settings), "contenders": {}}
+    for name in (*options.wires, *options.diloco):
+        strategy, _, wire = name.partition(":")
+        if strategy == HOOK:
+            found = train_with_hook(Contender(), settings)
+        elif strategy in (HYBRID, FULL):
+            found = play_with_wire(strategy, Wires.parse(wire).common, settings, text)
+        else:
+            found = play(Contender.parse(name), settings, text)
+            found["sent"] /= settings.replicas * settings.steps
+        case["contenders"][name] = found
+        console.print(f"{name}: {found}", highlight=False, soft_wrap=True)
+        if options.json:
+            save(options.json, document("frontier", [case]))
+    return case
+
+
+def _options() -> argparse.Namespace:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = made.add_argument
+    add("--replicas", type=positive_int, default=4, help="hosts (4)")
+    add("--seeds", type=positive_int, default=3, help="of weights and text (3)")
+    add("--steps", type=positive_int, default=1500, help="of each host (1500)")
+    add("--batch", type=positive_int, default=2, help="sequences of a host and step (2)")
+    add("--length", type=positive_int, default=64, help="tokens of a sequence (64)")
+    add("--wires", nargs="*", default=WIRES, help="strategy:wire of synchronous trainings")
+    add("--diloco", nargs="*", default=DILOCO, help="contenders, as for diloco_sweep.py")
+    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
+    add("--picture", type=Path, metavar="FILE", help="draw the frontier here, .svg or .png")
+    return made.parse_args()
+
+
+def main() -> int:
+    options = _options()
+    torch.set_num_threads(1)  # what is computed is small
+    content = document("frontier", [measure(options)])
+    console = announce()
+    for table in frontier_tables(content):
+        table.show(console)
+    if options.picture:
+        draw(content, options.picture)
+    console.print(content["command"], highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
