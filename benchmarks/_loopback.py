@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from shardwise.transport.all_to_all import AllToAll, Exchange
 from shardwise.transport.base import Label
 from shardwise.transport.collective_log import Call
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """Rows, one for each replica, until all have taken theirs."""
+
+    rows: list[torch.Tensor]
+    awaited_by: set[int]
 
 
 class Loopback(AllToAll):
@@ -23,7 +33,8 @@ class Loopback(AllToAll):
         self.rank = rank
         self.bytes_sent = 0
         self._sides = sides
-        self._offered: list[list[torch.Tensor]] = []
+        self._offered: dict[int, _Offer] = {}
+        self._offers = 0
         sides.append(self)
 
     @classmethod
@@ -54,11 +65,16 @@ class Loopback(AllToAll):
 
     def _offer(self, rows: list[torch.Tensor], received: torch.Tensor) -> Exchange:
         self.bytes_sent += sum(row.nbytes for row in rows) - rows[self.rank].nbytes
-        number = len(self._offered)
-        self._offered.append(rows)
+        number = self._offers
+        self._offers += 1
+        self._offered[number] = _Offer(rows, set(range(self.world_size)))
 
         def arrive() -> None:
             for rank, side in enumerate(self._sides):
-                received[rank].copy_(side._offered[number][self.rank])
+                offer = side._offered[number]
+                received[rank].copy_(offer.rows[self.rank])
+                offer.awaited_by.discard(self.rank)
+                if not offer.awaited_by:
+                    del side._offered[number]
 
         return Exchange(arrive, arrive)
