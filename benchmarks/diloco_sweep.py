@@ -17,7 +17,7 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ class Contender:
         warmup: rounds over which the momentum rises.
         fade: rounds at the end over which it falls to 0.
         start: steps at the beginning after which replicas average their parameters each time.
+        ramp: rounds begin short: each is as long as all steps before it, divided by this, but at
+            least a step, and at most ``every``; 0 for rounds of one length.
         late: 1 to apply each average a round late, while training continues, or 0.
     """
 
@@ -71,6 +73,7 @@ class Contender:
     warmup: int = 0
     fade: int = 0
     start: int = 0
+    ramp: int = 0
     late: int = 0
 
     @classmethod
@@ -211,7 +214,7 @@ class Replicas:
     def __init__(self, contender: Contender, settings: Settings, model: StackedLM) -> None:
         self._contender, self._settings, self._model = contender, settings, model
         self._wire = parse_format(contender.wire)
-        self._rounds = (settings.steps - contender.start) // contender.every
+        self._rounds = len(list(meetings(contender, settings.steps)))
         self._round = 0
         self.outer = self._inner()[:, 0].clone()
         self._momentum = torch.zeros_like(self.outer)
@@ -285,16 +288,28 @@ class Replicas:
         self._model.write(values.flatten(0, 1))
 
 
+def meetings(contender: Contender, steps: int) -> Iterator[int]:
+    """Yield the number of steps after which replicas meet, in order."""
+    step = contender.start
+    while True:
+        ramp = contender.ramp
+        step += min(contender.every, max(1, step // ramp)) if ramp else contender.every
+        if step > steps:
+            return
+        yield step
+
+
 def play(contender: Contender, settings: Settings, text: Any) -> dict[str, Any]:
     """Train a contender; return its figures."""
     began = time.perf_counter()
     training = Training(contender, settings, settings.replicas, text)
     replicas = Replicas(contender, settings, training.model)
+    ends = set(meetings(contender, settings.steps))
     for step in range(settings.steps):
         training.step(step)
         if step < contender.start:
             replicas.average_inner()
-        elif (step + 1 - contender.start) % contender.every == 0:
+        elif step + 1 in ends:
             replicas.meet()
     replicas.end()
     return {

@@ -27,6 +27,7 @@ from _adamw8bit_tables import adamw8bit_tables
 from _checkpoint_stall_tables import stall_tables
 from _checkpoint_tables import checkpoint_tables
 from _diloco_tables import diloco_tables, sweep_tables
+from _frontier_tables import frontier_tables
 from _goodput_tables import goodput_tables
 from _gpu_tables import gpu_tables
 from _in_backward_tables import in_backward_tables
@@ -62,6 +63,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
     "vit_build": vit_build_tables,
     "diloco": diloco_tables,
     "diloco_sweep": sweep_tables,
+    "frontier": frontier_tables,
     "strategies": strategies_tables,
     "goodput": goodput_tables,
     "gpu": gpu_tables,
