@@ -26,15 +26,18 @@ class _Rank:
     Args:
         contender: of the inner optimizer.
         settings: of all hosts.
+        dtype: of gradients on the wire: ``fp32``, or ``bf16`` with torch's hook.
     """
 
-    def __init__(self, contender: Contender, settings: Settings) -> None:
+    def __init__(self, contender: Contender, settings: Settings, dtype: str) -> None:
         self._settings = settings
+        self._nbytes = {"fp32": 4, "bf16": 2}[dtype]
         text = load_text((), settings.length)
         self._training = Training(contender, settings, 1, text, part=dist.get_rank())
         self._elements = self._training.model.read().shape[1]
         wrapped = DistributedDataParallel(self._training.model)
-        wrapped.register_comm_hook(None, _hook)
+        if dtype == "bf16":
+            wrapped.register_comm_hook(None, _hook)
         self._training.forward = wrapped
 
     def train(self) -> dict[str, Any]:
@@ -43,16 +46,16 @@ class _Rank:
             self._training.step(step)
         ranks = dist.get_world_size()
         ring = 2 * (ranks - 1) / ranks  # gloo's all-reduce sends so many times the tensor
-        return {"losses": self._training.judge(), "sent": ring * 2 * self._elements}
+        return {"losses": self._training.judge(), "sent": ring * self._nbytes * self._elements}
 
 
-def train_with_hook(contender: Contender, settings: Settings) -> dict[str, Any]:
+def train_in_ddp(contender: Contender, settings: Settings, dtype: str) -> dict[str, Any]:
     """Train in one process for each host; return the figures.
 
-    The bytes are those of a ring, counted and not measured.
+    The bytes are those of a ring, counted and not measured. See :class:`_Rank` for the arguments.
     """
     began = time.perf_counter()
-    with World("ddp", settings.replicas, _Rank, contender, settings, timeout=3600) as world:
+    with World("ddp", settings.replicas, _Rank, contender, settings, dtype, timeout=3600) as world:
         found: dict[str, Any] = world.call("train")[0]
     stop_server()
     return found | {"seconds": time.perf_counter() - began}

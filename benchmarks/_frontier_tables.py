@@ -20,7 +20,7 @@ def title_of(name: str) -> str:
     kind = kind_of(name)
     wire = name.removeprefix(f"{kind}:")
     if kind == "ddp":
-        return f"torch DDP, {wire} hook"
+        return f"torch DDP, {'bf16 hook' if wire == 'bf16' else wire}"
     if kind != "diloco":
         return f"{kind}, {wire.replace(',', ', ').replace('error-feedback', 'EF')}"
     settings = dict(part.split("=", 1) for part in name.split(",") if part)

@@ -5,7 +5,9 @@
 Four hosts train the small decoder of ``diloco_sweep.py`` for every seed, from random weights, on
 the same text: synchronously over every wire, and with DiLoCo. Gradients and parameters pass through
 the codecs and sums of the library, between hosts that take turns in this process. Beside them,
-torch's DistributedDataParallel trains in processes of its own, with its bf16 compression hook.
+torch's DistributedDataParallel trains in processes of its own, without a hook and with its bf16
+compression hook. Without, it adds up the same numbers in another order: how far it ends from the
+first contender tells what a difference between losses means.
 
 Bytes are those that a host sends per step.
 """
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 
-from _ddp_lm import train_with_hook
+from _ddp_lm import train_in_ddp
 from _frontier_picture import draw
 from _frontier_tables import frontier_tables
 from _loopback import Loopback
@@ -45,7 +47,7 @@ from shardwise.transport.formats import codec_of
 from shardwise.transport.wire import WireFormat, Wires
 
 #: Synchronous trainings: hybrid sharding, whose gradients are all-reduced between hosts, and full.
-HYBRID, FULL, HOOK = "hybrid", "full", "ddp"
+HYBRID, FULL, DDP = "hybrid", "full", "ddp"
 WIRES = (
     f"{HYBRID}:fp32",
     f"{HYBRID}:reduce=bf16,error-feedback",
@@ -54,7 +56,8 @@ WIRES = (
     f"{HYBRID}:reduce=int8,error-feedback",
     f"{FULL}:gather=bf16,reduce=bf16,error-feedback",
     f"{FULL}:gather=int8,reduce=int8,error-feedback",
-    f"{HOOK}:bf16",
+    f"{DDP}:fp32",
+    f"{DDP}:bf16",
 )
 _OUTER = "outer_lr=0.8,warmup=30"
 DILOCO = tuple(
@@ -170,10 +173,12 @@ class Hosts:
         return mean
 
 
-def play_with_wire(strategy: str, wire: Wire, settings: Settings, text: Any) -> dict[str, Any]:
+def play_with_wire(
+    contender: Contender, strategy: str, wire: Wire, settings: Settings, text: Any
+) -> dict[str, Any]:
     """Train synchronously over a wire; return the figures."""
     began = time.perf_counter()
-    training = Training(Contender(), settings, settings.replicas, text)
+    training = Training(contender, settings, settings.replicas, text)
     model = training.model
     hosts = Hosts(strategy, wire, settings, model.read().shape[1])
     for step in range(settings.steps):
@@ -199,15 +204,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         **{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
     )
     text = load_text((), settings.length)
-    case: dict[str, Any] = {"settings": dataclasses.asdict(settings), "contenders": {}}
+    contender = Contender(lr=options.lr)
+    case: dict[str, Any] = {
+        "settings": dataclasses.asdict(settings) | {"lr": options.lr},
+        "contenders": {},
+    }
     for name in (*options.wires, *options.diloco):
         strategy, _, wire = name.partition(":")
-        if strategy == HOOK:
-            found = train_with_hook(Contender(), settings)
+        if strategy == DDP:
+            found = train_in_ddp(contender, settings, wire)
         elif strategy in (HYBRID, FULL):
-            found = play_with_wire(strategy, Wires.parse(wire).common, settings, text)
+            found = play_with_wire(contender, strategy, Wires.parse(wire).common, settings, text)
         else:
-            found = play(Contender.parse(name), settings, text)
+            found = play(Contender.parse(f"lr={options.lr},{name}"), settings, text)
             found["sent"] /= settings.replicas * settings.steps
         case["contenders"][name] = found
         console.print(f"{name}: {found}", highlight=False, soft_wrap=True)
@@ -222,6 +231,7 @@ def _options() -> argparse.Namespace:
     add("--replicas", type=positive_int, default=4, help="hosts (4)")
     add("--seeds", type=positive_int, default=3, help="of weights and text (3)")
     add("--steps", type=positive_int, default=1500, help="of each host (1500)")
+    add("--lr", type=float, default=1e-3, help="peak learning rate (1e-3)")
     add("--batch", type=positive_int, default=2, help="sequences of a host and step (2)")
     add("--length", type=positive_int, default=64, help="tokens of a sequence (64)")
     add("--wires", nargs="*", default=WIRES, help="strategy:wire of synchronous trainings")
