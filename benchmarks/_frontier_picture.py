@@ -58,34 +58,32 @@ def draw(content: dict[str, Any], path: Path) -> None:
 
 
 def _label(panel: Any, case: dict[str, Any]) -> None:
-    """Write the names of contenders beside their marks, those of synchronous ones in a list."""
+    """Write names beside the marks of DiLoCo; those of synchronous ones, in a list."""
     for name in case["contenders"]:
         if kind_of(name) != "diloco":
             continue
         top = max(100 * (ratio - 1) for ratio in losses_beside(case, name))
         panel.annotate(
-            title_of(name).removeprefix("DiLoCo, "),
+            title_of(name).removeprefix("DiLoCo, ").replace(", ", "\n"),
             (bytes_beside(case, name), top),
             textcoords="offset points",
-            xytext=(0, 8),
+            xytext=(0, 6),
             ha="center",
             color=_DILOCO,
-            fontsize=9,
+            fontsize=8,
         )
-    near = [name for name in case["contenders"] if kind_of(name) != "diloco"]
-    near.sort(key=lambda name: bytes_beside(case, name))
+    near = [name for name in case["contenders"] if kind_of(name) != "diloco" and name != BESIDE]
+    lines = []
+    for name in sorted(near, key=lambda name: bytes_beside(case, name)):
+        ratios = losses_beside(case, name)
+        above = 100 * (sum(ratios) / len(ratios) - 1)
+        lines.append(f"{title_of(name)}: {bytes_beside(case, name):.2f} x, {above:+.2f} %")
     panel.annotate(
-        "\n".join(
-            f"{bytes_beside(case, name):.3g} x, "
-            f"{100 * (sum(losses_beside(case, name)) / case['settings']['seeds'] - 1):+.2f} %  "
-            f"{title_of(name)}"
-            for name in near
-            if name != BESIDE
-        ),
+        "\n".join(["synchronous, bytes and loss:", *lines]),
         (1, 1),
         xycoords="axes fraction",
         ha="right",
         va="top",
         color=OURS,
-        fontsize=9,
+        fontsize=8,
     )

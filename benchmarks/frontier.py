@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -237,6 +238,7 @@ def _options() -> argparse.Namespace:
     add("--wires", nargs="*", default=WIRES, help="strategy:wire of synchronous trainings")
     add("--diloco", nargs="*", default=DILOCO, help="contenders, as for diloco_sweep.py")
     add("--json", type=Path, metavar="FILE", help="write raw numbers here")
+    add("--stored", type=Path, metavar="FILE", help="show these raw numbers, and train nothing")
     add("--picture", type=Path, metavar="FILE", help="draw the frontier here, .svg or .png")
     return made.parse_args()
 
@@ -244,7 +246,10 @@ def _options() -> argparse.Namespace:
 def main() -> int:
     options = _options()
     torch.set_num_threads(1)  # what is computed is small
-    content = document("frontier", [measure(options)])
+    if options.stored:
+        content = json.loads(options.stored.read_text())
+    else:
+        content = document("frontier", [measure(options)])
     console = announce()
     for table in frontier_tables(content):
         table.show(console)

@@ -371,7 +371,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "mesh": None, "param_dtype": "bf16", "shard_dtype": "bf16", "reduce_dtype": "bf16",
         "offload": "disk:/tmp/x", "offload_parameters": "disk:y", "master_dtype": "fp32",
         "transport": "collectives",
-        "collective_wire": None,
+        "collective_wire": None, "reshard_after_forward": None,
         "activation_checkpointing": "full", "out": "here", "checkpoint_every": 5, "keep_last": 9,
         "keep_best": True, "compile": False,
         "async_checkpoint": True, "eval_every": 4, "tensorboard": True, "log": "wandb,jsonl",
