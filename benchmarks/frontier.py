@@ -51,19 +51,25 @@ from shardwise.transport.wire import WireFormat, Wires
 HYBRID, FULL, DDP = "hybrid", "full", "ddp"
 WIRES = (
     f"{HYBRID}:fp32",
-    f"{HYBRID}:reduce=bf16,error-feedback",
+    f"{DDP}:fp32",
+    f"{HYBRID}:reduce=int8,error-feedback",
+    f"{FULL}:gather=int8,reduce=int8,error-feedback",
+    f"{HYBRID}:reduce=bf16",
+    f"{DDP}:bf16",
     f"{HYBRID}:reduce=fp8,error-feedback",
     f"{HYBRID}:reduce=int8",
-    f"{HYBRID}:reduce=int8,error-feedback",
-    f"{FULL}:gather=bf16,reduce=bf16,error-feedback",
-    f"{FULL}:gather=int8,reduce=int8,error-feedback",
-    f"{DDP}:fp32",
-    f"{DDP}:bf16",
 )
-_OUTER = "outer_lr=0.8,warmup=30"
-DILOCO = tuple(
-    ",".join(filter(None, (_OUTER, wire)))
-    for wire in ("", "wire=int8", "wire=int4", "wire=ternary", "wire=topk:0.03")
+_ROUNDS = {50: "outer_lr=0.8,warmup=30", 20: "outer_lr=0.8,every=20,warmup=75"}
+_ROUNDS[10] = "outer_lr=0.8,every=10,warmup=150"
+DILOCO = (
+    _ROUNDS[50],
+    f"{_ROUNDS[50]},wire=int8",
+    f"{_ROUNDS[50]},wire=int4",
+    f"{_ROUNDS[50]},wire=ternary",
+    "outer_lr=1,momentum=0,wire=topk:0.03",
+    f"{_ROUNDS[20]},wire=int8",
+    f"{_ROUNDS[10]},wire=int8",
+    f"{_ROUNDS[10]},wire=ternary",
 )
 
 
@@ -232,7 +238,7 @@ def _options() -> argparse.Namespace:
     add("--replicas", type=positive_int, default=4, help="hosts (4)")
     add("--seeds", type=positive_int, default=3, help="of weights and text (3)")
     add("--steps", type=positive_int, default=1500, help="of each host (1500)")
-    add("--lr", type=float, default=1e-3, help="peak learning rate (1e-3)")
+    add("--lr", type=float, default=2e-3, help="peak learning rate (2e-3)")
     add("--batch", type=positive_int, default=2, help="sequences of a host and step (2)")
     add("--length", type=positive_int, default=64, help="tokens of a sequence (64)")
     add("--wires", nargs="*", default=WIRES, help="strategy:wire of synchronous trainings")
