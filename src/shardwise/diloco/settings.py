@@ -56,7 +56,7 @@ class OuterSGD:
 class Overlapped(enum.Enum):
     """What becomes of the inner steps that a replica makes during an exchange.
 
-    ``MIXED`` mixes the inner parameters into the new outer ones, by :attr:`Streaming.alpha`.
+    ``MIXED`` mixes the inner parameters into the new outer ones, by ``alpha``.
     ``KEPT`` adds to the new outer parameters what these steps have changed, so that nothing of them
     is lost and the exchange may take a whole round.
     """
