@@ -88,6 +88,7 @@ def test_shared_pages_become_this_process_s_own() -> None:
     assert grown > 30 * MIB, "half of each page was another process's"
 
 
+@pytest.mark.long
 def test_peaks_and_plans_of_real_ranks(tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
     arguments = ["--model", "tiny", "--size", "512", "--mesh", "dp=2", "--transport", "c10d"]

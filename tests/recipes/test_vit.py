@@ -327,6 +327,7 @@ def test_what_is_told_of_128_ranks_is_what_the_runtime_gives_them(ranks: Ranks) 
     assert held[0] > held[127], "the classifier's 1000 rows are not divided evenly"
 
 
+@pytest.mark.long
 def test_the_guide_shows_what_the_command_prints_and_that_adds_up(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

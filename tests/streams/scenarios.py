@@ -1707,7 +1707,7 @@ def diloco_streaming(run: Run) -> None:
 def _agreeing() -> Iterator[None]:
     """Let the other replicas, which do not exist, report what this one does."""
     with (
-        mock.patch.object(members, "_digest", return_value=0),
+        mock.patch.object(members, "digest", return_value=0),
         mock.patch.object(Peers, "gather_objects", lambda peers, mine, doing: [mine] * peers.size),
     ):
         yield
