@@ -28,7 +28,8 @@ def check(training: Training) -> None:
 
 @pytest.mark.skipif(not futex.is_available(), reason="shared memory is for Linux on x86-64")
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=pytest.mark.long if seed in (2, 24) else ()) for seed in SEEDS]
+    "seed",
+    [pytest.param(seed, marks=pytest.mark.long if seed in (2, 24) else ()) for seed in SEEDS],
 )
 def test_a_plan_is_exact(seed: int) -> None:
     check(Training.draw(seed))
