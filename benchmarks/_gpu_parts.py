@@ -19,10 +19,13 @@ from typing import Any
 import torch
 
 from _contenders import Case
+from _devices import Sharing, nccl_version
 from _gpu_checks import GraphWorker, ProbeWorker, SanitizedWorker
 from _gpu_journal import Journal, shortened
-from _gpu_steps import Pace, Room, Turns
+from _gpu_steps import Pace, Room, Turns, planned_peak
 from _report import ROOT, machine
+from _step_tables import mean_losses
+from _steps import StepWorker, transposed
 from _worlds import World, WorldError
 
 PEERS = ["ours", "fsdp2", "ddp"]
@@ -51,6 +54,7 @@ class Setup:
         compiler: backend of ``torch.compile``.
         host_memory: where offloaded shards are: ``"pinned"`` or ``"pageable"``.
         groups: tiny groups of the model that shows host overhead.
+        long: steps of the training whose losses are compared.
     """
 
     device: str
@@ -63,6 +67,7 @@ class Setup:
     compiler: str
     host_memory: str
     groups: int
+    long: int
 
     @classmethod
     def of_gpus(cls) -> Setup:
@@ -78,6 +83,7 @@ class Setup:
             compiler="inductor",
             host_memory="pinned",
             groups=64,
+            long=1000,
         )
 
     @classmethod
@@ -94,6 +100,7 @@ class Setup:
             compiler="aot_eager",
             host_memory="pageable",
             groups=3,
+            long=5,
         )
 
     @property
@@ -140,8 +147,8 @@ def environment(device: str) -> dict[str, Any]:
         facts["gpus"] = torch.cuda.device_count()
         facts["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
         facts["cuda"] = torch.version.cuda
-        has_nccl = torch.distributed.is_nccl_available()
-        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
+        facts["nccl"] = ".".join(map(str, nccl_version())) or None
+        facts["sharing"] = Sharing.of(nccl_version()).value
         facts["driver"] = _line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return facts
 
@@ -250,7 +257,7 @@ def _turns(
     backend: str | None = None,
 ) -> None:
     turns = Turns(case, names or PEERS, setup.pace, setup.room, backend, journal.deadline)
-    journal.case(case.label(), turns.play)
+    journal.case(case.label(), lambda: {**turns.play(), "planned_peak": planned_peak(case)})
 
 
 def _steps(setup: Setup, journal: Journal) -> None:
@@ -288,19 +295,39 @@ def _overhead(setup: Setup, journal: Journal) -> None:
         journal.case(f"{setup.gpus} ranks", lambda: play(setup.gpus, options, setup.device))
 
 
+def _losses(setup: Setup, journal: Journal) -> None:
+    for ranks in (1, 2, 4):
+        case = setup.case(ranks=ranks, params="tiny", tokens=min(setup.tokens, 256))
+        backend = _backend(setup, journal, ranks)
+        journal.case(case.label(), lambda c=case, b=backend: _trained(c, setup.long, b))
+
+
+def _trained(case: Case, steps: int, backend: str | None) -> dict[str, Any]:
+    """Train a while, one contender after the other; return the losses of every step."""
+    found = {}
+    for name in ("ours", "fsdp2"):
+        with World(
+            *(name, case.ranks, StepWorker, name, case), device=case.device, backend=backend
+        ) as world:
+            found[name] = mean_losses(transposed(world.call("steps", steps)))
+    return {"losses": found}
+
+
 def _ranks(setup: Setup, journal: Journal) -> None:
-    few, more = 2, 4
-    backend = None
-    sharing = [ranks for ranks in (few, more) if ranks > setup.gpus]
-    if sharing and not setup.is_dry:
-        key = "NCCL with several ranks on a GPU"
-        tried = journal.case(key, lambda: _share(setup, sharing[0]))
-        backend = "gloo" if "refused" in tried else None
-    for ranks, zero in ((few, 3), (few, 2), (more, 3)):
+    for ranks, zero in ((2, 3), (2, 2), (4, 3)):
         case = setup.case(ranks=ranks, zero=zero)
-        _turns(setup, journal, case, backend=backend if ranks in sharing else None)
+        _turns(setup, journal, case, backend=_backend(setup, journal, ranks))
         if setup.is_dry:
             break
+
+
+def _backend(setup: Setup, journal: Journal, ranks: int) -> str | None:
+    """Return the backend: gloo where the ranks share a GPU and NCCL refuses that."""
+    if ranks <= setup.gpus or setup.is_dry:
+        return None
+    key = "NCCL with several ranks on a GPU"
+    tried = journal.case(key, lambda: _share(setup, setup.gpus + 1))
+    return "gloo" if "refused" in tried else None
 
 
 def _share(setup: Setup, ranks: int) -> dict[str, Any]:
@@ -354,6 +381,7 @@ PARTS = {
             "environment", "What is this machine, and do processes start on it?", 60, _environment
         ),
         Part("tests", "Do the tests pass that need a GPU?", 180, _tests),
+        Part("losses", "Does a training have the losses of torch's FSDP2?", 180, _losses),
         Part("steps", "How long is a step, how much memory does it take?", 210, _steps),
         Part("overhead", "What does the host do where there is nothing to move?", 45, _overhead),
         Part("graph", "Can a whole step under ZeRO-2 be one CUDA graph?", 60, _graph),

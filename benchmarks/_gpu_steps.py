@@ -17,9 +17,14 @@ import torch
 
 from _contenders import Case
 from _gpu_journal import shortened
-from _models import PRESETS
+from _models import PRESETS, build
 from _steps import StepWorker, transposed
 from _worlds import World, WorldError
+from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.planning.memory import memory
+from shardwise.planning.models import of_module
+from shardwise.planning.rehearsal import rehearse
+from shardwise.planning.settings import Checkpointing, Settings
 
 #: Bytes of a parameter at rest and of its gradient, in bf16 with fp32 masters and AdamW.
 _BYTES = {"ours": 16, "fsdp2": 16, "ddp": 22}
@@ -96,6 +101,25 @@ class Room:
         needs = {name: _BYTES["ours"] * PRESETS[name].numel + _ACTIVATIONS for name in ladder}
         fit = [name for name in ladder if not self.memory or needs[name] < self.memory]
         return fit[-1] if fit else ladder[0]
+
+
+def planned_peak(case: Case) -> int | None:
+    """Return the bytes at the peak of a step that ``shardwise plan`` expects on a rank of ours.
+
+    ``None`` where plans do not say it: for compiled blocks, and for shards on the host.
+    """
+    if case.compiler or case.offload:
+        return None
+    settings = Settings(
+        mesh=WantedMesh.parse(f"dp={case.ranks}"),
+        strategy=Strategy.FULL_SHARD if case.zero == 3 else Strategy.SHARD_GRAD_OP,
+        seq_length=case.tokens,
+        param_dtype=None if case.dtype == "fp32" else "bf16",
+        clip_grad=0.0,
+        checkpointing=Checkpointing.FULL if case.recomputes else Checkpointing.NONE,
+        device_type=case.device,
+    )
+    return memory(rehearse(of_module(build(case.params, case.seed, "meta")), settings)).peak
 
 
 class Turns:

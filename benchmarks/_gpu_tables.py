@@ -7,7 +7,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from _contenders import CONTENDERS, Case
-from _overhead_tables import overhead_tables
+from _overhead_tables import overhead_tables, overheads
 from _report import Table
 from _step_tables import disagreement, losses, ratio, step_seconds
 
@@ -26,13 +26,14 @@ STEP_COLUMNS = [
 
 Content = dict[str, Any]
 
+_PEAK = "peak_allocated"
 #: Entries of a case that has measured nothing.
 _EMPTY = len(("key", "error", "case_seconds"))
 
 
 def gpu_tables(content: Content) -> list[Table]:
-    """Make one table of all parts, and those of each part."""
-    tables = [_overview(content)]
+    """Make one table of all parts, one of what a skeptic asks first, and those of each part."""
+    tables = [_overview(content), _first_answers(content)]
     for part in content["parts"]:
         measured = [case for case in part["cases"] if len(case) > _EMPTY]
         tables += TABLES[part["part"]](measured)
@@ -61,13 +62,66 @@ def _overview(content: Content) -> Table:
             f"{facts['cuda']}, NCCL {facts['nccl']}, driver {facts['driver']}; revision "
             f"{', '.join(revisions)}"
         )
+        table.notes.append(f"ranks that share a GPU: by {facts['sharing']}")
     elif facts.get("device") == "cpu":
         table.notes.append("a dry run on CPUs: no figure below says anything about speed")
     return table
 
 
-def _environment_tables(cases: list[Content]) -> list[Table]:
-    return []  # the notes of the first table have it
+def _first_answers(content: Content) -> Table:
+    """Put what decides whether to trust the runtime into one table, beside FSDP2's figures."""
+    columns = ["question", CONTENDERS["ours"].title, CONTENDERS["fsdp2"].title]
+    table = Table("What a skeptic asks first", columns)
+    for part in content["parts"]:
+        answers = _ANSWERS.get(part["part"])
+        good = [case for case in part["cases"] if case["error"] is None]
+        table.rows += answers(good) if answers is not None else []
+    return table
+
+
+def _loss_answers(cases: list[Content]) -> list[list[str]]:
+    rows = []
+    for case in cases:
+        if "losses" in case:
+            ours, theirs = (case["losses"][name] for name in ("ours", "fsdp2"))
+            apart = max(abs(mine - other) for mine, other in zip(ours, theirs, strict=True))
+            what = f"last loss of {len(ours):,} steps, {case['key']}"
+            rows.append([what, f"{ours[-1]:.6f}, {apart:.1e} apart at most", f"{theirs[-1]:.6f}"])
+    return rows
+
+
+def _overhead_answers(cases: list[Content]) -> list[list[str]]:
+    return [
+        [
+            f"host µs of a group, {case['key']}",
+            *(f"{median(overheads(case, name)):.0f}" for name in ("ours", "fsdp2")),
+        ]
+        for case in cases
+    ]
+
+
+def _race_answers(cases: list[Content]) -> list[list[str]]:
+    counts = {"ours": "not looked", "fsdp2": "not looked"}
+    for name in counts:
+        ranks = [rank for case in cases if case["contender"] == name for rank in case["ranks"]]
+        if ranks and all(rank["looked"] for rank in ranks):
+            counts[name] = str(sum(len(rank["races"]) for rank in ranks))
+    return [["races that CUDA's sanitizer reports", *counts.values()]]
+
+
+def _peak_answers(cases: list[Content]) -> list[list[str]]:
+    rows = []
+    for case in cases:
+        ours, theirs = (_mebibytes(case["contenders"].get(n, []), _PEAK) for n in ("ours", "fsdp2"))
+        planned = case.get("planned_peak")
+        if planned is not None and ours:
+            what = f"peak MiB, {Case.stored(case).label()}"
+            rows.append([what, f"{ours}, planned {planned / 2**20:,.0f}", theirs])
+    return rows
+
+
+def _no_tables(cases: list[Content]) -> list[Table]:
+    return []  # the first two tables have it
 
 
 def _test_tables(cases: list[Content]) -> list[Table]:
@@ -114,7 +168,7 @@ def _step_row(case: Content, name: str) -> list[str]:
         ratio(case, name, "fsdp2"),
         ratio(case, name, "ddp"),
         f"{1e3 * host:.1f}",
-        *(_mebibytes(turns, what) for what in ("peak_allocated", "peak_reserved", "at_rest")),
+        *(_mebibytes(turns, what) for what in (_PEAK, "peak_reserved", "at_rest")),
         f"{losses(case, name)[-1]:.4f}",
     ]
 
@@ -172,8 +226,9 @@ def _last_line(error: str | None) -> str:
 
 
 TABLES: dict[str, Callable[[list[Content]], list[Table]]] = {
-    "environment": _environment_tables,
+    "environment": _no_tables,
     "tests": _test_tables,
+    "losses": _no_tables,
     "steps": _step_tables,
     "overhead": _overhead_tables,
     "graph": _graph_tables,
@@ -181,4 +236,11 @@ TABLES: dict[str, Callable[[list[Content]], list[Table]]] = {
     "ranks": _rank_tables,
     "offload": _step_tables,
     "largest": _step_tables,
+}
+
+_ANSWERS: dict[str, Callable[[list[Content]], list[list[str]]]] = {
+    "losses": _loss_answers,
+    "overhead": _overhead_answers,
+    "sanitizer": _race_answers,
+    "steps": _peak_answers,
 }

@@ -31,7 +31,12 @@ def step_tables(content: dict[str, Any]) -> list[Table]:
 
 def losses(case: dict[str, Any], name: str) -> list[float]:
     """List a contender's losses, the mean over ranks, of all its steps from its first."""
-    steps = [step for turn in case["contenders"][name] for step in turn["warmup"] + turn["steps"]]
+    turns = case["contenders"][name]
+    return mean_losses([step for turn in turns for step in turn["warmup"] + turn["steps"]])
+
+
+def mean_losses(steps: list[list[dict[str, float]]]) -> list[float]:
+    """Return the mean loss over the ranks of each step."""
     return [fmean(rank["loss"] for rank in step) for step in steps]
 
 

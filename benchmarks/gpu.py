@@ -211,6 +211,8 @@ def main() -> int:
 
     missing = [name for name, version in facts["packages"].items() if version is None]
     print(f"{facts['gpu'] or 'CPUs'}, torch {facts['torch']}; results in {out}", flush=True)
+    if not options.dry:
+        print(f"NCCL {facts['nccl']}; ranks share a GPU by {facts['sharing']}", flush=True)
     if missing:
         print(f"not installed: {', '.join(missing)}", flush=True)
     complete = run_all(chosen, out, options.budget, command, lambda text: print(text, flush=True))

@@ -117,16 +117,25 @@ def test_environment_and_backend_are_the_callers(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("gpus", "taken"), [(1, [0, 0, 0]), (2, [0, 1, 0]), (4, [0, 1, 2])])
-def test_ranks_that_share_a_gpu_are_on_hosts_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, taken: list[int]
+@pytest.mark.parametrize("nccl", [(), (2, 29, 7), (2, 30), (2, 32, 3)])
+def test_ranks_share_a_gpu_as_their_nccl_can(
+    monkeypatch: pytest.MonkeyPatch, nccl: tuple[int, ...], gpus: int, taken: list[int]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    found, current, hosts = [], [], []
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: bool(nccl))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+    found, current, ways = [], [], []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     for rank in range(3):
         monkeypatch.setattr(os, "environ", {})  # of its process
         found.append(take_gpu(rank, 3))
-        hosts.append(os.environ.get("NCCL_HOSTID"))
+        ways.append(dict(os.environ))
     assert [device.index for device in found] == taken
     assert current == found
-    assert hosts == (["rank 0", "rank 1", "rank 2"] if gpus < 3 else [None] * 3)
+    if gpus >= 3:
+        assert ways == [{}] * 3, "none shares"
+    elif nccl >= (2, 30):
+        assert ways == [{"NCCL_MULTI_RANK_GPU_ENABLE": "1"}] * 3
+    else:
+        sockets = {"NCCL_SOCKET_IFNAME": "lo"}
+        assert ways == [{"NCCL_HOSTID": f"rank {rank}", **sockets} for rank in range(3)]

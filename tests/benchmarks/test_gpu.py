@@ -18,7 +18,7 @@ import pytest
 from tests.benchmarks.scripts import call_script
 
 NAMES = (
-    *("environment", "tests", "steps", "overhead", "graph"),
+    *("environment", "tests", "losses", "steps", "overhead", "graph"),
     *("sanitizer", "ranks", "offload", "largest"),
 )
 
@@ -338,6 +338,7 @@ def _shown(*parts: dict[str, Any]) -> str:
         "gpu_memory_gib": 1.5,
         "cuda": "13.0",
         "nccl": "2.28",
+        "sharing": "NCCL_HOSTID",
         "driver": "1.2.3",
         "revision": "abc1234",
         "cpu": "a processor",
@@ -389,12 +390,53 @@ def test_races_and_graphs_are_shown_by_rank() -> None:
     seconds = {"replayed": 0.001, "as usual": 0.004}
     graph = {"captured": True, "losses": [2.0], "expected": [2.25], "seconds": seconds}
     shown = _shown(
-        _made_up("sanitizer", [{"ranks": [clean, race]}]),
+        _made_up("sanitizer", [{"contender": "ours", "ranks": [clean, race]}]),
         _made_up("graph", [{"ranks": [graph]}]),
     )
     assert "| a case | 1 | 1 |" in shown
     assert "- a case: a made-up race" in shown
     assert "| a case | yes | 2.5e-01 | 1.00 | 4.00 |" in shown
+
+
+def test_what_a_skeptic_asks_first_is_answered_in_one_table_beside_fsdp2() -> None:
+    from dataclasses import asdict
+
+    from _contenders import Case
+
+    clean = {"losses": [1.0], "races": [], "looked": True}
+    race = {**clean, "races": ["a made-up race"]}
+    peak = {"memory": [{"peak_allocated": 300 * 2**20}], "steps": [[_RANK]], "warmup": []}
+    steps = {**asdict(Case(1, "34m", "bf16", 3, 2048, "cuda")), "numel": 1, "worlds": "resident"}
+    steps |= {"backend": "nccl", "errors": {}, "planned_peak": 299 * 2**20}
+    host = {"groups": 2, "ranks": 1, "seconds": {"floor": [[1.0]] * 2}}
+    host["seconds"] |= {"ours": [[1.0001]] * 2, "fsdp2": [[1.0004]] * 2}  # type: ignore[attr-defined]
+    shown = _shown(
+        _made_up("losses", [{"losses": {"ours": [2.0, 1.5], "fsdp2": [2.0, 1.25]}}]),
+        _made_up("steps", [{**steps, "contenders": {"ours": [peak], "fsdp2": [peak]}}]),
+        _made_up("overhead", [host]),
+        _made_up("sanitizer", [{"contender": n, "ranks": [race]} for n in ("ours", "fsdp2")]),
+    )
+    assert "| question | shardwise | torch FSDP2 |" in shown
+    assert "| last loss of 2 steps, a case | 1.500000, 2.5e-01 apart at most | 1.250000 |" in shown
+    label = "34m parameters, 1 rank, bf16, ZeRO-3, 2048 tokens a rank"
+    assert f"| peak MiB, {label} | 300, planned 299 | 300 |" in shown
+    assert "| host µs of a group, a case | 50 | 200 |" in shown
+    assert "| races that CUDA's sanitizer reports | 1 | 1 |" in shown
+    assert "ranks that share a GPU: by NCCL_HOSTID" in shown
+
+
+_RANK = {"seconds": 1.0, "host": 0.5, "loss": 2.0}
+
+
+def test_a_plan_says_what_a_rank_needs_at_its_peak() -> None:
+    from _contenders import Case
+    from _gpu_steps import planned_peak
+
+    one, two = (planned_peak(Case(ranks, "tiny", "bf16", 3, 64, "cuda")) for ranks in (1, 2))
+    assert one is not None
+    assert two is not None
+    assert two < one, "two ranks share the states"
+    assert planned_peak(Case(1, "tiny", compiler="inductor")) is None
 
 
 def test_the_documentation_has_no_made_up_results() -> None:
