@@ -203,6 +203,19 @@ OF_DEVICES |= {"torch.Event", "torch.Stream"}  # to be made; to be named in anno
 PINNING = frozenset({"pin_memory", "is_pinned"})
 
 
+def test_a_process_rebinds_only_the_global_names_that_contributing_lists() -> None:
+    found = {
+        f"{name}: `{variable}`"
+        for name in NAMES
+        for node in ast.walk(_tree(name))
+        if isinstance(node, ast.Global)
+        for variable in node.names
+    }
+    page = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    listed = re.findall(r"\| `([\w/.]+)` \| (`\w+`) \|", page)
+    assert {f"{file}: {variable}" for file, variable in listed} == found
+
+
 def test_devices_and_backends_are_named_in_one_file() -> None:
     found = [
         f"{name}:{line}: {text}"
