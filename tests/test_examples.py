@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import os
@@ -18,7 +19,9 @@ from unittest import mock
 import pytest
 import torch
 
+from shardwise import MixedPrecisionPolicy, fully_shard
 from tests.harness import run_ranks
+from tests.parity.models import MODELS, make_batch, make_model
 from tests.programs import shell_environment, start_program
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -54,7 +57,57 @@ def test_every_example_is_run_here() -> None:
 def test_every_example_is_short() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
 
+    assert lengths.pop("fsdp_from_scratch.py") <= 300
     assert all(length < 100 for length in lengths.values()), lengths
+
+
+def test_the_runtime_from_scratch_imports_torch_alone() -> None:
+    tree = ast.parse((EXAMPLES / "fsdp_from_scratch.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {getattr(node, "module", None) or node.names[0].name for node in imports}
+    others = {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
+    assert {name.partition(".")[0] for name in others} == {"torch"}
+
+
+def test_the_runtime_from_scratch_runs_as_its_docstring_says(tmp_path: Path) -> None:
+    losses = _losses(_run("fsdp_from_scratch.py", cwd=tmp_path))
+    assert len(losses) == 3
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def _train_from_scratch_and_for_real(
+    rank: int, world_size: int, name: str, zero: int, low: bool, transport: str
+) -> None:
+    """Train a model with the example and with the runtime; every bit of every shard is equal."""
+    os.environ["SHARDWISE_TRANSPORT"] = transport
+    theirs = runpy.run_path(str(EXAMPLES / "fsdp_from_scratch.py"))["fully_shard"]
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if low else {}
+    frees = {"reshard_after_forward": zero == 3}
+    policy = MixedPrecisionPolicy(**dtypes)
+    scratch, real = make_model(name), make_model(name)
+    for block in MODELS[name].blocks(scratch):
+        theirs(block, **frees, **dtypes)
+    theirs(scratch, **dtypes)
+    for block in MODELS[name].blocks(real):
+        fully_shard(block, **frees, mp_policy=policy)
+    fully_shard(real, mp_policy=policy)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (scratch, real)]
+    for step in range(3):
+        for model, optimizer in zip((scratch, real), optimizers, strict=True):
+            for microbatch in range(2):
+                MODELS[name].loss(model, *make_batch(name, rank, step, microbatch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    shards = {key: param.to_local() for key, param in real.named_parameters()}
+    assert dict(scratch.named_parameters()).keys() == shards.keys()
+    for key, param in scratch.named_parameters():
+        assert torch.equal(param, shards[key]), key
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv", "frozen", "llama-tied"])
+def test_the_runtime_from_scratch_computes_the_bits_of_the_real_one(name: str) -> None:
+    for zero, low, transport in ((3, False, "auto"), (2, False, "collectives"), (3, True, "c10d")):
+        run_ranks(_train_from_scratch_and_for_real, 2, name, zero, low, transport)
 
 
 @pytest.mark.parametrize(
