@@ -15,7 +15,6 @@ HOST_ONLY = {
     "transport/hosts.py": "ranks that meet in the store",
     "transport/background.py": "a thread that sends messages between tensors of the host",
     "transport/shm": "memory that ranks of a host share",
-    "transport/sparse.py": "works on the stream of DiLoCo's step, where its exchanges run too",
     "transport/sums.py": "adds up what other ranks of a host have sent",
     "checkpoint/disk": "files",
     "checkpoint/formats": "files",

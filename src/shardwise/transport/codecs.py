@@ -8,9 +8,8 @@
 | fp8 | 1 + 4 / 256 | 2^-4 of the value, or 2^-19 of the largest in the same block of 256 |
 | int8 | 1 + 4 / 256 | 1/254 of the largest value in the same block of 256 (at least 2^-127) |
 
-:mod:`shardwise.transport.few_bits` and :mod:`shardwise.transport.sparse` have formats of less than
-a byte. Values that are not finite stay so in every format. In formats with blocks they make all of
-their block so.
+:mod:`shardwise.transport.few_bits` has formats of less than a byte. Values that are not finite stay
+so in every format. In formats with blocks they make all of their block so.
 
 A *piece* is a stretch of values that is encoded by itself: no block has values of two pieces. It
 passes through in tiles that fit into the cache of a processor, so encoding reads its input from
