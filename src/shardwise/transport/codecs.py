@@ -28,6 +28,7 @@ import torch
 from shardwise._torch import fake
 from shardwise.devices import CPU
 from shardwise.transport.memory import reported
+from shardwise.transport.mixing import mix
 
 #: Elements that share one scale.
 BLOCK = 256
@@ -112,17 +113,9 @@ class Noise:
         """
         mixed = self._seed
         for each in place:
-            mixed = _mixed(mixed ^ each)
+            mixed = mix(mixed ^ each)
         start = mixed % self._size
         return self._table[start : start + numel]
-
-
-def _mixed(number: int) -> int:
-    """Mix the bits of a number of 64 bits (the finalizer of SplitMix64)."""
-    number = (number + 0x9E3779B97F4A7C15) % 2**64
-    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    number = (number ^ number >> 27) * 0x94D049BB133111EB % 2**64
-    return number ^ number >> 31
 
 
 class Codec(Protocol):
