@@ -30,7 +30,7 @@ from _report import announce, document, save
 from _wire import metered
 from _worlds import World, stop_server
 from shardwise import checkpoint, clip_grad_norm_
-from shardwise.diloco import DiLoCo, OuterSGD, Streaming, TopK, WireFormat
+from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
 from shardwise.elastic.world import World as Ranks
 from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
 from shardwise.recipes.core.build import learning_rate, make_optimizer, set_lr, shard
@@ -47,18 +47,17 @@ from shardwise.recipes.text.config import PRESETS
 from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE, Sequences, load_text
 
 #: Contenders beside it: format on the wire, and how the exchange overlaps with steps.
-CONTENDERS: dict[str, tuple[WireFormat | TopK, Streaming]] = {
+CONTENDERS: dict[str, tuple[WireFormat, Streaming]] = {
     "fp32": (WireFormat.FP32, Streaming()),
     "bf16": (WireFormat.BF16, Streaming()),
     "int8": (WireFormat.INT8, Streaming()),
     "int4": (WireFormat.INT4, Streaming()),
     "ternary": (WireFormat.TERNARY, Streaming()),
-    **{f"topk-{percent}": (TopK(percent / 100), Streaming()) for percent in (1, 2, 3)},
     "streaming-int8": (WireFormat.INT8, Streaming(fragments=2, overlap=5, alpha=0.5)),
 }
 #: The largest loss beside synchronous training's.
 MOST_LOSS = 1.02
-#: By how much bytes have to fall with 50 steps in a round; by topk with four replicas at most.
+#: By how much bytes have to fall with 50 steps in a round.
 LEAST_RATIOS = {
     "fp32": 40,
     "bf16": 40,
@@ -66,9 +65,6 @@ LEAST_RATIOS = {
     "streaming-int8": 150,
     "int4": 300,
     "ternary": 16 * 45,
-    "topk-1": 50 * 45,
-    "topk-2": 50 * 45,
-    "topk-3": 50 * 45,
 }
 JUDGED = 512  # sequences
 
@@ -246,7 +242,7 @@ def keeps_promises(case: dict[str, Any]) -> bool:
     return kept
 
 
-def _parsed(name: str) -> tuple[WireFormat | TopK, Streaming, float]:
+def _parsed(name: str) -> tuple[WireFormat, Streaming, float]:
     """What ``int8:0.5`` means: format, overlap, outer momentum."""
     kind, _, momentum = name.partition(":")
     return *CONTENDERS[kind], float(momentum or OuterSGD.momentum)

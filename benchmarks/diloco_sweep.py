@@ -1,6 +1,6 @@
 """Compare settings of DiLoCo in one process, on models small enough to train a dozen at once.
 
-    python benchmarks/diloco_sweep.py --contenders wire=fp32 wire=topk:0.02,momentum=0
+    python benchmarks/diloco_sweep.py --contenders wire=fp32 wire=int8,momentum=0
 
 Every contender trains four replicas of a small decoder (133,000 parameters in two layers) for every
 seed, from random weights, on the text of ``make train``; all at once, as stacks of matrices. Beside
@@ -35,7 +35,7 @@ from shardwise.optim import Muon
 from shardwise.recipes.core.build import learning_rate
 from shardwise.recipes.core.config import OptimizerConfig
 from shardwise.recipes.text.data import VOCAB_SIZE, Sequences, load_text
-from shardwise.transport.wire import parse_format
+from shardwise.transport.wire import WireFormat
 
 JUDGED = 256  # sequences
 CLIP = 1.0
@@ -87,7 +87,7 @@ class Contender:
                 raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(kinds)}")
             given[name] = kinds[name](value)
         made = cls(**given)
-        _ = made.outer, parse_format(made.wire)
+        _ = made.outer, WireFormat(made.wire)
         return made
 
     @property
@@ -213,7 +213,7 @@ class Replicas:
 
     def __init__(self, contender: Contender, settings: Settings, model: StackedLM) -> None:
         self._contender, self._settings, self._model = contender, settings, model
-        self._wire = parse_format(contender.wire)
+        self._wire = WireFormat(contender.wire)
         self._rounds = len(list(meetings(contender, settings.steps)))
         self._round = 0
         self.outer = self._inner()[:, 0].clone()

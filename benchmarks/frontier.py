@@ -66,7 +66,6 @@ DILOCO = (
     f"{_ROUNDS[50]},wire=int8",
     f"{_ROUNDS[50]},wire=int4",
     f"{_ROUNDS[50]},wire=ternary",
-    "outer_lr=1,momentum=0,wire=topk:0.03",
     f"{_ROUNDS[20]},wire=int8",
     f"{_ROUNDS[10]},wire=int8",
     f"{_ROUNDS[10]},wire=ternary",

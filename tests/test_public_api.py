@@ -95,7 +95,6 @@ PUBLIC = {
         "Quorum",
         "QuorumServer",
         "Streaming",
-        "TopK",
         "WireFormat",
     ],
     "shardwise.optim": [

@@ -519,7 +519,6 @@ class Backend:
         coalesces: many collectives of one kind can be launched as one.
         gathers_in_place: the input of an all-gather may be this rank's place in the output.
         progresses: bytes move while nobody waits for them (asynchronous progress).
-        symmetric: the backend of torch's symmetric memory that serves its collectives, if any.
     """
 
     name: str
@@ -528,12 +527,11 @@ class Backend:
     coalesces: bool = False
     gathers_in_place: bool = True
     progresses: bool = True
-    symmetric: str | None = None
 
 
 #: The backend of host memory, which every world has for small messages.
 GLOO = Backend("gloo", sends_messages=True)
-NCCL = Backend("nccl", averages=True, coalesces=True, symmetric="NCCL")
+NCCL = Backend("nccl", averages=True, coalesces=True)
 
 _BACKENDS = {
     (CPU.type, GLOO.name): GLOO,

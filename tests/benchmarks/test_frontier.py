@@ -45,7 +45,7 @@ def test_a_run_compares_all_with_hybrid_sharding_in_fp32(tmp_path: Path) -> None
     raw, picture = tmp_path / "raw.json", tmp_path / "frontier.svg"
     small = ["--steps", "4", "--seeds", "2", "--batch", "1", "--length", "8"]
     wires = ["hybrid:fp32", "full:gather=int8,reduce=int8"]
-    diloco = ["every=2", "every=2,wire=topk:0.03"]
+    diloco = ["every=2", "every=2,wire=ternary"]
     done = call_script(
         "frontier.py", *small, "--json", str(raw), "--picture", str(picture), "--wires", *wires,
         "--diloco", *diloco,
@@ -57,5 +57,5 @@ def test_a_run_compares_all_with_hybrid_sharding_in_fp32(tmp_path: Path) -> None
     assert sent[1] == pytest.approx(sent[0] * (1 + 4 / 256) / 4, rel=0.01)
     assert sent[2] == pytest.approx(sent[0] / 2, rel=0.01)
     assert "full, gather=int8, reduce=int8" in done.stdout
-    assert "DiLoCo, H = 2, topk:0.03" in done.stdout
-    assert "topk:0.03" in picture.read_text()
+    assert "DiLoCo, H = 2, ternary" in done.stdout
+    assert "ternary" in picture.read_text()

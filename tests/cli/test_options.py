@@ -99,8 +99,9 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--strategy diloco --outer-warmup -1", "--outer-warmup: found -1, expected 0 or more"),
         ("--strategy diloco --diloco-wire int2", "--diloco-wire: found 'int2', expected fp32, "),
         (
-            "--strategy diloco --diloco-wire topk:2",
-            "--diloco-wire: found 'topk:2', expected topk:D",
+            "--strategy diloco --diloco-wire topk:0.02",
+            "--diloco-wire: found 'topk:0.02', expected one of fp32, fp16, bf16, fp8, int8, int4, "
+            "ternary: top-k was removed, ternary loses less",
         ),
         (
             "--strategy diloco --local-steps 9 --diloco-overlap 9",

@@ -172,7 +172,7 @@ def test_what_could_not_be_written_is_an_error_from_then_on(
 def test_an_old_kernel_reads_pages_as_they_are_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "_POPULATE_READ", 9999)
+    monkeypatch.setattr(pages, "POPULATE_READ", 9999)
     file = ScratchFile(tmp_path)
     memory = file.memory(ALIGNMENT).fill_(1)
     file.let_go(memory)

@@ -312,3 +312,17 @@ def _switched_while_accumulating(rank: int, world_size: int) -> None:
 
 def test_gradients_not_yet_reduced_survive_a_change_of_transport(threads: Ranks) -> None:
     threads(_switched_while_accumulating, 2)
+
+
+def _memory_elsewhere(rank: int, world_size: int) -> None:
+    net = fully_shard(nn.Linear(4, 4))
+    net.set_allocate_memory_from_process_group_for_comm(False)
+    refused = rf"on rank {rank}: not offered until it has run on a GPU"
+    with pytest.raises(NotImplementedError, match="set_allocate_memory_from_.*" + refused):
+        net.set_allocate_memory_from_process_group_for_comm(True)
+    with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm " + refused):
+        net.set_symm_mem_for_comm()
+
+
+def test_memory_that_no_gpu_has_tried_is_refused(threads: Ranks) -> None:
+    threads(_memory_elsewhere, 2)

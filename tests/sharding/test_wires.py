@@ -379,8 +379,6 @@ def _refused(rank: int, world_size: int) -> None:
         net.set_custom_all_gather(Gather(returns_work=True))
     with pytest.raises(MisuseError, match=r"reduce='int8'.*Wire\(reduce='fp32', ...\)"):
         net.set_custom_reduce_scatter(Scatter(returns_work=False))
-    with pytest.raises(MisuseError, match="in memory that the process group allocates"):
-        net.set_allocate_memory_from_process_group_for_comm(True)
     holder = nn.Linear(4, 4, bias=False)
     holder.weight = nn.Parameter(Halved(holder.weight.detach()))
     with pytest.raises(NotImplementedError, match=r"weight on rank .*Halved.*fsdp_pre_all_gather"):

@@ -15,7 +15,6 @@ HOST_ONLY = {
     "transport/hosts.py": "ranks that meet in the store",
     "transport/background.py": "a thread that sends messages between tensors of the host",
     "transport/shm": "memory that ranks of a host share",
-    "transport/sparse.py": "works on the stream of DiLoCo's step, where its exchanges run too",
     "transport/sums.py": "adds up what other ranks of a host have sent",
     "checkpoint/disk": "files",
     "checkpoint/formats": "files",
@@ -93,17 +92,6 @@ SEEN = {
     "torch.empty_like(flat[0])": "zero3",
     "transport/collectives.py CollectivesTransport._start: each.wait()": "zero3",
     "transport/memory.py HeapBuffers.allocate: storage.resize_(nbytes)": "zero3",
-    # Collectives in symmetric memory.
-    "transport/symmetric.py SymmetricBuffers.allocate: storage.resize_(self._nbytes)": (
-        "symmetric_memory"
-    ),
-    "transport/symmetric.py SymmetricTransport._stage: like.new_empty(numel)": (
-        "symmetric_memory_staged"
-    ),
-    "transport/symmetric.py SymmetricTransport.all_gather: work.wait()": "symmetric_memory",
-    "transport/symmetric.py SymmetricTransport.reduce_scatter: work.wait()": (
-        "symmetric_memory_sums"
-    ),
     # Custom collectives.
     "transport/custom.py CustomTransport.all_gather: self._all_gather.allocate( "
     "(self.world_size * sum(sizes),), dtype=fulls[0].dtype, device=device )": "custom",
@@ -353,8 +341,6 @@ UNSEEN = {
     "self._waiter.wait([(each, None) for each in launched], doing)": "gloo, on the host",
     "transport/memory.py HeapBuffers.__init__: "
     "torch.empty(numel, dtype=dtype, device=device)": _FREED,
-    "transport/symmetric.py SymmetricBuffers.__init__: "
-    "torch.empty(end, dtype=torch.uint8, device=device)": _FREED,
     "transport/memory.py Loan.take: torch.empty(numel, dtype=dtype)": _HOST,
     "transport/memory.py _block: torch.empty(nbytes, dtype=torch.uint8)": _HOST,
     "checkpoint/ranks/saving.py _copy: local.clone(memory_format=torch.contiguous_format)": _HOST,

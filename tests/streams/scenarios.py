@@ -14,7 +14,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
@@ -40,7 +40,7 @@ from shardwise.diloco import DiLoCo, Streaming, members
 from shardwise.diloco.settings import WireFormat
 from shardwise.optim import Muon, deal, in_backward, matrices, muon_groups, offload
 from shardwise.optim.offloaded import entries, optimizer
-from shardwise.transport import select, symmetric
+from shardwise.transport import select
 from shardwise.transport.collectives import NcclTransport
 from shardwise.transport.hosts import Announced
 from shardwise.transport.peers import Peers
@@ -1043,68 +1043,6 @@ def separate_group_in_flight(run: Run) -> None:
     net = _separate(_prefetching(shard(run)))
     net.set_reduce_scatter_max_input_buffers(3)
     train(run, net)
-
-
-class _Symmetric:
-    """Symmetric memory as far as ordering goes: memory of the current stream, like any other."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        pass
-
-    def allocating(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def register(self, tensor: torch.Tensor) -> None:
-        pass
-
-
-@contextmanager
-def _symmetric_memory(small: int = 1024) -> Iterator[None]:
-    """Have symmetric memory, and gather parameters of which a rank has ``small`` bytes in place."""
-    with (
-        mock.patch.object(symmetric, "SMALL_BYTES", small),
-        mock.patch.object(select, "check_available"),
-        mock.patch.object(select, "SymmetricMemory", _Symmetric),
-    ):
-        yield
-
-
-def _symmetrize(net: Any, *, adds: bool = False) -> Any:
-    for unit in units(net):
-        unit.set_symm_mem_for_comm()
-        unit.set_force_sum_reduction_for_comms(adds)
-    return net
-
-
-@scenario()
-def symmetric_memory(run: Run) -> None:
-    with _symmetric_memory():
-        train(run, _symmetrize(shard(run)))
-
-
-@scenario()
-def symmetric_memory_staged(run: Run) -> None:
-    """All parameters are small, and gathered in a copy."""
-    with _symmetric_memory(1 << 20):
-        train(run, _symmetrize(shard(run)))
-
-
-@scenario()
-def symmetric_memory_sums(run: Run) -> None:
-    with _symmetric_memory():
-        train(run, _separate(_prefetching(_symmetrize(shard(run, mp_policy=BF16), adds=True))))
-
-
-@scenario(shape=(4,))
-def symmetric_memory_integer_reshard(run: Run) -> None:
-    with _symmetric_memory():
-        train(run, _symmetrize(shard(run, reshard_after_forward=2), adds=True))
-
-
-@scenario(shape=(2, 2))
-def symmetric_memory_hybrid_offload(run: Run) -> None:
-    with _symmetric_memory():
-        train(run, _symmetrize(shard(run, offload_policy=PINNED), adds=True))
 
 
 # -- wires --------------------------------------------------------------------------------------

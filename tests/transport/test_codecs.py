@@ -20,7 +20,7 @@ from shardwise.transport.codecs import (
 )
 from shardwise.transport.encoded_sums import Tally
 from shardwise.transport.formats import codec_of
-from shardwise.transport.wire import WireFormat
+from shardwise.transport.wire import WireError, WireFormat
 
 CPU = torch.device("cpu")
 BLOCKED = (WireFormat.FP8, WireFormat.INT8, WireFormat.INT4, WireFormat.TERNARY)
@@ -301,3 +301,12 @@ def test_random_rounding_of_the_largest_number_does_not_overflow() -> None:
         found = _rounded(values, noise, (call,))
         assert torch.equal(found.sign(), values.sign())
         assert ((found - values).abs() <= 3.7 / 127 * 1.0001).all()
+
+
+@pytest.mark.parametrize("text", ["int2", "topk:0.02", "int8:0.5"])
+def test_other_words_are_errors_that_name_the_formats(text: str) -> None:
+    with pytest.raises(
+        WireError, match=rf"found '{text}', expected .*fp32, .*int4, ternary"
+    ) as error:
+        WireFormat(text)
+    assert ("top-k was removed" in str(error.value)) == text.startswith("topk")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from shardwise.diloco.api import DiLoCo
     from shardwise.diloco.quorum import Quorum
     from shardwise.diloco.quorum_server import QuorumServer
-    from shardwise.diloco.settings import OuterSGD, Overlapped, Streaming, TopK, WireFormat
+    from shardwise.diloco.settings import OuterSGD, Overlapped, Streaming, WireFormat
 
 __all__ = [
     "DiLoCo",
@@ -20,7 +20,6 @@ __all__ = [
     "Quorum",
     "QuorumServer",
     "Streaming",
-    "TopK",
     "WireFormat",
 ]
 
@@ -31,7 +30,6 @@ _HOME = {
     "Quorum": "shardwise.diloco.quorum",
     "QuorumServer": "shardwise.diloco.quorum_server",
     "Streaming": "shardwise.diloco.settings",
-    "TopK": "shardwise.diloco.settings",
     "WireFormat": "shardwise.diloco.settings",
 }
 

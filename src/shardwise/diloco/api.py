@@ -34,7 +34,6 @@ from shardwise.diloco.settings import (
     OuterSGD,
     Overlapped,
     Streaming,
-    TopK,
     WireFormat,
     check_streaming,
     keeps_errors,
@@ -97,7 +96,7 @@ class DiLoCo(AroundOptimizer):
         every: int,
         group: dist.ProcessGroup | DeviceMesh | Quorum | None,
         outer: OuterSGD | None = None,
-        wire: WireFormat | TopK = WireFormat.FP32,
+        wire: WireFormat = WireFormat.FP32,
         error_feedback: bool | None = None,
         streaming: Streaming | None = None,
     ) -> None:
@@ -106,7 +105,7 @@ class DiLoCo(AroundOptimizer):
         self._streaming = streaming or Streaming()
         check_streaming(self._streaming, every)
         self._every = every
-        self._wire = wire if isinstance(wire, TopK) else WireFormat(wire)
+        self._wire = WireFormat(wire)
         self._model = model
         self.steps = 0
         self._sent_before = 0

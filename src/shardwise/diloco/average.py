@@ -1,8 +1,7 @@
 """The average of a vector over the ranks of a group, encoded on the wire, bitwise equal on all.
 
 It is an :class:`~shardwise.transport.encoded_sums.EncodedAllReduce` whose second step begins when
-the caller says so, between two of its training steps. Sparse contributions are gathered by all
-instead, which has no second step.
+the caller says so, between two of its training steps.
 
 What encoding loses is kept in units of a contribution: the average lacks the errors of all ranks,
 divided by their number. The chunk that a rank averages has errors of the average itself, which it
@@ -16,13 +15,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shardwise.diloco.settings import TopK, WireFormat
+from shardwise.diloco.settings import WireFormat
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label, Reduce
 from shardwise.transport.codecs import Room
 from shardwise.transport.encoded_sums import (
     EncodedAllReduce,
-    EncodedGatherSum,
     Encoding,
     Tally,
     chunks_of,
@@ -49,14 +47,13 @@ class Average:
         self,
         vector: torch.Tensor,
         all_to_all: AllToAll | None,
-        wire: WireFormat | TopK,
+        wire: WireFormat,
         label: str,
         error: torch.Tensor | None = None,
         sections: Sequence[int] | None = None,
     ) -> None:
         self._vector = vector.clone()
         self._reduction: EncodedAllReduce | None = None
-        self._gathering: EncodedGatherSum | None = None
         self._is_combined = False
         self._error = error
         # If a replica is lost, nothing was: the next exchange repeats this one.
@@ -72,20 +69,6 @@ class Average:
         self._sizes = [vector.numel()] if sections is None else list(sections)
         parts = torch.split(self._vector, self._sizes)
         errors = () if self._lost is None else torch.split(self._lost, self._sizes)
-        if isinstance(wire, TopK):
-            self._gathering = EncodedGatherSum(
-                self._encoding,
-                all_to_all,
-                parts,
-                Reduce.AVG,
-                self._room,
-                self._memory(
-                    1 + self._ranks, EncodedGatherSum.row_nbytes(self._encoding, self._sizes)
-                ),
-                Label(label),
-                errors,
-            )
-            return
         for own in self._own_errors():
             own.div_(self._ranks)
         nbytes = EncodedAllReduce.row_nbytes(self._encoding, self._sizes, self._ranks)
@@ -128,10 +111,6 @@ class Average:
             self._reduction = None
             for own in self._own_errors():
                 own.mul_(self._ranks)
-        if self._gathering is not None:
-            self._gathering.under_way.wait()
-            self._gathering.finish(self._room)
-            self._gathering = None
         if self._error is not None and self._lost is not None:
             self._error.copy_(self._lost)
             self._lost = None
@@ -149,7 +128,7 @@ class Average:
             yield part[self._rank * chunk : (self._rank + 1) * chunk]
 
 
-def sent_nbytes(wire: WireFormat | TopK, sections: Sequence[int], ranks: int) -> int:
+def sent_nbytes(wire: WireFormat, sections: Sequence[int], ranks: int) -> int:
     """Return the bytes that each rank sends for an average.
 
     Args:
@@ -158,6 +137,4 @@ def sent_nbytes(wire: WireFormat | TopK, sections: Sequence[int], ranks: int) ->
         ranks: of the group.
     """
     encoding = Encoding(codec_of(wire), wire.value, Tally())
-    if isinstance(wire, TopK):
-        return (ranks - 1) * EncodedGatherSum.row_nbytes(encoding, sections)
     return 2 * (ranks - 1) * EncodedAllReduce.row_nbytes(encoding, sections, ranks)

@@ -21,7 +21,7 @@ from shardwise.diloco.average import Average
 from shardwise.diloco.coordinator import Attempt, Fetch, Plan, State
 from shardwise.diloco.fragment import Fragment
 from shardwise.diloco.membership import Membership, Wish
-from shardwise.diloco.settings import OuterSGD, TopK, WireFormat
+from shardwise.diloco.settings import OuterSGD, WireFormat
 from shardwise.transport.all_to_all import AllToAll
 
 _CPU = devices.CPU
@@ -50,7 +50,7 @@ class Rounds:
         *,
         every: int,
         outer: OuterSGD,
-        wire: WireFormat | TopK,
+        wire: WireFormat,
         settings: str,
         reshard: Callable[[], None],
     ) -> None:

@@ -6,7 +6,6 @@ import enum
 import math
 from dataclasses import dataclass
 
-from shardwise.transport.wire import TopK as TopK
 from shardwise.transport.wire import WireFormat as WireFormat
 
 
@@ -138,7 +137,7 @@ def check_streaming(streaming: Streaming, every: int) -> None:
         raise _out_of_range("overlap", streaming.overlap, expected)
 
 
-def keeps_errors(wire: WireFormat | TopK, error_feedback: bool | None) -> bool:
+def keeps_errors(wire: WireFormat, error_feedback: bool | None) -> bool:
     """Decide whether what encoding loses is kept for the next exchange.
 
     Args:

@@ -11,8 +11,8 @@ that ranks add up what all of them need at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,17 +84,16 @@ class Adafactor(OwnStates):
         self._pools = Pools()
         super().__setstate__(state)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, with options of its own.
-
-        Args:
-            param_group: ``params``, and options.
-
-        Raises:
-            ValueError: an option is out of range.
-        """
-        _check_options({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+    def _rules(self, options: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
+        lr, (eps, floor) = options["lr"], options["eps"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"Adafactor: lr: found a tensor of {lr.numel()} elements, expected 1")
+        yield "lr", lr >= 0, "0 or more"
+        yield "beta2_decay", options["beta2_decay"] <= 0, "0 or less"
+        eps_is_right = (eps is None or eps >= 0) and floor >= 0
+        yield "eps", eps_is_right, "None or 0 or more, and 0 or more"
+        yield "d", options["d"] >= 1, "1 or more"
+        yield "weight_decay", options["weight_decay"] >= 0, "0 or more"
 
     def _forms(self, param: Tensor) -> Mapping[str, Form]:
         """What the averages of a parameter look like."""
@@ -102,30 +101,7 @@ class Adafactor(OwnStates):
             return {ELEMENTS: _form(param, ())}
         return {ROWS: _form(param, (param.ndim - 1,)), COLUMNS: _form(param, (param.ndim - 2,))}
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters that have a gradient. All ranks call it.
-
-        Args:
-            closure: computes the loss and its gradients again.
-
-        Returns:
-            What ``closure`` returned, if there is one.
-
-        Raises:
-            RanksDivergedError: ranks have gradients of different parameters, or another rank
-                failed before the step. Nothing was changed.
-            PeerLostError: a peer is lost, or failed during the step. Nothing was changed on this
-                rank, but other ranks may have made the step: go on from the last checkpoint.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         updates: list[Update] = []
         steps: list[Tensor] = []
         names: list[tuple[str, Tensor]] = []
@@ -156,7 +132,6 @@ class Adafactor(OwnStates):
         for update, step in zip(updates, steps, strict=True):
             update.apply()
             step += 1
-        return loss
 
     def _update_of(self, name: str, param: Tensor, settings: Mapping[str, Any]) -> Update:
         grad, state, shard = gradient(name, param), self.state[param], dtensor.plain(param)
@@ -184,20 +159,3 @@ def _form(param: Tensor, reduced: tuple[int, ...]) -> Form:
         )
     dtype = torch.promote_types(param.dtype, torch.float32)
     return Form(tuple(shape), tuple(local), dtype, mesh, placements)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    # Written so that NaN fails every one of them.
-    eps, floor = options["eps"]
-    lr, decay = options["lr"], options["weight_decay"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"Adafactor: lr: found a tensor of {lr.numel()} elements, expected 1")
-    for name, is_right, expected in (
-        ("lr", lr >= 0, "0 or more"),
-        ("beta2_decay", options["beta2_decay"] <= 0, "0 or less"),
-        ("eps", (eps is None or eps >= 0) and floor >= 0, "None or 0 or more, and 0 or more"),
-        ("d", options["d"] >= 1, "1 or more"),
-        ("weight_decay", decay >= 0, "0 or more"),
-    ):
-        if not is_right:
-            raise ValueError(f"Adafactor: {name}: found {options[name]}, expected {expected}")

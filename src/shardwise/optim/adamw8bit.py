@@ -13,9 +13,9 @@ does not depend on who has which blocks, or on how many are computed at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,17 +77,15 @@ class AdamW8bit(OwnStates):
         self._plans, self._books = {}, {}  # which copies do not have
         super().__setstate__(state)
 
+    def _rules(self, options: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
+        yield "lr", options["lr"] >= 0.0, "0 or more"
+        beta1, beta2 = options["betas"]
+        yield "betas", 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0, "two from 0 to 1"
+        yield "eps", options["eps"] >= 0.0, "0 or more"
+        yield "weight_decay", options["weight_decay"] >= 0.0, "0 or more"
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, with options of its own.
-
-        Args:
-            param_group: ``params``, and options.
-
-        Raises:
-            TypeError: a parameter has an unsupported dtype.
-            ValueError: an option is out of range.
-        """
-        _check_options({**self.defaults, **param_group})
+        """Add a group of parameters, whose dtypes are checked too."""
         super().add_param_group(param_group)
         for i, param in enumerate(self.param_groups[-1]["params"]):
             if param.dtype not in _DTYPES:
@@ -102,31 +100,6 @@ class AdamW8bit(OwnStates):
     def _forms(self, param: Tensor) -> Mapping[str, Form]:
         """What the moments of a parameter look like; see :class:`OwnStates`."""
         return self._plan(param).forms
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss and its gradients again.
-
-        Returns:
-            What ``closure`` returned, if there is one.
-
-        Raises:
-            TypeError: a gradient is sparse. No parameter has been changed.
-            PeerLostError: a rank that shares blocks is gone.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            self._step()
-        return loss
 
     def _plan(self, param: Tensor) -> _Plan:
         if param not in self._plans:
@@ -179,18 +152,6 @@ class AdamW8bit(OwnStates):
                 del self._books[next(iter(self._books))]  # the oldest
             self._books[key] = CodeBook(numbers, device, share)
         return self._books[key]
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    beta1, beta2 = options["betas"]
-    for name, value, is_right, expected in (
-        ("lr", options["lr"], options["lr"] >= 0.0, "0 or more"),
-        ("betas", options["betas"], 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0, "two from 0 to 1"),
-        ("eps", options["eps"], options["eps"] >= 0.0, "0 or more"),
-        ("weight_decay", options["weight_decay"], options["weight_decay"] >= 0.0, "0 or more"),
-    ):
-        if not is_right:
-            raise ValueError(f"AdamW8bit: {name}: found {value}, expected {expected}")
 
 
 @dataclass(frozen=True)

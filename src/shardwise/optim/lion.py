@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shardwise._torch import autograd, dtensor
+from shardwise.optim.checked import CheckedOptimizer
 from shardwise.optim.pieces import AT_ONCE, pieces_of
 from shardwise.optim.shards import gradient, shard_of_state
 from shardwise.optim_names import named_in_group
@@ -20,7 +21,7 @@ _AVERAGE = "exp_avg"
 _Part = tuple[Tensor, Tensor, Tensor]
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(CheckedOptimizer):
     """Lion, of Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675).
 
     The update is the sign of an average of gradients, so every element moves by ``lr``. It needs a
@@ -49,46 +50,16 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, with options of its own.
+    def _rules(self, options: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
+        yield "lr", options["lr"] >= 0, "0 or more"
+        yield "betas", all(0 <= beta <= 1 for beta in options["betas"]), "two from 0 to 1"
+        yield "weight_decay", options["weight_decay"] >= 0, "0 or more"
 
-        Args:
-            param_group: ``params``, and options.
-
-        Raises:
-            ValueError: an option is out of range.
-        """
-        _check_options({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss and its gradients again.
-
-        Returns:
-            What ``closure`` returned, if there is one.
-
-        Raises:
-            RuntimeError: a gradient is sparse, or a parameter complex. Nothing has been changed.
-            ValueError: a state that was loaded does not lie as its parameter does. Nothing has been
-                changed.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         todo = [(g, self._parts(number, g)) for number, g in enumerate(self.param_groups)]
         for group, parts in todo:
             for batch in _batches(parts):
                 _update(batch, group)
-        return loss
 
     def _parts(self, number: int, group: Mapping[str, Any]) -> list[_Part]:
         found = []
@@ -126,13 +97,3 @@ def _update(batch: Sequence[_Part], group: Mapping[str, Any]) -> None:
         autograd.foreach_add_(updates, params, decay)
     autograd.foreach_add_(params, updates, -float(group["lr"]))
     autograd.foreach_lerp_(averages, grads, 1 - beta2)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name, value, is_right, expected in (
-        ("lr", options["lr"], options["lr"] >= 0, "0 or more"),
-        ("betas", options["betas"], all(0 <= b <= 1 for b in options["betas"]), "two from 0 to 1"),
-        ("weight_decay", options["weight_decay"], options["weight_decay"] >= 0, "0 or more"),
-    ):
-        if not is_right:
-            raise ValueError(f"Lion: {name}: found {value}, expected {expected}")

@@ -24,7 +24,7 @@ from shardwise.frontends.strategies import (
     resolve,
 )
 from shardwise.optim.offloaded.place import Place
-from shardwise.transport.wire import PLAIN, TopK, WireFormat, Wires
+from shardwise.transport.wire import PLAIN, WireFormat, Wires
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +140,7 @@ class Exchange:
         every: steps between two exchanges.
     """
 
-    wire: WireFormat | TopK
+    wire: WireFormat
     every: int
 
 

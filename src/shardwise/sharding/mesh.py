@@ -6,7 +6,6 @@ Also making a device mesh, and checking a user's before anything is changed.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import math
 from dataclasses import dataclass, field
@@ -26,21 +25,12 @@ from shardwise.transport.custom import (
     AllGather,
     CustomTransport,
     ReduceScatter,
-    in_memory_of,
     with_custom,
 )
 from shardwise.transport.local import LocalTransport
 from shardwise.transport.peers import Peers, make_together, new_group
-from shardwise.transport.select import encoded_transport, symmetric_transport
+from shardwise.transport.select import encoded_transport
 from shardwise.transport.wire import PLAIN, Wires
-
-
-class CommMemory(enum.Enum):
-    """Where the buffers of collectives lie."""
-
-    TRANSPORT = "where the transport puts them"
-    PROCESS_GROUP = "in memory that the process group allocates"
-    SYMMETRIC = "in symmetric memory"
 
 
 @dataclass(frozen=True)
@@ -58,7 +48,6 @@ class DataMesh:
         outer: the mesh that has the ``dp_mesh_dims``, if those were given.
         dims: the ``dp_mesh_dims``, if they were given.
         scatter_group: the separate process group for reductions, if there is one.
-        memory: where the buffers of collectives over the sharding dimension lie.
         wires: what is sent where a dimension leaves the host.
     """
 
@@ -71,7 +60,6 @@ class DataMesh:
     outer: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = field(default=None, hash=False)
     scatter_group: dist.ProcessGroup | None = None
-    memory: CommMemory = CommMemory.TRANSPORT
     wires: Wires = PLAIN
 
     def trim(self) -> None:
@@ -206,8 +194,7 @@ class DataMesh:
         """The same mesh with reductions over ``group``, or (``None``) over the gathering group."""
         carrier = self.shard_group if group is None else group
         scatter = self._transport_over(carrier)
-        if self.has_custom_scatter:
-            assert isinstance(self.scatter, CustomTransport)
+        if isinstance(self.scatter, CustomTransport):
             scatter = self.scatter.over(scatter, carrier)
         return dataclasses.replace(self, scatter=scatter, scatter_group=group)
 
@@ -223,29 +210,9 @@ class DataMesh:
             Peers(made[ranks]).name_dimension(_names_of(self.mesh)[-1])
         return made[ranks]
 
-    def with_memory(self, memory: CommMemory) -> DataMesh:
-        """The same mesh, with the buffers of collectives in another memory.
-
-        Raises:
-            RuntimeError: the process group, the device or this torch has no symmetric memory.
-            MisuseError: a wire encodes what those buffers would hold.
-        """
-        if memory is not CommMemory.TRANSPORT:
-            self._check_plain("collectives", memory.value, "gather", "reduce")
-        made = dataclasses.replace(self, memory=memory)
-        shard = scatter = made._transport_over(self.shard_group)
-        if self.scatter_group is not None:
-            scatter = made._transport_over(self.scatter_group)
-        return dataclasses.replace(made, shard=shard, scatter=scatter)
-
     def _transport_over(self, group: dist.ProcessGroup) -> Transport:
-        if self.memory is CommMemory.SYMMETRIC:
-            return symmetric_transport(group, self.device)
         wire = self.wires.get(_names_of(self.mesh)[-1])
-        transport = encoded_transport(group, self.device, wire, self.requested)
-        if self.memory is CommMemory.PROCESS_GROUP:
-            return in_memory_of(group, transport, self.device)
-        return transport
+        return encoded_transport(group, self.device, wire, self.requested)
 
     @property
     def encoded(self) -> list[WiredTransport]:
@@ -267,16 +234,6 @@ class DataMesh:
                         f"which it would bypass; pass Wire({direction}='fp32', ...) for it, or do "
                         "not ask for the other"
                     )
-
-    @property
-    def has_custom_gather(self) -> bool:
-        """Whether the user provided the all-gather."""
-        return isinstance(self.shard, CustomTransport) and self.shard.is_users
-
-    @property
-    def has_custom_scatter(self) -> bool:
-        """Whether the user provided the reduce-scatter."""
-        return isinstance(self.scatter, CustomTransport) and self.scatter.is_users
 
     def with_all_gather(self, comm: AllGather) -> DataMesh:
         """The same mesh with a custom all-gather.

@@ -17,11 +17,9 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import deprecated
 
 from shardwise import devices
-from shardwise.errors import MisuseError
 from shardwise.sharding.finalization import GradientReductionHandle
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.hooks import run_as_forward
-from shardwise.sharding.mesh import CommMemory
 from shardwise.sharding.param import COPIED
 from shardwise.sharding.state import FSDPState, groups_of, require_state, states_of
 from shardwise.sharding.states import GroupState, Phase
@@ -550,61 +548,27 @@ class FSDPModule(_Sharded):
                 group.change_mesh(group.mesh.with_scatter_group(group.mesh.separate_group()))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Set whether the process group allocates the buffers of this module's collectives.
-
-        Its backend may then send without copies, as NCCL does from memory that it registered. The
-        group is gathered and reduced in flat buffers, with a copy in and a copy out. A backend that
-        allocates no memory (gloo, shared memory) sends as before.
+        """Refuse buffers that the process group allocates.
 
         Args:
-            enable: ``False`` by default.
+            enable: ``False``, as it is.
 
         Raises:
-            MisuseError: the group has custom collectives, or symmetric memory.
+            NotImplementedError: it is ``True``.
         """
-        memory = CommMemory.PROCESS_GROUP if enable else CommMemory.TRANSPORT
-        self._set_memory(memory, "set_allocate_memory_from_process_group_for_comm")
+        if enable:
+            raise _needs_gpu("set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Gather this module's group in symmetric memory, where NCCL has faster all-gathers.
-
-        Full parameters are allocated there and gathered in place. Gradients are reduced there, in
-        a copy, where they are only added: under ``set_force_sum_reduction_for_comms(True)`` or
-        with a gradient divide factor. Every rank of the mesh makes this call.
+        """Refuse symmetric memory.
 
         Args:
-            backend: what allocates symmetric memory.
+            backend: what would allocate it.
 
         Raises:
-            ValueError: ``backend`` is not ``"NCCL"``.
-            RuntimeError: the process group, the device or this torch has no symmetric memory.
-            MisuseError: the group has custom collectives, or memory from its process group.
+            NotImplementedError: always.
         """
-        if backend != "NCCL":
-            raise ValueError(
-                f"set_symm_mem_for_comm on rank {dist.get_rank()}: backend: expected 'NCCL', found "
-                f"{backend!r}"
-            )
-        self._set_memory(CommMemory.SYMMETRIC, "set_symm_mem_for_comm")
-
-    def _set_memory(self, memory: CommMemory, what: str) -> None:
-        groups = [group for group in groups_of(self, recurse=False) if group.mesh.shards]
-        for group in groups:
-            mesh = group.mesh
-            custom = mesh.has_custom_gather or mesh.has_custom_scatter
-            other = {memory, mesh.memory} == {CommMemory.SYMMETRIC, CommMemory.PROCESS_GROUP}
-            leaves = mesh.memory is CommMemory.SYMMETRIC and memory is not CommMemory.SYMMETRIC
-            if custom or other or leaves:
-                found = "custom collectives" if custom else f"buffers {mesh.memory.value}"
-                raise MisuseError(
-                    f"{what}: group {group.fqn!r} on rank {dist.get_rank()} has {found}, which "
-                    "cannot be combined with it. Make only one of these calls"
-                )
-        meshes = [group.mesh.with_memory(memory) for group in groups]
-        for group, mesh in zip(groups, meshes, strict=True):
-            group.change_mesh(mesh)
-            if group.post_forward is not None:
-                group.post_forward.mesh = group.post_forward.mesh.with_memory(memory)
+        raise _needs_gpu("set_symm_mem_for_comm")
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -643,6 +607,13 @@ class FSDPModule(_Sharded):
 
 _CLASSES: dict[type, type] = {}
 _initialize_new = True
+
+
+def _needs_gpu(setter: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{setter} on rank {dist.get_rank()}: not offered until it has run on a GPU; leave it out, "
+        "which changes no value"
+    )
 
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:

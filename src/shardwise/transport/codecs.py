@@ -8,9 +8,8 @@
 | fp8 | 1 + 4 / 256 | 2^-4 of the value, or 2^-19 of the largest in the same block of 256 |
 | int8 | 1 + 4 / 256 | 1/254 of the largest value in the same block of 256 (at least 2^-127) |
 
-:mod:`shardwise.transport.few_bits` and :mod:`shardwise.transport.sparse` have formats of less than
-a byte. Values that are not finite stay so in every format. In formats with blocks they make all of
-their block so.
+:mod:`shardwise.transport.few_bits` has formats of less than a byte. Values that are not finite stay
+so in every format. In formats with blocks they make all of their block so.
 
 A *piece* is a stretch of values that is encoded by itself: no block has values of two pieces. It
 passes through in tiles that fit into the cache of a processor, so encoding reads its input from
@@ -29,6 +28,7 @@ import torch
 from shardwise._torch import fake
 from shardwise.devices import CPU
 from shardwise.transport.memory import reported
+from shardwise.transport.mixing import mix
 
 #: Elements that share one scale.
 BLOCK = 256
@@ -113,17 +113,9 @@ class Noise:
         """
         mixed = self._seed
         for each in place:
-            mixed = _mixed(mixed ^ each)
+            mixed = mix(mixed ^ each)
         start = mixed % self._size
         return self._table[start : start + numel]
-
-
-def _mixed(number: int) -> int:
-    """Mix the bits of a number of 64 bits (the finalizer of SplitMix64)."""
-    number = (number + 0x9E3779B97F4A7C15) % 2**64
-    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    number = (number ^ number >> 27) * 0x94D049BB133111EB % 2**64
-    return number ^ number >> 31
 
 
 class Codec(Protocol):

@@ -293,17 +293,11 @@ class NcclTransport(CollectivesTransport):
     Args:
         group: a process group whose backend for the tensors does both.
         backend: that backend.
-        alone_bytes: as in :class:`CollectivesTransport`.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        backend: Backend = devices.NCCL,
-        alone_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, backend: Backend = devices.NCCL) -> None:
         self.name = backend.name
-        super().__init__(group, backend, SMALL_BYTES if alone_bytes is None else alone_bytes)
+        super().__init__(group, backend, SMALL_BYTES)
 
     def _together(self, calls: Sequence[Collective]) -> list[list[Collective]]:
         by_dtype: dict[torch.dtype, list[Collective]] = {}

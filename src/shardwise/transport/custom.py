@@ -7,7 +7,6 @@ torch calls it: by keywords, and synchronously. What overlaps is the stream that
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from shardwise import devices
-from shardwise._torch import symmetric
 from shardwise.transport.base import (
     NO_LABEL,
     FinishedWork,
@@ -29,13 +27,10 @@ from shardwise.transport.base import (
 )
 from shardwise.transport.buckets import (
     as_bytes,
-    as_real,
     as_rows,
-    as_sendable,
     copy_chunks,
     fill,
 )
-from shardwise.transport.collectives import all_gather_function, reduce_scatter_function
 from shardwise.transport.memory import HeapBuffers
 from shardwise.transport.peers import Peers
 
@@ -103,11 +98,6 @@ class CustomTransport:
         self._reduce_scatter = reduce_scatter
         self._stream: torch.Stream | None = None
         self._backend: devices.Backend | None = None
-
-    @property
-    def is_users(self) -> bool:
-        """Whether the user provided a collective; see :func:`in_memory_of` for those of ours."""
-        return not isinstance(self._all_gather or self._reduce_scatter, _InMemoryOfGroup)
 
     def overlaps_compute(self) -> bool:
         """Decide as the inner transport does."""
@@ -262,60 +252,3 @@ def with_custom(
     if transport.world_size == 1:
         return transport
     return CustomTransport(transport, group, all_gather, reduce_scatter)
-
-
-class _InMemoryOfGroup:
-    """Collectives of torch's, on buffers that the backend of the process group allocates."""
-
-    def __init__(self, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
-        self._allocate = allocate
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Allocate a 1-D buffer."""
-        return self._allocate(math.prod(size), dtype)
-
-
-class _AllGatherInMemoryOfGroup(_InMemoryOfGroup):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather every rank's ``input_tensor`` into ``output_tensor``."""
-        full, own = as_sendable(output_tensor), as_sendable(input_tensor)
-        return all_gather_function()(full, own, group=group, async_op=async_op)
-
-
-class _ReduceScatterInMemoryOfGroup(_InMemoryOfGroup):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce chunk ``r`` of ``input_tensor`` into rank ``r``'s ``output_tensor``."""
-        shard, full = as_real(output_tensor), as_real(input_tensor)
-        return reduce_scatter_function()(shard, full, op=op, group=group, async_op=async_op)
-
-
-def in_memory_of(group: dist.ProcessGroup, transport: Transport, device: torch.device) -> Transport:
-    """Gather and reduce in flat buffers that the backend of ``group`` allocates.
-
-    Returns:
-        ``transport`` itself if that backend allocates no memory, or there is only one rank.
-    """
-    allocate = symmetric.allocator_of(group, device) if group.size() > 1 else None
-    if allocate is None:
-        return transport
-    return CustomTransport(
-        transport,
-        group,
-        _AllGatherInMemoryOfGroup(allocate),
-        _ReduceScatterInMemoryOfGroup(allocate),
-    )

@@ -8,9 +8,6 @@
 A rank sends 2 (R - 1) / R of its encoded tensors, as in a ring all-reduce, whatever the format. The
 error is at most the mean of the ranks' errors in step 1 plus the error of step 2, however many
 ranks there are. A rank's own contribution to its own chunk is never encoded.
-
-The sum of sparse contributions is less sparse than each of them. So it is not encoded: every rank
-sends its contribution to all, and each of them adds up all of them in rank order.
 """
 
 from __future__ import annotations
@@ -327,69 +324,6 @@ class EncodedAllReduce:
                 if part.numel():
                     piece = self._layout.piece(self._all_sums[rank], i)
                     decode(self._encoding.codec, piece, part, room)
-
-
-class EncodedGatherSum:
-    """The sum of what every rank sends to all, in one step.
-
-    A rank sends (R - 1) of its encoded tensors. The error is the sum of the ranks' errors; with
-    ``errors``, each rank adds what it has lost to its next contribution.
-
-    Args:
-        encoding: as in :class:`EncodedScatter`.
-        all_to_all: moves rows between the ranks.
-        tensors: 1-D, fp32, contiguous; reduced in place by :meth:`finish`.
-        op: the reduction.
-        room: as in :class:`EncodedScatter`.
-        memory: uint8, ``(1 + ranks, bytes)``, contiguous; see :meth:`row_nbytes`.
-        label: as in :class:`EncodedScatter`.
-        errors: as in :class:`EncodedScatter`.
-
-    Attributes:
-        under_way: what was sent; :meth:`finish` follows its end.
-    """
-
-    def __init__(
-        self,
-        encoding: Encoding,
-        all_to_all: AllToAll,
-        tensors: Sequence[torch.Tensor],
-        op: Reduce,
-        room: Room,
-        memory: torch.Tensor,
-        label: Label,
-        errors: Sequence[torch.Tensor | None] = (),
-    ) -> None:
-        self._codec = encoding.codec
-        self._ranks = all_to_all.world_size
-        self._tensors = tensors
-        self._op = op
-        self._layout = RowLayout(encoding.codec, [tensor.numel() for tensor in tensors])
-        own, self._received = memory[0], memory[1:]
-        for i, tensor in enumerate(tensors):
-            piece = self._layout.piece(own, i)
-            encode(self._codec, tensor, piece, room, error=errors[i] if errors else None)
-            encoding.tally.add(self._codec, piece, tensor.numel())
-        label = replace(label, wire=f"{encoding.wire}, contributions")
-        self.under_way: Exchange = all_to_all.share(own, self._received, label)
-
-    @staticmethod
-    def row_nbytes(encoding: Encoding, numels: Sequence[int]) -> int:
-        """Return the bytes of a row for tensors of so many elements."""
-        return RowLayout(encoding.codec, numels).nbytes
-
-    def finish(self, room: Room) -> None:
-        """Add up the contributions of all ranks, that of this rank as the others decode it."""
-        for i, tensor in enumerate(self._tensors):
-            for tile in room.tiles(tensor.numel()):
-                total = tensor[tile]
-                for rank in range(self._ranks):
-                    part = total if rank == 0 else room.take(3, total.numel())
-                    self._codec.read(self._layout.piece(self._received[rank], i), tile.start, part)
-                    if rank:
-                        total.add_(part)
-                if self._op is Reduce.AVG:
-                    total.div_(self._ranks)
 
 
 def chunks_of(encoding: Encoding, numels: Sequence[int], ranks: int) -> list[int]:

@@ -8,16 +8,13 @@ import torch
 
 from shardwise.transport.codecs import CastCodec, Codec, Fp8Codec, Int8Codec
 from shardwise.transport.few_bits import Int4Codec, TernaryCodec
-from shardwise.transport.sparse import TopKCodec
-from shardwise.transport.wire import TopK, WireFormat
+from shardwise.transport.wire import WireFormat
 
 
 @functools.cache
-def codec_of(format_: WireFormat | TopK) -> Codec:
+def codec_of(format_: WireFormat) -> Codec:
     """Return the codec of a format."""
     match format_:
-        case TopK(density):
-            return TopKCodec(density)
         case WireFormat.INT8:
             return Int8Codec()
         case WireFormat.INT4:

@@ -16,17 +16,15 @@ Below 4 MiB there was no difference: the C library keeps what small tensors rele
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import mmap
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from shardwise import devices, observe
 from shardwise.observe import Memory
+from shardwise.scratch.libc import DONT_NEED, HUGE_PAGE, libc
 from shardwise.transport.base import FullBuffers
 
 #: Smaller storages are not put on huge pages.
@@ -39,7 +37,6 @@ KEPT_BYTES = 32 * 1024 * 1024
 RETURNED_BYTES = 32 * 1024 * 1024
 
 _ALIGNMENT = 64
-_MADV_DONTNEED = 4
 
 
 class HeapBuffers:
@@ -108,23 +105,12 @@ def prefer_huge_pages(storage: torch.UntypedStorage) -> None:
     Does nothing for small storages, for devices, and on systems without such a request. A refusal
     is ignored: it costs nothing but time.
     """
-    madvise = _madvise()
-    if madvise is None or storage.device.type != "cpu" or storage.nbytes() < LARGE_BYTES:
+    if libc() is None or storage.device.type != "cpu" or storage.nbytes() < LARGE_BYTES:
         return
     address, size = storage.data_ptr(), mmap.PAGESIZE
     start = (address + size - 1) // size * size
     end = (address + storage.nbytes()) // size * size
-    madvise(start, end - start, mmap.MADV_HUGEPAGE)
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    if sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    function.restype = ctypes.c_int
-    return function
+    libc().madvise(start, end - start, HUGE_PAGE)
 
 
 def reported(tensor: torch.Tensor, name: str = "") -> torch.Tensor:
@@ -149,14 +135,13 @@ def give_back(tensor: torch.Tensor, first: int, last: int) -> None:
         first: the first element.
         last: the one after the last. Pages that are shared with other elements stay.
     """
-    madvise = _madvise()
-    if madvise is None:
+    if libc() is None:
         return
     size = mmap.PAGESIZE
     start = (tensor.data_ptr() + first * tensor.itemsize + size - 1) // size * size
     end = (tensor.data_ptr() + last * tensor.itemsize) // size * size
     if start < end:
-        madvise(start, end - start, _MADV_DONTNEED)
+        libc().madvise(start, end - start, DONT_NEED)
 
 
 class Scratch:

@@ -46,7 +46,6 @@ from shardwise.transport.shm.handshake import (
     shake_hands,
 )
 from shardwise.transport.shm.transport import ShmTransport
-from shardwise.transport.symmetric import SymmetricMemory, SymmetricTransport, check_available
 from shardwise.transport.two_levels import TwoLevelTransport
 from shardwise.transport.wire import Wire
 
@@ -229,28 +228,6 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> Backend:
         ValueError: the group has no backend for the device.
     """
     return _factory.backend(group, device)
-
-
-def symmetric_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """Return the transport of a mesh dimension whose buffers lie in symmetric memory.
-
-    Args:
-        group: the process group of the dimension.
-        device: the device of the full tensors.
-
-    Raises:
-        RuntimeError: the process group, the device or this torch does not have symmetric memory.
-    """
-    check_available(group, device)
-    if group.size() == 1:
-        return LocalTransport()
-    in_use = Peers(group).once(_in_use)
-    transport = in_use.get((device, SymmetricTransport.name))
-    if transport is None:
-        inner = NcclTransport(group, alone_bytes=0)
-        transport = SymmetricTransport(inner, SymmetricMemory(group, device))
-        in_use[device, SymmetricTransport.name] = transport
-    return transport
 
 
 def all_to_all(group: dist.ProcessGroup, device: torch.device) -> AllToAll:

@@ -29,58 +29,12 @@ class WireFormat(enum.Enum):
         """Whether it sends so little that the rest has to be sent later."""
         return self in (WireFormat.INT4, WireFormat.TERNARY)
 
-
-@dataclass(frozen=True)
-class TopK:
-    """A format that sends the largest values alone, in about ten bits each, for DiLoCo.
-
-    Attributes:
-        density: the share of the elements that is sent, of each chunk of 4,096.
-
-    Raises:
-        WireError: the density is out of range. Among four replicas, ``ternary`` sends fewer bytes
-            than a density of 0.1.
-    """
-
-    density: float = 0.02
-
-    def __post_init__(self) -> None:
-        # Written so that NaN fails it too.
-        if not 0 < self.density <= _DENSEST:
-            raise WireError(f"density={self.density!r}", f"above 0, and {_DENSEST} at most")
-
-    @property
-    def value(self) -> str:
-        """The format as it is written on the command line."""
-        return f"{_TOPK}:{self.density:g}"
-
-    @property
-    def needs_error_feedback(self) -> bool:
-        """Whether it sends so little that the rest has to be sent later."""
-        return True
-
-
-_TOPK, _DENSEST = "topk", 0.1
-
-
-def parse_format(text: str) -> WireFormat | TopK:
-    """Read a format: its name, or ``topk:DENSITY``.
-
-    Raises:
-        WireError: there is no such format.
-    """
-    name, colon, density = text.strip().partition(":")
-    if name == _TOPK:
-        try:
-            return TopK(float(density)) if colon else TopK()
-        except ValueError as error:
-            expected = error.expected if isinstance(error, WireError) else "a number"
-            raise WireError(repr(text), f"{_TOPK}:DENSITY, {expected}") from None
-    try:
-        return WireFormat(text.strip())
-    except ValueError:
-        names = ", ".join(each.value for each in WireFormat)
-        raise WireError(repr(text), f"{names}, or {_TOPK}:DENSITY") from None
+    @classmethod
+    def _missing_(cls, value: object) -> WireFormat:
+        expected = ", ".join(each.value for each in cls)
+        if str(value).startswith("topk"):
+            expected = f"one of {expected}: top-k was removed, ternary loses less"
+        raise WireError(repr(value), expected)
 
 
 #: The formats of a :class:`Wire`. fp16 is none: gradients above 65504 would become infinite.

@@ -20,7 +20,6 @@ from shardwise.diloco.settings import (
     OuterSGD,
     Overlapped,
     Streaming,
-    TopK,
     WireFormat,
     check_streaming,
 )
@@ -51,7 +50,7 @@ from shardwise.recipes.core.option import (
     Group,
     option,
 )
-from shardwise.transport.wire import PLAIN, WireError, Wires, parse_format
+from shardwise.transport.wire import PLAIN, WireError, Wires
 
 
 class OptionError(UserError, ValueError):
@@ -415,18 +414,17 @@ class DilocoConfig:
     wire: str = field(
         default=WireFormat.FP32.value,
         metadata=option(
-            "Format of what is sent: fp32, fp16, bf16, fp8, int8, int4, ternary, or topk:0.02 for "
-            "the largest 2 % alone.",
+            "Format of what is sent: fp32, fp16, bf16, fp8, int8, int4 or ternary.",
             DILOCO,
             name="--diloco-wire",
             metavar="NAME",
-            completions=(*(each.value for each in WireFormat), TopK().value),
+            completions=tuple(each.value for each in WireFormat),
         ),
     )
     error_feedback: bool = field(
         default=False,
         metadata=option(
-            "Add what the format lost to the next exchange; int4, ternary and topk always do.",
+            "Add what the format lost to the next exchange; int4 and ternary always do.",
             DILOCO,
             name="--diloco-error-feedback",
         ),
@@ -489,14 +487,14 @@ class DilocoConfig:
         )
 
     @property
-    def format(self) -> WireFormat | TopK:
+    def format(self) -> WireFormat:
         """The format of what is sent.
 
         Raises:
             OptionError: there is none of that name.
         """
         try:
-            return parse_format(self.wire)
+            return WireFormat(self.wire.strip())
         except WireError as error:
             raise OptionError("--diloco-wire", error.found, error.expected) from None
 

@@ -15,6 +15,7 @@ import enum
 from dataclasses import dataclass
 
 from shardwise.recipes.core.config import TrainConfig
+from shardwise.transport.mixing import mix
 
 
 @dataclass(frozen=True)
@@ -143,12 +144,3 @@ def permute(index: int, size: int, key: int) -> int:
         index = (left << half) | right
         if index < size:
             return index
-
-
-def mix(value: int) -> int:
-    """Mix 64 bits so that each depends on all of them (the finalizer of splitmix64)."""
-    mask = (1 << 64) - 1
-    value = (value + 0x9E3779B97F4A7C15) & mask
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-    return value ^ (value >> 31)

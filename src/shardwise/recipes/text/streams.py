@@ -42,9 +42,10 @@ from numpy.typing import NDArray
 from shardwise.elastic.world import World
 from shardwise.errors import CheckpointError
 from shardwise.recipes.core.config import OptionError
-from shardwise.recipes.core.position import mix, permute
+from shardwise.recipes.core.position import permute
 from shardwise.recipes.text.data import Vocabulary
 from shardwise.recipes.text.documents import Source
+from shardwise.transport.mixing import mix
 
 LEAST_STREAMS = 8  # so that a run can go on over fewer ranks, with whole streams for each
 

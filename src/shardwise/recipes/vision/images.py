@@ -19,8 +19,9 @@ import torch
 from PIL import Image
 
 from shardwise.elastic.errors import UserError
-from shardwise.recipes.core.position import Shuffle, mix
+from shardwise.recipes.core.position import Shuffle
 from shardwise.recipes.vision.files import ImageFolder, Lookup
+from shardwise.transport.mixing import mix
 
 # Of ImageNet's pixels, by channel, of values 0 to 1: what published models are trained with.
 MEAN = (0.485, 0.456, 0.406)

@@ -13,17 +13,24 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import functools
 import mmap
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from shardwise import observe
 from shardwise.observe import Memory
+from shardwise.scratch.libc import (
+    DONT_NEED,
+    MAP_FAILED,
+    MAP_FIXED,
+    MAP_NORESERVE,
+    MAP_POPULATE,
+    libc,
+)
 
 #: Length of the file in bytes. It takes no memory until it is written to.
 LENGTH = 2**62
@@ -32,10 +39,7 @@ ALIGNMENT = 64
 
 _PAGE = mmap.PAGESIZE
 _PROT_NONE = 0
-_MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
-_MADV_DONTNEED = 4
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
-_FAILED = ctypes.c_void_p(-1).value
 # Bits of an entry of /proc/self/pagemap; the highest one says that the page is present.
 _SWAPPED, _OF_FILE = 1 << 62, 1 << 61
 # The system call that scans those entries, since Linux 6.7, and its kinds of pages.
@@ -118,24 +122,24 @@ class Window:
     def __init__(self, length: int) -> None:
         self.length = length
         self.keeps: object = None
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self.address = _map(None, length, _PROT_NONE, flags, -1, 0)
-        weakref.finalize(self, _libc().munmap, self.address, length).atexit = False
+        weakref.finalize(self, libc().munmap, self.address, length).atexit = False
 
     def open(self, fd: int, at: int) -> None:
         """Show the file from ``at`` on, with memory behind every page at once."""
-        self._open(fd, at, mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE)
+        self._open(fd, at, mmap.MAP_SHARED | MAP_FIXED | MAP_POPULATE)
 
     def open_sparse(self, fd: int, at: int) -> None:
         """Show the file from ``at`` on, with memory behind the pages that are touched only."""
-        self._open(fd, at, mmap.MAP_SHARED | _MAP_FIXED)
+        self._open(fd, at, mmap.MAP_SHARED | MAP_FIXED)
 
     def open_private(self, fd: int, at: int) -> None:
         """Show the file from ``at`` on; no other process sees what is written here.
 
         A page that is written to shows the file no more, until :meth:`forget_writes`.
         """
-        self._open(fd, at, mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE)
+        self._open(fd, at, mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE)
 
     def forget_writes(self) -> None:
         """Show the file again on all pages of a private window that were written to.
@@ -143,7 +147,7 @@ class Window:
         Raises:
             OSError: the system refuses (the memory is locked, say).
         """
-        if _libc().madvise(self.address, self.length, _MADV_DONTNEED) != 0:
+        if libc().madvise(self.address, self.length, DONT_NEED) != 0:
             raise _refused("forget what was written to shared memory")
 
     def forbid(self) -> None:
@@ -183,7 +187,7 @@ class Window:
         _map(self.address, self.length, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, at)
 
     def _protect(self, protection: int) -> None:
-        if _libc().mprotect(self.address, self.length, protection) != 0:
+        if libc().mprotect(self.address, self.length, protection) != 0:
             raise _refused("change the protection of shared memory")
 
 
@@ -239,7 +243,7 @@ def punch(fd: int, at: int, length: int) -> None:
 
     If the system refuses, they stay taken until the last rank is gone: no value depends on it.
     """
-    _libc().fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, at, length)
+    libc().fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, at, length)
 
 
 class PageMap:
@@ -326,24 +330,9 @@ def has_own_entry(entries: bytes, length: int) -> bool:
     return bool((taken & ((numbers & _OF_FILE) == 0)).any())
 
 
-@functools.cache
-def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
-        ctypes.c_long,
-    ]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-    return libc
-
-
 def _map(address: int | None, length: int, protection: int, flags: int, fd: int, at: int) -> int:
-    found = _libc().mmap(address, length, protection, flags, fd, at)
-    if found is None or found == _FAILED:
+    found = libc().mmap(address, length, protection, flags, fd, at)
+    if found is None or found == MAP_FAILED:
         raise _refused(f"map {length} bytes of shared memory")
     return int(found)
 
