@@ -85,7 +85,15 @@ class AdamW8bit(OwnStates):
         yield "weight_decay", options["weight_decay"] >= 0.0, "0 or more"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, whose dtypes are checked too."""
+        """Add a group of parameters, with options of its own.
+
+        Args:
+            param_group: ``params``, and options.
+
+        Raises:
+            TypeError: a parameter has an unsupported dtype.
+            ValueError: an option is out of range.
+        """
         super().add_param_group(param_group)
         for i, param in enumerate(self.param_groups[-1]["params"]):
             if param.dtype not in _DTYPES:
