@@ -302,7 +302,7 @@ def test_hosts_that_come_later_are_held_to_what_was_asked_for(
     assert all(other.options == terms.options for _, other in jobs)
 
 
-@pytest.mark.parametrize("missing", ["transformers", "matplotlib"])
+@pytest.mark.parametrize("missing", ["transformers"])
 def test_a_missing_extra_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, missing: str
 ) -> None:

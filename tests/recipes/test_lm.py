@@ -261,11 +261,11 @@ def test_a_complete_run_without_its_results_goes_on_to_make_them(
     assert '"finished"' in text
     record.write_text(text.replace('"finished"', '"running"'))
     (out / "sample.txt").unlink()
-    (out / "loss.png").unlink()
+    (out / "report.html").unlink()
 
     assert ranks(train, 2, again) == [["finished"]] * 2
     assert (out / "sample.txt").exists()
-    assert (out / "loss.png").exists()
+    assert (out / "report.html").exists()
     assert [step for step, _, _ in losses(again)] == [1, 2, 3, 4], "no step was made again"
 
 

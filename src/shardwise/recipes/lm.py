@@ -95,7 +95,6 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
         introduction.append(("replicas", str(train.diloco)))
     use = Utilization.of(model, config.seq_length, place.device, config.peak_flops)
     return Task(
-        title=f"{config.model} on {inputs.text.name}",
         model_name=config.model,
         model=sharded,
         model_config=config_json(model),
@@ -113,7 +112,6 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
         span=span,
         position=data.position,
         example=f"sequences x {config.seq_length} tokens",
-        loss_unit="nats per token",
         introduction=[*introduction, ("compute", str(use))],
         close=data.close,
         base=None if adapters is None else config.pretrained,

@@ -285,17 +285,14 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
                 record.end("stopped", signal=error.signum)
             else:
                 record.failed(error)
-            journal.draw(files, task.title, task.loss_unit)
         raise
     finally:
         if log is not None:
             log.close(failed)
         if failed is not None:
             write_report(files)
-    journal.draw(files, task.title, task.loss_unit)
     record.end("finished", **results)
     write_report(files)
-    say(f"curve      {files.picture}")
     say(f"report     {files.report}")
     say(f"run        {files.root}")
 

@@ -302,7 +302,7 @@ class LmConfig:
             UserError: one line that says what is wrong.
         """
         settings = self._check(world)
-        needed = ["transformers", "matplotlib", *(["peft"] if self.lora is not None else [])]
+        needed = ["transformers", *(["peft"] if self.lora is not None else [])]
         check_extras(needed, self.train.output.logs)
         return LmInputs(with_microbatches(self, world.size), settings, self._find_text())
 

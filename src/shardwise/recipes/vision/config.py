@@ -126,7 +126,7 @@ class MnistConfig(VisionConfig):
         """
         check_train(self.train)
         self.check_world(world)
-        check_extras(["safetensors", "matplotlib", "PIL"], self.train.output.logs)
+        check_extras(["safetensors", "PIL"], self.train.output.logs)
         if self.data_dir is None:
             raise OptionError("--data-dir", "none", "a folder with MNIST's four files")
         return MnistInputs(self, *load_mnist(self.data_dir))
@@ -224,7 +224,7 @@ class ImageFolderConfig(VisionConfig):
         require(self.threads >= 1, "--workers", self.threads, "1 or more")
         self.check_world(world)
         folders = self._folders()
-        check_extras(["transformers", "matplotlib", "PIL"], self.train.output.logs)
+        check_extras(["transformers", "PIL"], self.train.output.logs)
         return folders
 
     def _folders(self) -> Folders | None:
