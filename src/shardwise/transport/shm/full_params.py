@@ -244,18 +244,17 @@ class Pool:
 
         All ranks take the same one, after :meth:`wait_for_last_gather` of the same collective.
         """
-        fitting = [
-            each
-            for each in self._freed
-            if each.length >= length and each.suits(length) and self._is_free(each)
-        ]
-        if last is not None and last in fitting:
-            piece = last
-        elif fitting:
-            piece = min(fitting, key=lambda each: each.cost(length))
-        else:
+
+        def fits(each: Piece) -> bool:
+            return each.length >= length and each.suits(length) and self._is_free(each)
+
+        piece = last
+        if piece is None or piece not in self._freed or not fits(piece):
+            fitting = filter(fits, self._freed)
+            piece = min(fitting, key=lambda each: each.cost(length), default=None)
+        if piece is None:
             piece = self._make(max(length, _LENGTH))
-        if fitting:
+        else:
             self._freed.remove(piece)
         piece.taken = self._sync.posted
         self._taken.add(piece)
