@@ -22,10 +22,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor, fake
-from shardwise.optim.blocks import Blocks
+from shardwise.optim.blocks import MomentBlocks
 from shardwise.optim.codes import NEAREST, CodeBook, Range, share_of
 from shardwise.optim.forms import STEP, Form, OwnStates
-from shardwise.optim.moments import CODES, MOMENTS, SCALES, Rates, Scratch, Update, agree_on_scales
+from shardwise.optim.moments import (
+    CODES,
+    MOMENTS,
+    SCALES,
+    MomentScratch,
+    Rates,
+    Update,
+    agree_on_scales,
+)
 
 #: Tensors with fewer elements keep moments in fp32.
 SMALLEST = 4096
@@ -128,7 +136,7 @@ class AdamW8bit(OwnStates):
                     f"shape {list(param.shape)}, expected a dense one; make the embedding with "
                     "sparse=False"
                 )
-        scratch: dict[torch.device, Scratch] = {}
+        scratch: dict[torch.device, MomentScratch] = {}
         together: list[Update] = []
         for group, param in todo:
             state, plan = self.state[param], self._plan(param)
@@ -137,7 +145,7 @@ class AdamW8bit(OwnStates):
             state[STEP] += 1
             device = dtensor.plain(param).device
             if device not in scratch:
-                scratch[device] = Scratch(device)
+                scratch[device] = MomentScratch(device)
             rates = Rates.of(group, state[STEP])
             books = self._books_of(state[STEP], device)
             update = Update(param, state, plan.blocks, rates, books, scratch[device])
@@ -172,7 +180,7 @@ class _Plan:
     """
 
     forms: Mapping[str, Form]
-    blocks: Blocks | None
+    blocks: MomentBlocks | None
 
     @classmethod
     def of(cls, param: Tensor) -> _Plan:
@@ -182,7 +190,7 @@ class _Plan:
         if param.ndim < 2 or param.numel() < SMALLEST:
             moment = Form(shape, local, torch.float32, mesh, placements)
             return cls(dict.fromkeys(MOMENTS, moment), None)
-        blocks = Blocks.of(param)
+        blocks = MomentBlocks.of(param)
         codes = Form(shape, local, torch.uint8, mesh, placements)
         scales = Form(
             blocks.scales_shape, blocks.scales_local, torch.float32, mesh, blocks.scales_placements

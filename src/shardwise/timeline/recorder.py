@@ -26,7 +26,7 @@ from shardwise import observe
 from shardwise._torch import dtensor
 from shardwise.observe import Activity, Memory, Wire
 from shardwise.timeline.device import DeviceClock, Mark
-from shardwise.timeline.rank import Change, RankTimeline, Span, Step
+from shardwise.timeline.rank import MemoryChange, RankTimeline, Span, Step
 
 #: Numbers of activities. One row for all recorders: a number of an earlier one means nothing here.
 _numbers = itertools.count(1)
@@ -265,7 +265,9 @@ class Recorder:
             begin=shared(self._began),
             end=shared(self._finished),
             spans=tuple(spans),
-            changes=tuple(Change(shared(t), kind, name, n) for t, kind, name, n in self._changes),
+            changes=tuple(
+                MemoryChange(shared(t), kind, name, n) for t, kind, name, n in self._changes
+            ),
             held={kind: nbytes for kind, nbytes in self._held.items() if nbytes},
             steps=tuple(
                 Step(mark.number, shared(mark.begin), shared(mark.end or self._finished))

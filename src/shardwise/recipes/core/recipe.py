@@ -22,7 +22,7 @@ from shardwise.elastic.world import ReplicaWorld, World
 from shardwise.frontends.strategies import ShardingPlan
 from shardwise.recipes.core.checkpointing import Resumable
 from shardwise.recipes.core.config import TrainConfig
-from shardwise.recipes.core.position import Position, Span
+from shardwise.recipes.core.position import Position, TrainingSpan
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 #: Builds model, optimizer and data on one rank. All ranks call it at the same time.
-Assemble: TypeAlias = "Callable[[Any, Place], Task]"
+Assemble: TypeAlias = "Callable[[Any, TrainContext], Task]"
 
 
 class RecipeConfig(Protocol):
@@ -70,7 +70,7 @@ class Inputs(Protocol):
         """What does not depend on model and data."""
 
     @property
-    def span(self) -> Span:
+    def span(self) -> TrainingSpan:
         """How long the training is."""
 
     def facts(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class Example:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TrainContext:
     """Where a rank trains.
 
     Attributes:
@@ -245,7 +245,7 @@ class Task:
     unit: str
     units_per_example: int = 1
     peak_units_per_s: float | None = None
-    span: Span | None = None
+    span: TrainingSpan | None = None
     position: Resumable | None = None
     example: str
     introduction: Sequence[tuple[str, str]] = ()

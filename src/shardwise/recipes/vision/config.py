@@ -27,7 +27,7 @@ from shardwise.recipes.core.config import (
     resolve_sharding,
 )
 from shardwise.recipes.core.option import BY_MODEL, MODEL, SHARDING, TRAINING, model_option, option
-from shardwise.recipes.core.position import Span
+from shardwise.recipes.core.position import TrainingSpan
 from shardwise.recipes.core.rundir import RunDir, check_same, check_same_model
 from shardwise.recipes.vision.files import IdxSet, ImageFolder, find_images, load_mnist
 
@@ -78,9 +78,9 @@ class VisionInputs:
         return self.config.train
 
     @property
-    def span(self) -> Span:
+    def span(self) -> TrainingSpan:
         """How long the training is."""
-        return Span.of(self.train, self.training_images)
+        return TrainingSpan.of(self.train, self.training_images)
 
     @property
     def training_images(self) -> int:

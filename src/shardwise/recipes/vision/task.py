@@ -19,7 +19,7 @@ from shardwise.elastic.world import World
 from shardwise.errors import CheckpointError
 from shardwise.recipes.core.build import RunningStatistics, kept_between_forwards
 from shardwise.recipes.core.checkpointing import SaveError, on_rank_zero
-from shardwise.recipes.core.recipe import Example, Inputs, Place, Schedule, Task
+from shardwise.recipes.core.recipe import Example, Inputs, Schedule, Task, TrainContext
 from shardwise.recipes.core.rundir import RunDir
 from shardwise.recipes.vision.config import FAKE_TRAINING, FAKE_VALIDATION, ImageFolderInputs
 from shardwise.recipes.vision.confusion import plot_confusion
@@ -91,7 +91,9 @@ class Classifier:
     loaded_into: str
 
 
-def vision_task(inputs: Inputs, place: Place, data: ImageData, classifier: Classifier) -> Task:
+def vision_task(
+    inputs: Inputs, place: TrainContext, data: ImageData, classifier: Classifier
+) -> Task:
     """Return the task of training a classifier.
 
     At the end the model is written as one safetensors file, loaded again and evaluated: what
