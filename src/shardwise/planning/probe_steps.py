@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.observe import Activity, Memory, Wire, observing
+from shardwise.observe import Activity, Memory, Route, observing
 from shardwise.planning import probes
 from shardwise.planning.clock import bytes_sent
 from shardwise.planning.costs import calls_of, family_of, op_seconds, size_of
@@ -362,7 +362,7 @@ class _Collectives:
         return 1
 
     def collective(
-        self, activity: Activity, name: str, wire: Wire, nbytes: int, launches: int
+        self, activity: Activity, name: str, wire: Route, nbytes: int, launches: int
     ) -> int:
         self.calls += 1
         self.nbytes += bytes_sent(activity, nbytes, wire.ranks)

@@ -27,7 +27,7 @@ from torch.nn.modules.module import (
 )
 
 from shardwise._torch import autograd, dtensor, fake, replay
-from shardwise.observe import Activity, Memory, Wire
+from shardwise.observe import Activity, Memory, Route
 from shardwise.planning.events import Change, Event, Mark, Op, Start, StepPhase, StorageRegion, Wait
 from shardwise.planning.formulas import MOST_READS, stand_in
 from shardwise.planning.settings import UntraceableError
@@ -263,7 +263,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         return self._number
 
     def collective(
-        self, activity: Activity, name: str, wire: Wire, nbytes: int, launches: int
+        self, activity: Activity, name: str, wire: Route, nbytes: int, launches: int
     ) -> int:
         """Note that a collective is issued."""
         self._number += 1
@@ -431,7 +431,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         name, ranks = self._dimensions.get(args[-1], ("", 0))
         full = args[0] if activity is Activity.REDUCE_SCATTER else out
         nbytes = full.numel() * full.element_size()
-        number = self.collective(activity, module, Wire("functional", name, ranks), nbytes, 1)
+        number = self.collective(activity, module, Route("functional", name, ranks), nbytes, 1)
         self._functional[out.untyped_storage()] = number
 
     # -- memory ----------------------------------------------------------------------------------
